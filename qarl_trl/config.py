@@ -1,0 +1,258 @@
+"""`QaRLConfig`: the settings of the method, on top of TRL's `GRPOConfig`.
+
+Invariant: whatever would silently bias the method is refused here, before a model loads, with what came, what was
+needed and what to do (paper Sec. 3 and Table 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trl import GRPOConfig
+
+from . import _compat
+from .loss import TrustBand
+from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
+
+
+TBPO = "tbpo"
+
+
+@dataclass
+class QaRLConfig(GRPOConfig):
+    """
+    Configuration of [`QaRLTrainer`].
+
+    Only the settings that [`~trl.GRPOConfig`] lacks are listed here; every other one keeps TRL's meaning.
+
+    Args:
+        quant_scheme (`str`, *optional*, defaults to `"W4A16"`): Weights and activations of the rollout and of the
+            learner's forward. `None` or `"none"` is plain GRPO.
+        quant_group_size (`int`, *optional*): Weights that share one scale.
+        quant_targets (`list[str]`, *optional*, defaults to `["Linear"]`): Modules to quantize.
+        quant_ignore (`list[str]`, *optional*): Modules to leave alone. Default: `lm_head` and MoE routers.
+        quant_learner (`bool`, *optional*, defaults to `True`): `False` is the quantized-rollout baseline.
+        quant_kernel (`str`, *optional*, defaults to `"auto"`): GEMM of the learner's forward.
+        tbpo_epsilon_high (`float`, *optional*, defaults to `4e-4`): eps_h.
+        tbpo_delta_low (`float`, *optional*, defaults to `3e-4`): delta_l.
+        tbpo_delta_high (`float`, *optional*, defaults to `7e-4`): delta_h.
+        tbpo_mismatch_cap (`float`, *optional*, defaults to `2.0`): c.
+        tbpo_out_of_band (`str`, *optional*, defaults to `"clip"`): `"clip"` or `"drop"`.
+        mismatch_abort_threshold (`float`, *optional*): Largest mean log-prob gap that the run survives.
+        optim_muon (`bool`, *optional*, defaults to `False`): Muon for matrices, AdamW for the rest.
+        muon_adamw_learning_rate (`float`, *optional*): Learning rate of the AdamW part.
+        muon_momentum (`float`, *optional*, defaults to `0.95`): Momentum of Muon.
+        muon_ns_steps (`int`, *optional*, defaults to `5`): Newton-Schulz steps.
+        muon_adjust_lr (`str`, *optional*, defaults to `"match_rms_adamw"`): How a matrix's shape scales its rate.
+        export_low_bit (`bool`, *optional*, defaults to `True`): Write `low_bit/` into every training checkpoint.
+    """
+
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS
+
+    loss_type: str = field(
+        default=TBPO,
+        metadata={
+            "help": "'tbpo' (QaRL paper Sec. 3.2), or any loss of TRL: 'grpo', 'dapo', 'dr_grpo', 'bnpo', 'cispo', "
+            "'sapo', 'luspo', 'vespo'."
+        },
+    )
+    quant_scheme: str | None = field(
+        default="W4A16",
+        metadata={
+            "help": "Low-bit format of the rollout engine and of the learner's forward: 'W4A16' (4-bit weights) or "
+            "'FP8_DYNAMIC' (8-bit float weights and activations). 'none' trains without quantization. Paper Sec. 3.1."
+        },
+    )
+    quant_group_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Weights along the input dimension that share one scale: 32, 64, 128, or -1 for one scale per "
+            "output channel. Unset: the scheme's own (128 for W4A16)."
+        },
+    )
+    quant_targets: list[str] = field(
+        default_factory=lambda: ["Linear"],
+        metadata={"help": "Modules to quantize: class names, module names, or patterns starting with 're:'."},
+    )
+    quant_ignore: list[str] = field(
+        default_factory=lambda: list(DEFAULT_IGNORE),
+        metadata={"help": "Modules left in high precision, same syntax. Default: lm_head and MoE routers."},
+    )
+    quant_learner: bool = field(
+        default=True,
+        metadata={
+            "help": "Run the learner's forward on the low-bit weights. False keeps it in bfloat16 while the engine "
+            "samples in low bits: the quantized-rollout baseline of the paper."
+        },
+    )
+    quant_kernel: Literal["auto", "dequant", "engine"] = field(
+        default="auto",
+        metadata={
+            "help": "GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the "
+            "rollout engine's own kernel (W4A16 on CPU), 'auto' picks by device and scheme."
+        },
+    )
+    tbpo_epsilon_high: float = field(
+        default=4e-4,
+        metadata={
+            "help": "Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."
+        },
+    )
+    tbpo_delta_low: float = field(
+        default=3e-4,
+        metadata={
+            "help": "Negative advantage: sequence ratio >= 1 - this. delta_l (Table 2, neg_seq_clip_ratio_low)."
+        },
+    )
+    tbpo_delta_high: float = field(
+        default=7e-4,
+        metadata={
+            "help": "Negative advantage: sequence ratio <= 1 + this. delta_h (Table 2, neg_seq_clip_ratio_high)."
+        },
+    )
+    tbpo_mismatch_cap: float = field(
+        default=2.0,
+        metadata={
+            "help": "The sequence mismatch weight is kept in [1/c, c]. c (Eq. 5; Table 2, seq_tis_imp_ratio_cap)."
+        },
+    )
+    tbpo_out_of_band: Literal["clip", "drop"] = field(
+        default="clip",
+        metadata={
+            "help": "Completions outside their band have no gradient either way: 'clip' keeps them in the mean (the "
+            "paper's formula), 'drop' takes them out of it (the paper's text)."
+        },
+    )
+    mismatch_abort_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "Stop the run when the mean absolute log-prob gap between engine and learner, in nats per token, "
+            "exceeds this. An aligned run is near the bfloat16 floor of about 0.002 to 0.02; 0.1 is a safe fuse."
+        },
+    )
+    optim_muon: bool = field(
+        default=False,
+        metadata={
+            "help": "Use torch's Muon for hidden matrices (rate: learning_rate) and AdamW for embeddings, norms and "
+            "the head. The paper's optimizer (Sec. 4, Table 2)."
+        },
+    )
+    muon_adamw_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Learning rate of the AdamW part with optim_muon. Unset: learning_rate."},
+    )
+    muon_momentum: float = field(default=0.95, metadata={"help": "Momentum of Muon (Nesterov)."})
+    muon_ns_steps: int = field(default=5, metadata={"help": "Newton-Schulz iterations of Muon."})
+    muon_adjust_lr: Literal["original", "match_rms_adamw"] = field(
+        default="match_rms_adamw",
+        metadata={
+            "help": "How Muon scales the rate by a matrix's shape: 'match_rms_adamw' makes the update as large as "
+            "AdamW's, so AdamW learning rates carry over; 'original' follows Keller Jordan's."
+        },
+    )
+    export_low_bit: bool = field(
+        default=True,
+        metadata={"help": "Also write the low-bit model into the sub-folder low_bit/ of every training checkpoint."},
+    )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the rollout runs in low bits."""
+        return not is_off(self.quant_scheme)
+
+    @property
+    def trust_band(self) -> TrustBand:
+        """The TBPO bounds of this run."""
+        return TrustBand(
+            self.tbpo_epsilon_high,
+            self.tbpo_delta_low,
+            self.tbpo_delta_high,
+            self.tbpo_mismatch_cap,
+            self.tbpo_out_of_band,
+        )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_type == TBPO:
+            _checked_band(self)
+        if self.quantized:
+            resolve_scheme(self.quant_scheme, self.quant_group_size)
+            _check_quantized(self)
+        if self.quantized or self.loss_type == TBPO:
+            _check_mismatch_weight(self)
+            if self.use_liger_kernel:
+                raise ValueError(
+                    "use_liger_kernel=True replaces layers after they were quantized and computes its own loss, so "
+                    "neither the low-bit forward nor TBPO would run. Set use_liger_kernel=False."
+                )
+        if self.use_vllm:
+            _compat.require_vllm()
+        if self.mismatch_abort_threshold is not None and not self.mismatch_abort_threshold > 0:
+            raise ValueError(
+                f"mismatch_abort_threshold={self.mismatch_abort_threshold} must be > 0 nats per token; unset it to "
+                "never abort."
+            )
+        if self.muon_ns_steps < 1 or not 0 <= self.muon_momentum < 1:
+            raise ValueError(
+                f"muon_ns_steps={self.muon_ns_steps} must be >= 1 and muon_momentum={self.muon_momentum} in [0, 1)."
+            )
+
+
+def _checked_band(args: QaRLConfig) -> TrustBand:
+    try:
+        return args.trust_band
+    except ValueError as error:
+        raise ValueError(f"tbpo_{error}") from None
+
+
+def _check_quantized(args: QaRLConfig) -> None:
+    if not args.quant_targets:
+        raise ValueError("quant_targets is empty, so nothing would be quantized. Use ['Linear'], or quant_scheme: none.")
+    if args.quant_kernel not in ("auto", "dequant", "engine"):
+        raise ValueError(f"quant_kernel={args.quant_kernel!r} must be 'auto', 'dequant' or 'engine'.")
+    if args.use_vllm and args.vllm_mode != "colocate":
+        raise ValueError(
+            f"vllm_mode={args.vllm_mode!r} cannot receive packed tensors yet. Use vllm_mode='colocate', or "
+            "quant_scheme='none' with a server."
+        )
+    if args.use_transformers_continuous_batching:
+        raise ValueError(
+            "use_transformers_continuous_batching casts the master weights to bfloat16 in place, which loses small "
+            "updates. Use use_vllm=True."
+        )
+    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    foreign = [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if init_kwargs.get(k)]
+    if foreign:
+        raise ValueError(
+            f"model_init_kwargs sets {foreign}, but QaRL quantizes from high-precision masters itself. Remove it, or "
+            "set quant_scheme='none'."
+        )
+    device_map = init_kwargs.get("device_map")
+    if isinstance(device_map, dict) and len(set(device_map.values())) > 1 or device_map in ("balanced", "sequential"):
+        raise ValueError(
+            f"device_map={device_map!r} spreads the model over several devices through replaced forwards, which the "
+            "low-bit forward would be hidden by. Use one device a process (accelerate launch with DDP or FSDP2)."
+        )
+
+
+def _check_mismatch_weight(args: QaRLConfig) -> None:
+    """The engine's log-probs are those of the truncated distribution; the learner's are not (trl issue 6789)."""
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        return
+    given = dict(
+        top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, repetition_penalty=args.repetition_penalty
+    ) | {k: v for k, v in (args.generation_kwargs or {}).items() if k != "temperature"}
+    neutral = dict(
+        top_p=(1.0, None), top_k=(0, -1, None), min_p=(0.0, None), repetition_penalty=(1.0, None),
+        presence_penalty=(0.0, None), frequency_penalty=(0.0, None),
+    )  # fmt: skip
+    biased = {k: v for k, v in given.items() if k in neutral and v not in neutral[k]}
+    if biased:
+        raise ValueError(
+            f"{biased} changes the distribution that is sampled from, and the mismatch weight would then be wrong by "
+            "the probability mass that was cut. Use top_p=1.0, top_k=0, min_p=0.0 and no penalties, or set "
+            "vllm_importance_sampling_correction=False."
+        )
+    if "temperature" in (args.generation_kwargs or {}):
+        raise ValueError("Set `temperature` itself: inside generation_kwargs the learner would not know of it.")

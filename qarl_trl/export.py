@@ -1,0 +1,130 @@
+"""The low-bit checkpoint: compressed-tensors format, as `vllm serve` and `from_pretrained` load it.
+
+Invariant: the file holds the tensors of `iter_low_bit_weights`, byte for byte, and a folder is either complete or has no
+`config.json`, so nothing half-written can be loaded (paper Sec. 3.1, step 3).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import compressed_tensors
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
+
+from .quant.hook import quantized_modules
+from .quant.linear import QuantLinear
+from .quant.state_dict import iter_low_bit_weights
+
+
+MASTER_FILES = ("optimizer.pt", "trainer_state.json", "scheduler.pt")
+
+
+def quantization_config(model: nn.Module) -> dict[str, Any] | None:
+    """
+    The `quantization_config` entry of the low-bit checkpoint's `config.json`.
+
+    Args:
+        model (`nn.Module`): A model after `apply_quantization`.
+
+    Returns:
+        `dict` or `None`: in llm-compressor's layout; `None` when no layer is quantized.
+    """
+    quantized = dict(quantized_modules(model))
+    if not quantized:
+        return None
+    scheme = next(iter(quantized.values())).scheme
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=scheme.format.value,
+        ignore=[n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, QuantLinear)],
+        quantization_status=QuantizationStatus.COMPRESSED,
+    )
+    return {
+        "version": compressed_tensors.__version__,
+        "quant_method": "compressed-tensors",
+        "sparsity_config": {},
+        "transform_config": {},
+        **config.model_dump(mode="json", exclude=["quant_method"]),
+    }
+
+
+def save_low_bit(
+    model: nn.Module,
+    tokenizer: Any | None,
+    path: str | os.PathLike,
+    *,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
+) -> Path:
+    """
+    Write the low-bit checkpoint of `model`.
+
+    Args:
+        model (`PreTrainedModel`): A model after `apply_quantization`; its masters are not changed.
+        tokenizer (`PreTrainedTokenizerBase` or `None`): Saved beside the weights.
+        path (`str` or `os.PathLike`): Folder. Weights already there are replaced; other files stay.
+        weights (`Iterable[tuple[str, Tensor]]`, *optional*): Checkpoint tensors, where `model` holds shards only.
+            Defaults to `iter_low_bit_weights(model)`.
+
+    Returns:
+        `Path`: `path`.
+
+    Raises:
+        ValueError: when the model is not quantized, or when `path` is a training checkpoint with master weights.
+    """
+    path = Path(path)
+    quant_config = quantization_config(model)
+    if quant_config is None:
+        raise ValueError("The model has no quantized layer. Call apply_quantization(model, scheme) before saving.")
+    found = [name for name in MASTER_FILES if (path / name).exists()]
+    if found:
+        raise ValueError(
+            f"{path} is a training checkpoint (it has {found}); low-bit weights would overwrite its masters. Save into "
+            f"another folder, for instance {path / 'low_bit'}."
+        )
+    stream = iter_low_bit_weights(model) if weights is None else weights
+    state_dict = {name: tensor.to("cpu") for name, tensor in stream}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+        save_torch_state_dict(state_dict, scratch, max_shard_size="5GB", metadata={"format": "pt"})
+        _save_configs(model, tokenizer, quant_config, Path(scratch))
+        _move_into_place(Path(scratch), path)
+    return path
+
+
+def _save_configs(model: nn.Module, tokenizer: Any | None, quant_config: dict[str, Any], folder: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = torch.bfloat16
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) | {"quantization_config": quant_config}
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _move_into_place(scratch: Path, path: Path) -> None:
+    """`config.json` goes first and comes back last: a folder without it is not loadable."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").unlink(missing_ok=True)
+    fresh = {file.name for file in scratch.iterdir()}
+    for old in path.glob("model*.safetensors*"):
+        if old.name not in fresh:
+            old.unlink()
+    for file in sorted(scratch.iterdir(), key=lambda f: f.name == "config.json"):
+        if file.is_dir():
+            shutil.copytree(file, path / file.name, dirs_exist_ok=True)
+        else:
+            os.replace(file, path / file.name)

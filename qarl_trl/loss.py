@@ -1,0 +1,159 @@
+"""TBPO, the trust-band objective, as pure functions in float32.
+
+Invariant: a completion counts only through one number, its geometric-mean ratio `r`; outside its band `r` is constant
+in the parameters, so the completion has no gradient at all (paper Sec. 3.2, Eq. 5 and Appendix E; docs/paper_map.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TrustBand:
+    """
+    Where the sequence ratio may move, by the sign of the advantage.
+
+    Args:
+        epsilon_high (`float`): Advantage > 0: ratio at most `1 + epsilon_high`. The paper's eps_h, 4e-4.
+        delta_low (`float`): Advantage < 0: ratio at least `1 - delta_low`. The paper's delta_l, 3e-4.
+        delta_high (`float`): Advantage < 0: ratio at most `1 + delta_high`. The paper's delta_h, 7e-4.
+        mismatch_cap (`float`): The mismatch weight stays in `[1 / mismatch_cap, mismatch_cap]`. The paper's c, 2.
+        out_of_band (`"clip"` or `"drop"`, *optional*, defaults to `"clip"`): `"clip"` keeps completions outside the
+            band in the mean, as in the paper's formula; `"drop"` takes them out of it, as in the paper's text.
+
+    Raises:
+        ValueError: for bounds that leave no band.
+    """
+
+    epsilon_high: float
+    delta_low: float
+    delta_high: float
+    mismatch_cap: float
+    out_of_band: Literal["clip", "drop"] = "clip"
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon_high", "delta_low", "delta_high"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be > 0: a band of width 0 lets nothing train.")
+        if not self.delta_low < 1:
+            raise ValueError(f"delta_low={self.delta_low} must be < 1: ratios are positive, so 1 - delta_low is too.")
+        if not (self.mismatch_cap > 1 and math.isfinite(self.mismatch_cap)):
+            raise ValueError(f"mismatch_cap={self.mismatch_cap} must be finite and > 1: the weight is in [1/c, c].")
+        if self.out_of_band not in ("clip", "drop"):
+            raise ValueError(f"out_of_band={self.out_of_band!r} must be 'clip' or 'drop'.")
+
+    def bounds(self, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """Lower and upper bound of the ratio, float32 in the shape of `advantages`."""
+        negative = advantages < 0
+        low = torch.where(negative, 1.0 - self.delta_low, 0.0)
+        high = torch.where(negative, 1.0 + self.delta_high, 1.0 + self.epsilon_high)
+        return low.float(), high.float()
+
+
+def sequence_log_ratio(logps: Tensor, base_logps: Tensor, mask: Tensor) -> Tensor:
+    """Mean log-probability difference of each completion over its masked-in tokens, (B, T) -> (B,)."""
+    mask = mask.bool()
+    # `where`, not a product: a NaN at a masked-out position would survive a multiplication by zero.
+    difference = torch.where(mask, logps.float() - base_logps.float(), 0.0)
+    return difference.sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def sequence_ratio(logps: Tensor, base_logps: Tensor, mask: Tensor) -> Tensor:
+    """
+    Geometric-mean probability ratio of each completion.
+
+    Args:
+        logps (`Tensor`): Per-token log-probabilities `(B, T)`.
+        base_logps (`Tensor`): The same tokens under the policy to compare with, `(B, T)`.
+        mask (`Tensor`): 1 for the tokens that count, `(B, T)`, bool or number.
+
+    Returns:
+        `Tensor`: `(B,)` float32; 1 for an empty completion. float32 on purpose: the bands are about 5e-4 wide and
+        bfloat16 steps by 8e-3 above 1.
+    """
+    return sequence_log_ratio(logps, base_logps, mask).exp()
+
+
+def mismatch_weight(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """
+    Capped weight of the engine's samples under the learner, `exp(clamp(log w, -log c, log c))` (Eq. 5).
+
+    Tokens that the engine could not score (NaN) count as matched: their difference is zero.
+
+    Args:
+        old_logps (`Tensor`): Learner at rollout time `(B, T)`.
+        sampling_logps (`Tensor`): Engine `(B, T)`.
+        mask (`Tensor`): Tokens that count `(B, T)`.
+        cap (`float`): `c`, > 1.
+
+    Returns:
+        `Tensor`: `(B,)` float32, detached, in `[1 / cap, cap]`.
+    """
+    sampling_logps = torch.where(sampling_logps.isnan(), old_logps, sampling_logps)
+    log_weight = sequence_log_ratio(old_logps, sampling_logps, mask)
+    return log_weight.clamp(-math.log(cap), math.log(cap)).exp().detach()
+
+
+def in_band(ratio: Tensor, advantages: Tensor, band: TrustBand) -> Tensor:
+    """Which completions are inside their band, `(B,)` bool."""
+    low, high = band.bounds(advantages)
+    return (ratio >= low) & (ratio <= high)
+
+
+def tbpo_loss(
+    logps: Tensor,
+    old_logps: Tensor,
+    sampling_logps: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    band: TrustBand,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """
+    The TBPO objective, `- mean_i( w_i * clip(r_i, band) * A_i )`.
+
+    Args:
+        logps (`Tensor`): Current learner `(B, T)`, the only input that is differentiated.
+        old_logps (`Tensor`): Learner at rollout time `(B, T)`, by the same low-bit forward as `logps`.
+        sampling_logps (`Tensor` or `None`): Engine `(B, T)`; NaN where it has no value. `None`: every weight is 1.
+        advantages (`Tensor`): `(B,)`, one per completion.
+        mask (`Tensor`): Completion mask times tool mask `(B, T)`.
+        band ([`TrustBand`]): Bounds and cap.
+
+    Returns:
+        `tuple[Tensor, dict[str, Tensor]]`: scalar float32 loss, and detached scalars: `pos_high_frac`, `neg_low_frac`,
+        `neg_high_frac` (shares of all completions beyond that edge), `ratio_min`, `ratio_max`, `seq_weight_mean`.
+    """
+    advantages = advantages.float()
+    ratio = sequence_ratio(logps, old_logps.detach(), mask)
+    if sampling_logps is None:
+        weight = torch.ones_like(ratio)
+    else:
+        weight = mismatch_weight(old_logps, sampling_logps, mask, band.mismatch_cap)
+    low, high = band.bounds(advantages)
+    surrogate = weight * torch.clamp(ratio, low, high) * advantages
+    if band.out_of_band == "drop":
+        kept = in_band(ratio, advantages, band)
+        loss = -(surrogate * kept).sum() / kept.sum().clamp(min=1)
+    else:
+        loss = -surrogate.mean()
+    return loss, band_metrics(ratio, advantages, band) | {"seq_weight_mean": weight.mean()}
+
+
+@torch.no_grad()
+def band_metrics(ratio: Tensor, advantages: Tensor, band: TrustBand) -> dict[str, Tensor]:
+    """Shares of the `(B,)` completions beyond each edge of the band, and the extremes of the ratio."""
+    low, high = band.bounds(advantages)
+    positive, negative = advantages > 0, advantages < 0
+    return {
+        "pos_high_frac": (positive & (ratio > high)).float().mean(),
+        "neg_low_frac": (negative & (ratio < low)).float().mean(),
+        "neg_high_frac": (negative & (ratio > high)).float().mean(),
+        "ratio_min": ratio.min(),
+        "ratio_max": ratio.max(),
+    }

@@ -1,0 +1,112 @@
+"""Checks that stop a run before, or right after, it could go wrong without a word.
+
+Invariant: bad input never costs the user work; what can be known before a model loads is checked before (the first
+three functions run in that order), what only a step can show is checked after the first step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .config import QaRLConfig
+from .quant.hook import quantized_modules
+
+
+def default_output_dir(model: str | nn.Module) -> str:
+    """`<model name>-QaRL`, as TRL names its own."""
+    name = model if isinstance(model, str) else model.config._name_or_path
+    return f"{name.rstrip('/').split('/')[-1]}-QaRL"
+
+
+def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """
+    Refuse trainer arguments that cannot work together, before TRL loads anything.
+
+    Raises:
+        TypeError: when `args` is not a `QaRLConfig`.
+        ValueError: for a combination that would silently bias or bypass the method.
+    """
+    if not isinstance(args, QaRLConfig):
+        raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. Replace the name; it takes the same fields.")
+    if not args.quantized:
+        return
+    if kwargs.get("quantization_config") is not None:
+        raise ValueError(
+            "quantization_config (bitsandbytes) would replace the master weights by quantized ones. QaRL quantizes from "
+            "high-precision masters: remove it, or set quant_scheme='none'."
+        )
+    if kwargs.get("peft_config") is not None:
+        raise ValueError(_NO_PEFT)
+    if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
+        raise ValueError(
+            "The model was made in memory and has no folder, so vLLM cannot read its config and tokenizer. Save it with "
+            "model.save_pretrained(path) and tokenizer.save_pretrained(path), and pass the path."
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """
+    Refuse a loaded model that is quantized by another library or carries adapters.
+
+    Raises:
+        ValueError: naming what was found.
+    """
+    if hasattr(model, "peft_config"):
+        raise ValueError(_NO_PEFT)
+    foreign = getattr(model.config, "quantization_config", None)
+    if foreign is not None or getattr(model, "is_quantized", False):
+        raise ValueError(
+            f"The model is quantized already (quantization_config={foreign}), so there are no high-precision masters to "
+            "train. Start from the unquantized checkpoint."
+        )
+
+
+def check_mismatch(gap: float, args: QaRLConfig) -> None:
+    """
+    Stop when engine and learner disagree more than `args.mismatch_abort_threshold`.
+
+    Args:
+        gap (`float`): Mean absolute log-prob difference, nats per token. NaN stops too.
+
+    Raises:
+        RuntimeError: with the usual causes in the order of their likelihood.
+    """
+    threshold = args.mismatch_abort_threshold
+    if threshold is None or gap <= threshold:
+        return
+    hints = [
+        "stale engine: does the gap grow with every update? Compare publish/bytes and quant/code_flip_frac in the log;",
+        f"wrong scheme: the engine and the learner must both run quant_scheme={args.quant_scheme!r}"
+        + ("" if args.quant_learner else " (quant_learner=False: this gap is what the method removes)")
+        + ";",
+        f"sampling parameters: temperature={args.temperature}, top_p={args.top_p}, top_k={args.top_k}, "
+        f"min_p={args.min_p} must describe the distribution that the learner scores;",
+        "kernels: another attention implementation or dtype in the learner than in the engine.",
+    ]
+    raise RuntimeError(
+        f"The mean log-prob gap between engine and learner is {gap:.4f} nats per token, above "
+        f"mismatch_abort_threshold={threshold}. Likely causes:\n  - " + "\n  - ".join(hints)
+    )
+
+
+def check_layers_ran(model: nn.Module) -> None:
+    """
+    After the first step: every low-bit layer must have computed something.
+
+    Raises:
+        RuntimeError: naming the layers whose low-bit forward was bypassed.
+    """
+    bypassed = [name for name, m in quantized_modules(model) if m.quantized_forward and not m.has_run]
+    if bypassed:
+        raise RuntimeError(
+            f"{len(bypassed)} quantized layers did not run in the first step (first: {bypassed[0]!r}): another library "
+            "replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is intended."
+        )
+
+
+_NO_PEFT = (
+    "QaRL trains full parameters: the low-bit forward of LoRA layers (the quantized merged weight) is not available yet. "
+    "Leave out the peft configuration, or set quant_scheme='none'."
+)

@@ -1,0 +1,19 @@
+"""Low-bit weights: one producer, three readers (forward, publish, export)."""
+
+from .hook import apply_quantization, quantized_modules, remove_quantization
+from .linear import QuantLinear
+from .quantize import LowBitWeight, quantize_weight
+from .scheme import resolve_scheme
+from .state_dict import iter_low_bit_weights
+
+
+__all__ = [
+    "LowBitWeight",
+    "QuantLinear",
+    "apply_quantization",
+    "iter_low_bit_weights",
+    "quantize_weight",
+    "quantized_modules",
+    "remove_quantization",
+    "resolve_scheme",
+]

@@ -1,0 +1,116 @@
+"""`apply_quantization`: turn the linear layers of a model into low-bit layers, in place.
+
+Invariant: a layer that matches the targets is quantized or the call fails; parameter names, `state_dict` and the
+module tree stay as they were, because only `module.__class__` changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.utils import match_named_modules
+from torch import nn
+
+from .linear import QuantLinear
+from .scheme import check_divisible, resolve_scheme
+
+
+def apply_quantization(
+    model: nn.Module,
+    scheme: str | QuantizationScheme,
+    targets: Sequence[str] = ("Linear",),
+    ignore: Sequence[str] = ("lm_head",),
+    *,
+    group_size: int | None = None,
+    kernel: str = "auto",
+    quantize_forward: bool = True,
+) -> nn.Module:
+    """
+    Give the matching linear layers of `model` a low-bit forward with straight-through gradients.
+
+    Args:
+        model (`nn.Module`): Modified in place. Masters keep their dtype; quantization starts from their bfloat16 cast.
+        scheme (`str` or `QuantizationScheme`): Preset name (`"W4A16"`, `"FP8_DYNAMIC"`) or a scheme.
+        targets (`Sequence[str]`, *optional*, defaults to `("Linear",)`): Class names, module names, or `re:` patterns,
+            as in compressed-tensors.
+        ignore (`Sequence[str]`, *optional*, defaults to `("lm_head",)`): Modules left alone, same syntax.
+        group_size (`int`, *optional*): Weights per scale for a preset with groups; `-1` is per channel.
+        kernel (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"dequant"` or `"engine"`.
+        quantize_forward (`bool`, *optional*, defaults to `True`): `False` keeps the forward in high precision.
+
+    Returns:
+        `nn.Module`: `model` itself.
+
+    Raises:
+        ValueError: when a target cannot be quantized, when nothing matches, when expert weights would stay in high
+            precision, or when the model was quantized before.
+    """
+    scheme = resolve_scheme(scheme, group_size)
+    if any(isinstance(m, QuantLinear) for m in model.modules()):
+        raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
+    matched = list(match_named_modules(model, list(targets), list(ignore)))
+    if not matched:
+        raise ValueError(
+            f"No module of {type(model).__name__} matches targets={list(targets)} with ignore={list(ignore)}, so "
+            "nothing would be quantized. Check the patterns against `model.named_modules()`."
+        )
+    for name, module in matched:
+        _check_layer(name, module, scheme)
+    _check_experts(model, ignore)
+    for _, module in matched:
+        module.__class__ = QuantLinear
+        module.scheme = scheme
+        module.kernel_choice = kernel
+        module.quantized_forward = quantize_forward
+    return model
+
+
+def remove_quantization(model: nn.Module) -> nn.Module:
+    """Turn every low-bit layer of `model` back into a plain `nn.Linear`. Masters are untouched."""
+    for _, module in quantized_modules(model):
+        for attribute in ("scheme", "kernel_choice", "quantized_forward", "_cached", "_sharded", "_kernel"):
+            module.__dict__.pop(attribute, None)
+        module.__class__ = nn.Linear
+    return model
+
+
+def quantized_modules(model: nn.Module) -> Iterable[tuple[str, QuantLinear]]:
+    """The low-bit layers of `model` with their names, in module order."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear))
+
+
+def _check_layer(name: str, module: nn.Module, scheme: QuantizationScheme) -> None:
+    # A subclass may compute something else in its forward, which the swap would silently drop.
+    if type(module) is not nn.Linear:
+        raise ValueError(
+            f"Layer {name!r} is a {type(module).__module__}.{type(module).__name__}, and only torch.nn.Linear can be "
+            f"quantized. Add {name!r} to `quant_ignore` if it may stay in high precision."
+        )
+    if "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+        raise ValueError(
+            f"Layer {name!r} has a replaced forward (device_map offloading, or a patch), so its quantized forward "
+            "would never run. Load the model on one device: model_init_kwargs={'device_map': None}."
+        )
+    if not module.weight.is_floating_point():
+        raise ValueError(f"Layer {name!r} holds {module.weight.dtype} weights. Load the model in high precision.")
+    check_divisible(name, module.in_features, scheme)
+
+
+def _check_experts(model: nn.Module, ignore: Sequence[str]) -> None:
+    """Fused experts are 3-D parameters, not Linear layers: left out, most of a MoE model would stay unquantized."""
+    holders = {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if any(p.ndim == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
+        and not isinstance(module, (nn.Conv1d, nn.Conv2d))
+    }
+    ignored = {name for name, _ in match_named_modules(model, list(ignore))} if ignore else set()
+    left = {name: kind for name, kind in holders.items() if name not in ignored}
+    if left:
+        name, kind = next(iter(left.items()))
+        raise ValueError(
+            f"{len(left)} modules hold fused expert weights (first: {name!r}, {kind}), which have no low-bit forward "
+            "yet, so most of the model would stay in high precision without a word. Mixture-of-experts models need "
+            "quant_scheme='none'; to leave the experts unquantized on purpose add 're:.*experts$' to `quant_ignore`."
+        )

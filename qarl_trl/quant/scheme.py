@@ -1,0 +1,167 @@
+"""Names to quantization schemes: what a scheme means, and where it runs.
+
+A scheme is compressed-tensors' own `QuantizationScheme`; this module only resolves preset names and says which schemes
+the learner can run. Invariant: `SUPPORTED` is the single table by which the code decides, so that a scheme which is not
+in it is refused before a model loads (paper Sec. 3.1: W4A16 and FP8 W8A8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import (
+    QuantizationScheme,
+    QuantizationStrategy,
+    QuantizationType,
+    preset_name_to_scheme,
+)
+
+
+NO_QUANTIZATION = ("none", "")
+
+# Routers decide which expert sees a token: a flipped decision costs more than the few bytes saved.
+DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*shared_expert_gate$")
+
+
+@dataclass(frozen=True)
+class SchemeSupport:
+    """One row of the support table.
+
+    Attributes:
+        name (`str`): Preset name, as users write it and as compressed-tensors knows it.
+        format (`str`): compressed-tensors compressor that packs the weight.
+        group_sizes (`tuple[int, ...]`): Group sizes accepted for the weight; `-1` is one scale per output channel.
+            Empty when the scheme has no groups.
+        activations (`str`): `"none"` or `"fp8_token"`, what the learner does to the input of a layer.
+    """
+
+    name: str
+    format: str
+    group_sizes: tuple[int, ...]
+    activations: str
+
+
+SUPPORTED: dict[str, SchemeSupport] = {
+    "W4A16": SchemeSupport("W4A16", "pack-quantized", (32, 64, 128, -1), "none"),
+    "FP8_DYNAMIC": SchemeSupport("FP8_DYNAMIC", "float-quantized", (), "fp8_token"),
+}
+
+
+def is_off(scheme: str | QuantizationScheme | None) -> bool:
+    """Whether `scheme` asks for no quantization at all: `None`, `"none"` or an empty string."""
+    return scheme is None or (isinstance(scheme, str) and scheme.strip().lower() in NO_QUANTIZATION)
+
+
+def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = None) -> QuantizationScheme:
+    """
+    Turn a preset name into a `QuantizationScheme`, or check one that was given.
+
+    Args:
+        scheme (`str` or `QuantizationScheme`):
+            Preset name in any case (`"W4A16"`, `"FP8_DYNAMIC"`) or a compressed-tensors scheme.
+        group_size (`int`, *optional*):
+            Weights that share one scale, along the input dimension. `-1` is one scale per output channel. `None` keeps
+            the preset's (128 for W4A16).
+
+    Returns:
+        `QuantizationScheme`: a new object; its `format` is set.
+
+    Raises:
+        ValueError: for a name or a scheme that the learner cannot run, and for a group size the scheme does not take.
+    """
+    if isinstance(scheme, str):
+        name = scheme.strip().upper()
+        if name not in SUPPORTED:
+            raise ValueError(
+                f"quant_scheme={scheme!r} is not a scheme qarl_trl can train with. Choose one of {sorted(SUPPORTED)}, "
+                "or 'none' to train without quantization."
+            )
+        resolved = preset_name_to_scheme(name, targets=["Linear"])
+    else:
+        resolved = scheme.model_copy(deep=True)
+    if group_size is not None:
+        _set_group_size(resolved, group_size)
+    resolved.format = CompressionFormat(support_of(resolved).format)
+    return resolved
+
+
+def support_of(scheme: QuantizationScheme) -> SchemeSupport:
+    """
+    The row of `SUPPORTED` that `scheme` is an instance of.
+
+    Raises:
+        ValueError: when no row fits, naming the arguments that came.
+    """
+    weights, activations = scheme.weights, scheme.input_activations
+    if scheme.output_activations is None and weights is not None and weights.symmetric and not weights.dynamic:
+        if _is_w4a16(weights, activations):
+            return SUPPORTED["W4A16"]
+        if _is_fp8_dynamic(weights, activations):
+            return SUPPORTED["FP8_DYNAMIC"]
+    raise ValueError(
+        f"The quantization scheme weights={weights}, input_activations={activations}, "
+        f"output_activations={scheme.output_activations} has no learner forward. "
+        f"Supported: {[(s.name, {'group_size': s.group_sizes}) for s in SUPPORTED.values()]}, symmetric weights only."
+    )
+
+
+def effective_group_size(scheme: QuantizationScheme) -> int | None:
+    """Weights per scale along the input dimension, or `None` for one scale per output channel."""
+    return scheme.weights.group_size if scheme.weights.strategy == QuantizationStrategy.GROUP else None
+
+
+def check_divisible(name: str, in_features: int, scheme: QuantizationScheme) -> None:
+    """
+    Refuse a layer whose input size the scheme's groups do not divide.
+
+    Raises:
+        ValueError: naming the layer and the two remedies.
+    """
+    group_size = effective_group_size(scheme)
+    if group_size is not None and in_features % group_size:
+        fitting = [g for g in SUPPORTED["W4A16"].group_sizes if g > 0 and in_features % g == 0]
+        raise ValueError(
+            f"Layer {name!r} has in_features={in_features}, which group_size={group_size} does not divide. "
+            f"Either add {name!r} (or a pattern for such layers) to `quant_ignore`, or choose a `quant_group_size` "
+            f"that divides it: {fitting or 'none of the group sizes'}, or -1 for one scale per channel."
+        )
+
+
+def _set_group_size(scheme: QuantizationScheme, group_size: int) -> None:
+    allowed = support_of(scheme).group_sizes
+    if group_size not in allowed:
+        raise ValueError(
+            f"quant_group_size={group_size} does not fit the scheme {support_of(scheme).name}: "
+            + (f"choose one of {allowed} (-1: per channel)." if allowed else "it has no groups; leave it unset.")
+        )
+    scheme.weights.group_size = None if group_size == -1 else group_size
+    scheme.weights.strategy = QuantizationStrategy.CHANNEL if group_size == -1 else QuantizationStrategy.GROUP
+
+
+def _is_w4a16(weights, activations) -> bool:
+    return (
+        activations is None
+        and (weights.num_bits, weights.type) == (4, QuantizationType.INT)
+        and (
+            weights.strategy == QuantizationStrategy.CHANNEL
+            or (weights.strategy == QuantizationStrategy.GROUP and weights.group_size in (32, 64, 128))
+        )
+    )
+
+
+def _is_fp8_dynamic(weights, activations) -> bool:
+    return (
+        activations is not None
+        and (weights.num_bits, weights.type, weights.strategy)
+        == (8, QuantizationType.FLOAT, QuantizationStrategy.CHANNEL)
+        and (activations.num_bits, activations.type, activations.strategy)
+        == (8, QuantizationType.FLOAT, QuantizationStrategy.TOKEN)
+        and bool(activations.dynamic)
+        and activations.symmetric
+    )
+
+
+# The dtype every weight is cast to before it is quantized, on every path (docs/numerics.md).
+MASTER_CAST_DTYPE = torch.bfloat16

@@ -1,0 +1,103 @@
+"""The low-bit vLLM engine: started from a scheme, fed with published tensors.
+
+Invariant: the engine never reads weights from disk and never quantizes; every byte it computes with came through
+`publish` from the learner's own low-bit tensors (paper Sec. 3.1, steps 1 and 3).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor
+from trl.generation.vllm_generation import VLLMGeneration
+
+from . import _compat
+from .quant.state_dict import iter_low_bit_weights
+
+
+@dataclass(frozen=True)
+class Publish:
+    """What one publish moved: wall time in seconds, bytes, number of tensors."""
+
+    seconds: float
+    num_bytes: int
+    num_tensors: int
+
+
+class LowBitVLLMGeneration(VLLMGeneration):
+    """
+    TRL's colocated vLLM, started in a low-bit scheme and fed with packed tensors.
+
+    Args:
+        quantization_config (`dict` or `None`): compressed-tensors configuration for the engine; `None` runs it in
+            bfloat16.
+        kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
+
+    Attributes:
+        rollout_seconds (`float`): Time spent generating since it was last set to 0.
+        publishes (`list[Publish]`): Publishes since the list was last cleared.
+    """
+
+    def __init__(self, *args: Any, quantization_config: dict[str, Any] | None, **kwargs: Any) -> None:
+        self.quantization_config = quantization_config
+        self.rollout_seconds = 0.0
+        self.publishes: list[Publish] = []
+        self._published_names: tuple[str, ...] | None = None
+        super().__init__(*args, **kwargs)
+
+    def _init_vllm(self) -> None:
+        # Dummy weights are safe: TRL publishes before the first generation, also after a resume.
+        overrides: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16"}
+        if self.quantization_config is not None:
+            overrides["hf_overrides"] = {"quantization_config": self.quantization_config}
+        with _compat.llm_arguments(**overrides):
+            super()._init_vllm()
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        yield from iter_low_bit_weights(self.model, super()._iter_named_params())
+
+    def sync_weights(self) -> None:
+        """Publish the learner's current low-bit tensors to the engine and forget cached keys and values."""
+        if self.mode != "colocate":
+            super().sync_weights()
+            return
+        start = time.perf_counter()
+        if self.enable_sleep_mode:
+            clear_device_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        names: list[str] = []
+        sizes: list[int] = []
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._iter_named_params():
+                names.append(name)
+                sizes.append(tensor.numel() * tensor.element_size())
+                yield name, tensor
+
+        _compat.reload_engine(self.llm, counted())
+        self._check_names(tuple(names))
+        _compat.reset_prefix_cache(self.llm)
+        self.publishes.append(Publish(time.perf_counter() - start, sum(sizes), len(names)))
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        """TRL's `generate`, timed without the publishes inside it."""
+        start, published = time.perf_counter(), len(self.publishes)
+        result = super().generate(*args, **kwargs)
+        inside = sum(p.seconds for p in self.publishes[published:])
+        self.rollout_seconds += time.perf_counter() - start - inside
+        return result
+
+    def _check_names(self, names: tuple[str, ...]) -> None:
+        if self._published_names is None:
+            self._published_names = names
+        if names != self._published_names:
+            changed = sorted(set(names) ^ set(self._published_names))
+            raise RuntimeError(
+                f"This publish sent {len(names)} tensors, the first one {len(self._published_names)}; they differ in "
+                f"{changed[:3]}. A layer was quantized, un-quantized or replaced during training."
+            )

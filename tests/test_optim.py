@@ -1,0 +1,365 @@
+"""`qarl_trl.optim`: which parameter goes to which optimizer, and that the two together are torch's own, bit for bit."""
+
+import io
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
+
+from qarl_trl.optim import MuonWithAdamW, build_muon, split_parameters
+
+TINY = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+TOKENS = torch.randint(0, 48, (4, 3, 7), generator=torch.Generator().manual_seed(1))  # one batch for each of 4 steps
+
+
+def make_args(**changes):
+    """The fields of `QaRLConfig` that the optimizer reads; rates large enough for a few steps to show."""
+    fields = {
+        "learning_rate": 1e-2,
+        "muon_adamw_learning_rate": 3e-3,
+        "weight_decay": 0.1,
+        "muon_momentum": 0.95,
+        "muon_ns_steps": 5,
+        "muon_adjust_lr": "match_rms_adamw",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.98,
+        "adam_epsilon": 1e-8,
+        "deepspeed_plugin": None,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+def make_model(tie=True):
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=tie))
+
+
+def train(model, steps, *optimizers):
+    for tokens in TOKENS[steps]:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    return list(model.parameters())
+
+
+def all_equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def stepped_side_by_side(adamw_owns=lambda name: "proj" not in name):
+    """Four steps of two torch optimizers that know nothing of each other, split by hand."""
+    model, args = make_model(), make_args()
+    named = list(model.named_parameters())
+    muon = torch.optim.Muon(
+        [param for name, param in named if not adamw_owns(name)],
+        lr=args.learning_rate,
+        weight_decay=args.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [param for name, param in named if adamw_owns(name) and param.ndim == 2], "weight_decay": 0.1},
+            {"params": [param for name, param in named if adamw_owns(name) and param.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=args.muon_adamw_learning_rate,
+        betas=(0.9, 0.98),
+    )
+    return train(model, slice(4), muon, adamw)
+
+
+def test_four_steps_equal_torch_muon_and_torch_adamw_side_by_side():
+    model = make_model()
+    weights = train(model, slice(4), build_muon(model, make_args()))
+    assert all_equal(weights, stepped_side_by_side())
+    # control: one hidden matrix in the wrong optimizer is noticed
+    misplaced = stepped_side_by_side(lambda name: "proj" not in name or name.endswith("layers.1.mlp.up_proj.weight"))
+    assert not all_equal(weights, misplaced)
+
+
+def reference_muon(weight, grads, args, nesterov=True, ns_steps=5):
+    """Muon as its author writes it, one matrix, float64: momentum, Newton-Schulz, decoupled decay, scaled step."""
+    weight, momentum = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    rows, cols = weight.shape
+    for grad in grads:
+        momentum = args.muon_momentum * momentum + (1 - args.muon_momentum) * grad.double()
+        if nesterov:
+            x = args.muon_momentum * momentum + (1 - args.muon_momentum) * grad.double()
+        else:
+            x = momentum
+        x = x / x.norm()
+        for _ in range(ns_steps):
+            x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+        scale = (
+            0.2 * max(rows, cols) ** 0.5 if args.muon_adjust_lr == "match_rms_adamw" else max(1, rows / cols) ** 0.5
+        )
+        weight = weight * (1 - args.learning_rate * args.weight_decay) - args.learning_rate * scale * x
+    return weight
+
+
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (33, 17)])
+def test_muon_agrees_with_a_float64_reference(shape, adjust):
+    args = make_args(muon_adjust_lr=adjust)
+    generator = torch.Generator().manual_seed(2)
+    layer = nn.Linear(shape[1], shape[0], bias=False)
+    layer.weight.data = torch.randn(shape, generator=generator)
+    start = layer.weight.detach().clone()
+    grads = [torch.randn(shape, generator=generator) for _ in range(3)]
+
+    optimizer = build_muon(layer, args)
+    for grad in grads:
+        layer.weight.grad = grad.clone()
+        optimizer.step()
+
+    def error(**changes):
+        reference = reference_muon(start, grads, args, **changes)
+        return ((layer.weight - reference).norm() / (reference - start).norm()).item()
+
+    # Relative to the distance travelled. Measured 0.006 to 0.012 over these cases and 50 seeds: torch runs Newton-Schulz
+    # in bfloat16, whose step is 2**-8 = 0.004, five times over. With its cast replaced by float32 it was 2e-5.
+    assert error() < 0.03
+    # controls: one iteration fewer, or plain momentum instead of Nesterov's, measures 0.16 or more
+    assert error(ns_steps=4) > 0.1
+    assert error(nesterov=False) > 0.1
+
+
+def test_resume_after_two_of_four_steps_is_exact():
+    straight = make_model()
+    expected = train(straight, slice(4), build_muon(straight, make_args()))
+
+    model = make_model()
+    optimizer = build_muon(model, make_args())
+    train(model, slice(2), optimizer)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+
+    def resumed(with_optimizer_state):
+        file.seek(0)
+        weights, state = torch.load(file, weights_only=True)
+        model = make_model()
+        model.load_state_dict(weights)
+        optimizer = build_muon(model, make_args())
+        if with_optimizer_state:
+            optimizer.load_state_dict(state)
+        return train(model, slice(2, 4), optimizer)
+
+    assert all_equal(resumed(with_optimizer_state=True), expected)
+    assert not all_equal(resumed(with_optimizer_state=False), expected)  # control: momentum matters
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])  # a wrapper has no get_output_embeddings
+def test_each_trainable_parameter_is_in_exactly_one_part(tie, wrap):
+    model = wrap(make_model(tie))
+    frozen = next(name for name, _ in model.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight"))
+    model.get_parameter(frozen).requires_grad_(False)
+    matrices, others = split_parameters(model)
+    trainable = [name for name, param in model.named_parameters() if param.requires_grad]
+    assert sorted(matrices + others) == sorted(trainable)
+    assert all(".layers." in name and "proj" in name for name in matrices)
+    assert len(matrices) == 2 * 7 - 1
+    assert sum("embed_tokens" in name or "lm_head" in name for name in others) == (1 if tie else 2)
+
+    grouped = [param for group in build_muon(model, make_args()).param_groups for param in group["params"]]
+    assert {id(param) for param in grouped} == {id(model.get_parameter(name)) for name in trainable}
+    assert len(grouped) == len(trainable)
+    # control: the plain rule "two dimensions" would take the embeddings as well
+    assert {name for name in trainable if model.get_parameter(name).ndim == 2} > set(matrices)
+
+
+def test_adamw_decays_what_the_trainer_decays():
+    model = make_model(tie=False)
+    muon, decayed, undecayed = build_muon(model, make_args()).param_groups
+    names = {param: name for name, param in model.named_parameters()}
+    trainers = set(Trainer.get_decay_parameter_names(None, model))
+    assert {names[param] for param in muon["params"] + decayed["params"]} == trainers
+    assert {names[param] for param in undecayed["params"]} == set(names.values()) - trainers
+    assert (muon["weight_decay"], decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.1, 0.0)
+
+
+def test_routers_and_fused_experts_go_to_adamw_with_one_warning(caplog):
+    config = Qwen3MoeConfig(**TINY, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    model = Qwen3MoeForCausalLM(config)
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.optim"):
+        build_muon(model, make_args())
+    matrices, others = split_parameters(model)
+    assert {name.split(".")[-2] for name in matrices} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert sum(name.endswith("mlp.gate.weight") for name in others) == 2
+    assert [record.getMessage()[:42] for record in caplog.records] == ["4 parameters with more than two dimensions"]
+
+
+def test_a_two_dimensional_bias_is_not_a_matrix():
+    model = nn.Linear(8, 8)
+    model.experts_bias = nn.Parameter(torch.zeros(4, 8))  # as in gpt-oss
+    assert split_parameters(model) == (["weight"], ["bias", "experts_bias"])
+
+
+def test_lr_scheduler_drives_both_parts():
+    model = make_model()
+    optimizer = build_muon(model, make_args())
+    scheduler = LambdaLR(optimizer, lambda step: (0.0, 0.5)[min(step, 1)])
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-2, 3e-3, 3e-3]
+
+    def moved():
+        """Whether each of the three groups moved in one step."""
+        before = [[param.detach().clone() for param in group["params"]] for group in optimizer.param_groups]
+        train(model, slice(1), optimizer)
+        return [not all_equal(old, group["params"]) for old, group in zip(before, optimizer.param_groups, strict=True)]
+
+    assert moved() == [False, False, False]
+    scheduler.step()
+    assert scheduler.get_last_lr() == [5e-3, 1.5e-3, 1.5e-3]
+    assert moved() == [True, True, True]  # control: it is the rate that held them
+
+
+def test_adamw_rate_defaults_to_the_learning_rate():
+    optimizer = build_muon(make_model(), make_args(muon_adamw_learning_rate=None))
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2, 1e-2]
+    optimizer = build_muon(make_model(), make_args(muon_adamw_learning_rate=0.0))
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 0.0, 0.0]
+
+
+@pytest.fixture
+def accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True, gradient_accumulation_steps=2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_prepared_by_accelerate_it_takes_the_same_steps(accelerator):
+    def run(max_norm):
+        """Two optimizer steps over four batches with gradient accumulation and clipping, without accelerate."""
+        model = make_model()
+        optimizer = build_muon(model, make_args())
+        for pair in TOKENS.split(2):
+            for tokens in pair:
+                (model(input_ids=tokens, labels=tokens).loss / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, build_muon(model, make_args()))
+    assert isinstance(optimizer.optimizer, MuonWithAdamW)
+    for tokens in TOKENS:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all_equal(model.parameters(), run(max_norm=0.5))
+    assert not all_equal(model.parameters(), run(max_norm=math.inf))  # control: the clipping is not a no-op
+
+
+def test_global_step_post_hook_fires_last_with_all_weights_new():
+    """The cache of quantized weights hangs on this hook."""
+    model = make_model()
+    optimizer = build_muon(model, make_args())
+    seen = []
+    handle = register_optimizer_step_post_hook(
+        lambda fired, *_: seen.append((fired, [param.detach().clone() for param in model.parameters()]))
+    )
+    try:
+        after = train(model, slice(1), optimizer)
+    finally:
+        handle.remove()
+    assert [type(fired).__name__ for fired, _ in seen] == ["Muon", "AdamW", "MuonWithAdamW"]
+    assert all_equal(seen[-1][1], after)
+    assert not all_equal(seen[0][1], after)  # control: after Muon alone the embeddings are still old
+    train(model, slice(1), optimizer)
+    assert len(seen) == 3  # control: the removed hook is silent
+
+
+def test_closure_runs_once_with_gradients_and_gives_the_loss():
+    model, tokens, calls = make_model(), TOKENS[0], []
+    optimizer = build_muon(model, make_args())
+
+    def closure():
+        calls.append(1)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert len(calls) == 1 and loss.requires_grad
+    expected = make_model()
+    assert all_equal(model.parameters(), train(expected, slice(1), build_muon(expected, make_args())))
+
+
+def sharded_steps(rank, folder):
+    """Three steps on a matrix sharded over two processes, as FSDP2 does it; rank 0 writes the whole matrix."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    start, *grads = torch.randn(4, 65, 32, generator=torch.Generator().manual_seed(3))
+    layer = nn.Linear(32, 65, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
+    optimizer = build_muon(layer, make_args())
+    for grad in grads:
+        layer.weight.grad = distribute_tensor(grad, mesh, [Shard(0)])
+        optimizer.step()
+    whole = layer.weight.full_tensor()
+    if rank == 0:
+        torch.save(whole.detach(), f"{folder}/weight.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_matrix_is_orthogonalised_whole(tmp_path):
+    mp.spawn(sharded_steps, args=(str(tmp_path),), nprocs=2)
+    sharded = torch.load(tmp_path / "weight.pt")
+
+    def whole(start, grads):
+        layer = nn.Linear(32, len(start), bias=False)
+        layer.weight.data = start.clone()
+        optimizer = build_muon(layer, make_args())
+        for grad in grads:
+            layer.weight.grad = grad.clone()
+            optimizer.step()
+        return layer.weight.data
+
+    start, *grads = torch.randn(4, 65, 32, generator=torch.Generator().manual_seed(3))
+    travelled = (whole(start, grads) - start).norm()
+    # Measured 0.017: two bfloat16 Newton-Schulz runs apart by the order of their sums (a wide matrix is gathered, not
+    # summed in parts, and then equal bit for bit).
+    assert (sharded - whole(start, grads)).norm() / travelled < 0.05
+    # control, measured 0.35: each shard orthogonalised on its own, as an optimizer blind to DTensor would
+    shards = [whole(rows[0], rows[1:]) for rows in zip(*(tensor.chunk(2) for tensor in (start, *grads)), strict=True)]
+    assert (sharded - torch.cat(shards)).norm() / travelled > 0.1
+
+
+@pytest.mark.parametrize("zero3", [False, True])
+def test_deepspeed_is_refused(zero3):
+    model = make_model()
+    if zero3:
+        for param in model.parameters():
+            param.ds_id = 0  # what zero.Init leaves on a partitioned parameter
+    with pytest.raises(ValueError, match="DeepSpeed.*Use DDP or FSDP2, or set optim_muon=False"):
+        build_muon(model, make_args(deepspeed_plugin=None if zero3 else object()))
+
+
+def test_a_model_without_hidden_matrices_is_refused():
+    model = make_model()
+    for name, param in model.named_parameters():
+        param.requires_grad_("proj" not in name)
+    with pytest.raises(ValueError, match="no hidden 2-D matrix among 10 trainable parameters"):
+        build_muon(model, make_args())
