@@ -189,9 +189,7 @@ def _engine_layout(weight: Any) -> Any:
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
     from vllm.scalar_type import scalar_types
 
-    layer = SimpleNamespace(
-        weight_packed=weight.codes.t().clone(), weight_scale=weight.scale.t().contiguous()
-    )
+    layer = SimpleNamespace(weight_packed=weight.codes.t().clone(), weight_scale=weight.scale.t().contiguous())
     config = SimpleNamespace(weight_type=scalar_types.uint4b8)
     CPUWNA16LinearKernel._process_gptq_weights_w4a16(
         SimpleNamespace(w_q_name="weight_packed", w_s_name="weight_scale", config=config), layer

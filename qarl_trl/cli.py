@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+
 _FORWARDED = {
     "train": "train from a recipe: qarl-trl train --config recipes/<model>/<arm>.yaml (one process; for several GPUs "
     "use accelerate launch -m qarl_trl.train)",
@@ -82,9 +83,7 @@ def export(
         )
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    apply_quantization(
-        model, scheme, targets, DEFAULT_IGNORE if ignore is None else ignore, group_size=group_size
-    )
+    apply_quantization(model, scheme, targets, DEFAULT_IGNORE if ignore is None else ignore, group_size=group_size)
     save_low_bit(model, tokenizer, output)
     print(f"{scheme} checkpoint written to {output}")
 

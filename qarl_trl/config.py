@@ -90,14 +90,12 @@ class QaRLConfig(GRPOConfig):
         default="auto",
         metadata={
             "help": "GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the "
-            "rollout engine's own kernel (W4A16 on CPU), 'auto' picks by device and scheme."
+            "rollout engine's own kernel (W4A16 on CPU), 'auto' is 'engine' where there is one, otherwise 'dequant'."
         },
     )
     tbpo_epsilon_high: float = field(
         default=4e-4,
-        metadata={
-            "help": "Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."
-        },
+        metadata={"help": "Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."},
     )
     tbpo_delta_low: float = field(
         default=3e-4,
@@ -162,6 +160,18 @@ class QaRLConfig(GRPOConfig):
         return not is_off(self.quant_scheme)
 
     @property
+    def learner_kernel(self) -> str:
+        """`quant_kernel` with "auto" resolved: beside a CPU engine the learner calls that engine's own 4-bit GEMM."""
+        if self.quant_kernel == "auto" and self.use_vllm and self.device.type == "cpu" and self.weight_only:
+            return "engine"
+        return self.quant_kernel
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether the scheme leaves activations alone."""
+        return self.quantized and resolve_scheme(self.quant_scheme, self.quant_group_size).input_activations is None
+
+    @property
     def trust_band(self) -> TrustBand:
         """The TBPO bounds of this run."""
         return TrustBand(
@@ -188,6 +198,11 @@ class QaRLConfig(GRPOConfig):
                 )
         if self.use_vllm:
             _compat.require_vllm()
+        if self.optim_muon and self.deepspeed:
+            raise ValueError(
+                "optim_muon=True with DeepSpeed: ZeRO cuts matrices into flat pieces, which Muon cannot orthogonalize. Use "
+                "DDP or FSDP2, or optim_muon=False."
+            )
         if self.mismatch_abort_threshold is not None and not self.mismatch_abort_threshold > 0:
             raise ValueError(
                 f"mismatch_abort_threshold={self.mismatch_abort_threshold} must be > 0 nats per token; unset it to "
@@ -208,7 +223,9 @@ def _checked_band(args: QaRLConfig) -> TrustBand:
 
 def _check_quantized(args: QaRLConfig) -> None:
     if not args.quant_targets:
-        raise ValueError("quant_targets is empty, so nothing would be quantized. Use ['Linear'], or quant_scheme: none.")
+        raise ValueError(
+            "quant_targets is empty, so nothing would be quantized. Use ['Linear'], or quant_scheme: none."
+        )
     if args.quant_kernel not in ("auto", "dequant", "engine"):
         raise ValueError(f"quant_kernel={args.quant_kernel!r} must be 'auto', 'dequant' or 'engine'.")
     if args.use_vllm and args.vllm_mode != "colocate":
@@ -229,7 +246,10 @@ def _check_quantized(args: QaRLConfig) -> None:
             "set quant_scheme='none'."
         )
     device_map = init_kwargs.get("device_map")
-    if isinstance(device_map, dict) and len(set(device_map.values())) > 1 or device_map in ("balanced", "sequential"):
+    if (isinstance(device_map, dict) and len(set(device_map.values())) > 1) or device_map in (
+        "balanced",
+        "sequential",
+    ):
         raise ValueError(
             f"device_map={device_map!r} spreads the model over several devices through replaced forwards, which the "
             "low-bit forward would be hidden by. Use one device a process (accelerate launch with DDP or FSDP2)."
@@ -240,9 +260,9 @@ def _check_mismatch_weight(args: QaRLConfig) -> None:
     """The engine's log-probs are those of the truncated distribution; the learner's are not (trl issue 6789)."""
     if not (args.use_vllm and args.vllm_importance_sampling_correction):
         return
-    given = dict(
-        top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, repetition_penalty=args.repetition_penalty
-    ) | {k: v for k, v in (args.generation_kwargs or {}).items() if k != "temperature"}
+    given = dict(top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, repetition_penalty=args.repetition_penalty) | {
+        k: v for k, v in (args.generation_kwargs or {}).items() if k != "temperature"
+    }
     neutral = dict(
         top_p=(1.0, None), top_k=(0, -1, None), min_p=(0.0, None), repetition_penalty=(1.0, None),
         presence_penalty=(0.0, None), frequency_penalty=(0.0, None),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .rewards import last_boxed
 
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -212,9 +213,11 @@ def _reach(row: Any, column: str) -> Any:
 def _prompt(
     problem: str | list[dict[str, str]], template: str | None, system_prompt: str | None, conversational: bool
 ) -> str | list[dict[str, str]]:
-    messages = [{"role": "user", "content": str(problem)}] if not isinstance(problem, list) else [
-        {"role": m["role"], "content": m["content"]} for m in problem
-    ]
+    messages = (
+        [{"role": "user", "content": str(problem)}]
+        if not isinstance(problem, list)
+        else [{"role": m["role"], "content": m["content"]} for m in problem]
+    )
     last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
     if last_user is None:
         raise ValueError(f"A prompt has no user message: {messages}. Name the problem's column with problem_column.")

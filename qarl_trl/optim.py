@@ -6,6 +6,10 @@ goes where and makes the two look like one optimizer to the Trainer, the schedul
 
 Invariant: each trainable parameter is in exactly one group, and one step of [`MuonWithAdamW`] equals, bit for bit, one
 step of the two torch optimizers run side by side.
+
+Two properties of Muon to know. Its step has the same size whatever the size of the gradient, so with momentum in store
+it moves even where TBPO drops every response. And at the paper's rate of 1e-6 the masters must be float32: a bfloat16
+master of normal(0, 0.02) weights changed in 0.2% of its entries in one step.
 """
 
 import contextlib
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
+
 
 if TYPE_CHECKING:
     from .config import QaRLConfig

@@ -29,7 +29,9 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
         ValueError: for a combination that would silently bias or bypass the method.
     """
     if not isinstance(args, QaRLConfig):
-        raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. Replace the name; it takes the same fields.")
+        raise TypeError(
+            f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. Replace the name; it takes the same fields."
+        )
     if not args.quantized:
         return
     if kwargs.get("quantization_config") is not None:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+
 logger = logging.getLogger(__name__)
 
 # The answer stands at the end; regular expressions over 60 kB of reasoning would cost more than the comparison.
@@ -34,7 +35,8 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
     Reward 1.0 for a completion whose final answer equals the reference, else 0.0, judged by math-verify.
 
     The answer is the last `\boxed{...}`, else the last LaTeX or plain expression announced as the answer ("the answer
-    is 42"). A bare number somewhere in the text does not count.
+    is 42"). A bare number somewhere in the text does not count. Boxes close to each other are one answer of several
+    parts, so boxing two guesses does not pay.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):

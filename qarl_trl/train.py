@@ -10,9 +10,10 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
 
 # Only the standard library above: `env:` may hold what torch or vLLM read at import.
 
@@ -271,11 +272,12 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
         *_describe_data(script_args),
     ]
     for group in (script_args, training_args, model_args):
-        # to_dict() hides tokens.
-        values = group.to_dict() if hasattr(group, "to_dict") else vars(group)
-        defaults = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(group)}
-        changed = {k: v for k, v in values.items() if k in defaults and v != defaults[k]}
-        lines += [f"{type(group).__name__}.{key}: {value!r}" for key, value in sorted(changed.items())]
+        for f in sorted(fields(group), key=lambda f: f.name):
+            default = f.default_factory() if callable(f.default_factory) else f.default
+            value = getattr(group, f.name)
+            if value != default:
+                shown = "<hidden>" if f.name.endswith("_token") else repr(value)
+                lines.append(f"{type(group).__name__}.{f.name}: {shown}")
     return "\n".join(lines)
 
 
@@ -319,7 +321,9 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
     from .data import local_path
 
     if not model_args.model_name_or_path:
-        raise ValueError("model_name_or_path is missing: give a Hub id or a model folder, in the recipe or as an option.")
+        raise ValueError(
+            "model_name_or_path is missing: give a Hub id or a model folder, in the recipe or as an option."
+        )
     if not script_args.dataset_name_or_path:
         raise ValueError("dataset_name_or_path is missing: give a Hub id or a .jsonl, .json or .parquet file.")
     local_path(script_args.dataset_name_or_path)
@@ -359,8 +363,7 @@ def _describe_data(script_args: QaRLScriptArguments) -> list[str]:
     name = script_args.dataset_name_or_path
     if local_path(name) is None:
         return [f"dataset: {name} (Hub id, not contacted)"]
-    script_args = QaRLScriptArguments(**{**vars(script_args), "max_train_samples": 1})
-    row = load_datasets(script_args, with_eval=False)[0][0]
+    row = load_datasets(replace(script_args, max_train_samples=1), with_eval=False)[0][0]
     return [f"dataset: {name}", f"first prompt: {row['prompt']!r}", f"first answer: {row['answer']!r}"]
 
 

@@ -130,7 +130,9 @@ class QaRLTrainer(GRPOTrainer):
                 self._log_value(f"mismatch/{name}", value)
             for name in ("min", "mean", "max"):
                 # TRL logged its own weight here, which this loss does not use.
-                self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"][-1] = stats[f"seq_weight_{name}"]
+                self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"][-1] = stats[
+                    f"seq_weight_{name}"
+                ]
         check_mismatch(gap, self.args)
 
     # Loss -----------------------------------------------------------------------------------------------------------
@@ -286,6 +288,6 @@ def _quantize(model: nn.Module, args: QaRLConfig) -> None:
             args.quant_targets,
             args.quant_ignore,
             group_size=args.quant_group_size,
-            kernel=args.quant_kernel,
+            kernel=args.learner_kernel,
             quantize_forward=args.quant_learner,
         )

@@ -74,9 +74,7 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> LowBitWeight:
         )
     scale, zero_point = calculate_qparams(low, high, scheme.weights)
     compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
-    tensors = compressor.compress(
-        {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme
-    )
+    tensors = compressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
 
 

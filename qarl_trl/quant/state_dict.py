@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from trl.distributed import DistributedBackend

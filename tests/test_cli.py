@@ -1,0 +1,102 @@
+"""The command `qarl-trl`."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from qarl_trl import cli
+
+
+def test_help_imports_no_library():
+    # The file by itself: what the package's __init__ imports is tested there.
+    code = (
+        "import runpy, sys; sys.argv = ['qarl-trl', '--help']\n"
+        "try: runpy.run_path(sys.orig_argv[-1], run_name='__main__')\n"
+        "except SystemExit: print([m for m in ('torch', 'transformers', 'trl', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, cli.__file__], capture_output=True, text=True, check=True)
+    assert "quickstart" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("argv", [[], ["trian"], ["export"], ["export", "a", "b", "--group_size", "32"]])
+def test_wrong_command_line_exits_with_usage(argv, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2
+    assert "usage: qarl-trl" in capsys.readouterr().err
+
+
+def test_train_and_quickstart_get_their_arguments_whole(monkeypatch):
+    seen = []
+    module = types.ModuleType("qarl_trl.quickstart.run")
+    module.main = lambda argv: seen.append(("quickstart", argv))
+    monkeypatch.setitem(sys.modules, "qarl_trl.quickstart", types.ModuleType("qarl_trl.quickstart"))
+    monkeypatch.setitem(sys.modules, "qarl_trl.quickstart.run", module)
+    monkeypatch.setattr("qarl_trl.train.run", lambda argv: seen.append(("train", argv)))
+    cli.main(["train", "--config", "a.yaml", "--help"])
+    cli.main(["quickstart", "--help", "--steps", "3"])
+    assert seen == [("train", ["--config", "a.yaml", "--help"]), ("quickstart", ["--help", "--steps", "3"])]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("model")
+    vocabulary = {token: i for i, token in enumerate(["<eos>", *"0123456789"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(vocabulary),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+        )  # fmt: skip
+    ).save_pretrained(path)
+    return path
+
+
+def read_weights(path):
+    from safetensors.torch import load_file
+
+    return {k: v for file in Path(path).glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+
+    out = tmp_path / "out"
+    cli.main(["export", str(checkpoint), str(out), "--group-size", "32", "--ignore", "lm_head", "re:.*o_proj$"])
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    expected = dict(
+        iter_low_bit_weights(apply_quantization(model, "W4A16", ignore=["lm_head", "re:.*o_proj$"], group_size=32))
+    )
+    found = read_weights(out)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "model.layers.0.self_attn.o_proj.weight" in found  # control: --ignore reached the quantizer
+    assert AutoConfig.from_pretrained(out).quantization_config is not None
+    assert AutoTokenizer.from_pretrained(out).eos_token == "<eos>"
+
+
+def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):
+    cli.main(["export", str(checkpoint), str(tmp_path / "once"), "--scheme", "FP8_DYNAMIC"])
+    with pytest.raises(ValueError, match="quantized already"):
+        cli.main(["export", str(tmp_path / "once"), str(tmp_path / "twice")])
+
+
+def test_export_refuses_an_unknown_scheme_before_it_reads_the_model(tmp_path):
+    with pytest.raises(ValueError, match="W2A2"):
+        cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out"), "--scheme", "W2A2"])

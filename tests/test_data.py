@@ -1,0 +1,161 @@
+"""`load_math_dataset`: columns, answers, prompts, and what it refuses."""
+
+import json
+import logging
+
+import pytest
+from datasets import Dataset
+
+from qarl_trl.data import final_answer, load_math_dataset, local_path
+
+
+BOXED = "{problem}\nAnswer in \\boxed{}."
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(rows, name="set.jsonl"):
+        path = tmp_path / name
+        if path.suffix == ".parquet":
+            Dataset.from_list(rows).to_parquet(path)
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(rows))
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return to_file
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("name", ["set.jsonl", "set.json", "set.parquet"])
+def test_file_becomes_prompt_and_answer_only(write, name):
+    path = write([{"id": 7, "problem": "1+1?", "answer": "2"}, {"id": 8, "problem": "2+2?", "answer": "4"}], name)
+    dataset = load_math_dataset(path)
+    assert dataset.column_names == ["prompt", "answer"]
+    assert dataset[:] == {"prompt": [user("1+1?"), user("2+2?")], "answer": ["2", "4"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "problem", "answer"),
+    [
+        ({"question": "q", "answer": "so 6*7\n#### 1,042"}, "q", "1042"),  # GSM8K
+        ({"problem": "p", "solution": r"then \boxed{\frac{1}{2}}."}, "p", r"\frac{1}{2}"),  # Minerva
+        ({"problem": "p", "solution": r"\boxed{1}", "answer": "2"}, "p", "2"),  # MATH-500: the answer goes first
+        ({"problem": "p", "question": "p", "answer": 27.0}, "p", "27"),  # AMC
+        ({"prompt": "p", "target": "5"}, "p", "5"),
+        (
+            {"prompt": "p", "target": "worked", "reward_model": {"ground_truth": "5", "style": "rule"}},
+            "p",
+            "5",
+        ),  # verl
+    ],
+)
+def test_columns_and_answers_of_known_sets_are_found(write, row, problem, answer):
+    assert load_math_dataset(write([row]))[0] == {"prompt": user(problem), "answer": answer}
+
+
+def test_messages_of_the_data_are_kept_around_the_template(write):
+    row = {
+        "prompt": [{"role": "system", "content": "Think."}, *user("1+1?")],
+        "target": [{"role": "assistant", "content": r"Hm. \boxed{3}"}],
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+    }
+    path = write([row], "verl.parquet")
+    system = [{"role": "system", "content": "Think."}]
+    asked = user("1+1?\nAnswer in \\boxed{}.")
+    assert load_math_dataset(path)[0] == {"prompt": [*system, *user("1+1?")], "answer": "2"}
+    assert load_math_dataset(path, prompt_template=BOXED)[0]["prompt"] == [*system, *asked]
+    assert load_math_dataset(path, prompt_template=BOXED, conversational=False)[0]["prompt"] == asked[0]["content"]
+    replaced = load_math_dataset(path, system_prompt="Be brief.")[0]["prompt"]
+    assert replaced == [{"role": "system", "content": "Be brief."}, *user("1+1?")]
+    assert load_math_dataset(path, answer_column="target")[0]["answer"] == "3"
+
+
+def test_plain_prompts_are_text(write):
+    path = write([{"problem": "1+1?", "answer": "2"}])
+    assert load_math_dataset(path, prompt_template=BOXED, conversational=False)[0]["prompt"] == (
+        "1+1?\nAnswer in \\boxed{}."
+    )
+
+
+def test_named_columns_win(write):
+    path = write([{"problem": "a", "text": "b", "answer": "1", "meta": {"gold": "2"}}])
+    dataset = load_math_dataset(path, problem_column="text", answer_column="meta.gold")
+    assert dataset[0] == {"prompt": user("b"), "answer": "2"}
+
+
+def test_max_samples_keeps_the_first(write):
+    path = write([{"problem": str(i), "answer": str(i)} for i in range(5)])
+    assert load_math_dataset(path, max_samples=2)["answer"] == ["0", "1"]
+    assert len(load_math_dataset(path, max_samples=9)) == 5
+
+
+def test_rows_without_an_answer_are_left_out_and_counted(write, caplog):
+    path = write([{"problem": "a", "answer": ""}, {"problem": "b", "answer": "1"}, {"problem": "c", "answer": None}])
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):
+        assert load_math_dataset(path)["answer"] == ["1"]
+    assert "2 of 3 rows" in caplog.text
+
+
+def test_no_answer_at_all_is_an_error(write):
+    with pytest.raises(ValueError, match="answer_column"):
+        load_math_dataset(write([{"problem": "a", "answer": ""}]))
+
+
+def test_missing_column_names_those_found(write):
+    path = write([{"task": "a", "gold": "1"}])
+    with pytest.raises(ValueError, match=r"columns \['task', 'gold'\].*problem_column"):
+        load_math_dataset(path)
+    with pytest.raises(ValueError, match="answer_column"):
+        load_math_dataset(path, problem_column="task")
+    with pytest.raises(ValueError, match="golden"):
+        load_math_dataset(path, problem_column="task", answer_column="golden")
+    assert load_math_dataset(path, problem_column="task", answer_column="gold")[0]["answer"] == "1"  # control
+
+
+def test_template_without_a_place_for_the_problem_is_refused(write):
+    with pytest.raises(ValueError, match=r"\{problem\}"):
+        load_math_dataset(write([{"problem": "a", "answer": "1"}]), prompt_template="{question}")
+
+
+def test_system_prompt_without_messages_is_refused(write):
+    with pytest.raises(ValueError, match="conversational"):
+        load_math_dataset(write([{"problem": "a", "answer": "1"}]), system_prompt="x", conversational=False)
+
+
+def test_path_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path):
+    for name in (str(tmp_path / "none.jsonl"), "none.jsonl", "./none", "~/none"):
+        with pytest.raises(FileNotFoundError, match="none"):
+            load_math_dataset(name)
+    assert local_path("openai/gsm8k") is None
+
+
+def test_unknown_kind_of_file_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("problem,answer\n1,2\n")
+    with pytest.raises(ValueError, match=r"\.csv"):
+        load_math_dataset(str(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        ("a #### b #### 7", "7"),
+        (r"\boxed{1} \boxed{2}", "2"),
+        (" 3 ", "3"),
+        (2.5, "2.5"),
+        (4, "4"),
+        (None, ""),
+        ([], ""),
+    ],
+)
+def test_final_answer(reference, answer):
+    assert final_answer(reference) == answer

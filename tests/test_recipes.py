@@ -1,0 +1,138 @@
+"""Every recipe parses, validates, and says what its header and the paper's Table 2 say."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from qarl_trl.train import describe, parse
+
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name != "accelerate")
+MODELS = ["qwen2.5-math-1.5b", "qwen2.5-math-7b", "qwen3-8b-base", "qwen3-30b-a3b-base"]
+ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
+GPUS = 8
+# Keys that all arms of one model may differ in.
+METHOD = {
+    "output_dir", "quant_scheme", "quant_learner", "loss_type", "importance_sampling_level", "epsilon", "epsilon_high",
+    "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+    "tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "tbpo_mismatch_cap",
+}  # fmt: skip
+
+
+def recipe_id(path):
+    return f"{path.parent.name}/{path.stem}"
+
+
+def read(path):
+    return yaml.safe_load(path.read_text())
+
+
+def differing_keys(a, b):
+    a, b = read(a), read(b)
+    return {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+
+
+def arms(model):
+    base = "gspo" if "a3b" in model else "grpo"
+    names = (f"bf16_{base}", f"w4a16_rollout_{base}", "w4a16_qarl_tbpo", "fp8_qarl_tbpo")
+    return [ROOT / "recipes" / model / f"{name}.yaml" for name in names]
+
+
+def test_every_model_of_the_paper_has_its_four_arms():
+    assert sorted(arm for model in MODELS for arm in arms(model)) == RECIPES
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
+def test_recipe_parses_and_validates(path):
+    script_args, training_args, model_args = parse(["--config", str(path), *ON_CPU])
+    expected = read(path)
+    found = {**vars(script_args), **vars(training_args), **vars(model_args)}
+    numbers = {key for key, value in expected.items() if isinstance(value, float)}
+    assert {k: float(found[k]) if k in numbers else found[k] for k in expected} == expected
+    assert training_args.use_vllm
+    assert training_args.quantized == (not path.stem.startswith("bf16"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
+def test_rollout_batch_is_512_prompts_and_gives_8_updates_of_64_prompts(path):
+    args = parse(["--config", str(path), *ON_CPU])[1]
+    rollout = args.per_device_train_batch_size * GPUS * args.steps_per_generation
+    update = args.per_device_train_batch_size * GPUS * args.gradient_accumulation_steps
+    assert rollout == 512 * args.num_generations
+    assert update == 64 * args.num_generations
+    assert rollout // update * args.num_iterations == 8
+    assert "8 updates per rollout batch" in describe(*parse(["--config", str(path), *ON_CPU]))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
+def test_header_says_what_how_where_and_how_well(path):
+    reproduces, launch, hardware, expected, blank = path.read_text().splitlines()[:5]
+    assert reproduces.startswith("# Reproduces: QaRL paper, ") and re.search(r"Table 1|Fig\. 9", reproduces)
+    command = re.fullmatch(
+        r"# Launch: accelerate launch --config_file (\S+) -m qarl_trl\.train --config (\S+)", launch
+    )
+    assert (ROOT / command[1]).is_file()
+    assert ROOT / command[2] == path
+    assert hardware.startswith("# Hardware: 8 x ")
+    assert expected.startswith("# Expected: paper") and expected.endswith("Ours: not run.")
+    assert blank == ""
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
+def test_no_key_is_written_twice(path):
+    keys = re.findall(r"^(\w+):", path.read_text(), flags=re.M)  # YAML itself keeps the last one silently
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_arms_differ_in_the_method_only(model):
+    bf16, rollout, qarl, fp8 = arms(model)
+    assert differing_keys(bf16, rollout) == {"output_dir", "quant_scheme", "quant_learner"}
+    assert differing_keys(qarl, fp8) == {"output_dir", "quant_scheme"}
+    changed = differing_keys(rollout, qarl)
+    assert {"quant_learner", "loss_type"} <= changed <= METHOD - {"quant_scheme"}
+    assert len(changed) <= 12
+
+
+def test_tbpo_arms_carry_the_bounds_of_table_2():
+    for path in RECIPES:
+        if path.stem.endswith("tbpo"):
+            band = parse(["--config", str(path), *ON_CPU])[1].trust_band
+            assert (band.epsilon_high, band.delta_low, band.delta_high, band.mismatch_cap) == (4e-4, 3e-4, 7e-4, 2.0)
+
+
+def test_dense_models_share_everything_but_the_model():
+    for arm in range(4):
+        a, b = arms("qwen2.5-math-7b")[arm], arms("qwen3-8b-base")[arm]
+        assert differing_keys(a, b) == {"model_name_or_path", "model_init_kwargs", "output_dir"}
+
+
+def test_unknown_key_in_a_recipe_is_refused(tmp_path):
+    typo = tmp_path / "typo.yaml"
+    typo.write_text(arms("qwen3-8b-base")[2].read_text().replace("tbpo_delta_low:", "tbpo_delta_lo:"))
+    with pytest.raises(ValueError, match="tbpo_delta_lo"):
+        parse(["--config", str(typo), *ON_CPU])
+
+
+def test_biased_sampling_in_a_recipe_is_refused():
+    with pytest.raises(ValueError, match="top_p"):  # control: validation runs on what the recipe says
+        parse(["--config", str(arms("qwen3-8b-base")[2]), *ON_CPU, "--top_p", "0.9"])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero3"])
+def test_launch_file_is_read_by_accelerate(name):
+    config = load_config_from_file(str(ROOT / f"recipes/accelerate/{name}.yaml"))
+    assert (config.num_processes, config.mixed_precision) == (GPUS, "bf16")
+    kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}[name]
+    assert config.distributed_type.value == kind
+    if name == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+
+
+def test_table_of_recipes_is_complete():
+    table = (ROOT / "recipes/README.md").read_text()
+    assert [recipe_id(path) for path in RECIPES if f"`{recipe_id(path)}`" not in table] == []

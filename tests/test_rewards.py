@@ -1,0 +1,132 @@
+"""`math_reward`: right, wrong, unreadable, broken, endless."""
+
+import builtins
+import logging
+import threading
+import time
+
+import pytest
+
+from qarl_trl import rewards
+from qarl_trl.rewards import boxed_format_reward, last_boxed, math_reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"... so $x = \boxed{42}$.", "42", 1.0),
+        (r"\boxed{41}", "42", 0.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{0.5}", r"$\frac12$", 1.0),
+        (r"\boxed{18}", "$18", 1.0),
+        (r"\boxed{27}", 27.0, 1.0),
+        (r"\boxed{1234}", "1,234", 1.0),
+        (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1.0),
+        (r"\boxed{1}" + " but" * 50 + r" \boxed{2}", "2", 1.0),
+        (r"\boxed{2}" + " but" * 50 + r" \boxed{1}", "2", 0.0),
+        (r"\boxed{1} or \boxed{2}", "2", 0.0),
+        (r"\boxed{1} or \boxed{2}", "1, 2", 1.0),
+        ("The answer is 42.", "42", 1.0),
+        ("I counted 42 apples on the way", "42", 0.0),  # a number that is not announced as the answer
+        ("", "42", 0.0),
+    ],
+)
+def test_answer_is_judged(completion, answer, reward):
+    assert math_reward([completion], [answer]) == [reward]
+    assert math_reward([[{"role": "assistant", "content": completion}]], [answer]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [None, [], [{"role": "assistant"}], [{"role": "assistant", "content": None}], r"\boxed{", r"\boxed{" * 2000,
+     "}{" * 3000, "$" * 4001, r"\frac{" * 700, "\ud800", "\x00\x1b[2J", r"\boxed{\begin{matrix}", 7],
+)  # fmt: skip
+def test_broken_completion_gets_zero_and_no_exception(garbage):
+    assert math_reward([garbage, r"\boxed{3}"], ["3", "3"]) == [0.0, 1.0]
+
+
+def test_parts_of_a_message_are_read_together():
+    parts = [{"type": "text", "text": r"\boxed{"}, {"type": "text", "text": "3}"}]
+    assert math_reward([[{"role": "assistant", "content": parts}]], ["3"]) == [1.0]
+
+
+@pytest.mark.parametrize("reference", ["", "   ", None])
+def test_unreadable_reference_is_not_scored_and_is_said_once(reference, caplog, monkeypatch):
+    monkeypatch.setattr(rewards, "_warned", False)
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
+        assert math_reward([r"\boxed{3}", r"\boxed{3}"], [reference, "3"]) == [None, 1.0]
+        assert math_reward([r"\boxed{3}"], [reference]) == [None]
+    assert len(caplog.records) == 1
+
+
+def test_other_columns_are_ignored_and_names_are_logged():
+    assert math_reward(completions=[r"\boxed{3}"], answer=["3"], prompts=["?"], level=[5], log_extra=print) == [1.0]
+    assert (math_reward.__name__, boxed_format_reward.__name__) == ("math_reward", "boxed_format_reward")
+
+
+def test_rewards_agree_outside_the_main_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(math_reward([r"\boxed{3}", r"\boxed{4}"], ["3", "3"])))
+    thread.start()
+    thread.join()
+    assert found == [1.0, 0.0]
+
+
+def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch):
+    monkeypatch.setattr(rewards, "_KILL_S", 1)
+    worker = rewards._Worker()
+    assert worker.grade(r"\boxed{3}", "3") == 1.0
+    found = []
+    thread = threading.Thread(target=lambda: found.append(worker.grade(r"\boxed{9^{9^{9^{9}}}}", "3")))
+    start = time.monotonic()
+    thread.start()
+    thread.join()
+    assert found == [0.0]
+    assert time.monotonic() - start < 4  # math-verify's own alarm would take 5
+    assert worker.grade(r"\boxed{3}", "3") == 1.0  # and a fresh worker goes on
+
+
+def test_alarm_of_math_verify_works_in_the_worker():
+    worker = rewards._Worker()
+    worker.grade(r"\boxed{3}", "3")
+    process = worker._process
+    assert worker.grade(r"\boxed{9^{9^{9^{9}}}}", "3") == 0.0
+    assert worker._process is process  # the comparison was stopped, not the process
+
+
+def test_only_the_end_of_a_completion_is_read():
+    start = time.monotonic()
+    assert math_reward(["and so on " * 20000 + r"\boxed{3}"], ["3"]) == [1.0]
+    assert time.monotonic() - start < 5
+
+
+def test_missing_math_verify_names_the_extra(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("math_verify"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"pip install qarl_trl\[math\]"):
+        math_reward(["1"], ["1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"a \boxed{1} b \boxed{ \frac{1}{2} } c", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{x\right.}", r"\left\{x\right."),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{1", None),
+        ("no box", None),
+    ],
+)
+def test_last_box_is_found_with_balanced_braces(text, content):
+    assert last_boxed(text) == content
+
+
+def test_format_reward_wants_a_closed_box_with_something_in_it():
+    assert boxed_format_reward([r"\boxed{x}", r"\boxed{}", r"\boxed{x", "x"]) == [1.0, 0.0, 0.0, 0.0]

@@ -1,0 +1,165 @@
+"""`qarl_trl.train`: reading a recipe, refusing a wrong one, and a run from end to end."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from qarl_trl import train
+from qarl_trl.train import describe, load_rewards, parse, run
+
+
+ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def problems(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps({"problem": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(9)))
+    return str(path)
+
+
+@pytest.fixture
+def base(problems, tmp_path):
+    return ["--model_name_or_path", "org/model", "--dataset_name_or_path", problems,
+            "--output_dir", str(tmp_path / "out"), *ON_CPU]  # fmt: skip
+
+
+def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("reward_funcs: boxed_format_reward\nlearning_rate: 1e-5\ntbpo_delta_low: 0.002\nlora_r: 4\n")
+    script_args, training_args, model_args = parse(["--config", str(recipe), "--learning_rate", "2e-5", *base])
+    assert script_args.reward_funcs == ["boxed_format_reward"]
+    assert (training_args.learning_rate, training_args.tbpo_delta_low) == (2e-5, 0.002)
+    assert model_args.lora_r == 4
+    assert parse([f"--config={recipe}", *base])[1].learning_rate == 1e-5
+
+
+def test_unknown_keys_are_refused_in_the_recipe_and_on_the_command_line(base, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("learning_rte: 1e-5\n")
+    with pytest.raises(ValueError, match="learning_rte"):
+        parse(["--config", str(recipe), *base])
+    with pytest.raises(ValueError, match="learning_rte"):
+        parse([*base, "--learning_rte", "1"])
+    with pytest.raises(ValueError, match="quant_schem"):  # argparse would take it for quant_scheme
+        parse([*base, "--quant_schem", "none"])
+
+
+def test_env_of_the_recipe_is_set_before_the_parser_is_built(base, tmp_path, monkeypatch):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("env:\n  QARL_TEST_VARIABLE: 3\nlearning_rate: 1e-5\n")
+    monkeypatch.setenv("QARL_TEST_VARIABLE", "before")
+    real, seen = train.make_parser, []
+
+    def watched():
+        seen.append(os.environ["QARL_TEST_VARIABLE"])
+        return real()
+
+    monkeypatch.setattr(train, "make_parser", watched)
+    assert parse(["--config", str(recipe), *base])[1].learning_rate == 1e-5
+    assert seen == ["3"]
+
+
+def test_missing_recipe_is_named(base):
+    with pytest.raises(FileNotFoundError, match="nowhere.yaml"):
+        parse(["--config", "nowhere.yaml", *base])
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--model_name_or_path", ""], "model_name_or_path"),
+        (["--dataset_name_or_path", ""], "dataset_name_or_path"),
+        (["--eval_strategy", "steps"], "eval_dataset_name_or_path"),
+        (["--load_in_4bit", "true"], "load_in_4bit"),
+        (["--reward_funcs", "no_such_reward"], "no_such_reward"),
+        (["--reward_funcs", "json.no_such_reward"], "no_such_reward"),
+        (["--quant_scheme", "W2A2"], "W2A2"),
+    ],
+)
+def test_wrong_settings_stop_before_a_model_loads(base, extra, message):
+    with pytest.raises(ValueError, match=message):
+        parse([*base, *extra])
+
+
+def test_missing_local_dataset_is_named(base):
+    with pytest.raises(FileNotFoundError, match="missing.jsonl"):
+        parse([*base, "--dataset_name_or_path", "missing.jsonl"])
+
+
+def test_rewards_come_by_name_and_by_path(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    names = [reward.__name__ for reward in load_rewards(["math_reward", "boxed_format_reward", "my_rewards.short"])]
+    assert names == ["math_reward", "boxed_format_reward", "short"]
+
+
+def test_dry_run_prints_batches_data_and_settings_and_loads_no_model(base, capsys, monkeypatch):
+    monkeypatch.setattr(train, "main", lambda *args: pytest.fail("a dry run must not train"))
+    run([*base, "--dry_run", "--prompt_template", "Q: {problem}", "--gradient_accumulation_steps", "4",
+         "--per_device_train_batch_size", "4", "--steps_per_generation", "32", "--hub_token", "secret"])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "rollout batch: 16 prompts x 8 = 128 completions on 1 process(es)" in printed
+    assert "update: 16 completions; 8 updates per rollout batch" in printed
+    assert "Q: 0 + 1" in printed and "first answer: '1'" in printed
+    assert "QaRLConfig.steps_per_generation: 32" in printed
+    assert "secret" not in printed
+
+
+def test_dry_run_finds_a_wrong_column(base, tmp_path):
+    (tmp_path / "wrong.jsonl").write_text('{"task": "1", "gold": "2"}\n')
+    with pytest.raises(ValueError, match="problem_column"):
+        run([*base, "--dry_run", "--dataset_name_or_path", str(tmp_path / "wrong.jsonl")])
+
+
+def test_dry_run_leaves_the_hub_alone(base):
+    arguments = parse([*base, "--dataset_name_or_path", "some/dataset"])
+    assert "some/dataset (Hub id, not contacted)" in describe(*arguments)
+
+
+def test_parsed_settings_are_those_of_the_parser(base):
+    # control: `parse` adds checks, not values
+    from_parser = train.make_parser().parse_args_and_config(args=base)
+    assert [type(group).__name__ for group in from_parser] == ["QaRLScriptArguments", "QaRLConfig", "ModelConfig"]
+    assert vars(from_parser[0]) == vars(parse(base)[0])
+
+
+@pytest.mark.parametrize("quant_scheme", ["none", "W4A16"])
+def test_run_trains_and_saves(base, tmp_path, quant_scheme):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    model = tmp_path / "model"
+    vocabulary = {token: i for i, token in enumerate(["<eos>", "<pad>", *"0123456789+ "])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(model)
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(vocabulary),
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
+            eos_token_id=0,
+            pad_token_id=1,
+        )  # fmt: skip
+    ).save_pretrained(model)
+    run([*base, "--model_name_or_path", str(model), "--quant_scheme", quant_scheme, "--conversational", "false",
+         "--max_steps", "2", "--max_completion_length", "4", "--num_generations", "2", "--logging_steps", "1",
+         "--per_device_train_batch_size", "4", "--steps_per_generation", "2", "--gradient_accumulation_steps", "1",
+         "--save_strategy", "no", "--report_to", "none", "--max_train_samples", "4"])  # fmt: skip
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (getattr(config, "quantization_config", None) is None) == (quant_scheme == "none")
