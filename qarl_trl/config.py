@@ -7,7 +7,7 @@ needed and what to do (paper Sec. 3 and Table 2).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
@@ -17,6 +17,7 @@ from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
 
 
 TBPO = "tbpo"
+OWNED_ENGINE_ARGUMENTS = ("model", "load_format", "dtype", "hf_overrides", "quantization", "logprobs_mode")
 
 
 @dataclass
@@ -45,10 +46,11 @@ class QaRLConfig(GRPOConfig):
         muon_momentum (`float`, *optional*, defaults to `0.95`): Momentum of Muon.
         muon_ns_steps (`int`, *optional*, defaults to `5`): Newton-Schulz steps.
         muon_adjust_lr (`str`, *optional*, defaults to `"match_rms_adamw"`): How a matrix's shape scales its rate.
+        vllm_engine_kwargs (`dict`, *optional*): More keyword arguments for `vllm.LLM`.
         export_low_bit (`bool`, *optional*, defaults to `True`): Write `low_bit/` into every training checkpoint.
     """
 
-    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
 
     loss_type: str = field(
         default=TBPO,
@@ -149,6 +151,13 @@ class QaRLConfig(GRPOConfig):
             "AdamW's, so AdamW learning rates carry over; 'original' follows Keller Jordan's."
         },
     )
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "More keyword arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which "
+            "starts faster and needs no compiler."
+        },
+    )
     export_low_bit: bool = field(
         default=True,
         metadata={"help": "Also write the low-bit model into the sub-folder low_bit/ of every training checkpoint."},
@@ -198,6 +207,12 @@ class QaRLConfig(GRPOConfig):
                 )
         if self.use_vllm:
             _compat.require_vllm()
+        owned = sorted(set(self.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
+        if owned:
+            raise ValueError(
+                f"vllm_engine_kwargs sets {owned}, which the trainer sets itself so that engine and learner agree. Remove "
+                "them; the scheme comes from quant_scheme."
+            )
         if self.optim_muon and self.deepspeed:
             raise ValueError(
                 "optim_muon=True with DeepSpeed: ZeRO cuts matrices into flat pieces, which Muon cannot orthogonalize. Use "

@@ -45,7 +45,7 @@ def load_math_dataset(
         name_or_path (`str`):
             Hub id, or path of a `.jsonl`, `.json` or `.parquet` file or of a folder of such files.
         split (`str`, *optional*, defaults to `"train"`):
-            Split to load, slices included (`"train[:100]"`). A single file is one split, called `"train"`.
+            Split to load, slices included (`"train[:100]"`). A single file is the split that is asked for.
         prompt_template (`str`, *optional*):
             Text around the problem, which replaces `{problem}` in it: `"{problem}\nAnswer in \\boxed{}."`. Without it
             the problem is the prompt.
@@ -157,8 +157,8 @@ def local_path(name_or_path: str) -> Path | None:
     if not path.exists():
         if looks_local:
             raise FileNotFoundError(
-                f"The dataset {name_or_path!r} looks like a path, and nothing is at {path.absolute()}. Give an existing "
-                f"{', '.join(_BUILDERS)} file or folder, or a Hub id such as 'openai/gsm8k'."
+                f"The dataset {name_or_path!r} looks like a path, and nothing is at {path.absolute()}. Give an "
+                f"existing {', '.join(_BUILDERS)} file or folder, or a Hub id such as 'openai/gsm8k'."
             )
         return None
     if path.is_file() and path.suffix not in _BUILDERS:
@@ -171,7 +171,7 @@ def _load(name_or_path: str, split: str, config_name: str | None) -> "Dataset":
 
     path = local_path(name_or_path)
     if path is not None and path.is_file():
-        return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=split)
+        return load_dataset(_BUILDERS[path.suffix], data_files={split.partition("[")[0]: str(path)}, split=split)
     return load_dataset(str(path or name_or_path), name=config_name, split=split)
 
 

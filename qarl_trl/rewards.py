@@ -1,9 +1,9 @@
 """
 Verifiable rewards for math: is the final answer of a completion equal to the reference?
 
-math-verify does the comparison. It guards itself against endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only
-a main thread may use, so the comparisons run in a small worker process whose main thread is theirs alone: the rewards
-can be called from any thread, and a comparison that the alarm does not stop is killed with its process.
+math-verify does the comparison. It guards itself against endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which
+only a main thread may use, so the comparisons run in a small worker process whose main thread is theirs alone: the
+rewards can be called from any thread, and a comparison that the alarm does not stop is killed with its process.
 
 Invariant: a completion, however broken, gets a number and never an exception. `None` ("not scored" to TRL) is kept for
 samples whose *reference* cannot be read.
@@ -47,8 +47,8 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
             The other dataset columns, unused.
 
     Returns:
-        `list[float | None]`: 1.0, 0.0, or `None` where the reference cannot be read, which leaves the sample out of the
-        reward. The first such reference is named in a warning.
+        `list[float | None]`: 1.0, 0.0, or `None` where the reference cannot be read, which leaves the sample out of
+        the reward. The first such reference is named in a warning.
 
     Raises:
         ImportError: If math-verify is not installed.

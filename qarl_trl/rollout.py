@@ -35,6 +35,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
     Args:
         quantization_config (`dict` or `None`): compressed-tensors configuration for the engine; `None` runs it in
             bfloat16.
+        engine_kwargs (`dict`, *optional*): More arguments for `vllm.LLM`.
         kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
 
     Attributes:
@@ -42,8 +43,15 @@ class LowBitVLLMGeneration(VLLMGeneration):
         publishes (`list[Publish]`): Publishes since the list was last cleared.
     """
 
-    def __init__(self, *args: Any, quantization_config: dict[str, Any] | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        quantization_config: dict[str, Any] | None,
+        engine_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.quantization_config = quantization_config
+        self.engine_kwargs = engine_kwargs or {}
         self.rollout_seconds = 0.0
         self.publishes: list[Publish] = []
         self._published_names: tuple[str, ...] | None = None
@@ -51,7 +59,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         # Dummy weights are safe: TRL publishes before the first generation, also after a resume.
-        overrides: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16"}
+        overrides: dict[str, Any] = {**self.engine_kwargs, "load_format": "dummy", "dtype": "bfloat16"}
         if self.quantization_config is not None:
             overrides["hf_overrides"] = {"quantization_config": self.quantization_config}
         with _compat.llm_arguments(**overrides):

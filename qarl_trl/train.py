@@ -1,9 +1,9 @@
 """
 Train from a recipe: `accelerate launch -m qarl_trl.train --config recipes/<model>/<arm>.yaml [--key value ...]`.
 
-A recipe is a flat YAML file whose keys are fields of [`QaRLScriptArguments`], [`QaRLConfig`] or TRL's `ModelConfig`; the
-command line overrides it. Invariants: an unknown key is an error on both, so a typo cannot leave a default in force; and
-the recipe's `env:` section is in the environment before torch, vLLM or TRL are imported.
+A recipe is a flat YAML file whose keys are fields of [`QaRLScriptArguments`], [`QaRLConfig`] or TRL's `ModelConfig`;
+the command line overrides it. Invariants: an unknown key is an error on both, so a typo cannot leave a default in
+force; and the recipe's `env:` section is in the environment before this module imports torch, vLLM or TRL.
 """
 
 import importlib
@@ -26,39 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class QaRLScriptArguments:
-    r"""
-    What a recipe says beyond the trainer and the model: the data and the rewards.
-
-    Args:
-        dataset_name_or_path (`str`, *optional*):
-            Hub id, or a local `.jsonl`, `.json` or `.parquet` file. Required.
-        dataset_config (`str`, *optional*):
-            Configuration (subset) of a Hub dataset.
-        dataset_split (`str`, *optional*, defaults to `"train"`):
-            Split to train on.
-        eval_dataset_name_or_path (`str`, *optional*):
-            Dataset to evaluate on, with `eval_strategy`.
-        eval_dataset_split (`str`, *optional*, defaults to `"test"`):
-            Split of it; a single local file is called `train`.
-        problem_column (`str`, *optional*):
-            Column of the problem, where it cannot be guessed.
-        answer_column (`str`, *optional*):
-            Column of the reference answer, where it cannot be guessed.
-        prompt_template (`str`, *optional*):
-            Text around `{problem}`.
-        system_prompt (`str`, *optional*):
-            System message.
-        conversational (`bool`, *optional*, defaults to `True`):
-            Chat messages, or plain text for models without a chat template.
-        max_train_samples (`int`, *optional*):
-            Train on the first so many problems.
-        max_eval_samples (`int`, *optional*):
-            Evaluate on the first so many problems.
-        reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
-            Names in `qarl_trl.rewards`, or dotted import paths.
-        dry_run (`bool`, *optional*, defaults to `False`):
-            Check the settings and a local dataset, print them, load no model.
-    """
+    """What a recipe says beyond the trainer and the model: the data and the rewards."""
 
     dataset_name_or_path: str | None = field(
         default=None, metadata={"help": "Hub id, or a local .jsonl, .json or .parquet file. Required."}
@@ -69,7 +37,7 @@ class QaRLScriptArguments:
         default=None, metadata={"help": "Dataset to evaluate on; needs eval_strategy."}
     )
     eval_dataset_split: str = field(
-        default="test", metadata={"help": "Split to evaluate on. A single local file is called 'train'."}
+        default="test", metadata={"help": "Split to evaluate on; a single local file is any split."}
     )
     problem_column: str | None = field(
         default=None, metadata={"help": "Column of the problem. Unset: problem, question or prompt."}
@@ -249,7 +217,7 @@ def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["D
 
 def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> str:
     """
-    The settings as text: the batch arithmetic, a look at the data, and every field that is not at its default.
+    The settings as text: the method, the batch arithmetic, a look at the data, and every field off its default.
 
     Args:
         script_args ([`QaRLScriptArguments`]):
@@ -265,7 +233,10 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
     args = training_args
     per_update = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     updates = args.generation_batch_size * args.num_iterations / per_update
+    learner = "" if not args.quantized else f", learner {'quantized' if args.quant_learner else 'in high precision'}"
     lines = [
+        f"model: {model_args.model_name_or_path}, scheme {args.quant_scheme or 'none'}{learner}",
+        f"objective: {args.loss_type}, {'muon' if args.optim_muon else args.optim.value} at {args.learning_rate:g}",
         f"rollout batch: {args.generation_batch_size // args.num_generations} prompts x {args.num_generations} = "
         f"{args.generation_batch_size} completions on {args.world_size} process(es)",
         f"update: {per_update} completions; {updates:g} updates per rollout batch",
@@ -352,8 +323,8 @@ def _import_reward(name: str, known: list[str]) -> Callable[..., list[float | No
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"reward_funcs has {name!r}, which cannot be imported: {error}. Run from the folder that holds the module, "
-            f"install it, or choose from {known}."
+            f"reward_funcs has {name!r}, which cannot be imported: {error}. Run from the folder that holds the "
+            f"module, install it, or choose from {known}."
         ) from error
 
 

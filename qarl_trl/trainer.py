@@ -80,7 +80,12 @@ class QaRLTrainer(GRPOTrainer):
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
             _quantize(model, args)
-            return LowBitVLLMGeneration(model, quantization_config=quantization_config(model), **engine_args)
+            return LowBitVLLMGeneration(
+                model,
+                quantization_config=quantization_config(model),
+                engine_kwargs=args.vllm_engine_kwargs,
+                **engine_args,
+            )
 
         with _compat.generation_backend(build_engine):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)

@@ -60,7 +60,7 @@ def checkpoint(tmp_path_factory):
             num_attention_heads=2,
             num_key_value_heads=1,
             head_dim=32,
-        )  # fmt: skip
+        )
     ).save_pretrained(path)
     return path
 

@@ -99,6 +99,11 @@ def test_max_samples_keeps_the_first(write):
     assert len(load_math_dataset(path, max_samples=9)) == 5
 
 
+def test_single_file_is_whatever_split_is_asked_for(write):
+    path = write([{"problem": str(i), "answer": str(i)} for i in range(5)])
+    assert load_math_dataset(path, "test[1:3]")["answer"] == ["1", "2"]
+
+
 def test_rows_without_an_answer_are_left_out_and_counted(write, caplog):
     path = write([{"problem": "a", "answer": ""}, {"problem": "b", "answer": "1"}, {"problem": "c", "answer": None}])
     with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):

@@ -1,0 +1,61 @@
+# `make quickstart` and `make test` set up everything they need in .venv/ on a machine with Python 3.11, pip, make and git,
+# and use it again the next time.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+STAMP := $(VENV)/.installed
+
+# OpenMP threads that spin at barriers slow a second busy process down ten times; read before Python starts.
+export OMP_WAIT_POLICY := PASSIVE
+# GiB for vLLM's key-value cache on CPU.
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+export VLLM_LOGGING_LEVEL ?= ERROR
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: install quickstart test test-fast test-slow quality format lock benchmarks clean
+
+install: $(STAMP)
+
+$(STAMP): requirements/cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else \
+	    f"Python 3.11 or 3.12 is needed, {sys.executable} is {v[0]}.{v[1]}. Run: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@# torch with its own dependencies: the CPU wheel has none beyond the pinned list, a CUDA wheel brings its libraries.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/cpu.txt $(TORCH)
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --requirement requirements/cpu.txt
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
+	@touch $@
+
+quickstart: install
+	$(BIN)/python -m qarl_trl.quickstart $(ARGS)
+
+test: test-fast test-slow
+
+test-fast: install quality
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-slow: install
+	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+quality: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+benchmarks: install
+	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+# Rewrites requirements/cpu.txt from requirements/cpu.in; overrides.txt says which pins of the packages are overruled.
+lock: install
+	$(BIN)/uv pip compile requirements/cpu.in --override requirements/overrides.txt --python-version 3.11 \
+	    --no-emit-package torch --custom-compile-command "make lock" --output-file requirements/cpu.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
