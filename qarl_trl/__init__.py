@@ -1,8 +1,22 @@
 """qarl_trl: reinforcement learning on low-bit rollouts with TRL, without the run falling apart."""
 
-from ._version import __version__
-from .config import QaRLConfig
-from .trainer import QaRLTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+from ._version import __version__
+
+
+if TYPE_CHECKING:
+    from .config import QaRLConfig
+    from .trainer import QaRLTrainer
 
 __all__ = ["QaRLConfig", "QaRLTrainer", "__version__"]
+
+# Imported on first use: a recipe's `env:` must be set before torch and vLLM load, and `--help` should be instant.
+_HOMES = {"QaRLConfig": ".config", "QaRLTrainer": ".trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -13,6 +13,7 @@ from typing import Any
 
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from . import _compat
@@ -60,8 +61,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         # Dummy weights are safe: TRL publishes before the first generation, also after a resume.
         overrides: dict[str, Any] = {**self.engine_kwargs, "load_format": "dummy", "dtype": "bfloat16"}
+        overrides["hf_overrides"] = changed_positions(self.model.config, self.trust_remote_code)
         if self.quantization_config is not None:
-            overrides["hf_overrides"] = {"quantization_config": self.quantization_config}
+            overrides["hf_overrides"]["quantization_config"] = self.quantization_config
         with _compat.llm_arguments(**overrides):
             super()._init_vllm()
 
@@ -109,3 +111,14 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 f"This publish sent {len(names)} tensors, the first one {len(self._published_names)}; they differ in "
                 f"{changed[:3]}. A layer was quantized, un-quantized or replaced during training."
             )
+
+
+def changed_positions(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, Any]:
+    """
+    Position settings in which the learner's config differs from the file that the engine reads.
+
+    `model_init_kwargs` may stretch the context; the engine would otherwise run with another rotary embedding.
+    """
+    on_disk = AutoConfig.from_pretrained(config._name_or_path, trust_remote_code=trust_remote_code)
+    names = ("max_position_embeddings", "rope_parameters")
+    return {n: getattr(config, n) for n in names if hasattr(config, n) and getattr(config, n) != getattr(on_disk, n)}
