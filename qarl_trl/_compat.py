@@ -98,13 +98,11 @@ def sequence_clipping(trainer: Any, band: TrustBand, advantages: Tensor) -> Iter
     ratio. With the bounds below it is `-clip(r, band) A` for any band, and all of TRL's other terms stay as they are.
     The attributes are put back because `args` is saved with every checkpoint.
     """
-    negative = (advantages < 0).unsqueeze(1)
-    bounds = {
-        "epsilon_low": torch.where(negative, band.delta_low, 1.0),
-        "epsilon_high": torch.where(negative, band.delta_high, band.epsilon_high),
-    }
-    delta = torch.where(negative, 1.0 + band.delta_high, torch.inf)
-    with patch.multiple(trainer, **bounds), patch.object(trainer.args, "delta", delta):
+    low, high = (bound.unsqueeze(1) for bound in band.bounds(advantages))
+    # `1 - (1 - low)` and `1 + (high - 1)` give the bounds back exactly, so a ratio on its bound is inside here too.
+    epsilons = {"epsilon_low": 1 - low, "epsilon_high": high - 1}
+    delta = torch.where(advantages.unsqueeze(1) < 0, high, torch.inf)
+    with patch.multiple(trainer, **epsilons), patch.object(trainer.args, "delta", delta):
         yield
 
 

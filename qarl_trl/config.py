@@ -17,6 +17,7 @@ from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
 
 
 TBPO = "tbpo"
+STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 OWNED_ENGINE_ARGUMENTS = ("model", "load_format", "dtype", "hf_overrides", "quantization", "logprobs_mode")
 
 
@@ -193,6 +194,11 @@ class QaRLConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.loss_type not in (TBPO, *STOCK_LOSSES):
+            raise ValueError(
+                f"loss_type={self.loss_type!r} is not known, and TRL would only notice after the first rollout. Use "
+                f"{TBPO!r} or one of TRL's: {', '.join(STOCK_LOSSES)}."
+            )
         if self.loss_type == TBPO:
             _checked_band(self)
         if self.quantized:

@@ -26,7 +26,7 @@ from .quant.linear import QuantLinear
 from .quant.state_dict import iter_low_bit_weights
 
 
-MASTER_FILES = ("optimizer.pt", "trainer_state.json", "scheduler.pt")
+MASTER_FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any] | None:
@@ -42,7 +42,9 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     quantized = dict(quantized_modules(model))
     if not quantized:
         return None
-    scheme = next(iter(quantized.values())).scheme
+    scheme = next(iter(quantized.values())).scheme.model_copy(deep=True)
+    scheme.targets = ["Linear"]  # what is not quantized is in `ignore`
+    scheme.weights.observer = "memoryless_minmax"  # llm-compressor's name for what `quantize_weight` does
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         format=scheme.format.value,
@@ -85,20 +87,28 @@ def save_low_bit(
     quant_config = quantization_config(model)
     if quant_config is None:
         raise ValueError("The model has no quantized layer. Call apply_quantization(model, scheme) before saving.")
-    found = [name for name in MASTER_FILES if (path / name).exists()]
-    if found:
+    if found := _master_files(path):
         raise ValueError(
             f"{path} is a training checkpoint (it has {found}); low-bit weights would overwrite its masters. Save into "
             f"another folder, for instance {path / 'low_bit'}."
         )
     stream = iter_low_bit_weights(model) if weights is None else weights
     state_dict = {name: tensor.to("cpu") for name, tensor in stream}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+    path.mkdir(parents=True, exist_ok=True)
+    # Inside the folder rather than beside it: `path` may be a mount, and files can only be renamed within one.
+    with tempfile.TemporaryDirectory(dir=path, prefix=".incoming-") as scratch:
         save_torch_state_dict(state_dict, scratch, max_shard_size="5GB", metadata={"format": "pt"})
         _save_configs(model, tokenizer, quant_config, Path(scratch))
         _move_into_place(Path(scratch), path)
     return path
+
+
+def _master_files(path: Path) -> list[str]:
+    """What shows that `path` is a training checkpoint. `trainer.save_state()` leaves one of these beside any model."""
+    found = [name for name in MASTER_FILES if (path / name).exists()]
+    config = path / "config.json"
+    has_masters = config.exists() and "quantization_config" not in json.loads(config.read_text())
+    return found if has_masters or found != ["trainer_state.json"] else []
 
 
 def _save_configs(model: nn.Module, tokenizer: Any | None, quant_config: dict[str, Any], folder: Path) -> None:
@@ -117,7 +127,6 @@ def _save_configs(model: nn.Module, tokenizer: Any | None, quant_config: dict[st
 
 def _move_into_place(scratch: Path, path: Path) -> None:
     """`config.json` goes first and comes back last: a folder without it is not loadable."""
-    path.mkdir(exist_ok=True)
     (path / "config.json").unlink(missing_ok=True)
     fresh = {file.name for file in scratch.iterdir()}
     for old in path.glob("model*.safetensors*"):

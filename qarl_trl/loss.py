@@ -101,9 +101,9 @@ def mismatch_weight(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap
 
 
 def in_band(ratio: Tensor, advantages: Tensor, band: TrustBand) -> Tensor:
-    """Which completions are inside their band, `(B,)` bool."""
+    """Which completions are inside their band, `(B,)` bool; a zero advantage has no band to leave."""
     low, high = band.bounds(advantages)
-    return (ratio >= low) & (ratio <= high)
+    return ((ratio >= low) & (ratio <= high)) | (advantages == 0)
 
 
 def tbpo_loss(

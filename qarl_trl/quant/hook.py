@@ -57,6 +57,7 @@ def apply_quantization(
         )
     for name, module in matched:
         _check_layer(name, module, scheme)
+    _check_tied(model, matched)
     _check_experts(model, ignore)
     for _, module in matched:
         module.__class__ = QuantLinear
@@ -95,6 +96,20 @@ def _check_layer(name: str, module: nn.Module, scheme: QuantizationScheme) -> No
     if not module.weight.is_floating_point():
         raise ValueError(f"Layer {name!r} holds {module.weight.dtype} weights. Load the model in high precision.")
     check_divisible(name, module.in_features, scheme)
+
+
+def _check_tied(model: nn.Module, matched: Iterable[tuple[str, nn.Module]]) -> None:
+    """A checkpoint stores a tied weight once, under one name: it cannot be both codes and an embedding."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for name, module in matched:
+        tied = names[id(module.weight)]
+        if len(tied) > 1:
+            raise ValueError(
+                f"Layer {name!r} cannot be quantized: its weight is tied ({' = '.join(tied)}). Add {name!r} to "
+                "`quant_ignore`, or untie the model (config.tie_word_embeddings=False)."
+            )
 
 
 def _check_experts(model: nn.Module, ignore: Sequence[str]) -> None:

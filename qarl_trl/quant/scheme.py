@@ -95,7 +95,7 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
         ValueError: when no row fits, naming the arguments that came.
     """
     weights, activations = scheme.weights, scheme.input_activations
-    if scheme.output_activations is None and weights is not None and weights.symmetric and not weights.dynamic:
+    if scheme.output_activations is None and weights is not None and _is_round_to_nearest(weights):
         if _is_w4a16(weights, activations):
             return SUPPORTED["W4A16"]
         if _is_fp8_dynamic(weights, activations):
@@ -103,7 +103,8 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
     raise ValueError(
         f"The quantization scheme weights={weights}, input_activations={activations}, "
         f"output_activations={scheme.output_activations} has no learner forward. "
-        f"Supported: {[(s.name, {'group_size': s.group_sizes}) for s in SUPPORTED.values()]}, symmetric weights only."
+        f"Supported: {[(s.name, {'group_size': s.group_sizes}) for s in SUPPORTED.values()]}, with symmetric weights "
+        "rounded to nearest between their minimum and maximum (no other observer, actorder or scale_dtype)."
     )
 
 
@@ -138,6 +139,17 @@ def _set_group_size(scheme: QuantizationScheme, group_size: int) -> None:
         )
     scheme.weights.group_size = None if group_size == -1 else group_size
     scheme.weights.strategy = QuantizationStrategy.CHANNEL if group_size == -1 else QuantizationStrategy.GROUP
+
+
+def _is_round_to_nearest(weights) -> bool:
+    """Whether `quantize_weight` does exactly what these arguments ask for."""
+    return (
+        weights.symmetric
+        and not weights.dynamic
+        and weights.actorder is None
+        and weights.scale_dtype is None
+        and (weights.observer is None or weights.observer.endswith("minmax"))
+    )
 
 
 def _is_w4a16(weights, activations) -> bool:

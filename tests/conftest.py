@@ -1,0 +1,79 @@
+"""Models and tokenizers small enough for every test to make its own, in memory and from a seed."""
+
+import os
+
+
+# Before torch: OpenMP threads that spin make two busy processes on two cores ten times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+
+CHARACTERS = " 0123456789+-*=();#abcdefghijklmnopqrstuvwxyz\n"
+KINDS = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # biases in q, k, v; no head_dim of its own
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+TINY_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+
+
+def make_model(kind="qwen3", seed=0, dtype=torch.float32, **changes):
+    """A causal language model with random weights; `changes` replace fields of its config."""
+    config_class, model_class = KINDS[kind]
+    settings = TINY | (TINY_MOE if kind == "qwen3_moe" else {}) | changes
+    if kind == "qwen2":
+        settings.pop("head_dim")
+    torch.manual_seed(seed)
+    model = model_class(config_class(**settings)).to(dtype)
+    for name, param in model.named_parameters():
+        if name.endswith("bias"):  # they start at zero, which would hide a lost one
+            torch.nn.init.normal_(param, std=0.1)
+    return model
+
+
+def make_tokenizer(characters=CHARACTERS):
+    """One token a character, after `<pad>` = 0 and `<eos>` = 1."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(characters)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """Factory, see `make_model`."""
+    return make_model
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    return make_tokenizer()

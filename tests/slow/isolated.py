@@ -1,0 +1,49 @@
+"""Run a function in a fresh process: a vLLM engine keeps global state, so each gets a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+# No compiler needed, and the same arithmetic in every engine started here.
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def isolated(function: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
+    """`function(*args)` in a spawned process; its exception is raised here with the child's traceback."""
+    os.environ.update(ENVIRONMENT)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=_call, args=(sender, function, args))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            raise TimeoutError(f"{function.__name__} did not finish in {timeout} s")
+        ok, result = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"{function.__name__} died with exit code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if not ok:
+        raise AssertionError(f"in {function.__name__}:\n{result}")
+    return result
+
+
+def _call(sender: Any, function: Callable[..., Any], args: tuple) -> None:
+    try:
+        outcome = (True, function(*args))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    sender.send(outcome)

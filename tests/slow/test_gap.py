@@ -1,0 +1,71 @@
+"""How far engine and learner disagree, on real samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slow.isolated import isolated
+from slow.toys import make_trainer, save_model
+
+
+pytestmark = pytest.mark.slow
+TOKENS = 4_000
+
+
+def _gap(model: str, folder: str, changes: dict[str, Any]) -> dict[str, float]:
+    import numpy as np
+    import torch
+
+    torch.manual_seed(0)
+    size = {"per_device_train_batch_size": 128, "steps_per_generation": 2, "max_steps": 2, "num_generations": 8}
+    trainer = make_trainer(model, Path(folder), max_completion_length=48, learning_rate=0.0, **size, **changes)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "mismatch/logp_gap_mean" in row]
+    return {
+        "gap": float(np.mean([row["mismatch/logp_gap_mean"] for row in rows])),
+        "tokens": float(sum(row["num_tokens"] for row in rows)) - 256 * 6 * len(rows),
+        "first_ratio": max(abs(row["tbpo/ratio_max"] - 1) for row in rows) if "tbpo/ratio_max" in rows[0] else 0.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def gaps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gap")
+    model = save_model(folder / "model", layers=4)
+    arms = {
+        "bf16": {"quant_scheme": "none"},
+        "w4a16": {"quant_scheme": "W4A16"},
+        "w4a16_rollout_only": {"quant_scheme": "W4A16", "quant_learner": False},
+    }
+    return {name: isolated(_gap, model, str(folder / name), changes) for name, changes in arms.items()}
+
+
+def test_the_aligned_gap_is_the_bf16_floor(gaps):
+    assert min(arm["tokens"] for arm in gaps.values()) >= TOKENS
+    assert gaps["w4a16"]["gap"] <= 1.1 * gaps["bf16"]["gap"]
+
+
+def test_without_the_quantized_learner_the_gap_is_at_least_five_times_larger(gaps):
+    """The control: were the learner's quantization bypassed, the test above could not pass."""
+    assert gaps["w4a16_rollout_only"]["gap"] >= 5 * gaps["w4a16"]["gap"]
+
+
+def test_the_ratio_is_exactly_one_on_the_first_update_of_a_rollout_batch(gaps):
+    assert gaps["w4a16"]["first_ratio"] == 0.0
+
+
+def _abort(model: str, folder: str) -> str:
+    trainer = make_trainer(model, Path(folder), quant_learner=False, mismatch_abort_threshold=0.02)
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_gap_above_the_threshold_stops_the_run_with_a_diagnosis(tmp_path):
+    message = isolated(_abort, save_model(tmp_path / "model"), str(tmp_path / "run"))
+    assert "mismatch_abort_threshold=0.02" in message
+    assert "quant_learner=False" in message

@@ -1,0 +1,98 @@
+"""A small model on disk and a trainer around it, for tests with a real engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+CHARACTERS = "0123456789+=;# "
+ENGINE = {"enforce_eager": True}
+
+
+def save_model(folder: Path, layers: int = 2, seed: int = 0) -> str:
+    """A Qwen3 model with weights large enough that its next-token distribution is far from uniform."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
+def distinct_characters(completions: list[str], **_: Any) -> list[float]:
+    """A reward that every group of samples disagrees on."""
+    return [float(len(set(completion))) for completion in completions]
+
+
+def prompts(number: int = 64) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([{"prompt": f"{10 + i}+{99 - i}="} for i in range(number)])
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of a short run on the CPU engine, several updates to a rollout batch."""
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "use_vllm": True,
+        "vllm_max_model_length": 64,
+        "vllm_engine_kwargs": ENGINE,
+        "max_completion_length": 24,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "tbpo_epsilon_high": 0.03,
+        "tbpo_delta_low": 0.04,
+        "tbpo_delta_high": 0.07,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    } | changes
+
+
+def make_trainer(model: str, folder: Path, **changes: Any) -> Any:
+    from qarl_trl import QaRLConfig, QaRLTrainer
+
+    return QaRLTrainer(
+        model, distinct_characters, QaRLConfig(**settings(folder, **changes)), train_dataset=prompts()
+    )
+
+
+def engine_logprobs(llm: Any, number: int = 6) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy tokens of a few prompts and the log-probabilities of prompt and answer, as the engine gives them."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    outputs = llm.generate([row["prompt"] for row in prompts(number)], params, use_tqdm=False)
+    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    scores = []
+    for output in outputs:
+        steps = [step for step in [*output.prompt_logprobs, *output.outputs[0].logprobs] if step]
+        scores.append([next(iter(step.values())).logprob for step in steps])
+    return tokens, scores
