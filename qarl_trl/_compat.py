@@ -23,8 +23,8 @@ from trl.import_utils import is_vllm_available
 from .loss import TrustBand
 
 
-# The tested windows; pyproject.toml repeats them. TRL's log-prob path was rewritten in 1.14 and 1.15.
-TESTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.20"), "vllm": ("0.26.0", "0.32")}
+# The supported windows; pyproject.toml repeats them, the README says which versions were run. TRL's log-prob path was rewritten in 1.14 and 1.15.
+SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.20"), "vllm": ("0.26.0", "0.32")}
 
 
 # vLLM reserves these in every attention layer, for checkpoints with a quantized KV cache; ours have none.
@@ -43,17 +43,17 @@ def installed_version(package: str) -> str | None:
 
 def check_versions() -> None:
     """
-    Refuse versions outside the tested windows.
+    Refuse versions outside the supported windows.
 
     Raises:
-        ImportError: what is installed, what was tested, and the command that installs it.
+        ImportError: what is installed, what is needed, and the command that installs it.
     """
-    for package, (low, high) in TESTED.items():
+    for package, (low, high) in SUPPORTED.items():
         found = installed_version(package)
         if found is not None and not Version(low) <= Version(Version(found).base_version) < Version(high):
             raise ImportError(
-                f"{package} {found} is installed, but qarl_trl is tested with {package}>={low},<{high} and hooks into "
-                f"private parts of it. Install it with: pip install '{package}>={low},<{high}'"
+                f"{package} {found} is installed, but qarl_trl needs {package}>={low},<{high}: it hooks into private "
+                f"parts of it. On a GPU: pip install '{package}>={low},<{high}'. On CPU: make install."
             )
 
 

@@ -50,7 +50,7 @@ def export(
     """
     Write a high-precision checkpoint as the low-bit checkpoint that vLLM loads, by round-to-nearest.
 
-    For a checkpoint of a run in the same scheme these are the tensors that the run trained with.
+    On the device type of the run, for a checkpoint of it in the same scheme, these are the tensors it trained with.
 
     Args:
         checkpoint (`str`):

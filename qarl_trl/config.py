@@ -6,7 +6,7 @@ needed and what to do (paper Sec. 3 and Table 2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from trl import GRPOConfig
@@ -18,7 +18,33 @@ from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
 
 TBPO = "tbpo"
 STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-OWNED_ENGINE_ARGUMENTS = ("model", "load_format", "dtype", "hf_overrides", "quantization", "logprobs_mode")
+# Set by TRL from its own fields, or by the rollout so that engine and learner agree.
+OWNED_ENGINE_ARGUMENTS = (
+    "model",
+    "load_format",
+    "dtype",
+    "hf_overrides",
+    "quantization",
+    "logprobs_mode",
+    "seed",
+    "max_model_len",
+    "max_num_seqs",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "enable_sleep_mode",
+    "distributed_executor_backend",
+    "trust_remote_code",
+)
+HUB_STRATEGIES_OF_MASTERS = ("checkpoint", "all_checkpoints")
+# Stock settings of the ratio and the weight; TBPO has its own.
+REPLACED_BY_TBPO = (
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+)
 
 
 @dataclass
@@ -122,14 +148,15 @@ class QaRLConfig(GRPOConfig):
         default="clip",
         metadata={
             "help": "Completions outside their band have no gradient either way: 'clip' keeps them in the mean (the "
-            "paper's formula), 'drop' takes them out of it (the paper's text)."
+            "paper's formula), 'drop' takes them out of it (the paper's text). The mean is that of a micro-batch, "
+            "so with per_device_train_batch_size=1 the two are the same."
         },
     )
     mismatch_abort_threshold: float | None = field(
         default=None,
         metadata={
             "help": "Stop the run when the mean absolute log-prob gap between engine and learner, in nats per token, "
-            "exceeds this. An aligned run is near the bfloat16 floor of about 0.002 to 0.02; 0.1 is a safe fuse."
+            "exceeds this. Choose it from the first logged mismatch/logp_gap_mean, for instance three times that."
         },
     )
     optim_muon: bool = field(
@@ -201,6 +228,7 @@ class QaRLConfig(GRPOConfig):
             )
         if self.loss_type == TBPO:
             _checked_band(self)
+            _check_replaced(self)
         if self.quantized:
             resolve_scheme(self.quant_scheme, self.quant_group_size)
             _check_quantized(self)
@@ -216,23 +244,42 @@ class QaRLConfig(GRPOConfig):
         owned = sorted(set(self.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
         if owned:
             raise ValueError(
-                f"vllm_engine_kwargs sets {owned}, which the trainer sets itself so that engine and learner agree. Remove "
-                "them; the scheme comes from quant_scheme."
+                f"vllm_engine_kwargs sets {owned}, which the trainer sets itself. Remove them: the scheme comes from "
+                "quant_scheme, the rest from the fields of the same name that start with vllm_."
             )
         if self.optim_muon and self.deepspeed:
             raise ValueError(
                 "optim_muon=True with DeepSpeed: ZeRO cuts matrices into flat pieces, which Muon cannot orthogonalize. Use "
                 "DDP or FSDP2, or optim_muon=False."
             )
-        if self.mismatch_abort_threshold is not None and not self.mismatch_abort_threshold > 0:
-            raise ValueError(
-                f"mismatch_abort_threshold={self.mismatch_abort_threshold} must be > 0 nats per token; unset it to "
-                "never abort."
-            )
+        _check_threshold(self)
         if self.muon_ns_steps < 1 or not 0 <= self.muon_momentum < 1:
             raise ValueError(
                 f"muon_ns_steps={self.muon_ns_steps} must be >= 1 and muon_momentum={self.muon_momentum} in [0, 1)."
             )
+
+
+def _check_threshold(args: QaRLConfig) -> None:
+    threshold = args.mismatch_abort_threshold
+    if threshold is None:
+        return
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        raise ValueError(
+            f"mismatch_abort_threshold={threshold} is set, but nothing is measured without use_vllm=True and "
+            "vllm_importance_sampling_correction=True. Set both, or unset the threshold."
+        )
+    if not threshold > 0:
+        raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
+
+
+def _check_replaced(args: QaRLConfig) -> None:
+    defaults = {f.name: f.default for f in fields(args) if f.name in REPLACED_BY_TBPO}
+    changed = {name: getattr(args, name) for name in REPLACED_BY_TBPO if getattr(args, name) != defaults[name]}
+    if changed:
+        raise ValueError(
+            f"loss_type='tbpo' does not use {changed}: its bounds are tbpo_epsilon_high, tbpo_delta_low and "
+            "tbpo_delta_high, its weight is capped by tbpo_mismatch_cap. Remove them, or choose a stock loss_type."
+        )
 
 
 def _checked_band(args: QaRLConfig) -> TrustBand:
@@ -253,6 +300,13 @@ def _check_quantized(args: QaRLConfig) -> None:
         raise ValueError(
             f"vllm_mode={args.vllm_mode!r} cannot receive packed tensors yet. Use vllm_mode='colocate', or "
             "quant_scheme='none' with a server."
+        )
+    if args.fp16:
+        raise ValueError("fp16=True: the engine computes in bfloat16 and the learner must too. Use bf16=True.")
+    if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) in HUB_STRATEGIES_OF_MASTERS:
+        raise ValueError(
+            f"hub_strategy={args.hub_strategy!r} uploads training checkpoints, and a low-bit repository cannot hold "
+            "master weights. Use hub_strategy='every_save' or 'end'."
         )
     if args.use_transformers_continuous_batching:
         raise ValueError(
@@ -281,13 +335,16 @@ def _check_mismatch_weight(args: QaRLConfig) -> None:
     """The engine's log-probs are those of the truncated distribution; the learner's are not (trl issue 6789)."""
     if not (args.use_vllm and args.vllm_importance_sampling_correction):
         return
-    given = dict(top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, repetition_penalty=args.repetition_penalty) | {
-        k: v for k, v in (args.generation_kwargs or {}).items() if k != "temperature"
+    neutral = {
+        "top_p": (1.0, None),
+        "top_k": (0, -1, None),
+        "min_p": (0.0, None),
+        "repetition_penalty": (1.0, None),
+        "presence_penalty": (0.0, None),
+        "frequency_penalty": (0.0, None),
     }
-    neutral = dict(
-        top_p=(1.0, None), top_k=(0, -1, None), min_p=(0.0, None), repetition_penalty=(1.0, None),
-        presence_penalty=(0.0, None), frequency_penalty=(0.0, None),
-    )  # fmt: skip
+    given = {k: getattr(args, k) for k in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    given |= args.generation_kwargs or {}
     biased = {k: v for k, v in given.items() if k in neutral and v not in neutral[k]}
     if biased:
         raise ValueError(

@@ -26,7 +26,7 @@ from .quant.linear import QuantLinear
 from .quant.state_dict import iter_low_bit_weights
 
 
-MASTER_FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
+TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any] | None:
@@ -81,17 +81,13 @@ def save_low_bit(
         `Path`: `path`.
 
     Raises:
-        ValueError: when the model is not quantized, or when `path` is a training checkpoint with master weights.
+        ValueError: when the model is not quantized, or when `path` holds high-precision weights.
     """
     path = Path(path)
     quant_config = quantization_config(model)
     if quant_config is None:
         raise ValueError("The model has no quantized layer. Call apply_quantization(model, scheme) before saving.")
-    if found := _master_files(path):
-        raise ValueError(
-            f"{path} is a training checkpoint (it has {found}); low-bit weights would overwrite its masters. Save into "
-            f"another folder, for instance {path / 'low_bit'}."
-        )
+    check_target(path)
     stream = iter_low_bit_weights(model) if weights is None else weights
     state_dict = {name: tensor.to("cpu") for name, tensor in stream}
     path.mkdir(parents=True, exist_ok=True)
@@ -103,12 +99,23 @@ def save_low_bit(
     return path
 
 
-def _master_files(path: Path) -> list[str]:
-    """What shows that `path` is a training checkpoint. `trainer.save_state()` leaves one of these beside any model."""
-    found = [name for name in MASTER_FILES if (path / name).exists()]
+def check_target(path: str | os.PathLike) -> None:
+    """
+    Refuse a folder in which low-bit weights would replace high-precision ones.
+
+    Raises:
+        ValueError: when `path` holds a training checkpoint or an unquantized model.
+    """
+    path = Path(path)
+    found = [name for name in TRAINING_FILES if (path / name).exists()]
     config = path / "config.json"
-    has_masters = config.exists() and "quantization_config" not in json.loads(config.read_text())
-    return found if has_masters or found != ["trainer_state.json"] else []
+    if config.exists() and "quantization_config" not in json.loads(config.read_text()):
+        found += [file.name for file in sorted(path.glob("*.safetensors"))]
+    if found:
+        raise ValueError(
+            f"{path} holds a training checkpoint or an unquantized model ({found[:3]}), which low-bit weights would "
+            "replace. Use another folder."
+        )
 
 
 def _save_configs(model: nn.Module, tokenizer: Any | None, quant_config: dict[str, Any], folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .config import QaRLConfig
+from .export import check_target
 from .quant.hook import quantized_modules
 
 
@@ -41,6 +42,7 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
         )
     if kwargs.get("peft_config") is not None:
         raise ValueError(_NO_PEFT)
+    check_target(args.output_dir)
     if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
         raise ValueError(
             "The model was made in memory and has no folder, so vLLM cannot read its config and tokenizer. Save it with "

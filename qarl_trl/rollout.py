@@ -102,6 +102,11 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.rollout_seconds += time.perf_counter() - start - inside
         return result
 
+    def reset_clock(self) -> None:
+        """Start measuring anew."""
+        self.rollout_seconds = 0.0
+        self.publishes.clear()
+
     def _check_names(self, names: tuple[str, ...]) -> None:
         if self._published_names is None:
             self._published_names = names

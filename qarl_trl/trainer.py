@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -32,6 +33,9 @@ from .rollout import LowBitVLLMGeneration
 LOW_BIT_FOLDER = "low_bit"
 # Measured over the first batches of the tests: TRL's arithmetic and `tbpo_loss` differ in float32 rounding only.
 LOSS_TOLERANCE = 1e-5
+FIRST_RATIO_TOLERANCE = 1e-6
+
+logger = get_logger(__name__)
 
 
 class QaRLTrainer(GRPOTrainer):
@@ -174,14 +178,28 @@ class QaRLTrainer(GRPOTrainer):
         if self._policy_loss_only():
             scale = self.current_gradient_accumulation_steps if self._mode == "train" else 1
             difference = (loss * scale - expected).abs().item()
-            if difference > LOSS_TOLERANCE * (1 + expected.abs().item()):
+            both_nan = bool(loss.isnan() & expected.isnan())  # a diverged model, not another formula
+            if not (difference <= LOSS_TOLERANCE * (1 + expected.abs().item()) or both_nan):
                 raise RuntimeError(
                     f"TRL's loss {loss.item() * scale:.8f} is not the TBPO loss {expected.item():.8f}. Its arithmetic "
                     "changed; use a tested TRL version."
                 )
         metrics.pop("seq_weight_mean")
+        self._check_first_ratio(metrics)
         for name, value in metrics.items():
             self._log_value(f"tbpo/{name}", self._reduce(name, value))
+
+    def _check_first_ratio(self, metrics: dict[str, Tensor]) -> None:
+        """Before the first update of a rollout batch `logps` and `old` are the same model: the ratio must be 1."""
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        if self._mode == "train" and self._step % generate_every < self.current_gradient_accumulation_steps:
+            off = max(abs(metrics["ratio_min"].item() - 1), abs(metrics["ratio_max"].item() - 1))
+            if off > FIRST_RATIO_TOLERANCE:
+                logger.warning_once(
+                    "The sequence ratio is off by %.1e before any update of this rollout batch: `old` and current "
+                    "log-probs come from different kernels or batch shapes, and the trust band clips that noise.",
+                    off,
+                )
 
     def _policy_loss_only(self) -> bool:
         return (
@@ -241,6 +259,13 @@ class QaRLTrainer(GRPOTrainer):
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, which averages over micro-batches, with the extremes kept extreme."""
+        for name, values in self._metrics[self._mode].items():
+            if name.endswith(("_min", "_max")) and name.startswith(("tbpo/", "mismatch/")):
+                values[:] = [min(values) if name.endswith("_min") else max(values)]
+        super().log(logs, start_time)
+
     def _log_value(self, name: str, value: float) -> None:
         self._metrics[self._mode][name].append(value)
 
@@ -261,6 +286,8 @@ class _StepClock(TrainerCallback):
 
     def on_step_begin(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
         self._start = time.perf_counter()
+        if self._trainer.use_vllm:  # what an evaluation generated does not belong to this step
+            self._trainer.vllm_generation.reset_clock()
 
     def on_step_end(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
@@ -274,8 +301,6 @@ class _StepClock(TrainerCallback):
                 flips = trainer._code_flips.update(quantized_modules(trainer._unwrapped))
                 if flips is not None:
                     trainer._log_value("quant/code_flip_frac", flips)
-            engine.rollout_seconds = 0.0
-            engine.publishes.clear()
         trainer._log_value("time/rollout", rollout)
         trainer._log_value("time/publish", publish)
         trainer._log_value("time/update", total - rollout - publish)

@@ -40,7 +40,8 @@ def tbpo(
             clipped = min(max(ratio, 1 - delta_low), 1 + delta_high)
         else:
             clipped = ratio
-        rows.append((tokens, length, ratio, weight, clipped, abs(clipped - ratio) <= tie, advantage))
+        inside = abs(clipped - ratio) <= tie
+        rows.append((tokens, length, ratio, weight, clipped, inside, advantage if tokens else 0.0))
     kept = [row for row in rows if row[5]] if out_of_band == "drop" else rows
     count = max(len(kept), 1)
     loss = -sum(weight * clipped * advantage for _, _, _, weight, clipped, _, advantage in kept) / count
@@ -117,15 +118,17 @@ def pack_int4(codes):
     words = []
     for row in codes:
         row = row + [-8] * (-len(row) % 8)
-        words.append([sum((code + 8) << (4 * i) for i, code in enumerate(row[j : j + 8])) for j in range(0, len(row), 8)])
-    return torch.tensor([[word - 2**32 if word >= 2**31 else word for word in row] for row in words], dtype=torch.int32)
+        words.append(
+            [sum((code + 8) << (4 * i) for i, code in enumerate(row[j : j + 8])) for j in range(0, len(row), 8)]
+        )
+    return torch.tensor(
+        [[word - 2**32 if word >= 2**31 else word for word in row] for row in words], dtype=torch.int32
+    )
 
 
 def unpack_int4(packed, in_features):
     """The codes of `pack_int4`, rows of ints."""
-    return [
-        [((word >> (4 * i)) & 15) - 8 for word in row for i in range(8)][:in_features] for row in packed.tolist()
-    ]
+    return [[((word >> (4 * i)) & 15) - 8 for word in row for i in range(8)][:in_features] for row in packed.tolist()]
 
 
 def dequantize_int4(packed, scale, in_features):

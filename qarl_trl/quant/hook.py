@@ -58,7 +58,7 @@ def apply_quantization(
     for name, module in matched:
         _check_layer(name, module, scheme)
     _check_tied(model, matched)
-    _check_experts(model, ignore)
+    _check_experts(model)
     for _, module in matched:
         module.__class__ = QuantLinear
         module.scheme = scheme
@@ -112,7 +112,7 @@ def _check_tied(model: nn.Module, matched: Iterable[tuple[str, nn.Module]]) -> N
             )
 
 
-def _check_experts(model: nn.Module, ignore: Sequence[str]) -> None:
+def _check_experts(model: nn.Module) -> None:
     """Fused experts are 3-D parameters, not Linear layers: left out, most of a MoE model would stay unquantized."""
     holders = {
         name: type(module).__name__
@@ -120,12 +120,10 @@ def _check_experts(model: nn.Module, ignore: Sequence[str]) -> None:
         if any(p.ndim == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
         and not isinstance(module, (nn.Conv1d, nn.Conv2d))
     }
-    ignored = {name for name, _ in match_named_modules(model, list(ignore))} if ignore else set()
-    left = {name: kind for name, kind in holders.items() if name not in ignored}
-    if left:
-        name, kind = next(iter(left.items()))
+    if holders:
+        name, kind = next(iter(holders.items()))
         raise ValueError(
-            f"{len(left)} modules hold fused expert weights (first: {name!r}, {kind}), which have no low-bit forward "
+            f"{len(holders)} modules hold fused expert weights (first: {name!r}, {kind}), which have no low-bit forward "
             "yet, so most of the model would stay in high precision without a word. Mixture-of-experts models need "
-            "quant_scheme='none'; to leave the experts unquantized on purpose add 're:.*experts$' to `quant_ignore`."
+            "quant_scheme='none'."
         )

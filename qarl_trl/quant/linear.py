@@ -85,7 +85,9 @@ class QuantLinear(nn.Linear):
         else:
             key = (_generation, self.weight.data_ptr(), self.weight._version)
         cached = self.__dict__.get("_cached")
-        if cached is None or cached[0] != key:
+        # A gathered master is always quantized anew: it may have been loaded without an optimizer step.
+        gathered = weight is not None and self.__dict__.get("_sharded", False)
+        if cached is None or cached[0] != key or gathered:
             cached = (key, quantize_weight(self.weight if weight is None else weight, self.scheme))
             self.__dict__["_cached"] = cached
         return cached[1]

@@ -32,8 +32,13 @@ def iter_low_bit_weights(
         W4A16 layer `X`; `X.weight` (float8) and `X.weight_scale` for FP8; otherwise the parameter in bfloat16.
         Persistent buffers follow, in their own dtype.
     """
-    quantized = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
-    for name, param in model.named_parameters() if named_params is None else named_params:
+    quantized = {
+        f"{plain_name(name)}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLinear)
+    }
+    for full_name, param in model.named_parameters() if named_params is None else named_params:
+        name = plain_name(full_name)
         module = quantized.pop(name, None)
         if module is None:
             # A copy even when the dtype fits: the engine keeps references until a layer is complete.
@@ -67,4 +72,9 @@ def full_parameters(model: nn.Module, dist: DistributedBackend) -> Iterator[tupl
     for name, param in model.named_parameters():
         with dist.gather_params([param]):
             full = param.full_tensor() if isinstance(param, DTensor) else param.data
-            yield name.replace("_checkpoint_wrapped_module.", ""), full
+            yield plain_name(name), full
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or module's name without the part that activation checkpointing inserts."""
+    return name.replace("_checkpoint_wrapped_module.", "")

@@ -79,9 +79,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 def make_trainer(model: str, folder: Path, **changes: Any) -> Any:
     from qarl_trl import QaRLConfig, QaRLTrainer
 
-    return QaRLTrainer(
-        model, distinct_characters, QaRLConfig(**settings(folder, **changes)), train_dataset=prompts()
-    )
+    return QaRLTrainer(model, distinct_characters, QaRLConfig(**settings(folder, **changes)), train_dataset=prompts())
 
 
 def engine_logprobs(llm: Any, number: int = 6) -> tuple[list[list[int]], list[list[float]]]:

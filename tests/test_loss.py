@@ -1,0 +1,476 @@
+"""`qarl_trl.loss` against Python floats, against stock TRL, and the trainer's use of it."""
+
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import references
+import torch
+from conftest import make_model, make_tokenizer
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from qarl_trl import QaRLConfig, QaRLTrainer, _compat
+from qarl_trl.batch import loss_mask
+from qarl_trl.config import STOCK_LOSSES
+from qarl_trl.loss import TrustBand, in_band, mismatch_weight, sequence_ratio, tbpo_loss
+
+
+PAPER = {"epsilon_high": 4e-4, "delta_low": 3e-4, "delta_high": 7e-4, "mismatch_cap": 2.0}
+BANDS = [
+    PAPER,
+    {"epsilon_high": 0.03, "delta_low": 0.04, "delta_high": 0.07, "mismatch_cap": 1.2},
+    {"epsilon_high": 9e-4, "delta_low": 3e-4, "delta_high": 2e-4, "mismatch_cap": 2.0},  # delta_high < epsilon_high
+]
+SEEDS = range(72)  # times three bands: 216 batches
+# Largest difference over these batches between float32 and Python's float64: 1.4e-7 in the loss, 6e-8 in a gradient.
+TOLERANCE = 1e-6
+
+
+def random_batch(seed, band=PAPER):
+    """Completions in, beyond and exactly on their bounds; holes, NaNs, zero advantages, a completion without tokens."""
+    rng = torch.Generator().manual_seed(seed)
+    size, length = 6, 9
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng)
+
+    def chance(share, *shape):
+        return torch.rand(*shape, generator=rng) < share
+
+    lengths = torch.randint(1, length + 1, (size, 1), generator=rng)
+    lengths[5] = 0
+    completion_mask = (torch.arange(length) < lengths).long()
+    tool_mask = (~chance(0.2, size, length)).long()
+    old = -normal(size, length).abs() - 0.1
+    # The bounds are of the order of the ratio's spread, so every case is common.
+    logps = old + (band["delta_low"] + band["delta_high"]) * normal(size, length) * math.sqrt(length / 2)
+    sampling = old + 0.3 * normal(size, 1) + 0.05 * normal(size, length)
+    sampling[chance(0.15, size, length)] = math.nan
+    advantages = normal(size)
+    advantages[chance(0.2, size)] = 0.0
+    return SimpleNamespace(
+        logps=logps,
+        old=old,
+        sampling=sampling,
+        advantages=advantages,
+        completion_mask=completion_mask,
+        tool_mask=tool_mask,
+        mask=completion_mask * tool_mask,
+    )
+
+
+def with_tie(batch, band):
+    """`band` moved so that the first completion with a gradient sits exactly on one of its bounds."""
+    ratio = sequence_ratio(batch.logps, batch.old, batch.mask).double()
+    for r, advantage in zip(ratio.tolist(), batch.advantages.tolist(), strict=True):
+        if r > 1 and advantage > 0:
+            return band | {"epsilon_high": r - 1}
+        if r > 1 and advantage < 0:
+            return band | {"delta_high": r - 1}
+        if r < 1 and advantage < 0:
+            return band | {"delta_low": 1 - r}
+    return band
+
+
+def reference(batch, band, out_of_band="clip"):
+    settings = {k: v for k, v in band.items() if k != "mismatch_cap"} | {"cap": band["mismatch_cap"]}
+    arguments = (batch.logps, batch.old, batch.sampling, batch.advantages, batch.mask)
+    loss, gradient = references.tbpo(*(a.tolist() for a in arguments), **settings, out_of_band=out_of_band)
+    return loss, torch.tensor(gradient)
+
+
+def own(batch, band, out_of_band="clip"):
+    logps = batch.logps.clone().requires_grad_()
+    loss, metrics = tbpo_loss(
+        logps, batch.old, batch.sampling, batch.advantages, batch.mask, TrustBand(**band, out_of_band=out_of_band)
+    )
+    loss.backward()
+    return loss.item(), logps.grad, metrics
+
+
+def worst(pairs):
+    """Largest difference between (loss, gradient) pairs."""
+    differences = [max(abs(a[0] - b[0]), (a[1] - b[1]).abs().max().item()) for a, b in pairs]
+    assert not any(math.isnan(d) for d in differences)
+    return max(differences)
+
+
+# Against Python floats ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out_of_band", ["clip", "drop"])
+@pytest.mark.parametrize("band", BANDS)
+def test_loss_and_gradient_are_those_of_python_floats(band, out_of_band):
+    pairs, moved = [], []
+    for seed in SEEDS:
+        batch = random_batch(seed, band)
+        tied = with_tie(batch, band)
+        expected = reference(batch, tied, out_of_band)
+        pairs.append((own(batch, tied, out_of_band), expected))
+        swapped = tied | {"delta_low": tied["delta_high"], "delta_high": tied["delta_low"]}
+        moved.append((own(batch, swapped, out_of_band), expected))
+    assert worst(pairs) < TOLERANCE
+    assert worst(moved) > 100 * TOLERANCE  # control: the two bounds of a negative advantage exchanged
+
+
+def test_the_batches_hold_every_case():
+    """The control of the test above: its batches reach each branch many times."""
+    seen = defaultdict(int)
+    for seed in SEEDS:
+        batch = random_batch(seed)
+        band = with_tie(batch, PAPER)
+        ratio = sequence_ratio(batch.logps, batch.old, batch.mask)
+        low, high = TrustBand(**band).bounds(batch.advantages)
+        weight = mismatch_weight(batch.old, batch.sampling, batch.mask, 2.0)
+        seen["tie"] += ((ratio == low) | (ratio == high)).sum().item()
+        seen["above"] += (ratio > high).sum().item()
+        seen["below"] += (ratio < low).sum().item()
+        seen["inside"] += ((low < ratio) & (ratio < high)).sum().item()
+        seen["zero advantage"] += (batch.advantages == 0).sum().item()
+        seen["empty"] += (batch.mask.sum(-1) == 0).sum().item()
+        seen["nan"] += batch.sampling.isnan()[batch.mask.bool()].sum().item()
+        seen["capped"] += ((weight > 1.9999) | (weight < 0.50001)).sum().item()
+    assert len(seen) == 8
+    assert min(seen.values()) >= 5, seen
+    assert seen["tie"] >= 60
+
+
+def test_what_is_masked_out_does_not_reach_loss_or_gradient():
+    batch = random_batch(3)
+    expected = own(batch, PAPER)
+    hidden = batch.mask == 0
+    for tensor in (batch.logps, batch.old, batch.sampling):
+        tensor[hidden] = math.nan
+    loss, gradient, _ = own(batch, PAPER)
+    assert loss == expected[0]
+    assert torch.equal(gradient, expected[1])
+    assert gradient[hidden].abs().max() == 0
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.long, torch.float32, torch.bfloat16])
+def test_any_dtype_of_mask_gives_the_same_loss(mask_dtype):
+    batch = random_batch(0)
+    expected = own(batch, PAPER)[0]
+    batch.mask = batch.mask.to(mask_dtype)
+    assert own(batch, PAPER)[0] == expected
+
+
+def test_without_sampling_logps_every_weight_is_one():
+    batch = random_batch(1)
+    batch.sampling = batch.old
+    expected = own(batch, PAPER)
+    batch.sampling = None
+    assert own(batch, PAPER)[0] == expected[0]
+
+
+def test_the_mismatch_weight_is_detached_from_both_log_probs():
+    batch = random_batch(2)
+    old, sampling = batch.old.clone().requires_grad_(), batch.sampling.clone().requires_grad_()
+    assert not mismatch_weight(old, sampling, batch.mask, 2.0).requires_grad
+    logps = batch.logps.clone().requires_grad_()
+    tbpo_loss(logps, old, sampling, batch.advantages, batch.mask, TrustBand(**PAPER))[0].backward()
+    assert old.grad is None
+    assert sampling.grad is None
+
+
+def test_bfloat16_log_probs_are_computed_with_in_float32():
+    batch = random_batch(4)
+    batch.old = batch.old.bfloat16()
+    batch.logps = batch.logps.bfloat16()
+    low, high = own(batch, PAPER), None
+    batch.logps, batch.old = batch.logps.float(), batch.old.float()
+    high = own(batch, PAPER)
+    assert low[0] == high[0]
+    assert low[1].dtype == torch.bfloat16
+    assert torch.equal(low[1], high[1].bfloat16())
+
+    # A token that gained 4e-4: float32 sees it, and the control, the same formula in bfloat16, does not.
+    old, mask = torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2)
+    logps = old + torch.tensor([[8e-4, 0.0]])
+    assert sequence_ratio(logps, old, mask).item() == pytest.approx(1.0004, abs=1e-7)
+    in_bfloat16 = ((logps.bfloat16() - old.bfloat16()) * mask.bfloat16()).sum(-1) / mask.bfloat16().sum(-1)
+    assert in_bfloat16.exp().item() == 1.0
+    assert torch.tensor(1.0004).bfloat16().item() == 1.0
+
+
+# Single cases -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "has_gradient"),
+    [
+        (+1.0, +1e-3, False),  # above 1 + epsilon_high
+        (+1.0, +3e-4, True),
+        (+1.0, -1e-3, True),  # no lower bound for a positive advantage
+        (+1.0, -5.0, True),
+        (-1.0, -1e-3, False),  # below 1 - delta_low
+        (-1.0, +1e-3, False),  # above 1 + delta_high: the one PPO's min() would keep
+        (-1.0, +5e-4, True),  # inside, though beyond epsilon_high
+        (-1.0, -2e-4, True),
+        (0.0, 0.0, False),  # a zero advantage never has a gradient
+        (0.0, +1e-3, False),
+    ],
+)
+def test_gradient_ends_at_the_band(advantage, log_ratio, has_gradient):
+    old, mask = torch.full((1, 4), -1.0), torch.ones(1, 4)
+    logps = (old + log_ratio).requires_grad_()
+    loss, _ = tbpo_loss(logps, old, None, torch.tensor([advantage]), mask, TrustBand(**PAPER))
+    loss.backward()
+    assert bool(logps.grad.any()) == has_gradient
+    if has_gradient:
+        expected = -advantage * math.exp(log_ratio) / 4
+        assert logps.grad[0].tolist() == pytest.approx([expected] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "metric"),
+    [
+        (+1.0, +1e-3, "pos_high_frac"),
+        (-1.0, -1e-3, "neg_low_frac"),
+        (-1.0, +1e-3, "neg_high_frac"),
+        (+1.0, -1e-3, None),
+        (-1.0, +5e-4, None),
+        (0.0, +1e-3, None),
+    ],
+)
+def test_band_metrics_count_the_completions_beyond_each_edge(advantage, log_ratio, metric):
+    old = torch.full((4, 3), -1.0)
+    logps = old.clone()
+    logps[0] += log_ratio
+    advantages = torch.tensor([advantage, 1.0, -1.0, 0.0])
+    _, metrics = tbpo_loss(logps, old, None, advantages, torch.ones(4, 3), TrustBand(**PAPER))
+    shares = {name: value.item() for name, value in metrics.items() if name.endswith("_frac")}
+    expected = dict.fromkeys(("pos_high_frac", "neg_low_frac", "neg_high_frac"), 0.0)
+    assert shares == expected | ({metric: 0.25} if metric else {})
+    edge = "ratio_max" if log_ratio > 0 else "ratio_min"
+    assert metrics[edge].item() == pytest.approx(math.exp(log_ratio), abs=1e-7)
+    assert metrics["seq_weight_mean"].item() == 1.0
+
+
+def test_metrics_carry_no_graph():
+    batch = random_batch(5)
+    _, _, metrics = own(batch, PAPER)
+    assert set(metrics) == {
+        "pos_high_frac", "neg_low_frac", "neg_high_frac", "ratio_min", "ratio_max", "seq_weight_mean"
+    }  # fmt: skip
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("out_of_band", "expected"), [("clip", -(1.0 + 1.0004 - 1.0) / 3), ("drop", -(1.0 - 1.0) / 2)]
+)
+def test_dropped_completions_leave_the_mean(out_of_band, expected):
+    """Ratios 1, 1.01 and 1 with advantages 1, 1 and -1: the second is out of its band."""
+    old = torch.full((3, 2), -1.0)
+    logps = old + torch.tensor([[0.0], [math.log(1.01)], [0.0]])
+    advantages = torch.tensor([1.0, 1.0, -1.0])
+    loss, _ = tbpo_loss(logps, old, None, advantages, torch.ones(3, 2), TrustBand(**PAPER, out_of_band=out_of_band))
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_zero_advantage_is_never_out_of_band():
+    ratio = torch.tensor([0.5, 1.0, 2.0])
+    assert in_band(ratio, torch.zeros(3), TrustBand(**PAPER)).all()
+    assert in_band(ratio, torch.ones(3), TrustBand(**PAPER)).tolist() == [True, True, False]
+
+
+def test_a_batch_dropped_whole_has_a_loss_of_zero():
+    old, mask = torch.full((2, 2), -1.0), torch.ones(2, 2)
+    logps = (old + 0.1).requires_grad_()
+    loss, _ = tbpo_loss(logps, old, None, torch.tensor([1.0, -1.0]), mask, TrustBand(**PAPER, out_of_band="drop"))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not logps.grad.any()
+
+
+def test_an_empty_completion_has_ratio_and_weight_one_and_no_loss():
+    mask = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+    old = torch.tensor([[math.nan, -1.0], [-1.0, -1.0]])
+    logps = (old + 1e-4).requires_grad_()
+    sampling = torch.full((2, 2), -3.0)
+    assert sequence_ratio(logps, old, mask)[0].item() == 1.0
+    assert mismatch_weight(old, sampling, mask, 2.0).tolist() == pytest.approx([1.0, 2.0])
+    loss, _ = tbpo_loss(logps, old, sampling, torch.ones(2), mask, TrustBand(**PAPER))
+    loss.backward()
+    assert loss.item() == pytest.approx(-2.0 * math.exp(1e-4) / 2, abs=1e-6)  # it still counts in the mean
+    assert logps.grad.isfinite().all()
+    assert (logps.grad != 0).tolist() == [[False, False], [True, False]]
+
+
+@pytest.mark.parametrize(
+    ("gap", "expected"), [(0.0, 1.0), (0.5, math.exp(0.5)), (9.0, 2.0), (-9.0, 0.5), (math.inf, 2.0), (math.nan, 1.0)]
+)
+def test_mismatch_weight_is_between_one_over_c_and_c(gap, expected):
+    """`gap` is learner minus engine on every token; a token that the engine could not score counts as matched."""
+    old = torch.full((1, 3), -1.0)
+    assert mismatch_weight(old, old - gap, torch.ones(1, 3), 2.0).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_mismatch_weight_does_not_grow_with_length():
+    """The geometric mean; the control is the product, which stock TRL takes."""
+    old = torch.full((1, 1000), -1.0)
+    assert mismatch_weight(old, old - 0.01, torch.ones(1, 1000), 2.0).item() == pytest.approx(math.exp(0.01), rel=1e-5)
+    assert math.exp(0.01 * 1000) > 2e4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epsilon_high": 0.0}, ["epsilon_high=0.0", "> 0"]),
+        ({"delta_low": -1e-3}, ["delta_low=-0.001", "> 0"]),
+        ({"delta_high": math.nan}, ["delta_high=nan", "> 0"]),
+        ({"delta_low": 1.0}, ["delta_low=1.0", "< 1"]),
+        ({"mismatch_cap": 1.0}, ["mismatch_cap=1.0", "> 1"]),
+        ({"mismatch_cap": math.inf}, ["mismatch_cap=inf", "finite"]),
+        ({"out_of_band": "mask"}, ["'mask'", "'clip' or 'drop'"]),
+    ],
+)
+def test_a_band_that_leaves_nothing_to_train_is_refused(changes, words):
+    with pytest.raises(ValueError) as error:
+        TrustBand(**(PAPER | changes))
+    assert all(word in str(error.value) for word in words)
+
+
+# Against TRL --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    """Builds real trainers that never train; `_compute_loss` then runs on chosen log-probs."""
+    folder = str(tmp_path_factory.mktemp("trainers"))
+    built = {}
+
+    def build(trainer_class, config_class, **settings):
+        key = (trainer_class, tuple(sorted(settings.items())))
+        if key not in built:
+            args = config_class(
+                output_dir=folder, use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=6,
+                num_generations=2, max_completion_length=9, **settings,
+            )  # fmt: skip
+            model = make_model(hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16)
+            data = Dataset.from_dict({"prompt": ["1+1="] * 6})
+            built[key] = trainer_class(
+                model, lambda completions, **_: [0.0] * len(completions), args, train_dataset=data,
+                processing_class=make_tokenizer(),
+            )  # fmt: skip
+        return built[key]
+
+    return build
+
+
+@pytest.fixture
+def compute(monkeypatch):
+    """`_compute_loss` of a trainer on a batch: (loss, gradient by the log-probs)."""
+
+    def run(trainer, batch, accumulation=1, weights=True):
+        logps = batch.logps.clone().requires_grad_()
+        forward = (logps, torch.zeros_like(logps), None)
+        monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: forward)
+        # As in a run with a vLLM engine, whose weight TRL multiplies with.
+        trainer.use_vllm, trainer.vllm_importance_sampling_correction = weights, True
+        trainer.current_gradient_accumulation_steps = accumulation
+        tokens = torch.ones_like(batch.mask)
+        inputs = {
+            "prompt_ids": tokens[:, :2],
+            "prompt_mask": tokens[:, :2],
+            "completion_ids": tokens,
+            "completion_mask": batch.completion_mask,
+            "tool_mask": batch.tool_mask,
+            "advantages": batch.advantages,
+            "old_per_token_logps": batch.old,
+            "num_items_in_batch": batch.completion_mask.sum(),
+        }
+        if weights:
+            rows = zip(batch.old.tolist(), batch.sampling.tolist(), batch.mask.tolist(), strict=True)
+            inputs["importance_sampling_ratio"] = torch.tensor([references.mismatch_weight(*r, 2.0) for r in rows])[
+                :, None
+            ]
+            inputs["sampling_per_token_logps"] = batch.sampling
+        before = dict(inputs)
+        loss = trainer._compute_loss(trainer.model, inputs)
+        assert all(inputs[k] is v for k, v in before.items())  # the batch is used again in later iterations
+        loss.backward()
+        return loss.item(), logps.grad
+
+    return run
+
+
+@pytest.mark.parametrize("band", BANDS[:2])  # TRL's static bounds are TBPO's where delta_high >= epsilon_high
+def test_loss_and_gradient_are_those_of_stock_trl_with_the_same_bounds(trainers, compute, band):
+    band = band | {"mismatch_cap": 2.0}
+    trl = trainers(GRPOTrainer, GRPOConfig, loss_type="grpo", importance_sampling_level="sequence")
+    pairs, other_level = [], []
+    for seed in SEEDS:
+        batch = random_batch(seed, band)
+        tied = with_tie(batch, band)
+        if tied["delta_high"] < tied["epsilon_high"]:
+            tied = band
+        trl.epsilon_low, trl.epsilon_high = tied["delta_low"], tied["epsilon_high"]
+        trl.args.delta = 1 + tied["delta_high"]
+        ours = own(batch, tied)
+        pairs.append((ours, compute(trl, batch)))
+        trl.importance_sampling_level = "token"
+        other_level.append((ours, compute(trl, batch)))
+        trl.importance_sampling_level = "sequence"
+    assert worst(pairs) < TOLERANCE
+    assert worst(other_level) > 100 * TOLERANCE  # control: TRL's default level is another loss
+
+
+@pytest.mark.parametrize("out_of_band", ["clip", "drop"])
+@pytest.mark.parametrize("band", BANDS)
+def test_the_trainer_computes_tbpo_loss(trainers, compute, band, out_of_band):
+    band = band | {"mismatch_cap": 2.0}
+    trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
+    pairs, static = [], []
+    for seed in SEEDS:
+        batch = random_batch(seed, band)
+        tied = with_tie(batch, band)
+        trainer._band = TrustBand(**tied, out_of_band=out_of_band)
+        pairs.append((compute(trainer, batch), own(batch, tied, out_of_band)))
+        static.append((compute(trainer, batch), own(batch, band | {"epsilon_high": band["delta_high"]}, out_of_band)))
+    assert worst(pairs) < TOLERANCE
+    assert worst(static) > 100 * TOLERANCE  # control: one upper bound for both signs
+    assert (trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta) == (0.2, 0.2, None)
+
+
+def test_accumulation_divides_the_trainers_loss(trainers, compute):
+    trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
+    trainer._band = TrustBand(**PAPER)
+    batch = random_batch(6)
+    one, four = compute(trainer, batch), compute(trainer, batch, accumulation=4)
+    assert four[0] == pytest.approx(one[0] / 4, abs=1e-7)
+    assert torch.allclose(four[1], one[1] / 4, rtol=0, atol=1e-8)
+
+
+def test_the_trainer_notices_when_trl_computes_another_loss(trainers, compute, monkeypatch):
+    """The control of the check at run time: were the bounds not handed over, the run would stop."""
+    trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
+    trainer._band = TrustBand(**PAPER)
+    batch = random_batch(8)
+    compute(trainer, batch)
+    real = _compat.sequence_clipping
+    monkeypatch.setattr(_compat, "sequence_clipping", lambda t, band, a: real(t, TrustBand(1.0, 0.5, 1.0, 2.0), a))
+    with pytest.raises(RuntimeError, match="is not the TBPO loss"):
+        compute(trainer, batch)
+
+
+@pytest.mark.parametrize("loss_type", STOCK_LOSSES)
+def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute, loss_type):
+    mode = {"vllm_importance_sampling_mode": "token_truncate"} if loss_type == "vespo" else {}
+    batch = random_batch(9, BANDS[1])
+    expected = compute(trainers(GRPOTrainer, GRPOConfig, loss_type=loss_type, **mode), batch)
+    found = compute(trainers(QaRLTrainer, QaRLConfig, loss_type=loss_type, quant_scheme="none", **mode), batch)
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])
+    tbpo = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
+    tbpo._band = TrustBand(**PAPER)
+    assert compute(tbpo, batch)[0] != expected[0]  # control
+
+
+def test_tool_tokens_are_outside_the_trainers_mask():
+    batch = random_batch(10)
+    inputs = {"completion_mask": batch.completion_mask, "tool_mask": batch.tool_mask}
+    assert torch.equal(loss_mask(inputs), batch.mask)
+    assert not torch.equal(batch.mask, batch.completion_mask)

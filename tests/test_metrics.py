@@ -1,0 +1,143 @@
+"""`qarl_trl.metrics` against Python floats and counted by hand."""
+
+import math
+
+import pytest
+import references
+import torch
+from torch import nn
+
+from qarl_trl.metrics import CodeFlips, mismatch_sums, weight_stats
+from qarl_trl.quant import apply_quantization, quantized_modules
+
+
+def random_gap(seed, size):
+    """Learner and engine log-probs whose gap is of the order of `size`, with NaNs and a mask."""
+    rng = torch.Generator().manual_seed(seed)
+    old = -torch.rand(6, 40, generator=rng) - 0.1
+    sampling = old + size * torch.randn(6, 40, generator=rng)
+    sampling[torch.rand(6, 40, generator=rng) < 0.1] = math.nan
+    return old, sampling, (torch.rand(6, 40, generator=rng) < 0.8).long()
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.1, 2.0])
+def test_mismatch_sums_are_those_of_python_floats(size):
+    old, sampling, mask = random_gap(0, size)
+    found = {k: v.item() for k, v in mismatch_sums(old, sampling, mask).items()}
+    gaps = [
+        o - s
+        for o, s, m in zip(*(t.flatten().tolist() for t in (old, sampling, mask)), strict=True)
+        if m and not math.isnan(s)
+    ]
+    k3 = [math.expm1(gap) - gap for gap in gaps]
+    assert found["tokens"] == len(gaps) < mask.sum()
+    assert found["gap_sum"] == pytest.approx(sum(abs(gap) for gap in gaps), rel=1e-5)
+    assert found["gap_max"] == pytest.approx(max(abs(gap) for gap in gaps), rel=1e-5)
+    assert found["k3_sum"] == pytest.approx(sum(k3), rel=1e-3)  # measured 2e-4 at 1e-3: d itself is rounded by 6e-8
+
+
+def test_k3_keeps_its_digits_where_engine_and_learner_agree_best():
+    """The control, exp(d) - 1 - d in float32, loses 2 % of the sum at a gap of 3e-4."""
+    gap = torch.full((1, 1000), 3e-4)
+    expected = 1000 * (math.expm1(3e-4) - 3e-4)
+    found = mismatch_sums(gap, torch.zeros_like(gap), torch.ones_like(gap))["k3_sum"].item()
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert (gap.exp() - 1 - gap).sum().item() != pytest.approx(expected, rel=2e-2)
+
+
+def test_a_batch_without_a_scored_token_counts_nothing():
+    old = torch.full((2, 3), -1.0)
+    for sampling, mask in ((torch.full((2, 3), math.nan), torch.ones(2, 3)), (old + 1, torch.zeros(2, 3))):
+        assert all(value.item() == 0 for value in mismatch_sums(old, sampling, mask).values())
+    nothing = torch.zeros(2, 0)
+    assert mismatch_sums(nothing, nothing, nothing)["gap_max"].item() == 0
+
+
+def test_weight_stats_are_those_of_python_floats():
+    old, sampling, mask = random_gap(1, 0.3)
+    sampling[0] -= 5.0
+    sampling[1] += 5.0
+    found = {k: v.item() for k, v in weight_stats(old, sampling, mask, 2.0).items()}
+    rows = zip(old.tolist(), sampling.tolist(), mask.tolist(), strict=True)
+    weights = [references.mismatch_weight(*row, 2.0) for row in rows]
+    assert found["seq_weight_mean"] == pytest.approx(sum(weights) / 6, rel=1e-6)
+    assert found["seq_weight_min"] == pytest.approx(min(weights), rel=1e-6) == pytest.approx(0.5)
+    assert found["seq_weight_max"] == pytest.approx(max(weights), rel=1e-6) == pytest.approx(2.0)
+    assert found["seq_weight_capped_frac"] == pytest.approx(2 / 6)
+
+
+@pytest.mark.parametrize("cap", [1.001, 2.0, 100.0])
+def test_a_weight_just_inside_its_cap_is_not_counted_as_capped(cap):
+    old, mask = torch.zeros(2, 1), torch.ones(2, 1)
+    inside = torch.tensor([[1.0], [-1.0]]) * math.log(cap) * 0.99
+    assert weight_stats(old, inside, mask, cap)["seq_weight_capped_frac"].item() == 0
+    assert weight_stats(old, inside / 0.98, mask, cap)["seq_weight_capped_frac"].item() == 1
+
+
+# Code flips ---------------------------------------------------------------------------------------------------------
+
+
+def layers(scheme, seed=0, in_features=128, out_features=16):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(in_features, out_features), nn.Linear(in_features, out_features))
+    return apply_quantization(model, scheme)
+
+
+def publish(model):
+    """What a publish does to the counter: every layer's codes are made."""
+    return [(name, module) for name, module in quantized_modules(model) if module.low_bit()]
+
+
+def codes_of(module):
+    low_bit = module.low_bit()
+    if "weight_packed" in low_bit.tensors:
+        return torch.tensor(references.unpack_int4(low_bit.codes, module.in_features))
+    return low_bit.codes.view(torch.uint8)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
+def test_code_flips_count_the_codes_that_changed(scheme):
+    model, counter = layers(scheme), CodeFlips()
+    assert counter.update(publish(model)) is None
+    assert counter.update(publish(model)) == 0.0
+    before = [codes_of(module) for module in model]
+    with torch.no_grad():
+        model[0].weight += 0.003 * torch.randn_like(model[0].weight)
+    expected = sum((codes_of(m) != b).sum().item() for m, b in zip(model, before, strict=True)) / (2 * 16 * 128)
+    assert 0.05 < expected < 0.5
+    assert counter.update(publish(model)) == expected
+    assert counter.update(publish(model)) == 0.0
+
+
+def test_both_nibbles_of_a_byte_count():
+    """Control: a count of changed bytes would give half of this."""
+    model, counter = layers("W4A16"), CodeFlips()
+    counter.update(publish(model))
+    with torch.no_grad():
+        model[0].weight.neg_()
+    changed = (codes_of(model[0]) != -codes_of(model[0])).sum().item()  # a code and its opposite differ unless 0
+    share = counter.update(publish(model))
+    assert share > 0.4
+    assert share == pytest.approx(changed / (2 * 16 * 128), abs=0.01)  # -8 has no opposite code
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
+def test_a_sample_of_a_large_layer_estimates_its_share(scheme):
+    model = layers(scheme, in_features=512, out_features=256)
+    exact, sampled = CodeFlips(), CodeFlips(words=4000)
+    exact.update(publish(model))
+    sampled.update(publish(model))
+    with torch.no_grad():
+        for module in model:
+            module.weight += 0.001 * torch.randn_like(module.weight)
+    expected = exact.update(publish(model))
+    assert 0.02 < expected < 0.9
+    # At least 1,900 codes a layer: one standard deviation is 0.008.
+    assert sampled.update(publish(model)) == pytest.approx(expected, abs=0.03)
+    assert all(codes.shape[0] <= 4000 for codes in sampled._last.values())
+
+
+def test_without_low_bit_layers_there_is_no_share():
+    counter = CodeFlips()
+    assert counter.update([]) is None
+    assert counter.update([]) is None

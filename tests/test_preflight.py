@@ -1,0 +1,116 @@
+"""`qarl_trl.preflight`: what is refused, with words that say what to do."""
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig
+from trl import GRPOConfig
+
+from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.preflight import check_arguments, check_layers_ran, check_mismatch, check_model, default_output_dir
+from qarl_trl.quant import apply_quantization
+
+
+def config(tmp_path, **changes):
+    return QaRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [("Qwen/Qwen3-8B-Base", "Qwen3-8B-Base-QaRL"), ("./models/mine/", "mine-QaRL"), ("/a/b", "b-QaRL")],
+)
+def test_default_output_dir_is_named_after_the_model(model, expected):
+    assert default_output_dir(model) == expected
+
+
+def test_default_output_dir_of_a_loaded_model_is_named_after_its_source(tiny_model):
+    model = tiny_model(num_hidden_layers=1)
+    model.config._name_or_path = "org/base"
+    assert default_output_dir(model) == "base-QaRL"
+
+
+def test_a_grpo_config_is_refused_before_a_model_loads(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match="needs a QaRLConfig, got GRPOConfig"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=args)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, ["bitsandbytes", "remove it"]),
+        ({"peft_config": object()}, ["full parameters", "quant_scheme='none'"]),
+    ],
+)
+def test_foreign_quantization_and_adapters_are_refused_before_a_model_loads(tmp_path, kwargs, words):
+    with pytest.raises(ValueError) as error:
+        QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path), **kwargs)
+    assert all(word in str(error.value) for word in words)
+    check_arguments("no/such-model", config(tmp_path, quant_scheme="none"), kwargs)  # control: TRL's own business then
+
+
+def test_a_model_without_a_folder_cannot_be_served_by_vllm(tmp_path, tiny_model):
+    model = tiny_model(num_hidden_layers=1)
+    with pytest.raises(ValueError, match="save_pretrained"):
+        check_arguments(model, config(tmp_path, use_vllm=True), {})
+    check_arguments(model, config(tmp_path), {})
+    check_arguments("org/model", config(tmp_path, use_vllm=True), {})
+
+
+def test_a_model_that_is_quantized_already_is_refused(tiny_model):
+    model = tiny_model(num_hidden_layers=1)
+    check_model(model)
+    model.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(ValueError, match=r"gptq.*Start from the unquantized checkpoint"):
+        check_model(model)
+
+
+def test_a_model_with_adapters_is_refused(tiny_model):
+    model = tiny_model(num_hidden_layers=1)
+    model.peft_config = {}
+    with pytest.raises(ValueError, match="full parameters"):
+        check_model(model)
+
+
+@pytest.mark.parametrize(("gap", "stops"), [(0.09, False), (0.1, False), (0.11, True), (float("nan"), True)])
+def test_a_gap_above_the_threshold_stops_the_run_with_its_likely_causes(tmp_path, gap, stops):
+    args = config(tmp_path, mismatch_abort_threshold=0.1, temperature=0.7)
+    if not stops:
+        return check_mismatch(gap, args)
+    with pytest.raises(RuntimeError) as error:
+        check_mismatch(gap, args)
+    message = str(error.value)
+    for cause in ("stale engine", "wrong scheme", "sampling parameters", "kernels"):
+        assert cause in message
+    for fact in ("mismatch_abort_threshold=0.1", "quant_scheme='W4A16'", "temperature=0.7", f"{gap:.4f} nats"):
+        assert fact in message
+    assert "quant_learner=False" not in message
+
+
+def test_the_baseline_is_told_that_its_gap_is_the_point(tmp_path):
+    args = config(tmp_path, mismatch_abort_threshold=0.1, quant_learner=False)
+    with pytest.raises(RuntimeError, match=r"quant_learner=False: this gap is what the method removes"):
+        check_mismatch(1.0, args)
+
+
+def test_without_a_threshold_no_gap_stops(tmp_path):
+    check_mismatch(float("nan"), config(tmp_path))
+
+
+def test_a_bypassed_layer_is_named(tiny_model):
+    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
+    tokens = torch.tensor([[3, 4, 5]])
+    model(tokens)
+    check_layers_ran(model)
+
+    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
+    model(tokens)
+    with pytest.raises(RuntimeError, match=r"1 quantized layers.*model\.layers\.0\.mlp\.up_proj.*quant_ignore"):
+        check_layers_ran(model)
+
+
+def test_the_baseline_has_no_low_bit_forward_to_miss(tiny_model):
+    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16", quantize_forward=False)
+    model(torch.tensor([[3, 4, 5]]))
+    check_layers_ran(model)

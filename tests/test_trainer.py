@@ -1,0 +1,174 @@
+"""`QaRLTrainer` without an engine: equal to TRL when everything is off, exact on resume, loud when a hook is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from slow.toys import distinct_characters, prompts, save_model, settings
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from qarl_trl import QaRLConfig, QaRLTrainer, preflight
+from qarl_trl.quant import QuantLinear
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+def without_engine(folder: Path, **changes) -> dict:
+    small = {"use_vllm": False, "max_completion_length": 8, "per_device_train_batch_size": 4, "bf16": False}
+    return settings(folder, **small) | changes
+
+
+def make(model: str, folder: Path, **changes) -> QaRLTrainer:
+    args = QaRLConfig(**without_engine(folder, **changes))
+    return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts())
+
+
+def masters(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def losses(trainer) -> list[float]:
+    seen = []
+    original = trainer._compute_loss
+
+    def spy(*args):
+        loss = original(*args)
+        seen.append(loss.item())
+        return loss
+
+    trainer._compute_loss = spy
+    trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
+def test_with_the_scheme_off_losses_and_weights_are_those_of_trl_bit_for_bit(model, tmp_path, loss_type):
+    own = ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "vllm_engine_kwargs")
+    plain = {k: v for k, v in without_engine(tmp_path / "a").items() if k not in own}
+    stock = GRPOTrainer(model, distinct_characters, GRPOConfig(**plain, loss_type=loss_type), train_dataset=prompts())
+    stock_losses = losses(stock)
+    ours = make(model, tmp_path / "b", quant_scheme=None, loss_type=loss_type)  # seeds the generator again
+    assert losses(ours) == stock_losses
+    expected = masters(stock)
+    assert all(torch.equal(value, expected[name]) for name, value in masters(ours).items())
+
+
+def test_the_comparison_with_trl_notices_quantization(model, tmp_path):
+    """Control of the test above."""
+    off = losses(make(model, tmp_path / "a", quant_scheme=None, loss_type="grpo"))
+    assert off != losses(make(model, tmp_path / "b", quant_scheme="W4A16", loss_type="grpo"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"optim_muon": True}, {"quant_scheme": "FP8_DYNAMIC"}])
+def test_resuming_after_two_of_four_steps_gives_the_same_masters_bit_for_bit(model, tmp_path, changes):
+    schedule = {"steps_per_generation": 1, "lr_scheduler_type": "constant", **changes}
+    saving = {"save_strategy": "steps", "save_steps": 2, **schedule}
+    straight = make(model, tmp_path / "a", **saving)
+    straight.train()
+    resumed = make(model, tmp_path / "b", **schedule)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    expected = masters(straight)
+    assert all(torch.equal(value, expected[name]) for name, value in masters(resumed).items())
+
+    # Control: what the checkpoint holds is not yet what four steps give.
+    halfway = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-2")
+    assert not all(torch.equal(p, expected[name]) for name, p in halfway.named_parameters())
+
+
+def test_a_training_checkpoint_holds_masters_and_beside_them_the_low_bit_model(model, tmp_path):
+    trainer = make(model, tmp_path, save_strategy="steps", save_steps=4)
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-4"
+    restored = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    expected = masters(trainer)
+    assert all(torch.equal(p, expected[name]) for name, p in restored.named_parameters())
+    assert "quantization_config" not in (checkpoint / "config.json").read_text()
+    assert '"pack-quantized"' in (checkpoint / "low_bit" / "config.json").read_text()
+    AutoTokenizer.from_pretrained(checkpoint / "low_bit")
+
+
+def test_save_model_writes_the_low_bit_checkpoint(model, tmp_path):
+    trainer = make(model, tmp_path / "run")
+    trainer.save_model(tmp_path / "final")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    q = trainer.model.model.layers[0].self_attn.q_proj
+    assert isinstance(q, QuantLinear)
+    assert torch.equal(loaded.model.layers[0].self_attn.q_proj.weight_packed, q.low_bit().tensors["weight_packed"])
+
+
+def test_the_model_card_cites_the_paper(model, tmp_path):
+    trainer = make(model, tmp_path)
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "2604.07853" in card
+    assert "qarl" in card
+
+
+def test_a_lost_loss_hook_stops_the_run(model, tmp_path, monkeypatch):
+    trainer = make(model, tmp_path)
+    monkeypatch.setattr(
+        trainer, "_get_per_token_logps_and_entropies", super(QaRLTrainer, trainer)._get_per_token_logps_and_entropies
+    )
+    with pytest.raises(RuntimeError, match="without `_get_per_token_logps_and_entropies`"):
+        trainer.train()
+
+
+def test_a_changed_loss_arithmetic_stops_the_run(model, tmp_path, monkeypatch):
+    trainer = make(model, tmp_path)
+    original = GRPOTrainer._compute_loss
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *args: original(*args) * 1.01)
+    with pytest.raises(RuntimeError, match="is not the TBPO loss"):
+        trainer.train()
+
+
+def test_a_bypassed_layer_stops_the_run(model, tmp_path):
+    trainer = make(model, tmp_path)
+    layer = trainer.model.model.layers[0].mlp.up_proj
+    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
+    with pytest.raises(RuntimeError, match=r"1 quantized layers did not run.*mlp\.up_proj"):
+        trainer.train()
+
+
+def test_drop_and_clip_train_differently_once_completions_leave_the_band(model, tmp_path):
+    narrow = {"tbpo_epsilon_high": 1e-4, "tbpo_delta_low": 1e-4, "tbpo_delta_high": 1e-4}
+    clip = losses(make(model, tmp_path / "a", **narrow))
+    drop = losses(make(model, tmp_path / "b", tbpo_out_of_band="drop", **narrow))
+    assert clip[0] == drop[0]  # every ratio is 1 on the first update
+    assert clip[1] != drop[1]
+
+
+def test_metrics_are_logged_under_their_stable_names(model, tmp_path):
+    trainer = make(model, tmp_path)
+    trainer.train()
+    logged = set().union(*trainer.state.log_history)
+    names = ("pos_high_frac", "neg_low_frac", "neg_high_frac", "ratio_min", "ratio_max")
+    assert {f"tbpo/{name}" for name in names} <= logged
+    assert {"time/rollout", "time/publish", "time/update"} <= logged
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"quantization_config": object()}, ValueError, "bitsandbytes"),
+        ({"peft_config": object()}, ValueError, "LoRA"),
+        ({"args": GRPOConfig("x", use_cpu=True, bf16=False)}, TypeError, "QaRLConfig"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_a_model_loads(tmp_path, kwargs, error, words):
+    kwargs = {"args": QaRLConfig(str(tmp_path), use_cpu=True, bf16=False)} | kwargs
+    with pytest.raises(error, match=words):
+        QaRLTrainer("no/such-model", distinct_characters, train_dataset=prompts(), **kwargs)
+
+
+def test_a_model_without_a_folder_cannot_start_an_engine(model, tmp_path):
+    in_memory = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(model).config)
+    in_memory.config._name_or_path = in_memory.name_or_path = ""
+    args = QaRLConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
+    with pytest.raises(ValueError, match=r"Save it with model\.save_pretrained"):
+        preflight.check_arguments(in_memory, args, {})
