@@ -1,0 +1,7 @@
+"""`python -m qarl_trl.quickstart`."""
+
+from .run import main
+
+
+if __name__ == "__main__":
+    main()

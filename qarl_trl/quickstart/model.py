@@ -1,0 +1,46 @@
+"""A Qwen3 model of 0.8 million parameters and its character tokenizer, made from a config.
+
+Invariant: everything that a hub model has is there (config, tokenizer, generation config), so that the same code path runs
+as for a real one.
+"""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from .task import CHARACTERS
+
+
+PAD, EOS = 0, 1
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, plus padding and end."""
+    vocabulary = {"<pad>": PAD, "<eos>": EOS} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+
+
+def make_model(seed: int) -> Qwen3ForCausalLM:
+    """A fresh model in float32. Every input size is a multiple of 128, the group size of W4A16."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
+    return model
