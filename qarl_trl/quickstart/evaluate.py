@@ -5,11 +5,9 @@ Invariant: accuracy is always that of the low-bit engine, never of the learner.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +51,14 @@ def greedy_in_training_engine(trainer: Any, problems: Sequence[dict[str, Any]]) 
     return greedy(trainer.vllm_generation.llm, problems)
 
 
-def greedy_in_fresh_process(checkpoint: Path, problems: Sequence[dict[str, Any]], max_num_seqs: int) -> Result:
-    """Answers of a vLLM that knows nothing but the folder."""
-    request = {"checkpoint": str(checkpoint), "problems": list(problems), "max_num_seqs": max_num_seqs}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__], input=json.dumps(request), capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"A fresh vLLM could not load {checkpoint}:\n{done.stderr[-3000:]}")
-    return Result(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def _serve_request() -> None:
+def greedy_of_checkpoint(checkpoint: Path, problems: Sequence[dict[str, Any]], max_num_seqs: int) -> Result:
+    """Answers of an engine that knows nothing but the folder; run it in a process of its own."""
     from vllm import LLM
 
-    request = json.loads(sys.stdin.read())
-    llm = LLM(request["checkpoint"], **engine_arguments(request["max_num_seqs"]))
-    result = greedy(llm, request["problems"])
-    print(json.dumps({"answers": result.answers, "accuracy": result.accuracy}), flush=True)
+    return greedy(LLM(str(checkpoint), **engine_arguments(max_num_seqs)), problems)
 
 
-if __name__ == "__main__":
-    _serve_request()
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` in a new process, because a vLLM engine keeps global state in its own."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)

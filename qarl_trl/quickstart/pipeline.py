@@ -1,4 +1,4 @@
-"""`make quickstart`: warm start, QaRL on a real 4-bit engine, and the proof that what was trained is what is served.
+"""The quickstart's steps: warm start, QaRL on a real 4-bit engine, and the proof that what was trained is what is served.
 
 Invariant: every number in the closing table was measured in this run, accuracy through the low-bit engine.
 """
@@ -7,31 +7,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import transformers
+from datasets import Dataset, disable_progress_bars
+from transformers import PrinterCallback
 
-from .report import Bar, TrainingBar, column, print_table, time_shares
-from .warmstart import MIXED_STEPS, WORKED_STEPS
+from .. import QaRLConfig, QaRLTrainer
+from .evaluate import greedy_in_training_engine, greedy_of_checkpoint, in_fresh_process
+from .model import make_model, make_tokenizer
+from .report import Bar, TrainingBar, column, print_table, save_picture, time_shares
+from .task import correct, distinct_problems
+from .warmstart import MIXED_STEPS, WORKED_STEPS, warm_start
 
 
-# Before torch and vLLM are imported: no compiler is needed on the user's machine, and threads do not spin.
-ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
 HELD_OUT = 256
 ENGINE_LENGTH = 64
 COMPLETIONS = 128  # a rollout batch: 16 problems, 8 answers each
@@ -40,31 +34,9 @@ UPDATES_PER_ROLLOUT = 4
 MAX_NUM_SEQS = COMPLETIONS
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the quickstart; `--help` lists the options."""
-    parser = argparse.ArgumentParser(prog="qarl-trl quickstart", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling")
-    parser.add_argument("--output_dir", default="runs/quickstart", help="where the model and the report go")
-    parser.add_argument("--scheme", default="W4A16", help="quant_scheme of the run")
-    parser.add_argument("--rollouts", type=int, default=24, help="rollout batches of 128 completions")
-    parser.add_argument("--short", action="store_true", help="a few rollouts only, for CI")
-    options = parser.parse_args(argv)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    _run(options)
-
-
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run all steps with the options of `qarl_trl.quickstart.run`."""
     start = time.perf_counter()
-    import transformers
-    from datasets import disable_progress_bars
-
-    from .evaluate import greedy_in_fresh_process, greedy_in_training_engine
-    from .model import make_model, make_tokenizer
-    from .report import save_picture
-    from .task import distinct_problems
-    from .warmstart import warm_start
-
     transformers.utils.logging.disable_progress_bar()
     disable_progress_bars()
     output = Path(options.output_dir)
@@ -79,7 +51,7 @@ def _run(options: argparse.Namespace) -> None:
         model.save_pretrained(base)
         tokenizer.save_pretrained(base)
         print("2/4 the bfloat16 floor: one rollout with quantization off", flush=True)
-        floor = _bf16_floor(base, options)
+        floor = in_fresh_process(_measure_floor, base, options)
         print(f"3/4 QaRL: {options.scheme} engine, {options.scheme} learner, TBPO", flush=True)
         trainer = _make_trainer(base, options)
         before = greedy_in_training_engine(trainer, held_out)
@@ -87,7 +59,7 @@ def _run(options: argparse.Namespace) -> None:
         after = greedy_in_training_engine(trainer, held_out)
         trainer.save_model()
     print("4/4 the saved checkpoint in a fresh vLLM process", flush=True)
-    fresh = greedy_in_fresh_process(output, held_out, MAX_NUM_SEQS)
+    fresh = in_fresh_process(greedy_of_checkpoint, output, held_out, MAX_NUM_SEQS)
 
     log = trainer.state.log_history
     save_picture(log, before.accuracy, after.accuracy, floor, output / "report.png")
@@ -112,12 +84,6 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _make_trainer(base: str, options: argparse.Namespace, **changes: Any) -> Any:
-    from datasets import Dataset
-    from transformers import PrinterCallback
-
-    from .. import QaRLConfig, QaRLTrainer
-    from .task import correct, distinct_problems
-
     rollouts = 4 if options.short else options.rollouts
     settings: dict[str, Any] = {
         "output_dir": options.output_dir,
@@ -155,24 +121,13 @@ def _make_trainer(base: str, options: argparse.Namespace, **changes: Any) -> Any
     return trainer
 
 
-def _bf16_floor(base: str, options: argparse.Namespace) -> float:
-    """Mean log-prob gap of the same model in bfloat16, in a process of its own: an engine keeps global state."""
-    code = (
-        "import argparse, sys; from qarl_trl.quickstart import run\n"
-        f"if __name__ == '__main__': run.measure_floor({base!r}, argparse.Namespace(**{vars(options)!r}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"The run without quantization failed:\n{done.stderr[-3000:]}")
-    return float(done.stdout.splitlines()[-1])
-
-
-def measure_floor(base: str, options: argparse.Namespace) -> None:
-    """Print the gap of two rollouts with quantization off and a learning rate of 0."""
-    options.output_dir = str(Path(options.output_dir) / "floor")
-    trainer = _make_trainer(base, options, quant_scheme="none", learning_rate=0.0, max_steps=2 * UPDATES_PER_ROLLOUT)
+def _measure_floor(base: str, options: argparse.Namespace) -> float:
+    """Mean log-prob gap of the same model with quantization off, over two rollouts without learning."""
+    options.output_dir = str(Path(base) / "floor")
+    steps = 2 * UPDATES_PER_ROLLOUT
+    trainer = _make_trainer(base, options, quant_scheme="none", learning_rate=0.0, max_steps=steps)
     trainer.train()
-    print(np.mean(column(trainer.state.log_history, "mismatch/logp_gap_mean")[1]))
+    return float(np.mean(column(trainer.state.log_history, "mismatch/logp_gap_mean")[1]))
 
 
 def _show(summary: dict[str, Any], output: Path) -> None:
@@ -191,7 +146,3 @@ def _show(summary: dict[str, Any], output: Path) -> None:
             ("took", f"{summary['minutes']:.1f} minutes"),
         ]
     )
-
-
-if __name__ == "__main__":
-    main()
