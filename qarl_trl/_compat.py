@@ -7,7 +7,9 @@ raise instead of falling back.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,6 +106,19 @@ def sequence_clipping(trainer: Any, band: TrustBand, advantages: Tensor) -> Iter
     delta = torch.where(advantages.unsqueeze(1) < 0, high, torch.inf)
     with patch.multiple(trainer, **epsilons), patch.object(trainer.args, "delta", delta):
         yield
+
+
+def choose_rendezvous_port(num_processes: int) -> None:
+    """
+    Give a single-process engine a port of its own.
+
+    TRL tries four fixed ports, which two runs started together on one machine race for. Launchers set the port
+    themselves, and then it is left alone.
+    """
+    if num_processes == 1 and "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
 def engine_parameters(llm: Any) -> torch.nn.Module:

@@ -52,8 +52,9 @@ def make_model(kind="qwen3", seed=0, dtype=torch.float32, **changes):
     if kind == "qwen2":
         settings.pop("head_dim")
     torch.manual_seed(seed)
-    model = model_class(config_class(**settings)).to(dtype)
+    model = model_class(config_class(**settings))
     for name, param in model.named_parameters():
+        param.data = param.data.to(dtype)  # parameters alone, as `from_pretrained`: rotary buffers stay float32
         if name.endswith("bias"):  # they start at zero, which would hide a lost one
             torch.nn.init.normal_(param, std=0.1)
     return model

@@ -43,7 +43,9 @@ def test_dropping_rescales_the_advantages_of_the_kept(log_ratios, advantages, ex
     drop_out_of_band(inputs, logps, DROP)
     assert inputs["advantages"].tolist() == pytest.approx(expected)
     # What that is for: TRL's mean over the batch becomes the mean over the kept.
-    clipped, _ = tbpo_loss(logps, inputs["old_per_token_logps"], None, inputs["advantages"], torch.ones(logps.shape), BAND)
+    clipped, _ = tbpo_loss(
+        logps, inputs["old_per_token_logps"], None, inputs["advantages"], torch.ones(logps.shape), BAND
+    )
     dropped, _ = tbpo_loss(
         logps, inputs["old_per_token_logps"], None, torch.tensor(advantages), torch.ones(logps.shape), DROP
     )

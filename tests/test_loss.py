@@ -24,7 +24,7 @@ BANDS = [
     {"epsilon_high": 9e-4, "delta_low": 3e-4, "delta_high": 2e-4, "mismatch_cap": 2.0},  # delta_high < epsilon_high
 ]
 SEEDS = range(72)  # times three bands: 216 batches
-# Largest difference over these batches between float32 and Python's float64: 1.4e-7 in the loss, 6e-8 in a gradient.
+# Largest difference of float32 from Python's float64 over these batches: 1.4e-7 in the loss, 6e-8 in a gradient.
 TOLERANCE = 1e-6
 
 

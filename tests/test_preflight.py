@@ -73,7 +73,7 @@ def test_a_model_with_adapters_is_refused(tiny_model):
 
 @pytest.mark.parametrize(("gap", "stops"), [(0.09, False), (0.1, False), (0.11, True), (float("nan"), True)])
 def test_a_gap_above_the_threshold_stops_the_run_with_its_likely_causes(tmp_path, gap, stops):
-    args = config(tmp_path, mismatch_abort_threshold=0.1, temperature=0.7)
+    args = config(tmp_path, use_vllm=True, mismatch_abort_threshold=0.1, temperature=0.7)
     if not stops:
         return check_mismatch(gap, args)
     with pytest.raises(RuntimeError) as error:
@@ -87,7 +87,7 @@ def test_a_gap_above_the_threshold_stops_the_run_with_its_likely_causes(tmp_path
 
 
 def test_the_baseline_is_told_that_its_gap_is_the_point(tmp_path):
-    args = config(tmp_path, mismatch_abort_threshold=0.1, quant_learner=False)
+    args = config(tmp_path, use_vllm=True, mismatch_abort_threshold=0.1, quant_learner=False)
     with pytest.raises(RuntimeError, match=r"quant_learner=False: this gap is what the method removes"):
         check_mismatch(1.0, args)
 
@@ -114,3 +114,11 @@ def test_the_baseline_has_no_low_bit_forward_to_miss(tiny_model):
     model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16", quantize_forward=False)
     model(torch.tensor([[3, 4, 5]]))
     check_layers_ran(model)
+
+
+def test_an_output_folder_with_an_unquantized_model_is_refused_before_the_run(tmp_path, tiny_model):
+    """Found at the end of the run, `save_model` would have nowhere to go."""
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"unquantized model.*Use another folder"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path))
+    check_arguments("no/such-model", config(tmp_path, quant_scheme="none"), {})

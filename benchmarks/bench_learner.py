@@ -1,0 +1,216 @@
+"""Learner: forward and backward of low-bit layers against plain `nn.Linear` under bf16 autocast.
+
+Claim: at hidden 1024 and 4k tokens the W4A16 learner costs at most 1.10x the time of a bf16 learner with float32
+masters, and at most 0.6 byte per weight of extra memory.
+
+"cached" is one forward and backward whose codes exist already, as in every micro-batch after the first. "step, n" is
+what an optimizer step pays: quantize once, then n forwards and backwards. Extra memory is what stays alive between
+steps (codes, scales, a kernel's own layout); what autograd keeps for one backward is given beside that of the plain
+layer, which keeps a bf16 copy of each weight under autocast.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import statistics
+
+import common
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qarl_trl.quant import apply_quantization, quantized_modules
+
+
+BASE = "bf16"
+ARMS = {  # name: (scheme, kernel)
+    BASE: None,
+    "W4A16 dequant": ("W4A16", "dequant"),
+    "W4A16 engine": ("W4A16", "engine"),
+    "FP8_DYNAMIC": ("FP8_DYNAMIC", "auto"),
+}
+GOAL_TIME, GOAL_BYTES = 1.10, 0.6
+
+
+class Block(nn.Module):
+    """A Qwen-like decoder layer: grouped-query attention and a gated MLP, with norms and a float32 residual."""
+
+    def __init__(self, hidden: int, inner: int, head: int = 64) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head = hidden // head, hidden // head // 2, head
+        self.q, self.o = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.k = nn.Linear(hidden, self.kv_heads * head, bias=False)
+        self.v = nn.Linear(hidden, self.kv_heads * head, bias=False)
+        self.gate, self.up = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+        self.norms = nn.ModuleList([nn.RMSNorm(hidden), nn.RMSNorm(hidden)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norms[0](x)
+        q, k, v = (
+            layer(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )  # (batch, heads, tokens, head)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(a.transpose(1, 2).flatten(-2))
+        h = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Arm:
+    """One copy of the model in one scheme."""
+
+    def __init__(self, model: nn.Module, x: Tensor, grad: Tensor, setting: tuple[str, str] | None) -> None:
+        self.model, self.x, self.grad = copy.deepcopy(model), x, grad
+        if setting is not None:
+            apply_quantization(self.model, setting[0], ignore=(), kernel=setting[1])
+        self.layers = [module for _, module in quantized_modules(self.model)]
+
+    def forget_codes(self) -> None:
+        """As an optimizer step does: the next use of each layer quantizes it."""
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.add_(0)
+                p.grad = None
+
+    def quantize(self) -> None:
+        for layer in self.layers:
+            layer.low_bit()
+
+    def pass_once(self) -> None:
+        x = self.x.detach().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.model(x)
+        y.backward(self.grad.to(y.dtype))
+
+    def cached(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+        self.pass_once()
+
+    def step(self, micro_batches: int) -> None:
+        self.quantize()
+        for _ in range(micro_batches):
+            self.pass_once()
+
+    def alive(self) -> dict[str, float]:
+        """Bytes per weight that the codes, and a kernel's layout of them, take between steps."""
+        weights = sum(layer.weight.numel() for layer in self.layers)
+        codes = sum(layer.last_low_bit.num_bytes() for layer in self.layers)
+        prepared = sum(_bytes_within(layer.last_low_bit.prepared) for layer in self.layers)
+        return {"codes": codes / weights, "prepared": prepared / weights} if weights else {"codes": 0, "prepared": 0}
+
+    def saved_for_backward(self) -> int:
+        """Bytes that autograd keeps for one backward, without the parameters themselves."""
+        known = {p.untyped_storage().data_ptr() for p in self.model.parameters()} | {
+            self.x.untyped_storage().data_ptr()
+        }
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        x = self.x.detach().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+            y = self.model(x)
+            size = sum(kept.values())  # while `y` keeps every tensor alive, so that no address is used twice
+        del y
+        return size
+
+
+def _bytes_within(value: object) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(_bytes_within(v) for v in value.values())
+    return _bytes_within(vars(value)) if hasattr(value, "__dict__") else 0
+
+
+def measure(label: str, model: nn.Module, x: Tensor, rounds: int) -> tuple[list[dict], dict]:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        grad = torch.randn(model(x).shape)
+    arms = {name: Arm(model, x, grad, setting) for name, setting in ARMS.items()}
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+
+    cached = common.interleave({name: arm.cached for name, arm in arms.items()}, rounds)
+    steps = {}
+    for micro_batches in (1, 4):
+
+        def timed(arm: Arm, n: int = micro_batches) -> float:
+            arm.forget_codes()
+            start = common.time.perf_counter()
+            arm.step(n)
+            return common.time.perf_counter() - start
+
+        steps[micro_batches] = common.interleave(
+            {name: (lambda arm=arm: timed(arm)) for name, arm in arms.items()}, rounds
+        )
+    quantize = common.interleave({name: (lambda arm=arm: _quantize_time(arm)) for name, arm in arms.items()}, rounds)
+
+    base_saved = arms[BASE].saved_for_backward()
+    rows = []
+    for name in list(ARMS)[1:]:
+        time, alive = common.ratio(cached, name, BASE), (arms[name].cached(), arms[name].alive())[1]
+        saved = arms[name].saved_for_backward()
+        rows.append(
+            {
+                "model": label,
+                "arm": name,
+                "cached": time["ratio"],
+                "step, 1": common.ratio(steps[1], name, BASE)["ratio"],
+                "step, 4": common.ratio(steps[4], name, BASE)["ratio"],
+                "quantize/pass": statistics.median(q / b for q, b in zip(quantize[name], cached[BASE], strict=True)),
+                "byte/weight": alive["codes"] + alive["prepared"],
+                "of it codes": alive["codes"],
+                "saved for backward": saved / base_saved,
+                "saved, byte/weight": (saved - base_saved) / weights,
+                "seconds": time["seconds"],
+                "bf16 seconds": time["base_seconds"],
+            }
+        )
+    return rows, {"cached": cached, "steps": {str(n): t for n, t in steps.items()}, "quantize": quantize}
+
+
+def _quantize_time(arm: Arm) -> float:
+    arm.forget_codes()
+    start = common.time.perf_counter()
+    arm.quantize()
+    return common.time.perf_counter() - start
+
+
+def main() -> None:
+    args = common.arguments(
+        __doc__,
+        hidden=(1024, 1024, "model width"),
+        inner=(2816, 1024, "width of the MLP"),
+        tokens=(4096, 512, "tokens of a forward"),
+        sequence=(512, 256, "tokens of a sequence"),
+        rounds=(15, 3, "repetitions of each comparison"),
+    )
+    load = os.getloadavg()[0]
+    torch.manual_seed(0)
+    x = torch.randn(args.tokens // args.sequence, args.sequence, args.hidden)
+    rows, times = [], {}
+    for label, model in {
+        "linear": nn.Linear(args.hidden, args.hidden, bias=False),
+        "block": Block(args.hidden, args.inner),
+    }.items():
+        # A layer in a model gets bf16 activations from its neighbours, the block a float32 residual.
+        more, times[label] = measure(label, model, x.bfloat16() if label == "linear" else x, args.rounds)
+        rows += more
+    headlines = []
+    for row in rows:
+        goals = row["arm"].startswith("W4A16")
+        headlines.append(
+            f"{row['model']}, {row['arm']} / bf16: cached {row['cached']:.2f}x, with quantization {row['step, 1']:.2f}x "
+            f"(1 forward a step), {row['step, 4']:.2f}x (4) {common.verdict(row['cached'], GOAL_TIME) if goals else ''}; "
+            f"{row['byte/weight']:.2f} byte/weight {common.verdict(row['byte/weight'], GOAL_BYTES) if goals else ''}"
+        )
+    common.report("bench_learner", args, headlines, rows, load, times=times)
+
+
+if __name__ == "__main__":
+    main()

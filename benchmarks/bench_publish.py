@@ -1,0 +1,139 @@
+"""Publish: streaming packed low-bit tensors into the engine against a plain bf16 reload of the same model.
+
+Claim: a low-bit publish takes at most 1.0x the time of a bf16 reload of the same model through the same code path.
+
+Three engines live at once, each in its own process, and take turns. "cached" publishes codes that exist already;
+"after a step" has to quantize every layer first, as the publish after an optimizer step does. The forward that follows
+uses these codes, so quantization is not paid twice: bench_learner counts it once more, on the learner's side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+
+
+ARMS = {"bf16": None, "W4A16": "W4A16", "FP8_DYNAMIC": "FP8_DYNAMIC"}
+BASE = "bf16"
+GOAL = 1.0
+
+
+def serve(tick: Any, path: str, scheme: str | None) -> None:
+    """An engine that publishes on request: `"cached"` or `"after a step"`."""
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from qarl_trl.export import quantization_config
+    from qarl_trl.quant import apply_quantization, quantized_modules
+    from qarl_trl.rollout import LowBitVLLMGeneration
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if scheme is not None:
+        apply_quantization(model, scheme)
+    engine = LowBitVLLMGeneration(
+        model,
+        accelerator=Accelerator(cpu=True),
+        processing_class=AutoTokenizer.from_pretrained(path),
+        quantization_config=quantization_config(model),
+        engine_kwargs={"enforce_eager": True},
+        max_model_length=64,
+        max_num_seqs=8,
+    )
+    request = tick()
+    while True:
+        before = [id(layer.low_bit()) for _, layer in quantized_modules(model)]
+        if request == "after a step":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(0)  # counts as a change: the codes are made anew, from the same values
+        engine.sync_weights()
+        after = [id(layer.low_bit()) for _, layer in quantized_modules(model)]
+        kept = sum(a == b for a, b in zip(before, after, strict=True))
+        if kept != (len(before) if request == "cached" else 0):
+            raise RuntimeError(f"{kept} of {len(before)} layers kept their codes in a publish {request!r}")
+        publish = engine.publishes[-1]
+        request = tick((publish.seconds, publish.num_bytes, publish.num_tensors))
+
+
+def share_of_step(quick: bool) -> dict[str, float]:
+    """Publish as a share of a training step, as bench_step found it (another model, the same machine)."""
+    file = common.result_file("bench_step", quick)
+    return {row["arm"]: row["publish"] for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
+
+
+def main() -> None:
+    args = common.arguments(
+        __doc__,
+        hidden=(1024, 256, "model width"),
+        layers=(4, 2, "decoder layers"),
+        inner=(2816, 512, "width of the MLP"),
+        vocabulary=(4096, 256, "tokens in the vocabulary"),
+        rounds=(15, 3, "publishes of each kind and engine"),
+    )
+    load = os.getloadavg()[0]
+    workers: dict[str, common.Worker] = {}
+    moved: dict[str, tuple[int, int]] = {}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = common.save_model(
+                Path(folder) / "model",
+                hidden_size=args.hidden,
+                num_hidden_layers=args.layers,
+                intermediate_size=args.inner,
+                num_attention_heads=args.hidden // 64,
+                vocab_size=args.vocabulary,
+            )
+            for name, scheme in ARMS.items():
+                workers[name] = common.Worker(serve, path, scheme)
+                workers[name].wait()
+
+            def publish(name: str, kind: str) -> float:
+                seconds, num_bytes, tensors = workers[name].step(kind)
+                moved[name] = (num_bytes, tensors)
+                return seconds
+
+            arms = {
+                f"{name}, {kind}": (lambda name=name, kind=kind: publish(name, kind))
+                for kind in ("cached", "after a step")
+                for name in ARMS
+            }
+            times = common.interleave(arms, args.rounds, warmup=2)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    shares = share_of_step(args.quick)
+    rows, headlines = [], []
+    for name in ARMS:
+        cached = common.ratio(times, f"{name}, cached", f"{BASE}, cached")
+        anew = common.ratio(times, f"{name}, after a step", f"{BASE}, after a step")
+        rows.append(
+            {
+                "arm": name,
+                "cached": cached["ratio"],
+                "after a step": anew["ratio"],
+                "bytes": moved[name][0],
+                "bytes ratio": moved[name][0] / moved[BASE][0],
+                "tensors": moved[name][1],
+                "share of a step": shares.get(name),
+                "cached s": cached["seconds"],
+                "after a step s": anew["seconds"],
+            }
+        )
+        if name != BASE:
+            headlines.append(
+                f"{name} / bf16 reload: {cached['ratio']:.2f}x {common.verdict(cached['ratio'], GOAL)}; after an optimizer "
+                f"step, with quantization, {anew['ratio']:.2f}x {common.verdict(anew['ratio'], GOAL)}; "
+                f"{rows[-1]['bytes ratio']:.2f}x the bytes; "
+                + (f"{shares[name]:.1%} of a step (bench_step)" if name in shares else "share of a step: bench_step")
+            )
+    common.report("bench_publish", args, headlines, rows, load, times=times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""`qarl_trl.quant.state_dict`: the one stream that publish and export read."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from trl.distributed import DistributedBackend
+
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, linear, quantize_weight, quantized_modules
+from qarl_trl.quant.kernels import dequantize
+from qarl_trl.quant.state_dict import full_parameters
+
+
+SCHEMES = ["W4A16", "FP8_DYNAMIC"]
+LOCAL = {"W4A16": ["weight_packed", "weight_scale", "weight_shape"], "FP8_DYNAMIC": ["weight", "weight_scale"]}
+ONE_PROCESS = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)))
+TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
+
+
+def expected_names(model, scheme):
+    """Module order, each low-bit layer's tensors where its weight was."""
+    low_bit = {f"{name}.weight" for name, _ in quantized_modules(model)}
+    for name, _ in model.named_parameters():
+        yield from (name.removesuffix("weight") + local for local in LOCAL[scheme]) if name in low_bit else [name]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_names_and_dtypes_are_those_of_the_checkpoint(tiny_model, kind, scheme):
+    model = apply_quantization(tiny_model(kind), scheme)
+    stream = list(iter_low_bit_weights(model))
+    assert [name for name, _ in stream] == list(expected_names(model, scheme))
+    for name, tensor in stream:
+        codes = torch.int32 if scheme == "W4A16" else torch.float8_e4m3fn
+        is_codes = name.endswith("weight_packed") or (scheme == "FP8_DYNAMIC" and name.endswith("_proj.weight"))
+        expected = codes if is_codes else torch.int64 if name.endswith("weight_shape") else torch.bfloat16
+        assert tensor.dtype == expected, name
+        assert not tensor.requires_grad
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monkeypatch):
+    """After optimizer steps; the control streams before one more step."""
+    model = apply_quantization(tiny_model(), scheme)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step():
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    stale = dict(iter_low_bit_weights(model))
+    step()
+    names, used = {id(m.weight): name for name, m in quantized_modules(model)}, {}
+    original = linear.LowBitMatmul.apply
+
+    def spy(x, master, weight, kernel):
+        used.update({f"{names[id(master)]}.{local}": tensor for local, tensor in weight.tensors.items()})
+        return original(x, master, weight, kernel)
+
+    monkeypatch.setattr(linear.LowBitMatmul, "apply", spy)
+    model(TOKENS)
+    stream = dict(iter_low_bit_weights(model))
+    assert len(used) == 14 * len(LOCAL[scheme])
+    assert all(stream[name] is tensor for name, tensor in used.items())
+    codes = [name for name in used if name.endswith(LOCAL[scheme][0])]
+    assert not any(torch.equal(stale[n].view(torch.uint8), stream[n].view(torch.uint8)) for n in codes)
+
+
+def test_what_is_not_quantized_is_a_bfloat16_copy(tiny_model):
+    """A copy also of a bfloat16 master: the engine keeps references while the learner may go on."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = apply_quantization(tiny_model("qwen2", dtype=dtype), "W4A16")
+        parameters = dict(model.named_parameters())
+        plain = {name: tensor for name, tensor in iter_low_bit_weights(model) if name in parameters}
+        assert {"lm_head.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= plain.keys()
+        for name, tensor in plain.items():
+            assert torch.equal(tensor, parameters[name].detach().bfloat16())
+            assert tensor.untyped_storage().data_ptr() != parameters[name].untyped_storage().data_ptr()
+
+
+def test_without_quantization_the_stream_is_the_model_in_bfloat16(tiny_model):
+    model = tiny_model()
+    stream = dict(iter_low_bit_weights(model))
+    assert stream.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(tensor, model.get_parameter(name).bfloat16()) for name, tensor in stream.items())
+
+
+def test_a_tied_head_is_sent_once(tiny_model):
+    names = [
+        name for name, _ in iter_low_bit_weights(apply_quantization(tiny_model(tie_word_embeddings=True), "W4A16"))
+    ]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert "lm_head.weight" in dict(iter_low_bit_weights(apply_quantization(tiny_model(), "W4A16")))
+
+
+def test_persistent_buffers_follow_in_their_own_dtype():
+    model = nn.Sequential(nn.Linear(128, 8), nn.BatchNorm1d(8))
+    model.register_buffer("cache", torch.ones(3), persistent=False)
+    stream = dict(iter_low_bit_weights(apply_quantization(model, "W4A16")))
+    assert stream["1.running_mean"].dtype == torch.float32
+    assert stream["1.num_batches_tracked"].dtype == torch.int64
+    assert stream["1.running_mean"].data_ptr() != model[1].running_mean.data_ptr()
+    assert "cache" not in stream
+
+
+# Sharded masters ----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_given_from_outside_are_used_instead_of_the_models_own():
+    model = apply_quantization(nn.Sequential(nn.Linear(128, 8)), "W4A16")
+    whole = {"0.weight": torch.randn(8, 128), "0.bias": torch.randn(8)}
+    stream = dict(iter_low_bit_weights(model, whole.items()))
+    assert torch.equal(stream["0.weight_packed"], quantize_weight(whole["0.weight"], model[0].scheme).codes)
+    assert torch.equal(stream["0.bias"], whole["0.bias"].bfloat16())
+
+
+def test_the_wrapper_of_activation_checkpointing_is_not_in_the_names():
+    inner = nn.Sequential(nn.Linear(128, 8))
+    wrapped = nn.ModuleDict({"_checkpoint_wrapped_module": inner})
+    model = apply_quantization(nn.ModuleDict({"layer": wrapped}), "W4A16")
+    names = [name for name, _ in iter_low_bit_weights(model)]
+    assert names == [f"layer.0.{name}" for name in ("weight_packed", "weight_scale", "weight_shape", "bias")]
+    assert [name for name, _ in full_parameters(model, ONE_PROCESS)] == ["layer.0.weight", "layer.0.bias"]
+
+
+def test_a_layer_that_is_missing_from_the_parameters_given_is_an_error(tiny_model):
+    model = apply_quantization(tiny_model(), "W4A16")
+    given = [(name, p) for name, p in model.named_parameters() if "layers.1.mlp.up_proj" not in name]
+    with pytest.raises(RuntimeError, match=r"1 quantized layers.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        list(iter_low_bit_weights(model, given))
+    renamed = [(f"module.{name}", p) for name, p in model.named_parameters()]
+    with pytest.raises(RuntimeError, match="14 quantized layers"):
+        list(iter_low_bit_weights(model, renamed))
+
+
+def test_full_parameters_of_one_process_share_the_codes_of_the_forward(tiny_model):
+    model = apply_quantization(tiny_model(), "W4A16")
+    given = full_parameters(model, ONE_PROCESS)
+    layer = model.model.layers[0].mlp.up_proj
+    x = torch.randn(2, 128)
+    y = layer(x)
+    codes = layer.low_bit()
+    stream = dict(iter_low_bit_weights(model, given))
+    assert stream["model.layers.0.mlp.up_proj.weight_packed"] is codes.codes
+    assert torch.equal(y, F.linear(x, dequantize(codes, torch.float32)))

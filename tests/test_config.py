@@ -1,0 +1,248 @@
+"""`QaRLConfig`: defaults of the paper, what is refused and in which words, and the command line."""
+
+from dataclasses import MISSING, fields
+
+import pytest
+import yaml
+from trl import GRPOConfig, TrlParser
+
+from qarl_trl import QaRLConfig, _compat
+from qarl_trl.config import STOCK_LOSSES
+from qarl_trl.loss import TrustBand
+from qarl_trl.quant.scheme import DEFAULT_IGNORE
+
+
+OWN = sorted({f.name for f in fields(QaRLConfig)} - {f.name for f in fields(GRPOConfig)})
+VLLM = {"use_vllm": True}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Makes a config for this machine."""
+
+    def make(**settings):
+        return QaRLConfig(
+            **({"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"} | settings)
+        )
+
+    return make
+
+
+def test_defaults_are_those_of_the_paper(config):
+    args = config()
+    assert (args.quant_scheme, args.quant_group_size, args.quant_learner, args.quant_kernel) == (
+        "W4A16",
+        None,
+        True,
+        "auto",
+    )
+    assert (args.loss_type, args.tbpo_out_of_band, args.optim_muon) == ("tbpo", "clip", False)
+    assert args.trust_band == TrustBand(epsilon_high=4e-4, delta_low=3e-4, delta_high=7e-4, mismatch_cap=2.0)
+    assert (args.quant_targets, args.quant_ignore) == (["Linear"], list(DEFAULT_IGNORE))
+    assert args.mismatch_abort_threshold is None
+    assert args.export_low_bit
+
+
+def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
+    args = config()
+    assert (args.top_p, args.min_p, args.repetition_penalty, args.temperature) == (1.0, None, 1.0, 1.0)
+    assert args.top_k in (0, -1, None)
+    assert args.vllm_importance_sampling_correction
+    assert config(**VLLM).quantized
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        # What came, and what to do.
+        ({"quant_scheme": "W3A16"}, ["quant_scheme='W3A16'", "W4A16", "FP8_DYNAMIC", "'none'"]),
+        ({"quant_scheme": "bitsandbytes"}, ["quant_scheme='bitsandbytes'", "'none'"]),
+        ({"quant_group_size": 48}, ["quant_group_size=48", "(32, 64, 128, -1)"]),
+        ({"quant_scheme": "FP8_DYNAMIC", "quant_group_size": 128}, ["quant_group_size=128", "leave it unset"]),
+        ({"quant_targets": []}, ["quant_targets is empty", "['Linear']"]),
+        ({"quant_kernel": "marlin"}, ["quant_kernel='marlin'", "'dequant'"]),
+        ({"loss_type": "tpbo"}, ["loss_type='tpbo'", "'tbpo'", "dr_grpo"]),
+        ({"tbpo_epsilon_high": 0.0}, ["tbpo_epsilon_high=0.0", "must be > 0"]),
+        ({"tbpo_delta_low": -3e-4}, ["tbpo_delta_low=-0.0003", "must be > 0"]),
+        ({"tbpo_delta_low": 1.5}, ["tbpo_delta_low=1.5", "must be < 1"]),
+        ({"tbpo_delta_high": float("nan")}, ["tbpo_delta_high=nan", "must be > 0"]),
+        ({"tbpo_mismatch_cap": 1.0}, ["tbpo_mismatch_cap=1.0", "> 1"]),
+        ({"tbpo_out_of_band": "mask"}, ["tbpo_out_of_band='mask'", "'clip' or 'drop'"]),
+        ({"epsilon": 0.1}, ["{'epsilon': 0.1}", "tbpo_epsilon_high", "stock loss_type"]),
+        ({"delta": 2.0}, ["{'delta': 2.0}", "tbpo_delta_high"]),
+        ({"vllm_importance_sampling_mode": "token_mask"}, ["token_mask", "tbpo_mismatch_cap"]),
+        (VLLM | {"top_p": 0.9}, ["{'top_p': 0.9}", "top_p=1.0", "vllm_importance_sampling_correction=False"]),
+        (VLLM | {"top_k": 50}, ["{'top_k': 50}", "top_k=0"]),
+        (VLLM | {"min_p": 0.1}, ["{'min_p': 0.1}", "min_p=0.0"]),
+        (VLLM | {"repetition_penalty": 1.1}, ["{'repetition_penalty': 1.1}", "no penalties"]),
+        (VLLM | {"generation_kwargs": {"top_p": 0.5}}, ["{'top_p': 0.5}"]),
+        (VLLM | {"generation_kwargs": {"presence_penalty": 1.0}}, ["presence_penalty"]),
+        (VLLM | {"generation_kwargs": {"temperature": 0.7}}, ["Set `temperature` itself"]),
+        (VLLM | {"vllm_mode": "server"}, ["vllm_mode='server'", "'colocate'"]),
+        (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, ["['quantization']", "quant_scheme"]),
+        (VLLM | {"vllm_engine_kwargs": {"dtype": "float16"}}, ["['dtype']", "Remove them"]),
+        ({"use_liger_kernel": True}, ["use_liger_kernel=True", "use_liger_kernel=False"]),
+        ({"use_transformers_continuous_batching": True}, ["continuous_batching", "use_vllm=True"]),
+        ({"model_init_kwargs": {"load_in_4bit": True}}, ["['load_in_4bit']", "quant_scheme='none'"]),
+        ({"model_init_kwargs": {"quantization_config": {"a": 1}}}, ["['quantization_config']", "Remove it"]),
+        ({"model_init_kwargs": {"device_map": "balanced"}}, ["device_map='balanced'", "one device a process"]),
+        ({"model_init_kwargs": {"device_map": {"a": 0, "b": 1}}}, ["device_map={'a': 0, 'b': 1}", "FSDP2"]),
+        ({"fp16": True}, ["fp16=True", "bf16=True"]),
+        ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, ["hub_strategy=", "every_save"]),
+        ({"mismatch_abort_threshold": 0.1}, ["mismatch_abort_threshold", "use_vllm=True"]),
+        (VLLM | {"mismatch_abort_threshold": 0.0}, ["mismatch_abort_threshold=0.0", "unset it"]),
+        (VLLM | {"mismatch_abort_threshold": float("nan")}, ["mismatch_abort_threshold=nan", "> 0"]),
+        ({"muon_momentum": 1.0}, ["muon_momentum=1.0", "[0, 1)"]),
+        ({"muon_ns_steps": 0}, ["muon_ns_steps=0", ">= 1"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words):
+    with pytest.raises(ValueError) as error:
+        config(**settings)
+    missing = [word for word in words if word not in str(error.value)]
+    assert not missing, str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        VLLM | {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+        VLLM | {"top_k": -1, "generation_kwargs": {"top_p": 1.0, "seed": 3}},
+        VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},  # no weight, no bias
+        {"top_p": 0.9},  # sampled by the learner itself
+        VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},  # plain TRL stays plain TRL
+        VLLM | {"vllm_mode": "server", "quant_scheme": "none"},
+        {"quant_scheme": None, "use_liger_kernel": False, "model_init_kwargs": {"load_in_4bit": True}},
+        {"quant_scheme": " None "},
+        {"quant_scheme": "fp8_dynamic"},
+        {"quant_group_size": -1},
+        {"tbpo_delta_high": 1e-4},  # below epsilon_high: any bounds work
+        {"tbpo_epsilon_high": float("inf")},
+        {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0, "tbpo_delta_low": -1.0},  # bounds of the loss that is used
+        {"model_init_kwargs": {"device_map": {"": 0}}},
+        {"model_init_kwargs": {"device_map": None, "dtype": "float32"}},
+        VLLM | {"mismatch_abort_threshold": 0.1},
+        {"push_to_hub": True, "hub_strategy": "every_save"},
+        VLLM | {"vllm_engine_kwargs": {"enforce_eager": True}},
+    ],
+    ids=lambda value: ",".join(value),
+)
+def test_what_biases_nothing_is_accepted(config, settings):
+    config(**settings)
+
+
+def test_vllm_must_be_installed_before_a_model_loads(config, monkeypatch):
+    monkeypatch.setattr(_compat, "is_vllm_available", lambda: False)
+    with pytest.raises(ImportError, match=r"pip install 'qarl_trl\[vllm\]'.*use_vllm=False"):
+        config(**VLLM)
+    config()
+
+
+def test_muon_refuses_deepspeed(config, monkeypatch):
+    monkeypatch.setattr(GRPOConfig, "__post_init__", lambda self: None)  # it would load DeepSpeed
+    config(optim_muon=False, deepspeed="zero3.json")
+    with pytest.raises(ValueError, match=r"optim_muon=True with DeepSpeed.*FSDP2"):
+        config(optim_muon=True, deepspeed="zero3.json")
+
+
+@pytest.mark.parametrize("loss_type", ["tbpo", *STOCK_LOSSES])
+def test_every_loss_of_trl_is_accepted(config, loss_type):
+    assert config(loss_type=loss_type).loss_type == loss_type
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (VLLM, "engine"),
+        ({}, "auto"),  # no engine to agree with
+        (VLLM | {"quant_scheme": "FP8_DYNAMIC"}, "auto"),
+        (VLLM | {"quant_scheme": "none"}, "auto"),
+        (VLLM | {"quant_kernel": "dequant"}, "dequant"),
+    ],
+)
+def test_beside_a_cpu_engine_the_learner_takes_its_kernel(config, settings, expected):
+    assert config(**settings).learner_kernel == expected
+
+
+# Command line -------------------------------------------------------------------------------------------------------
+
+
+CHANGED = {
+    "quant_scheme": "FP8_DYNAMIC",
+    "quant_targets": ["Linear", "re:.*proj$"],
+    "quant_ignore": ["lm_head", r"re:.*mlp\.gate$"],
+    "quant_learner": False,
+    "quant_kernel": "auto",
+    "quant_group_size": None,
+    "tbpo_epsilon_high": 0.03,
+    "tbpo_delta_low": 0.04,
+    "tbpo_delta_high": 0.07,
+    "tbpo_mismatch_cap": 1.5,
+    "tbpo_out_of_band": "drop",
+    "mismatch_abort_threshold": 0.05,
+    "optim_muon": True,
+    "muon_adamw_learning_rate": 2e-6,
+    "muon_momentum": 0.9,
+    "muon_ns_steps": 4,
+    "muon_adjust_lr": "original",
+    "vllm_engine_kwargs": {"enforce_eager": True},
+    "export_low_bit": False,
+}
+ALWAYS = {"use_cpu": True, "bf16": False, "use_vllm": True, "report_to": "none"}
+
+
+def flags(settings):
+    for name, value in settings.items():
+        if value is not None:
+            yield f"--{name}"
+            yield from (str(v) for v in value) if isinstance(value, list) else [_text(value)]
+
+
+def _text(value):
+    return yaml.safe_dump(value, default_flow_style=True).strip() if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize("source", ["flags", "file"])
+def test_every_own_field_survives_command_line_and_recipe(tmp_path, source):
+    assert sorted(CHANGED) == OWN  # a field without an entry above would not be tested
+    settings = {"output_dir": str(tmp_path)} | ALWAYS | CHANGED
+    if source == "flags":
+        given = settings | {"vllm_engine_kwargs": None}
+        arguments = [*flags(given), "--vllm_engine_kwargs", '{"enforce_eager": true}']
+    else:
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+        arguments = ["--config", str(tmp_path / "recipe.yaml")]
+    (args,) = TrlParser(QaRLConfig).parse_args_and_config(arguments)
+    assert {name: getattr(args, name) for name in CHANGED} == CHANGED
+
+
+@pytest.mark.parametrize("written", ["none", "null"])
+def test_a_recipe_turns_quantization_off_by_none_and_by_null(tmp_path, written):
+    (tmp_path / "recipe.yaml").write_text(
+        f"quant_scheme: {written}\noutput_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n"
+    )
+    (args,) = TrlParser(QaRLConfig).parse_args_and_config(["--config", str(tmp_path / "recipe.yaml")])
+    assert not args.quantized
+    assert not args.weight_only
+
+
+def test_the_help_of_the_command_line_renders(capsys):
+    with pytest.raises(SystemExit) as exit_code:
+        TrlParser(QaRLConfig).parse_args(["--help"])
+    assert exit_code.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"--{name}" in shown for name in OWN)
+
+
+@pytest.mark.parametrize("name", [*OWN, "loss_type"])
+def test_every_own_field_has_a_help_text(name):
+    field = next(f for f in fields(QaRLConfig) if f.name == name)
+    text = field.metadata["help"]
+    assert len(text) > 20
+    assert "%" not in text.replace("%%", "")  # argparse formats it
+    assert text.endswith(".")
+    assert field.default is not MISSING or field.default_factory is not MISSING

@@ -1,0 +1,296 @@
+"""`qarl_trl.export`: the bytes of llm-compressor, loadable by transformers, complete or absent."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from compressed_tensors.quantization import preset_name_to_scheme
+from conftest import make_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from qarl_trl import export
+from qarl_trl.export import check_target, quantization_config, save_low_bit
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant.kernels import dequantize
+
+
+TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
+WEIGHTS = "model.safetensors"
+
+
+def same_bytes(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def read(folder):
+    """The config as a dict."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def sha256(file):
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def model(tiny_model):
+    return apply_quantization(tiny_model(), "W4A16")
+
+
+# Against llm-compressor ---------------------------------------------------------------------------------------------
+
+
+def group_recipe(group_size):
+    strategy = {"strategy": "channel"} if group_size == -1 else {"strategy": "group", "group_size": group_size}
+    weights = {"num_bits": 4, "type": "int", "symmetric": True} | strategy
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+CASES = {
+    # name: (model, scheme, group size, ignore, llm-compressor's recipe)
+    "W4A16": ({}, "W4A16", None, ["lm_head"], {"targets": "Linear", "scheme": "W4A16"}),
+    "FP8_DYNAMIC": ({}, "FP8_DYNAMIC", None, ["lm_head"], {"targets": "Linear", "scheme": "FP8_DYNAMIC"}),
+    "group 32": ({}, "W4A16", 32, ["lm_head"], group_recipe(32)),
+    "per channel": ({}, "W4A16", -1, ["lm_head"], group_recipe(-1)),
+    "tied": ({"tie_word_embeddings": True}, "W4A16", None, ["lm_head"], {"targets": "Linear", "scheme": "W4A16"}),
+    "biases": ({"kind": "qwen2"}, "FP8_DYNAMIC", None, ["lm_head"], {"targets": "Linear", "scheme": "FP8_DYNAMIC"}),
+    "with the head": ({}, "W4A16", None, [], {"targets": "Linear", "scheme": "W4A16"}),
+    "without some": (
+        {}, "W4A16", None, ["lm_head", "re:.*down_proj$"], {"targets": "Linear", "scheme": "W4A16"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("case", list(CASES))
+def test_an_untouched_model_is_saved_byte_for_byte_as_by_llm_compressor(case, tmp_path):
+    oneshot = pytest.importorskip("llmcompressor").oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    changes, scheme, group_size, ignore, recipe = CASES[case]
+    make_model(dtype=torch.bfloat16, **changes).save_pretrained(tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    oneshot(model=theirs, recipe=QuantizationModifier(ignore=ignore, **recipe), output_dir=str(tmp_path / "theirs"))
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    apply_quantization(ours, scheme, ignore=ignore, group_size=group_size)
+    save_low_bit(ours, None, tmp_path / "ours")
+
+    expected, found = load_file(tmp_path / "theirs" / WEIGHTS), load_file(tmp_path / "ours" / WEIGHTS)
+    assert found.keys() == expected.keys()
+    assert all(same_bytes(found[name], tensor) for name, tensor in expected.items())
+    assert sha256(tmp_path / "ours" / WEIGHTS) == sha256(tmp_path / "theirs" / WEIGHTS)
+    assert read(tmp_path / "ours") == read(tmp_path / "theirs")
+    assert read(tmp_path / "ours")["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] in (4, 8)
+
+    # Control: one flipped code is noticed.
+    with torch.no_grad():
+        layer = ours.model.layers[1].self_attn.o_proj
+        layer.weight[0, 0] = -2 * layer.weight.abs().max()
+    save_low_bit(ours, None, tmp_path / "ours")
+    assert sha256(tmp_path / "ours" / WEIGHTS) != sha256(tmp_path / "theirs" / WEIGHTS)
+
+
+# What is in the folder ----------------------------------------------------------------------------------------------
+
+
+def test_the_file_holds_the_stream(model, tmp_path):
+    assert save_low_bit(model, None, str(tmp_path / "saved")) == tmp_path / "saved"
+    stream = dict(iter_low_bit_weights(model))
+    saved = load_file(tmp_path / "saved" / WEIGHTS)
+    assert saved.keys() == stream.keys()
+    assert all(same_bytes(tensor, stream[name]) for name, tensor in saved.items())
+
+
+def test_weights_given_from_outside_are_saved(model, tmp_path):
+    other = apply_quantization(make_model(seed=5), "W4A16")
+    save_low_bit(model, None, tmp_path, weights=iter_low_bit_weights(other))
+    stream = dict(iter_low_bit_weights(other))
+    assert all(same_bytes(tensor, stream[name]) for name, tensor in load_file(tmp_path / WEIGHTS).items())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "group_size"), [("W4A16", 128), ("W4A16", 32), ("W4A16", -1), ("FP8_DYNAMIC", None)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_loads_it_as_the_dequantized_model(tiny_model, tmp_path, scheme, group_size, dtype):
+    model = apply_quantization(tiny_model("qwen2", dtype=dtype), scheme, group_size=group_size)
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save_low_bit(model, None, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.quantization_config.quant_method == "compressed-tensors"
+    with torch.no_grad():
+        loaded(TOKENS)  # decompresses
+    values = dict(loaded.named_parameters())
+    for name, module in quantized_modules(model):
+        assert torch.equal(values[f"{name}.weight"], dequantize(module.low_bit())), name
+        assert not torch.equal(values[f"{name}.weight"], module.weight.bfloat16())  # control: not the master
+    assert torch.equal(values["model.embed_tokens.weight"], model.model.embed_tokens.weight.bfloat16())
+    # The masters are as they were, and unaware of any of this.
+    assert all(torch.equal(p, masters[name]) for name, p in model.named_parameters())
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_a_saved_w4a16_model_computes_what_the_learner_computes(tiny_model, tmp_path):
+    model = apply_quantization(tiny_model(dtype=torch.bfloat16), "W4A16")
+    save_low_bit(model, None, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)
+        assert not torch.equal(tiny_model(dtype=torch.bfloat16)(TOKENS).logits, model(TOKENS).logits)  # control
+
+
+def test_config_names_the_class_and_the_dtype_of_the_saved_tensors(model, tmp_path):
+    model.config.dtype, model.config.architectures = torch.float32, None
+    save_low_bit(model, None, tmp_path)
+    saved = read(tmp_path)
+    assert (saved["dtype"], saved["architectures"]) == ("bfloat16", ["Qwen3ForCausalLM"])
+    assert (model.config.dtype, model.config.architectures) == (torch.float32, None)  # the learner's own is untouched
+
+
+def test_tokenizer_and_generation_config_are_beside_the_weights(model, tiny_tokenizer, tmp_path):
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.7, eos_token_id=1)
+    save_low_bit(model, tiny_tokenizer, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)("12+3=").input_ids == tiny_tokenizer("12+3=").input_ids
+    assert GenerationConfig.from_pretrained(tmp_path).temperature == 0.7
+    assert not list(tmp_path.glob(".*"))  # nothing of the writing is left
+
+
+def test_a_scheme_object_is_described_by_what_was_done_not_by_its_own_targets(tiny_model):
+    scheme = preset_name_to_scheme("W4A16", targets=["re:.*q_proj"])
+    model = apply_quantization(tiny_model(), scheme, targets=["re:.*mlp.*proj$"])
+    found = quantization_config(model)
+    assert found["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert len(found["ignore"]) == 2 * 4 + 1
+    assert not any("mlp" in name for name in found["ignore"])
+    assert scheme.targets == ["re:.*q_proj"]
+
+
+def test_without_a_quantized_layer_there_is_nothing_to_save(tiny_model, tmp_path):
+    assert quantization_config(tiny_model()) is None
+    with pytest.raises(ValueError, match=r"no quantized layer.*apply_quantization"):
+        save_low_bit(tiny_model(), None, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+# Atomic -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_save_replaces_the_first(model, tmp_path):
+    save_low_bit(model, None, tmp_path)
+    before = sha256(tmp_path / WEIGHTS)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    (tmp_path / "notes.txt").write_text("mine")
+    save_low_bit(model, None, tmp_path)
+    assert sha256(tmp_path / WEIGHTS) != before
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def crash(*_, **__):
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("moment", ["save_torch_state_dict", "_save_configs", "_move_into_place"])
+def test_a_crash_while_writing_leaves_the_old_checkpoint_whole(model, tmp_path, monkeypatch, moment):
+    save_low_bit(model, None, tmp_path)
+    before = {file.name: sha256(file) for file in tmp_path.iterdir()}
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    monkeypatch.setattr(export, moment, crash)
+    with pytest.raises(OSError, match="disk full"):
+        save_low_bit(model, None, tmp_path)
+    assert {file.name: sha256(file) for file in tmp_path.iterdir()} == before
+
+
+def test_a_crash_between_the_moves_leaves_a_folder_that_does_not_load(model, tiny_tokenizer, tmp_path, monkeypatch):
+    save_low_bit(model, tiny_tokenizer, tmp_path)
+    old = sha256(tmp_path / WEIGHTS)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    replace, moved = export.os.replace, []
+
+    def replace_until_the_weights(source, target):
+        if WEIGHTS in moved:
+            crash()
+        replace(source, target)
+        moved.append(target.name)
+
+    monkeypatch.setattr(export.os, "replace", replace_until_the_weights)
+    with pytest.raises(OSError, match="disk full"):
+        save_low_bit(model, tiny_tokenizer, tmp_path)
+    assert sha256(tmp_path / WEIGHTS) != old  # the new weights were there already
+    assert not (tmp_path / "config.json").exists()
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    monkeypatch.undo()
+    save_low_bit(model, tiny_tokenizer, tmp_path)  # and the way out is to save again
+    assert AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_config_is_the_last_file_to_arrive(model, tiny_tokenizer, tmp_path, monkeypatch):
+    moved, replace = [], export.os.replace
+    monkeypatch.setattr(export.os, "replace", lambda a, b: (moved.append(b.name), replace(a, b)))
+    save_low_bit(model, tiny_tokenizer, tmp_path)
+    assert WEIGHTS in moved
+    assert moved[-1] == "config.json"
+
+
+def test_the_files_are_renamed_within_the_folder(model, tmp_path, monkeypatch):
+    """A folder may be a mount of its own, and a rename from outside of it would fail."""
+    sources, replace = [], export.os.replace
+    monkeypatch.setattr(export.os, "replace", lambda a, b: (sources.append(a), replace(a, b)))
+    save_low_bit(model, None, tmp_path / "out")
+    assert sources
+    assert all(tmp_path / "out" in source.parents for source in sources)
+
+
+@pytest.mark.parametrize(("first", "second"), [("20KB", "5GB"), ("5GB", "20KB"), ("20KB", "100KB")])
+def test_no_shard_of_an_earlier_save_stays(model, tmp_path, monkeypatch, first, second):
+    write = export.save_torch_state_dict
+    for size in (first, second):
+        sized = lambda *args, size=size, **kwargs: write(*args, **(kwargs | {"max_shard_size": size}))  # noqa: E731
+        monkeypatch.setattr(export, "save_torch_state_dict", sized)
+        save_low_bit(model, None, tmp_path)
+    files = {file.name for file in tmp_path.glob("model*.safetensors")}
+    index = tmp_path / "model.safetensors.index.json"
+    assert index.exists() == (second != "5GB")
+    assert files == (set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {WEIGHTS})
+    assert (len(files) > 1) == index.exists()
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        loaded(TOKENS)
+    layer = model.model.layers[1].mlp.down_proj
+    assert torch.equal(loaded.model.layers[1].mlp.down_proj.weight, dequantize(layer.low_bit()))
+
+
+# Masters are never overwritten --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "optimizer.bin", "scheduler.pt"])
+def test_a_training_checkpoint_is_refused(model, tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"training checkpoint.*{name}.*Use another folder"):
+        save_low_bit(model, None, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_an_unquantized_model_is_refused(tiny_model, model, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    before = sha256(tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match="unquantized model"):
+        save_low_bit(model, None, tmp_path)
+    assert sha256(tmp_path / WEIGHTS) == before
+    save_low_bit(model, None, tmp_path / "low_bit")  # a sub-folder is fine
+    check_target(tmp_path / "low_bit")
+
+
+def test_a_state_file_beside_a_low_bit_model_does_not_stop_the_next_save(model, tmp_path):
+    """As after `trainer.save_model(); trainer.save_state()`."""
+    save_low_bit(model, None, tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    save_low_bit(model, None, tmp_path)
+
+
+def test_a_folder_that_is_new_or_empty_is_accepted(tmp_path):
+    check_target(tmp_path)
+    check_target(str(tmp_path / "new" / "er"))
