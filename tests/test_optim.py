@@ -103,10 +103,7 @@ def reference_muon(weight, grads, args, nesterov=True, ns_steps=5):
     rows, cols = weight.shape
     for grad in grads:
         momentum = args.muon_momentum * momentum + (1 - args.muon_momentum) * grad.double()
-        if nesterov:
-            x = args.muon_momentum * momentum + (1 - args.muon_momentum) * grad.double()
-        else:
-            x = momentum
+        x = args.muon_momentum * momentum + (1 - args.muon_momentum) * grad.double() if nesterov else momentum
         x = x / x.norm()
         for _ in range(ns_steps):
             x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x

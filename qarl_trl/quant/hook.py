@@ -12,6 +12,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils import match_named_modules
 from torch import nn
 
+from .kernels import KERNELS
 from .linear import QuantLinear
 from .scheme import check_divisible, resolve_scheme
 
@@ -47,6 +48,8 @@ def apply_quantization(
             precision, or when the model was quantized before.
     """
     scheme = resolve_scheme(scheme, group_size)
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel={kernel!r} must be one of {KERNELS}.")
     if any(isinstance(m, QuantLinear) for m in model.modules()):
         raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
     matched = list(match_named_modules(model, list(targets), list(ignore)))

@@ -18,6 +18,7 @@ from .quantize import LowBitWeight
 from .scheme import effective_group_size, support_of
 
 
+KERNELS = ("auto", "dequant", "engine")
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 # vLLM's floor for a dynamic activation scale (1 / (448 * 512)): keeps an all-zero token from dividing by zero.

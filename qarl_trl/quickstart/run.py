@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from collections.abc import Sequence
 
 
@@ -16,6 +17,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
     from .pipeline import run
 
     run(options)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from slow.isolated import isolated
 from slow.toys import make_trainer, save_model
 

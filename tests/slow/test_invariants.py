@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from slow.isolated import isolated
 from slow.toys import engine_logprobs, make_trainer, save_model
 
@@ -144,3 +145,28 @@ def test_an_incomplete_publish_stops_the_run(tmp_path):
     message = isolated(_incomplete_publish, save_model(tmp_path / "model"), str(tmp_path / "run"))
     assert "kept old values for 3 tensors" in message
     assert "model.layers.1.mlp.down_proj.weight_packed" in message
+
+
+def _publish_asleep(model: str, folder: str) -> list[str]:
+    from unittest.mock import patch
+
+    trainer = make_trainer(model, Path(folder))
+    engine, order = trainer.vllm_generation, []
+    engine.enable_sleep_mode = engine._llm_weights_sleeping = True
+    reload_weights = engine.llm.llm_engine.model_executor.driver_worker.reload_weights
+    with (
+        patch.object(engine.llm, "wake_up", lambda tags: order.append(f"wake {tags}")),
+        patch.object(
+            engine.llm.llm_engine.model_executor.driver_worker,
+            "reload_weights",
+            lambda **kwargs: (order.append("reload"), reload_weights(**kwargs)),
+        ),
+    ):
+        engine.sync_weights()
+    return [*order, f"sleeping {engine._llm_weights_sleeping}"]
+
+
+def test_a_sleeping_engine_is_woken_before_the_publish(tmp_path):
+    """The CPU engine cannot sleep, so only the order of the calls is checked here; the GPU run is open."""
+    order = isolated(_publish_asleep, save_model(tmp_path / "model"), str(tmp_path / "run"))
+    assert order == ["wake ['weights']", "reload", "sleeping False"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from slow.isolated import isolated
 from slow.toys import ENGINE, distinct_characters, prompts, save_model, settings
 
@@ -21,8 +22,9 @@ def _run(model: str, folder: str) -> list[float]:
 
 
 def _stock(model: str, folder: str) -> str:
-    from qarl_trl import _compat
     from trl import GRPOConfig, GRPOTrainer
+
+    from qarl_trl import _compat
 
     own = ("vllm_engine_kwargs", "tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high")
     args = GRPOConfig(**{k: v for k, v in settings(Path(folder)).items() if k not in own})
