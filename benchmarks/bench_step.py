@@ -37,7 +37,7 @@ def distinct_characters(completions: list[str], **_: Any) -> list[float]:
 def train(tick: Any, path: str, folder: str, cycles: int, updates: int, sizes: dict[str, int], changes: dict) -> None:
     """A trainer that waits before each rollout and reports `time/*` of the updates since the last one."""
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
 
     from qarl_trl import QaRLConfig, QaRLTrainer
 
@@ -75,6 +75,7 @@ def train(tick: Any, path: str, folder: str, cycles: int, updates: int, sizes: d
     )
     prompts = Dataset.from_list([{"prompt": f"{10 + i}+{99 - i}="} for i in range(64)])
     trainer = QaRLTrainer(path, distinct_characters, args, train_dataset=prompts)
+    trainer.remove_callback(PrinterCallback)
     # First in line, so that the trainer's own clock starts after the wait.
     trainer.callback_handler.callbacks.insert(0, Turns())
     trainer.train()

@@ -15,11 +15,13 @@ os.environ.update(
     TORCHDYNAMO_DISABLE="1",
     VLLM_LOGGING_LEVEL="ERROR",
     TOKENIZERS_PARALLELISM="false",
+    TQDM_DISABLE="1",
     HF_HUB_OFFLINE="1",
 )
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
 import json
@@ -134,17 +136,29 @@ class Worker:
         return self.wait()
 
     def close(self) -> None:
+        """Let the process leave by itself, so that nothing of the engine stays behind; end it if it does not."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(_STOP)
+        self._process.join(30)
         self._process.kill()
         self._process.join()
+
+
+_STOP = "stop"
 
 
 def _serve(pipe: Any, function: Callable[..., Any], args: tuple) -> None:
     def tick(result: Any = None) -> Any:
         pipe.send((True, result))
-        return pipe.recv()
+        request = pipe.recv()
+        if request == _STOP:
+            raise SystemExit
+        return request
 
     try:
         function(tick, *args)
+    except SystemExit:
+        return
     except BaseException:
         pipe.send((False, traceback.format_exc()))
 

@@ -84,4 +84,4 @@ def _observe(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
         weight = weight.unflatten(-1, (-1, scheme.weights.group_size))
     else:
         weight = weight.unsqueeze(-2)
-    return torch.aminmax(weight, dim=-1)
+    return weight.amin(-1), weight.amax(-1)  # on CPU together faster than `aminmax`

@@ -23,7 +23,7 @@ from .evaluate import greedy_in_training_engine, greedy_of_checkpoint, in_fresh_
 from .model import make_model, make_tokenizer
 from .report import Bar, TrainingBar, column, print_table, save_picture, time_shares
 from .task import correct, distinct_problems
-from .warmstart import MIXED_STEPS, WORKED_STEPS, warm_start
+from .warmstart import STEPS, warm_start
 
 
 HELD_OUT = 256
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
 
     print("1/4 supervised warm start", flush=True)
     model, tokenizer = make_model(options.seed), make_tokenizer()
-    bar = Bar(WORKED_STEPS + MIXED_STEPS)
+    bar = Bar(STEPS)
     warm_start(model, tokenizer, options.seed, progress=lambda step, loss: bar.update(step, f"loss {loss:.2f}"))
     bar.close()
     with tempfile.TemporaryDirectory() as base:
@@ -97,12 +97,13 @@ def _make_trainer(base: str, options: argparse.Namespace, **changes: Any) -> Any
         "per_device_train_batch_size": COMPLETIONS // UPDATES_PER_ROLLOUT,
         "steps_per_generation": UPDATES_PER_ROLLOUT,
         "max_steps": rollouts * UPDATES_PER_ROLLOUT,
-        "learning_rate": 3e-4,
-        "lr_scheduler_type": "constant",
+        "learning_rate": 1.5e-4,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": UPDATES_PER_ROLLOUT,
         # The paper's bands belong to a learning rate of 1e-6 and to answers of thousands of tokens.
-        "tbpo_epsilon_high": 0.04,
-        "tbpo_delta_low": 0.03,
-        "tbpo_delta_high": 0.07,
+        "tbpo_epsilon_high": 0.008,
+        "tbpo_delta_low": 0.006,
+        "tbpo_delta_high": 0.014,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],

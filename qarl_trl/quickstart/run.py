@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling")
     parser.add_argument("--output_dir", default="runs/quickstart", help="where the model and the report go")
     parser.add_argument("--scheme", default="W4A16", help="quant_scheme of the run")
-    parser.add_argument("--rollouts", type=int, default=20, help="rollout batches of 128 completions")
+    parser.add_argument("--rollouts", type=int, default=30, help="rollout batches of 128 completions")
     parser.add_argument("--short", action="store_true", help="a few rollouts only, for CI")
     options = parser.parse_args(argv)
     for name, value in ENVIRONMENT.items():

@@ -1,9 +1,9 @@
-"""Chains of additions and multiplications, with or without the working written out.
+"""Sums of three numbers with the working written out, and demonstrations that often forget to carry.
 
-A prompt `3*8+5*9+4*7:` is worked from left to right, of every result only the last digit is kept, and the last of them is
-the answer. It may be given at once, `=1`, or with the results before it first, `4,9,1,5=5`. A small model is seldom right at
-once and nearly always right step by step, so reinforcement learning has something to find. Invariant: training and held-out
-problems never share their operands, in any order.
+A prompt `17+5+8=` is worked as `22+8=30`: the first two numbers become their sum, and so on. In the demonstrations of the
+supervised phase most carries are forgotten (`12+8=10`), as beginners do; the verifier knows the right answer, so
+reinforcement learning can find out that carrying pays. Invariant: training and held-out problems never share their operands,
+in any order.
 """
 
 from __future__ import annotations
@@ -14,23 +14,30 @@ from collections.abc import Iterator
 from typing import Any
 
 
-CHARACTERS = "0123456789+*=,:"
-TERMS = 6
+CHARACTERS = "0123456789+="
+FORGOTTEN_CARRIES = 0.6
 HELD_OUT_SHARE = 5  # one problem in so many
 
 
-def results(digits: list[int], operators: str) -> list[int]:
-    """The last digit after each operation, from left to right: 3*8+5 gives [4, 9]."""
-    found, current = [], digits[0]
-    for operator, digit in zip(operators, digits[1:], strict=True):
-        current = (current + digit if operator == "+" else current * digit) % 10
-        found.append(current)
-    return found
+def work(numbers: list[int], forgets: Iterator[bool] | None = None) -> str:
+    """
+    The working of a sum, `22+8=30` for 17, 5, 8.
+
+    Args:
+        numbers (`list[int]`): A two-digit number, then digits.
+        forgets (`Iterator[bool]`, *optional*): For each addition that carries: whether the carry is forgotten.
+    """
+    steps, total = [], numbers[0]
+    for i, number in enumerate(numbers[1:], start=2):
+        carries = total % 10 + number >= 10
+        total += number - (10 if carries and forgets is not None and next(forgets) else 0)
+        steps.append("+".join(map(str, [total, *numbers[i:]])))
+    return "=".join(steps)
 
 
-def is_held_out(digits: list[int]) -> bool:
+def is_held_out(numbers: list[int]) -> bool:
     """Whether a problem belongs to the held-out split; the order of its operands does not matter."""
-    return zlib.crc32(repr(sorted(digits)).encode()) % HELD_OUT_SHARE == 0
+    return zlib.crc32(repr(sorted(numbers)).encode()) % HELD_OUT_SHARE == 0
 
 
 def problems(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
@@ -42,20 +49,23 @@ def problems(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
         held_out (`bool`, *optional*, defaults to `False`): Which split.
 
     Yields:
-        `dict`: `prompt` (`"3*8+5*9+4*7:"`), `answer` (`"1"`), `working` and `direct`, two right completions.
+        `dict`: `prompt` (`"17+5+8="`), `answer` (`"30"`), `solution` (`"22+8=30"`) and `demonstration`, the same with
+        `FORGOTTEN_CARRIES` of its carries left out.
     """
     rng = random.Random(seed)
+
+    def coin() -> Iterator[bool]:
+        while True:
+            yield rng.random() < FORGOTTEN_CARRIES
+
     while True:
-        digits = [rng.randint(1, 9) for _ in range(TERMS)]
-        operators = "".join(rng.choice("+*") for _ in digits[1:])
-        if is_held_out(digits) == held_out:
-            *steps, answer = map(str, results(digits, operators))
-            prompt = str(digits[0]) + "".join(f"{o}{d}" for o, d in zip(operators, digits[1:], strict=True)) + ":"
+        numbers = [rng.randint(10, 99), rng.randint(1, 9), rng.randint(1, 9)]
+        if is_held_out(numbers) == held_out:
             yield {
-                "prompt": prompt,
-                "answer": answer,
-                "working": ",".join(steps) + "=" + answer,
-                "direct": "=" + answer,
+                "prompt": "+".join(map(str, numbers)) + "=",
+                "answer": str(sum(numbers)),
+                "solution": work(numbers),
+                "demonstration": work(numbers, coin()),
             }
 
 
