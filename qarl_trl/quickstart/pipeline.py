@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> None:
         "fresh_engine_answers_equal": fresh.answers == after.answers,
         "minutes": (time.perf_counter() - start) / 60,
     }
+    (output / "log.json").write_text(json.dumps(log, indent=1) + "\n")
     (output / "quickstart.json").write_text(json.dumps(summary, indent=2) + "\n")
     _show(summary, output)
     if fresh.answers != after.answers:
