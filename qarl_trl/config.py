@@ -308,6 +308,11 @@ def _check_quantized(args: QaRLConfig) -> None:
             f"hub_strategy={args.hub_strategy!r} uploads training checkpoints, and a low-bit repository cannot hold "
             "master weights. Use hub_strategy='every_save' or 'end'."
         )
+    if args.push_to_hub and not args.export_low_bit:
+        raise ValueError(
+            "push_to_hub=True with export_low_bit=False: pushes during training send the low-bit model of the last "
+            "checkpoint, and there would be none. Set export_low_bit=True."
+        )
     if args.use_transformers_continuous_batching:
         raise ValueError(
             "use_transformers_continuous_batching casts the master weights to bfloat16 in place, which loses small "

@@ -246,8 +246,8 @@ class QaRLTrainer(GRPOTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # Copies the model files of this folder to `output_dir` and uploads that: never the masters.
-        low_bit = self.args.quantized and self.args.export_low_bit
-        super()._push_from_checkpoint(str(Path(checkpoint_folder) / LOW_BIT_FOLDER) if low_bit else checkpoint_folder)
+        folder = Path(checkpoint_folder) / LOW_BIT_FOLDER if self.args.quantized else checkpoint_folder
+        super()._push_from_checkpoint(str(folder))
 
     # Small helpers --------------------------------------------------------------------------------------------------
 
