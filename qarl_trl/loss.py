@@ -136,8 +136,7 @@ def tbpo_loss(
     else:
         weight = mismatch_weight(old_logps, sampling_logps, mask, band.mismatch_cap)
     low, high = band.bounds(advantages)
-    # A completion without a token that counts (truncated and masked, or empty) has no policy term, as in TRL.
-    surrogate = weight * torch.clamp(ratio, low, high) * advantages * mask.bool().any(-1)
+    surrogate = weight * torch.clamp(ratio, low, high) * advantages
     if band.out_of_band == "drop":
         kept = in_band(ratio, advantages, band)
         loss = -(surrogate * kept).sum() / kept.sum().clamp(min=1)

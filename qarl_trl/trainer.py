@@ -174,7 +174,10 @@ class QaRLTrainer(GRPOTrainer):
             raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
         old = inputs.get("old_per_token_logps", logps)
         sampling = inputs.get("sampling_per_token_logps") if "importance_sampling_ratio" in inputs else None
-        expected, metrics = tbpo_loss(logps, old, sampling, inputs["advantages"], loss_mask(inputs), self._band)
+        mask = loss_mask(inputs)
+        # A completion without a token that counts has ratio 1: a constant in the formula, nothing in TRL's token sum.
+        advantages = inputs["advantages"] * mask.bool().any(-1)
+        expected, metrics = tbpo_loss(logps, old, sampling, advantages, mask, self._band)
         if self._policy_loss_only():
             scale = self.current_gradient_accumulation_steps if self._mode == "train" else 1
             difference = (loss * scale - expected).abs().item()

@@ -41,7 +41,7 @@ def tbpo(
         else:
             clipped = ratio
         inside = abs(clipped - ratio) <= tie
-        rows.append((tokens, length, ratio, weight, clipped, inside, advantage if tokens else 0.0))
+        rows.append((tokens, length, ratio, weight, clipped, inside, advantage))
     kept = [row for row in rows if row[5]] if out_of_band == "drop" else rows
     count = max(len(kept), 1)
     loss = -sum(weight * clipped * advantage for _, _, _, weight, clipped, _, advantage in kept) / count

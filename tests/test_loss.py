@@ -61,6 +61,12 @@ def random_batch(seed, band=PAPER):
     )
 
 
+def without_empty(batch):
+    """TRL sums tokens, so a completion without any has no policy term there; here it is a constant."""
+    batch.advantages = batch.advantages * (batch.mask.sum(-1) > 0)
+    return batch
+
+
 def with_tie(batch, band):
     """`band` moved so that the first completion with a gradient sits exactly on one of its bounds."""
     ratio = sequence_ratio(batch.logps, batch.old, batch.mask).double()
@@ -285,7 +291,7 @@ def test_a_batch_dropped_whole_has_a_loss_of_zero():
     assert not logps.grad.any()
 
 
-def test_an_empty_completion_has_ratio_and_weight_one_and_no_loss():
+def test_an_empty_completion_has_ratio_and_weight_one_and_no_gradient():
     mask = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
     old = torch.tensor([[math.nan, -1.0], [-1.0, -1.0]])
     logps = (old + 1e-4).requires_grad_()
@@ -294,7 +300,7 @@ def test_an_empty_completion_has_ratio_and_weight_one_and_no_loss():
     assert mismatch_weight(old, sampling, mask, 2.0).tolist() == pytest.approx([1.0, 2.0])
     loss, _ = tbpo_loss(logps, old, sampling, torch.ones(2), mask, TrustBand(**PAPER))
     loss.backward()
-    assert loss.item() == pytest.approx(-2.0 * math.exp(1e-4) / 2, abs=1e-6)  # it still counts in the mean
+    assert loss.item() == pytest.approx(-(1.0 + 2.0 * math.exp(1e-4)) / 2, abs=1e-6)
     assert logps.grad.isfinite().all()
     assert (logps.grad != 0).tolist() == [[False, False], [True, False]]
 
@@ -403,7 +409,7 @@ def test_loss_and_gradient_are_those_of_stock_trl_with_the_same_bounds(trainers,
     trl = trainers(GRPOTrainer, GRPOConfig, loss_type="grpo", importance_sampling_level="sequence")
     pairs, other_level = [], []
     for seed in SEEDS:
-        batch = random_batch(seed, band)
+        batch = without_empty(random_batch(seed, band))
         tied = with_tie(batch, band)
         if tied["delta_high"] < tied["epsilon_high"]:
             tied = band
@@ -425,7 +431,7 @@ def test_the_trainer_computes_tbpo_loss(trainers, compute, band, out_of_band):
     trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
     pairs, static = [], []
     for seed in SEEDS:
-        batch = random_batch(seed, band)
+        batch = without_empty(random_batch(seed, band))
         tied = with_tie(batch, band)
         trainer._band = TrustBand(**tied, out_of_band=out_of_band)
         pairs.append((compute(trainer, batch), own(batch, tied, out_of_band)))
@@ -438,7 +444,7 @@ def test_the_trainer_computes_tbpo_loss(trainers, compute, band, out_of_band):
 def test_accumulation_divides_the_trainers_loss(trainers, compute):
     trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
     trainer._band = TrustBand(**PAPER)
-    batch = random_batch(6)
+    batch = without_empty(random_batch(6))
     one, four = compute(trainer, batch), compute(trainer, batch, accumulation=4)
     assert four[0] == pytest.approx(one[0] / 4, abs=1e-7)
     assert torch.allclose(four[1], one[1] / 4, rtol=0, atol=1e-8)
@@ -448,7 +454,7 @@ def test_the_trainer_notices_when_trl_computes_another_loss(trainers, compute, m
     """The control of the check at run time: were the bounds not handed over, the run would stop."""
     trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
     trainer._band = TrustBand(**PAPER)
-    batch = random_batch(8)
+    batch = without_empty(random_batch(8))
     compute(trainer, batch)
     real = _compat.sequence_clipping
     monkeypatch.setattr(_compat, "sequence_clipping", lambda t, band, a: real(t, TrustBand(1.0, 0.5, 1.0, 2.0), a))
@@ -459,7 +465,7 @@ def test_the_trainer_notices_when_trl_computes_another_loss(trainers, compute, m
 @pytest.mark.parametrize("loss_type", STOCK_LOSSES)
 def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute, loss_type):
     mode = {"vllm_importance_sampling_mode": "token_truncate"} if loss_type == "vespo" else {}
-    batch = random_batch(9, BANDS[1])
+    batch = without_empty(random_batch(9, BANDS[1]))
     expected = compute(trainers(GRPOTrainer, GRPOConfig, loss_type=loss_type, **mode), batch)
     found = compute(trainers(QaRLTrainer, QaRLConfig, loss_type=loss_type, quant_scheme="none", **mode), batch)
     assert found[0] == expected[0]
@@ -470,7 +476,7 @@ def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute
 
 
 def test_tool_tokens_are_outside_the_trainers_mask():
-    batch = random_batch(10)
+    batch = without_empty(random_batch(10))
     inputs = {"completion_mask": batch.completion_mask, "tool_mask": batch.tool_mask}
     assert torch.equal(loss_mask(inputs), batch.mask)
     assert not torch.equal(batch.mask, batch.completion_mask)
