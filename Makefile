@@ -26,8 +26,10 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	@# torch with its own dependencies: the CPU wheel has none beyond the pinned list, a CUDA wheel brings its libraries.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/cpu.txt $(TORCH)
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --requirement requirements/cpu.txt
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
+	@# uv takes seconds where pip takes minutes; pip knows mirrors and certificates that uv may not.
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --system-certs --quiet --no-deps --requirement requirements/cpu.txt || \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 quickstart: install
