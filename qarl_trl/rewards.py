@@ -228,11 +228,16 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # garbage is normal here
+    reported: set[type[Exception]] = set()
     for line in sys.stdin:
         try:
             reward = _grade(*json.loads(line))
-        except Exception:
+        except Exception as error:
+            # Garbage is no answer; but a grader that fails on everything must not look like a model that is always wrong.
             reward = 0.0
+            if type(error) not in reported:
+                reported.add(type(error))
+                print(f"math_reward: the grader failed and scored 0: {error!r}", file=sys.stderr, flush=True)
         answers.write(json.dumps(reward) + "\n")
         answers.flush()
 
