@@ -1,7 +1,7 @@
 """The one quantizer: a weight to the tensors that are computed with, published and saved.
 
 Invariant: every low-bit tensor in this package comes out of `quantize_weight`, from the bfloat16 cast of the master
-weight, by compressed-tensors' own arithmetic; nothing else rounds a weight (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
+weight, in compressed-tensors' arithmetic; nothing else rounds a weight (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
-from .scheme import MASTER_CAST_DTYPE
+from . import codes
+from .scheme import MASTER_CAST_DTYPE, effective_group_size
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,11 @@ class LowBitWeight:
     A quantized weight in checkpoint format.
 
     Attributes:
-        tensors (`dict[str, Tensor]`): What a compressed-tensors checkpoint stores for the layer, by local name.
-            W4A16: `weight_packed` int32 `(out, in / 8)`, `weight_scale` bfloat16 `(out, groups)`, `weight_shape`
-            int64 `(2,)`. FP8: `weight` float8_e4m3fn `(out, in)`, `weight_scale` bfloat16 `(out, 1)`.
+        tensors (`dict[str, Tensor]`): What a compressed-tensors checkpoint stores for the layer, by local name, sorted.
+            Packed schemes (W4A16, W8A16): `weight_packed` int32 `(out, in * bits / 32)`, `weight_scale` bfloat16 `(out,
+            groups)`, `weight_shape` int64 `(2,)`, and with asymmetric codes `weight_zero_point` int32 `(out / 8,
+            groups)`. The others: `weight` float8_e4m3fn or int8 `(out, in)`, `weight_scale` bfloat16 `(out, groups)`,
+            or `(out / 128, in / 128)` for blocks.
         scheme (`QuantizationScheme`): How they were made.
         prepared (`dict[str, Any]`): Where a kernel keeps a repacked form for as long as these codes live.
     """
@@ -37,7 +40,7 @@ class LowBitWeight:
 
     @property
     def codes(self) -> Tensor:
-        """The tensor that holds the codes: `weight_packed` (eight 4-bit codes a word) or the float8 `weight`."""
+        """The tensor that holds the codes: `weight_packed` (words of several) or `weight` (one each)."""
         return self.tensors["weight_packed"] if "weight_packed" in self.tensors else self.tensors["weight"]
 
     @property
@@ -49,39 +52,110 @@ class LowBitWeight:
 
 
 @torch.no_grad()
-def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> LowBitWeight:
+def quantize_weight(
+    weight: Tensor, scheme: QuantizationScheme, qparams: tuple[Tensor, Tensor | None] | None = None
+) -> LowBitWeight:
     """
-    Quantize a weight matrix by round-to-nearest with min-max scales.
+    Quantize a weight matrix by round-to-nearest with min-max scales, or with given ones.
 
     Args:
         weight (`Tensor`): Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first.
         scheme (`QuantizationScheme`): A scheme of `qarl_trl.quant.scheme`, with `format` set.
+        qparams (`tuple[Tensor, Tensor | None]`, *optional*): Frozen scale, bfloat16, and zero point, int8 (`None` for
+            symmetric schemes), in the shape [`min_max_qparams`] gives. Codes beyond the range saturate.
 
     Returns:
         [`LowBitWeight`]: new storage, never an alias of `weight`.
 
     Raises:
-        ValueError: when the weight is not a matrix or holds a NaN or an infinity.
+        ValueError: when the weight is not a matrix, holds a NaN or an infinity, or does not fit `qparams`.
     """
     if weight.ndim != 2:
         raise ValueError(f"A weight matrix (out, in) was needed, got shape {tuple(weight.shape)}.")
-    weight = weight.detach().to(MASTER_CAST_DTYPE)
-    low, high = _observe(weight, scheme)
-    if not torch.isfinite(high - low).all():
-        raise ValueError(
-            f"A weight of shape {tuple(weight.shape)} holds NaN or infinity, so it has no scale. The update that "
-            "produced it diverged: lower the learning rate or max_grad_norm, and resume from the last checkpoint."
-        )
-    scale, zero_point = calculate_qparams(low, high, scheme.weights)
-    compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
-    tensors = compressor.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme)
+    weight = weight.detach().to(MASTER_CAST_DTYPE).contiguous()
+    blocks = _blocks(weight, scheme)
+    if qparams is None:
+        scale, zero_point = _observe(blocks, scheme)
+    else:
+        _check_finite(codes.absmax(blocks), blocks.shape)
+        scale, zero_point = _checked(qparams, blocks, scheme)
+    quotient = codes.steps(blocks, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1))
+    tensors = {"weight_scale": scale, **_store(_unblocked(quotient, weight.shape, scheme), scheme)}
+    if zero_point is not None:
+        tensors["weight_zero_point"] = pack_to_int32(zero_point, scheme.weights.num_bits, packed_dim=0)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
 
 
-def _observe(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of each scale's weights, `(out, groups)` or `(out, 1)`."""
-    if scheme.weights.strategy == QuantizationStrategy.GROUP:
-        weight = weight.unflatten(-1, (-1, scheme.weights.group_size))
+def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
+    """
+    Scale, bfloat16 `(out, groups)`, and zero point, int8 of that shape or `None`, between minimum and maximum.
+
+    Args:
+        weight (`Tensor`): Master weight `(out, in)`.
+        scheme (`QuantizationScheme`): A supported scheme.
+    """
+    return _observe(_blocks(weight.detach().to(MASTER_CAST_DTYPE).contiguous(), scheme), scheme)
+
+
+def _observe(blocks: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
+    if scheme.weights.symmetric:
+        high = codes.absmax(blocks)
+        low = -high
     else:
-        weight = weight.unsqueeze(-2)
-    return weight.amin(-1), weight.amax(-1)  # on CPU together faster than `aminmax`
+        low, high = blocks.amin(-1), blocks.amax(-1)  # on CPU together faster than `aminmax`
+    _check_finite(high - low, blocks.shape)
+    scale, zero_point = calculate_qparams(low, high, scheme.weights)
+    return scale, None if scheme.weights.symmetric else zero_point
+
+
+def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
+    if not torch.isfinite(extremes).all():
+        raise ValueError(
+            f"A weight of shape {(shape[0], shape[1:].numel())} holds NaN or infinity, so it has no scale. The update "
+            "that produced it diverged: lower the learning rate or max_grad_norm, and resume from the last checkpoint."
+        )
+
+
+def _checked(
+    qparams: tuple[Tensor, Tensor | None], blocks: Tensor, scheme: QuantizationScheme
+) -> tuple[Tensor, Tensor | None]:
+    """`qparams` if they have the shapes and dtypes that `_observe` would give."""
+    scale, zero_point = qparams
+    for name, tensor, dtype, needed in (
+        ("scale", scale, torch.bfloat16, True),
+        ("zero point", zero_point, torch.int8, not scheme.weights.symmetric),
+    ):
+        came = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        if came != ((tuple(blocks.shape[:-1]), dtype) if needed else None):
+            raise ValueError(
+                f"Frozen {name} {came} does not fit a weight with {tuple(blocks.shape[:-1])} scales; needed: "
+                f"{dtype if needed else 'none, the scheme is symmetric'}. The scales belong to another layer or scheme."
+            )
+    return scale, zero_point
+
+
+def _blocks(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """`weight` with the elements of one scale along the last dimension: `(out, groups, group_size)` for groups."""
+    if scheme.weights.block_structure is not None:
+        height, width = scheme.weights.block_structure
+        tiles = weight.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+        return tiles.transpose(1, 2).flatten(-2)
+    group_size = effective_group_size(scheme)
+    return weight.unsqueeze(-2) if group_size is None else weight.unflatten(-1, (-1, group_size))
+
+
+def _unblocked(blocks: Tensor, shape: torch.Size, scheme: QuantizationScheme) -> Tensor:
+    if scheme.weights.block_structure is not None:
+        blocks = blocks.unflatten(-1, tuple(scheme.weights.block_structure)).transpose(1, 2)
+    return blocks.reshape(shape)
+
+
+def _store(quotient: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
+    """Codes of `quotient` `(out, in)`, as the checkpoint format of the scheme holds them."""
+    bits = scheme.weights.num_bits
+    if scheme.weights.type == QuantizationType.FLOAT:
+        return {"weight": codes.fp8_codes(quotient)}
+    if scheme.format == "pack-quantized":
+        pack = codes.pack_int4 if bits == 4 else codes.pack_int8
+        return {"weight_packed": pack(quotient), "weight_shape": torch.tensor(quotient.shape)}
+    return {"weight": codes.int_codes(quotient, bits)}

@@ -86,8 +86,8 @@ def test_float32_and_bfloat16_masters_give_the_same_bytes(scheme, group_size, mo
     assert from_float32.tensors.keys() == from_bfloat16.tensors.keys()
     assert all(same_bytes(tensor, from_bfloat16.tensors[name]) for name, tensor in from_float32.tensors.items())
 
-    # Control: without the cast some codes flip.
-    monkeypatch.setattr(quantize_module, "MASTER_CAST_DTYPE", torch.float32)
+    # Control: after another cast some codes flip.
+    monkeypatch.setattr(quantize_module, "MASTER_CAST_DTYPE", torch.float16)
     assert not same_bytes(quantize_weight(master, resolved).codes, from_bfloat16.codes)
 
 
