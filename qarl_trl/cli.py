@@ -1,5 +1,5 @@
 """
-The command `qarl-trl`: train, quickstart, export.
+The command `qarl-trl`: train, quickstart, export, schemes.
 
 Invariant: this module imports nothing but the standard library until a command runs, so `qarl-trl --help` is instant.
 """
@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         quickstart(argv[1:])
     else:
         args = _make_parser().parse_args(argv)
+        if args.command == "schemes":
+            print(schemes())
+            return
         export(args.checkpoint, args.output, args.scheme, args.group_size, args.targets, args.ignore)
 
 
@@ -58,7 +61,7 @@ def export(
         output (`str`):
             Folder to write.
         scheme (`str`, *optional*, defaults to `"W4A16"`):
-            `"W4A16"` or `"FP8_DYNAMIC"`.
+            A scheme that `qarl-trl schemes` lists.
         group_size (`int`, *optional*):
             Weights per scale; `-1` is per output channel. Without it the scheme's own.
         targets (`Sequence[str]`, *optional*, defaults to `("Linear",)`):
@@ -88,19 +91,40 @@ def export(
     print(f"{scheme} checkpoint written to {output}")
 
 
+def schemes() -> str:
+    """
+    The table of schemes, from the data that the code decides by.
+
+    Returns:
+        `str`: one row per scheme: what is quantized, where the engine has a kernel, and where both were run together.
+    """
+    from .quant.scheme import SUPPORTED
+
+    head = ("scheme", "group sizes", "activations", "engine on CPU", "engine on GPU (capability)", "run together on")
+    rows = [head]
+    for row in SUPPORTED.values():
+        groups = ", ".join("channel" if size == -1 else str(size) for size in row.group_sizes) or "fixed"
+        gpu = "no" if row.gpu_capability is None else ".".join(map(str, row.gpu_capability)) + " or higher, untested"
+        rows.append((row.name, groups, row.activations, "yes" if row.cpu_engine else "no", gpu, row.tested))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "Every scheme trains (learner, any device its kernel runs on) and exports."])
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qarl-trl", description="Reinforcement learning with low-bit rollouts on TRL.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,quickstart,export}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,quickstart,export,schemes}")
     for name, text in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
+    commands.add_parser("schemes", help="what can be trained, sampled and exported, and where", allow_abbrev=False)
     exporter = commands.add_parser(
         "export", help="write a checkpoint in low bits, as vLLM loads it", allow_abbrev=False
     )
     exporter.add_argument("checkpoint", help="model folder with high-precision weights")
     exporter.add_argument("output", help="folder to write")
-    exporter.add_argument("--scheme", default="W4A16", help="W4A16 (default) or FP8_DYNAMIC")
+    exporter.add_argument("--scheme", default="W4A16", help="a scheme of `qarl-trl schemes` (default: W4A16)")
     exporter.add_argument("--group-size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
     exporter.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
     exporter.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")

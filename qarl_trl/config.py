@@ -198,15 +198,10 @@ class QaRLConfig(GRPOConfig):
 
     @property
     def learner_kernel(self) -> str:
-        """`quant_kernel` with "auto" resolved: beside a CPU engine the learner calls that engine's own 4-bit GEMM."""
-        if self.quant_kernel == "auto" and self.use_vllm and self.device.type == "cpu" and self.weight_only:
+        """`quant_kernel` with "auto" resolved: beside a CPU engine the learner calls that engine's own GEMM."""
+        if self.quant_kernel == "auto" and self.use_vllm and self.device.type == "cpu":
             return "engine"
         return self.quant_kernel
-
-    @property
-    def weight_only(self) -> bool:
-        """Whether the scheme leaves activations alone."""
-        return self.quantized and resolve_scheme(self.quant_scheme, self.quant_group_size).input_activations is None
 
     @property
     def trust_band(self) -> TrustBand:

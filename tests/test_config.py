@@ -228,7 +228,6 @@ def test_a_recipe_turns_quantization_off_by_none_and_by_null(tmp_path, written):
     )
     (args,) = TrlParser(QaRLConfig).parse_args_and_config(["--config", str(tmp_path / "recipe.yaml")])
     assert not args.quantized
-    assert not args.weight_only
 
 
 def test_the_help_of_the_command_line_renders(capsys):

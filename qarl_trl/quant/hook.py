@@ -98,7 +98,7 @@ def _check_layer(name: str, module: nn.Module, scheme: QuantizationScheme) -> No
         )
     if not module.weight.is_floating_point():
         raise ValueError(f"Layer {name!r} holds {module.weight.dtype} weights. Load the model in high precision.")
-    check_divisible(name, module.in_features, scheme)
+    check_divisible(name, module.in_features, scheme, module.out_features)
 
 
 def _check_tied(model: nn.Module, matched: Iterable[tuple[str, nn.Module]]) -> None:

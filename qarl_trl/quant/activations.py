@@ -1,0 +1,92 @@
+"""Dynamic activation quantization, as the rollout engine does it before a low-bit matrix product.
+
+Invariant: scale, rounding and clamping are those of vLLM's kernels bit for bit, because a code that falls on the other side
+costs a step of 1/16 (float8) where a rounding costs 1/256 (paper Sec. 3.1, step 2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+# vLLM's floor for a dynamic activation scale (1 / (448 * 512)): keeps an all-zero token from dividing by zero.
+FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
+# vLLM's floor for the largest magnitude of a group of 128.
+FP8_GROUP_MIN = 1e-10
+
+
+def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    Dynamic per-token float8 activations.
+
+    Args:
+        x (`Tensor`): Activations `(tokens, in)`.
+
+    Returns:
+        `tuple[Tensor, Tensor]`: codes float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, 1)`.
+    """
+    amax = x.abs().amax(dim=-1, keepdim=True).float()
+    scale = (amax / FP8_MAX).clamp(min=FP8_MIN_SCALE)
+    # vLLM multiplies by the reciprocal instead of dividing; the two differ in the last bit of some codes.
+    return (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
+    """
+    Dynamic float8 activations with one scale for each token and group of `group_size` inputs.
+
+    Args:
+        x (`Tensor`): Activations `(tokens, in)`.
+        group_size (`int`, *optional*, defaults to 128): Inputs per scale.
+
+    Returns:
+        `tuple[Tensor, Tensor]`: codes float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, in / group_size)`.
+    """
+    groups = x.float().unflatten(-1, (-1, group_size))
+    scale = groups.abs().amax(dim=-1).clamp(min=FP8_GROUP_MIN) / FP8_MAX
+    return (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(-2), scale
+
+
+def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    Dynamic symmetric per-token int8 activations.
+
+    Args:
+        x (`Tensor`): Activations `(tokens, in)`.
+
+    Returns:
+        `tuple[Tensor, Tensor]`: codes int8 `(tokens, in)` and scale float32 `(tokens, 1)`; a token of zeros has scale 0.
+    """
+    x = x.float()
+    amax = x.abs().amax(dim=-1, keepdim=True)
+    scale = amax / 127.0
+    # The reciprocal is rounded once in vLLM's CUDA kernel (127 / amax) and twice in its CPU kernel.
+    inverse = 127.0 / amax if x.device.type == "cuda" else scale.reciprocal()
+    codes = (x * inverse).clamp(-128, 127).round().nan_to_num(0.0).to(torch.int8)
+    return codes, scale
+
+
+def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    Dynamic asymmetric per-token int8 activations of the CPU engine's 4-bit kernel, whatever the scheme says of symmetry.
+
+    Args:
+        x (`Tensor`): Activations `(tokens, in)`.
+
+    Returns:
+        `tuple[Tensor, Tensor]`: code minus zero point, float32 `(tokens, in)` of whole numbers in [-255, 255], and scale
+        float32 `(tokens, 1)`.
+    """
+    x = x.float()
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    steps = torch.where(low == high, 1.0, torch.full_like(low, 255.0) / (high - low))
+    from_low, from_high = -128 - low * steps, 127 - high * steps
+    zero_point = (
+        torch.where((low * steps - 128) + (high * steps + 127) > 0, from_low, from_high).clamp(-128, 127).round()
+    )
+    scaled = x * steps
+    nearest = torch.copysign((scaled.abs() + 0.5).floor(), scaled)  # halves away from zero
+    return (nearest + zero_point).clamp(-128, 127) - zero_point, steps.reciprocal()
