@@ -199,7 +199,7 @@ class QaRLConfig(GRPOConfig):
     @property
     def learner_kernel(self) -> str:
         """`quant_kernel` with "auto" resolved: beside a CPU engine the learner calls that engine's own GEMM."""
-        if self.quant_kernel == "auto" and self.use_vllm and self.device.type == "cpu":
+        if self.quant_kernel == "auto" and self.quantized and self.use_vllm and self.device.type == "cpu":
             return "engine"
         return self.quant_kernel
 

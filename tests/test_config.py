@@ -160,7 +160,7 @@ def test_every_loss_of_trl_is_accepted(config, loss_type):
     [
         (VLLM, "engine"),
         ({}, "auto"),  # no engine to agree with
-        (VLLM | {"quant_scheme": "FP8_DYNAMIC"}, "auto"),
+        (VLLM | {"quant_scheme": "FP8_DYNAMIC"}, "engine"),
         (VLLM | {"quant_scheme": "none"}, "auto"),
         (VLLM | {"quant_kernel": "dequant"}, "dequant"),
     ],
