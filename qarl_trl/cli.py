@@ -53,7 +53,7 @@ def export(
     """
     Write a high-precision checkpoint as the low-bit checkpoint that vLLM loads, by round-to-nearest.
 
-    On the device type of the run, for a checkpoint of it in the same scheme, these are the tensors it trained with.
+    For a checkpoint of a run in the same scheme these are the tensors it trained with, on whatever device.
 
     Args:
         checkpoint (`str`):
