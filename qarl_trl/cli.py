@@ -53,7 +53,7 @@ def export(
     """
     Write a high-precision checkpoint as the low-bit checkpoint that vLLM loads, by round-to-nearest.
 
-    For a checkpoint of a run in the same scheme these are the tensors it trained with, on whatever device.
+    For a checkpoint of a run in the same scheme these are the tensors it trained with.
 
     Args:
         checkpoint (`str`):
