@@ -17,12 +17,14 @@ from typing import Any
 
 import compressed_tensors
 import torch
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
 from .quant.hook import quantized_modules
 from .quant.linear import QuantLinear
+from .quant.recipe import MINMAX
 from .quant.state_dict import iter_low_bit_weights
 
 
@@ -42,12 +44,17 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     quantized = dict(quantized_modules(model))
     if not quantized:
         return None
-    scheme = next(iter(quantized.values())).scheme.model_copy(deep=True)
-    scheme.targets = ["Linear"]  # what is not quantized is in `ignore`
-    scheme.weights.observer = "memoryless_minmax"  # llm-compressor's name for what `quantize_weight` does
+    groups: list[QuantizationScheme] = []
+    for module in quantized.values():  # in module order, as llm-compressor numbers them
+        if module.scheme not in groups:
+            groups.append(module.scheme)
+    groups = [group.model_copy(deep=True) for group in groups]
+    for group in groups:
+        group.weights.observer = group.weights.observer or MINMAX
+    formats = {group.format for group in groups}
     config = QuantizationConfig(
-        config_groups={"group_0": scheme},
-        format=scheme.format.value,
+        config_groups={f"group_{i}": group for i, group in enumerate(groups)},
+        format=(formats.pop() if len(formats) == 1 else CompressionFormat.mixed_precision).value,
         ignore=[n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, QuantLinear)],
         quantization_status=QuantizationStatus.COMPRESSED,
     )

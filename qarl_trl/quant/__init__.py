@@ -2,6 +2,7 @@
 
 from .hook import apply_quantization, quantized_modules, remove_quantization
 from .linear import QuantLinear
+from .recipe import read_recipe
 from .quantize import LowBitWeight, quantize_weight
 from .scheme import resolve_scheme
 from .state_dict import iter_low_bit_weights
@@ -14,6 +15,7 @@ __all__ = [
     "iter_low_bit_weights",
     "quantize_weight",
     "quantized_modules",
+    "read_recipe",
     "remove_quantization",
     "resolve_scheme",
 ]

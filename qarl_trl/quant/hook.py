@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.utils import match_named_modules
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
 
 from .kernels import KERNELS
 from .linear import QuantLinear
+from .recipe import match, resolve_config, single_group
 from .scheme import check_divisible, resolve_scheme
 
 
 def apply_quantization(
     model: nn.Module,
-    scheme: str | QuantizationScheme,
+    scheme: str | QuantizationScheme | QuantizationConfig,
     targets: Sequence[str] = ("Linear",),
     ignore: Sequence[str] = ("lm_head",),
     *,
@@ -32,7 +32,9 @@ def apply_quantization(
 
     Args:
         model (`nn.Module`): Modified in place. Masters keep their dtype; quantization starts from their bfloat16 cast.
-        scheme (`str` or `QuantizationScheme`): Preset name (`"W4A16"`, `"FP8_DYNAMIC"`) or a scheme.
+        scheme (`str`, `QuantizationScheme` or `QuantizationConfig`): Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a
+            scheme, or a configuration of several groups ([`~qarl_trl.quant.recipe.read_recipe`]), which has its own
+            targets, ignore list and group sizes: those arguments are then not read.
         targets (`Sequence[str]`, *optional*, defaults to `("Linear",)`): Class names, module names, or `re:` patterns,
             as in compressed-tensors.
         ignore (`Sequence[str]`, *optional*, defaults to `("lm_head",)`): Modules left alone, same syntax.
@@ -47,24 +49,24 @@ def apply_quantization(
         ValueError: when a target cannot be quantized, when nothing matches, when expert weights would stay in high
             precision, or when the model was quantized before.
     """
-    scheme = resolve_scheme(scheme, group_size)
+    if isinstance(scheme, QuantizationConfig):
+        plan = resolve_config(scheme)
+    else:
+        plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
     if kernel not in KERNELS:
         raise ValueError(f"kernel={kernel!r} must be one of {KERNELS}.")
     if any(isinstance(m, QuantLinear) for m in model.modules()):
         raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
-    matched = list(match_named_modules(model, list(targets), list(ignore)))
-    if not matched:
-        raise ValueError(
-            f"No module of {type(model).__name__} matches targets={list(targets)} with ignore={list(ignore)}, so "
-            "nothing would be quantized. Check the patterns against `model.named_modules()`."
-        )
-    for name, module in matched:
-        _check_layer(name, module, scheme)
-    _check_tied(model, matched)
+    matched = match(model, plan)
+    if not isinstance(scheme, QuantizationConfig):
+        plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
+    for name, module, layer_scheme in matched:
+        _check_layer(name, module, layer_scheme)
+    _check_tied(model, [(name, module) for name, module, _ in matched])
     _check_experts(model)
-    for _, module in matched:
+    for _, module, layer_scheme in matched:
         module.__class__ = QuantLinear
-        module.scheme = scheme
+        module.scheme = layer_scheme
         module.kernel_choice = kernel
         module.quantized_forward = quantize_forward
     return model
