@@ -84,6 +84,21 @@ def generation_backend(factory: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
+def model_loader(load: Callable[..., Any] | None) -> Iterator[None]:
+    """
+    Make `GRPOTrainer.__init__` load the policy and the reference with `load(name, **model_init_kwargs)`.
+
+    TRL's own loader would hand a compressed checkpoint to transformers' quantizer, whose model has no masters to train.
+    `None` leaves it in place.
+    """
+    if load is None:
+        yield
+        return
+    with patch.object(grpo_trainer, "create_model_from_path", load):
+        yield
+
+
+@contextmanager
 def llm_arguments(**extra: Any) -> Iterator[None]:
     """Add keyword arguments to the `vllm.LLM(...)` that TRL builds; it passes none of the user's."""
     original = vllm_generation.LLM

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from compressed_tensors.quantization import QuantizationConfig
 from trl import GRPOConfig
 
 from . import _compat
 from .loss import TrustBand
+from .quant.recipe import read_recipe, single_group
 from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
 
 
@@ -35,6 +37,9 @@ OWNED_ENGINE_ARGUMENTS = (
     "distributed_executor_backend",
     "trust_remote_code",
 )
+# `quant_scheme` that stands for the scheme, targets and ignore list of a quantized `model`.
+FROM_CHECKPOINT = "checkpoint"
+SCHEME_FIELDS = ("quant_scheme", "quant_group_size", "quant_targets", "quant_ignore")
 HUB_STRATEGIES_OF_MASTERS = ("checkpoint", "all_checkpoints")
 # Stock settings of the ratio and the weight; TBPO has its own.
 REPLACED_BY_TBPO = (
@@ -60,6 +65,8 @@ class QaRLConfig(GRPOConfig):
         quant_group_size (`int`, *optional*): Weights that share one scale.
         quant_targets (`list[str]`, *optional*, defaults to `["Linear"]`): Modules to quantize.
         quant_ignore (`list[str]`, *optional*): Modules to leave alone. Default: `lm_head` and MoE routers.
+        quant_recipe (`str`, *optional*): llm-compressor recipe, in place of the four fields above.
+        quant_freeze_scales (`bool`, *optional*, defaults to `False`): Keep the scales of a quantized `model`.
         quant_learner (`bool`, *optional*, defaults to `True`): `False` is the quantized-rollout baseline.
         quant_kernel (`str`, *optional*, defaults to `"auto"`): GEMM of the learner's forward.
         tbpo_epsilon_high (`float`, *optional*, defaults to `4e-4`): eps_h.
@@ -107,6 +114,20 @@ class QaRLConfig(GRPOConfig):
     quant_ignore: list[str] = field(
         default_factory=lambda: list(DEFAULT_IGNORE),
         metadata={"help": "Modules left in high precision, same syntax. Default: lm_head and MoE routers."},
+    )
+    quant_recipe: str | None = field(
+        default=None,
+        metadata={
+            "help": "llm-compressor recipe (.yaml) with one QuantizationModifier, in place of quant_scheme, "
+            "quant_group_size, quant_targets and quant_ignore. It may give several groups of layers schemes of their own."
+        },
+    )
+    quant_freeze_scales: bool = field(
+        default=False,
+        metadata={
+            "help": "Start from a quantized checkpoint and keep its scales and zero points for the whole run, so that "
+            "the first publish has the checkpoint's own codes. Without it scales follow the weights."
+        },
     )
     quant_learner: bool = field(
         default=True,
@@ -194,7 +215,12 @@ class QaRLConfig(GRPOConfig):
     @property
     def quantized(self) -> bool:
         """Whether the rollout runs in low bits."""
-        return not is_off(self.quant_scheme)
+        return self.quant_recipe is not None or not is_off(self.quant_scheme)
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """Whether a quantized `model` decides what is quantized, and how."""
+        return isinstance(self.quant_scheme, str) and self.quant_scheme.strip().lower() == FROM_CHECKPOINT
 
     @property
     def learner_kernel(self) -> str:
@@ -202,6 +228,26 @@ class QaRLConfig(GRPOConfig):
         if self.quant_kernel == "auto" and self.quantized and self.use_vllm and self.device.type == "cpu":
             return "engine"
         return self.quant_kernel
+
+    def quant_plan(self, source: QuantizationConfig | None = None) -> QuantizationConfig | None:
+        """
+        Which layers are quantized, and how: from the recipe, the checkpoint or the scheme fields.
+
+        Args:
+            source (`QuantizationConfig`, *optional*): Configuration of the checkpoint that `model` names.
+
+        Returns:
+            `QuantizationConfig` or `None`: `None` without quantization, and for `quant_scheme="checkpoint"` as long as
+            `source` is not known.
+        """
+        if not self.quantized:
+            return None
+        if self.quant_recipe is not None:
+            return read_recipe(self.quant_recipe)
+        if self.from_checkpoint:
+            return source
+        scheme = resolve_scheme(self.quant_scheme, self.quant_group_size)
+        return single_group(scheme, self.quant_targets, self.quant_ignore)
 
     @property
     def trust_band(self) -> TrustBand:
@@ -225,8 +271,11 @@ class QaRLConfig(GRPOConfig):
             _checked_band(self)
             _check_replaced(self)
         if self.quantized:
-            resolve_scheme(self.quant_scheme, self.quant_group_size)
+            _check_sources(self)
+            self.quant_plan()
             _check_quantized(self)
+        elif self.quant_freeze_scales:
+            raise ValueError("quant_freeze_scales=True with quantization off: set quant_scheme: checkpoint.")
         if self.quantized or self.loss_type == TBPO:
             _check_mismatch_weight(self)
             if self.use_liger_kernel:
@@ -252,6 +301,30 @@ class QaRLConfig(GRPOConfig):
             raise ValueError(
                 f"muon_ns_steps={self.muon_ns_steps} must be >= 1 and muon_momentum={self.muon_momentum} in [0, 1)."
             )
+
+
+def _check_sources(args: QaRLConfig) -> None:
+    """A recipe, a checkpoint or the scheme fields: one of them says what is quantized."""
+    own = args.from_checkpoint and "quant_scheme: checkpoint"
+    if args.quant_recipe is None and not own:
+        return
+    changed = [name for name in SCHEME_FIELDS if getattr(args, name) != _default_of(args, name)]
+    if args.quant_recipe is None:
+        changed.remove("quant_scheme")
+    if changed:
+        raise ValueError(
+            f"{own or 'quant_recipe'} says which layers are quantized and how, and so do {changed}. Leave one out."
+        )
+    if args.quant_recipe is not None and args.quant_freeze_scales:
+        raise ValueError(
+            "quant_freeze_scales=True keeps what the checkpoint has, so a quant_recipe cannot change it. Use "
+            "quant_scheme: checkpoint."
+        )
+
+
+def _default_of(args: QaRLConfig, name: str) -> Any:
+    found = next(f for f in fields(args) if f.name == name)
+    return found.default_factory() if callable(found.default_factory) else found.default
 
 
 def _check_threshold(args: QaRLConfig) -> None:

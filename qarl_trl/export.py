@@ -28,6 +28,7 @@ from .quant.recipe import MINMAX
 from .quant.state_dict import iter_low_bit_weights
 
 
+RECIPE = "recipe.yaml"  # llm-compressor's name
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
@@ -73,6 +74,7 @@ def save_low_bit(
     path: str | os.PathLike,
     *,
     weights: Iterable[tuple[str, Tensor]] | None = None,
+    recipe: str | os.PathLike | None = None,
 ) -> Path:
     """
     Write the low-bit checkpoint of `model`.
@@ -83,6 +85,7 @@ def save_low_bit(
         path (`str` or `os.PathLike`): Folder. Weights already there are replaced; other files stay.
         weights (`Iterable[tuple[str, Tensor]]`, *optional*): Checkpoint tensors, where `model` holds shards only.
             Defaults to `iter_low_bit_weights(model)`.
+        recipe (`str` or `os.PathLike`, *optional*): llm-compressor recipe of the model, copied as `recipe.yaml`.
 
     Returns:
         `Path`: `path`.
@@ -102,6 +105,8 @@ def save_low_bit(
     with tempfile.TemporaryDirectory(dir=path, prefix=".incoming-") as scratch:
         save_torch_state_dict(state_dict, scratch, max_shard_size="5GB", metadata={"format": "pt"})
         _save_configs(model, tokenizer, quant_config, Path(scratch))
+        if recipe is not None:
+            shutil.copyfile(recipe, Path(scratch) / RECIPE)
         _move_into_place(Path(scratch), path)
     return path
 

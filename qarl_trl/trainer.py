@@ -22,9 +22,10 @@ from .batch import drop_out_of_band, loss_mask
 from .config import TBPO, QaRLConfig
 from .export import quantization_config, save_low_bit
 from .loss import TrustBand, mismatch_weight, tbpo_loss
+from .masters import QuantizedSource, load_masters
 from .metrics import CodeFlips, mismatch_sums, weight_stats
 from .optim import build_muon
-from .preflight import check_arguments, check_layers_ran, check_mismatch, check_model, default_output_dir
+from .preflight import check_arguments, check_layers_ran, check_mismatch, check_model, default_output_dir, find_source
 from .quant.hook import apply_quantization, quantized_modules
 from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout import LowBitVLLMGeneration
@@ -75,6 +76,7 @@ class QaRLTrainer(GRPOTrainer):
         _compat.check_versions()
         args = QaRLConfig(default_output_dir(model)) if args is None else args
         check_arguments(model, args, kwargs)
+        source = find_source(model, args)
         self._band: TrustBand | None = args.trust_band if args.loss_type == TBPO else None
         self._in_loss: dict[str, Any] | None = None
         self._loss_logps: Tensor | None = None
@@ -83,7 +85,7 @@ class QaRLTrainer(GRPOTrainer):
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
-            _quantize(model, args)
+            _quantize(model, args, source)
             return LowBitVLLMGeneration(
                 model,
                 quantization_config=quantization_config(model),
@@ -91,13 +93,13 @@ class QaRLTrainer(GRPOTrainer):
                 **engine_args,
             )
 
-        with _compat.generation_backend(build_engine):
+        with _compat.generation_backend(build_engine), _compat.model_loader(source and load_masters):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.use_vllm:
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         else:
-            _quantize(self.model, args)
+            _quantize(self.model, args, source)
         if self._band is not None:
             # TRL's sequence-level clipped loss is the TBPO surrogate once each completion has its own bounds.
             self.loss_type, self.importance_sampling_level = "grpo", "sequence"
@@ -234,7 +236,9 @@ class QaRLTrainer(GRPOTrainer):
     def _save_low_bit(self, path: Path) -> None:
         weights = iter_low_bit_weights(self._unwrapped, full_parameters(self._unwrapped, self._dist))
         if self.args.should_save:
-            save_low_bit(self._unwrapped, self.processing_class, path, weights=weights)
+            save_low_bit(
+                self._unwrapped, self.processing_class, path, weights=weights, recipe=self.args.quant_recipe
+            )
         else:
             for _ in weights:  # take part in the gathers
                 pass
@@ -312,15 +316,25 @@ class _StepClock(TrainerCallback):
             check_layers_ran(trainer._unwrapped)
 
 
-def _quantize(model: nn.Module, args: QaRLConfig) -> None:
-    if args.quantized:
-        check_model(model)
-        apply_quantization(
-            model,
-            args.quant_scheme,
-            args.quant_targets,
-            args.quant_ignore,
-            group_size=args.quant_group_size,
-            kernel=args.learner_kernel,
-            quantize_forward=args.quant_learner,
-        )
+def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
+    if not args.quantized:
+        return
+    check_model(model)
+    plan = args.quant_plan(None if source is None else source.plan())
+    if args.quant_recipe is not None or args.from_checkpoint:
+        scheme, settings = plan, {}
+    else:
+        scheme = args.quant_scheme
+        settings = {
+            "targets": args.quant_targets,
+            "ignore": args.quant_ignore,
+            "group_size": args.quant_group_size,
+        }
+    apply_quantization(
+        model,
+        scheme,
+        kernel=args.learner_kernel,
+        quantize_forward=args.quant_learner,
+        qparams=source.qparams() if args.quant_freeze_scales else None,
+        **settings,
+    )

@@ -179,6 +179,8 @@ CHANGED = {
     "quant_learner": False,
     "quant_kernel": "auto",
     "quant_group_size": None,
+    "quant_recipe": None,  # excludes the scheme fields; it has a test of its own
+    "quant_freeze_scales": True,
     "tbpo_epsilon_high": 0.03,
     "tbpo_delta_low": 0.04,
     "tbpo_delta_high": 0.07,
@@ -219,6 +221,58 @@ def test_every_own_field_survives_command_line_and_recipe(tmp_path, source):
         arguments = ["--config", str(tmp_path / "recipe.yaml")]
     (args,) = TrlParser(QaRLConfig).parse_args_and_config(arguments)
     assert {name: getattr(args, name) for name in CHANGED} == CHANGED
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """An llm-compressor recipe."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text("q_stage: {q_modifiers: {QuantizationModifier: {scheme: W4A16, ignore: [lm_head]}}}\n")
+    return str(path)
+
+
+def test_a_recipe_replaces_the_scheme_fields(config, recipe, tmp_path):
+    args = config(quant_recipe=recipe)
+    assert args.quantized
+    assert args.quant_plan().ignore == ["lm_head"]
+    command = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--quant_recipe", recipe]
+    (args,) = TrlParser(QaRLConfig).parse_args_and_config(command)
+    assert args.quant_recipe == recipe
+
+
+@pytest.mark.parametrize(
+    "given", [{"quant_scheme": "FP8_DYNAMIC"}, {"quant_scheme": "none"}, {"quant_group_size": 32}, {"quant_ignore": []}]
+)
+def test_a_recipe_beside_scheme_fields_is_refused(config, recipe, given):
+    with pytest.raises(ValueError, match=f"quant_recipe says which.*{next(iter(given))}.*Leave one out"):
+        config(quant_recipe=recipe, **given)
+
+
+def test_an_unusable_recipe_is_refused_before_anything_loads(config, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        config(quant_recipe=str(tmp_path / "nowhere.yaml"))
+    (tmp_path / "r.yaml").write_text("q_stage: {q_modifiers: {GPTQModifier: {scheme: W4A16}}}\n")
+    with pytest.raises(ValueError, match="GPTQModifier"):
+        config(quant_recipe=str(tmp_path / "r.yaml"))
+
+
+def test_the_scheme_of_the_checkpoint_is_left_open(config):
+    args = config(quant_scheme="checkpoint")
+    assert args.quantized
+    assert args.quant_plan() is None
+    source = config().quant_plan()
+    assert args.quant_plan(source) is source
+    with pytest.raises(ValueError, match=r"checkpoint says which.*\['quant_group_size'\]"):
+        config(quant_scheme="checkpoint", quant_group_size=32)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [({"quant_scheme": "none"}, "quantization off"), ({"quant_recipe": True}, "keeps what the")]
+)
+def test_frozen_scales_need_a_checkpoint_that_decides(config, recipe, given, message):
+    given = {name: recipe if value is True else value for name, value in given.items()}
+    with pytest.raises(ValueError, match=f"quant_freeze_scales=True.*{message}"):
+        config(quant_freeze_scales=True, **given)
 
 
 @pytest.mark.parametrize("written", ["none", "null"])

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import yaml
 from compressed_tensors.quantization import preset_name_to_scheme
 from conftest import make_model
 from safetensors.torch import load_file
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qarl_trl import export
 from qarl_trl.export import check_target, quantization_config, save_low_bit
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules, read_recipe
 from qarl_trl.quant.kernels import dequantize
 
 
@@ -89,6 +90,58 @@ def test_an_untouched_model_is_saved_byte_for_byte_as_by_llm_compressor(case, tm
         layer.weight[0, 0] = -2 * layer.weight.abs().max()
     save_low_bit(ours, None, tmp_path / "ours")
     assert sha256(tmp_path / "ours" / WEIGHTS) != sha256(tmp_path / "theirs" / WEIGHTS)
+
+
+FP8_GROUP = {
+    "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True},
+}
+INT4_GROUP = {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}
+RECIPES = {
+    "preset": {"targets": "Linear", "scheme": "W4A16", "ignore": ["lm_head"]},
+    "narrow targets": {"targets": ["re:.*mlp.*proj$"], "scheme": "FP8_DYNAMIC", "observer": {"weights": "minmax"}},
+    "two formats": {
+        "config_groups": {
+            "mlp": {"targets": ["re:.*mlp.*"], **INT4_GROUP},
+            "attention": {"targets": ["re:.*self_attn.(q|k|v|o)_proj$"], **FP8_GROUP},
+        },
+        "ignore": ["lm_head"],
+    },
+    "without a layer": {
+        "config_groups": {"rest": {"targets": ["Linear"], **INT4_GROUP}},
+        "ignore": ["lm_head", "re:.*layers.0.*"],
+    },
+    "named layers first": {
+        "scheme": {"W4A16": ["Linear"], "FP8_DYNAMIC": ["model.layers.1.mlp.down_proj", "lm_head"]},
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("case", list(RECIPES))
+def test_a_recipe_is_saved_byte_for_byte_as_by_llm_compressor(case, tmp_path):
+    oneshot = pytest.importorskip("llmcompressor").oneshot
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"q_stage": {"q_modifiers": {"QuantizationModifier": RECIPES[case]}}}))
+    make_model(dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    oneshot(model=theirs, recipe=str(recipe), output_dir=str(tmp_path / "theirs"))
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    apply_quantization(ours, read_recipe(recipe))
+    save_low_bit(ours, None, tmp_path / "ours", recipe=recipe)
+
+    assert sha256(tmp_path / "ours" / WEIGHTS) == sha256(tmp_path / "theirs" / WEIGHTS)
+    assert read(tmp_path / "ours") == read(tmp_path / "theirs")
+    assert (tmp_path / "ours" / "recipe.yaml").read_text() == recipe.read_text()
+    groups = read(tmp_path / "ours")["quantization_config"]["config_groups"]
+    assert len(groups) == (2 if case in ("two formats", "named layers first") else 1)
+
+    # Control: the scheme fields alone make another checkpoint of a recipe with several groups.
+    if len(groups) > 1:
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        save_low_bit(apply_quantization(plain, "W4A16"), None, tmp_path / "plain")
+        assert sha256(tmp_path / "plain" / WEIGHTS) != sha256(tmp_path / "theirs" / WEIGHTS)
+        assert read(tmp_path / "plain") != read(tmp_path / "theirs")
 
 
 # What is in the folder ----------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ module tree stay as they were, because only `module.__class__` changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from torch import nn
+from torch import Tensor, nn
 
 from .kernels import KERNELS
 from .linear import QuantLinear
@@ -26,6 +26,7 @@ def apply_quantization(
     group_size: int | None = None,
     kernel: str = "auto",
     quantize_forward: bool = True,
+    qparams: Mapping[str, tuple[Tensor, Tensor | None]] | None = None,
 ) -> nn.Module:
     """
     Give the matching linear layers of `model` a low-bit forward with straight-through gradients.
@@ -41,12 +42,14 @@ def apply_quantization(
         group_size (`int`, *optional*): Weights per scale for a preset with groups; `-1` is per channel.
         kernel (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"dequant"` or `"engine"`.
         quantize_forward (`bool`, *optional*, defaults to `True`): `False` keeps the forward in high precision.
+        qparams (`Mapping`, *optional*): Frozen scale and zero point of every quantized layer, by its name
+            ([`~qarl_trl.masters.QuantizedSource.qparams`]). Without it they follow the weights.
 
     Returns:
         `nn.Module`: `model` itself.
 
     Raises:
-        ValueError: when a target cannot be quantized, when nothing matches, when expert weights would stay in high
+        ValueError: when a target cannot be quantized, when nothing matches, when `qparams` are of other layers, when expert weights would stay in high
             precision, or when the model was quantized before.
     """
     if isinstance(scheme, QuantizationConfig):
@@ -57,16 +60,19 @@ def apply_quantization(
         raise ValueError(f"kernel={kernel!r} must be one of {KERNELS}.")
     if any(isinstance(m, QuantLinear) for m in model.modules()):
         raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
-    matched = match(model, plan)
+    matched = match(model.named_modules(), plan)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
     for name, module, layer_scheme in matched:
         _check_layer(name, module, layer_scheme)
     _check_tied(model, [(name, module) for name, module, _ in matched])
     _check_experts(model)
-    for _, module, layer_scheme in matched:
+    if qparams is not None:
+        _check_qparams({name for name, _, _ in matched}, set(qparams))
+    for name, module, layer_scheme in matched:
         module.__class__ = QuantLinear
         module.scheme = layer_scheme
+        module.frozen_qparams = None if qparams is None else qparams[name]
         module.kernel_choice = kernel
         module.quantized_forward = quantize_forward
     return model
@@ -75,7 +81,7 @@ def apply_quantization(
 def remove_quantization(model: nn.Module) -> nn.Module:
     """Turn every low-bit layer of `model` back into a plain `nn.Linear`. Masters are untouched."""
     for _, module in quantized_modules(model):
-        for attribute in ("scheme", "kernel_choice", "quantized_forward", "_cached", "_sharded", "_kernel"):
+        for attribute in ("scheme", "frozen_qparams", "kernel_choice", "quantized_forward", "_cached", "_sharded", "_kernel"):
             module.__dict__.pop(attribute, None)
         module.__class__ = nn.Linear
     return model
@@ -84,6 +90,15 @@ def remove_quantization(model: nn.Module) -> nn.Module:
 def quantized_modules(model: nn.Module) -> Iterable[tuple[str, QuantLinear]]:
     """The low-bit layers of `model` with their names, in module order."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear))
+
+
+def _check_qparams(layers: set[str], frozen: set[str]) -> None:
+    if layers != frozen:
+        raise ValueError(
+            f"{len(layers ^ frozen)} layers differ between what is quantized and what has frozen scales, first "
+            f"{sorted(layers ^ frozen)[:3]}. The checkpoint's own targets and ignore list keep them the same "
+            "(quant_scheme: checkpoint)."
+        )
 
 
 def _check_layer(name: str, module: nn.Module, scheme: QuantizationScheme) -> None:

@@ -64,11 +64,14 @@ class QuantLinear(nn.Linear):
         kernel_choice (`str`): Which kernel multiplies, see [`~qarl_trl.quant.kernels.select_kernel`].
         quantized_forward (`bool`): `False` leaves the forward in high precision while `low_bit` still serves the
             publish and the export: the quantized-rollout baseline of the paper.
+        frozen_qparams (`tuple[Tensor, Tensor | None]` or `None`): Scale and zero point that the weight keeps. No
+            parameter and no buffer, so that the `state_dict` stays that of the `nn.Linear`.
     """
 
     scheme: QuantizationScheme
     kernel_choice: str
     quantized_forward: bool
+    frozen_qparams: tuple[Tensor, Tensor | None] | None = None
 
     def low_bit(self, weight: Tensor | None = None) -> LowBitWeight:
         """
@@ -88,9 +91,15 @@ class QuantLinear(nn.Linear):
         # A gathered master is always quantized anew: it may have been loaded without an optimizer step.
         gathered = weight is not None and self.__dict__.get("_sharded", False)
         if cached is None or cached[0] != key or gathered:
-            cached = (key, quantize_weight(self.weight if weight is None else weight, self.scheme))
+            cached = (key, self._quantize(self.weight if weight is None else weight))
             self.__dict__["_cached"] = cached
         return cached[1]
+
+    def _quantize(self, weight: Tensor) -> LowBitWeight:
+        qparams = self.frozen_qparams
+        if qparams is not None and qparams[0].device != weight.device:
+            qparams = self.frozen_qparams = tuple(t if t is None else t.to(weight.device) for t in qparams)
+        return quantize_weight(weight, self.scheme, qparams)
 
     @property
     def has_run(self) -> bool:

@@ -8,7 +8,7 @@ another model than the one the recipe describes (paper Sec. 3.1: which layers ar
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import yaml
 from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
+    QuantizationStrategy,
     is_preset_scheme,
     preset_name_to_scheme,
 )
-from compressed_tensors.utils import match_named_modules, match_targets
+from compressed_tensors.utils import match_targets
 from torch import nn
 
 from .scheme import resolve_scheme
@@ -147,12 +148,18 @@ def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Seq
     return QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore))
 
 
-def match(model: nn.Module, config: QuantizationConfig) -> list[tuple[str, nn.Module, QuantizationScheme]]:
+def match(
+    modules: Iterable[tuple[str, nn.Module]], config: QuantizationConfig
+) -> list[tuple[str, nn.Module, QuantizationScheme]]:
     """
-    The modules that `config` quantizes, in module order, each with its scheme.
+    The modules that `config` quantizes, in their order, each with its scheme.
 
     A module that several targets match takes the most specific one, by compressed-tensors' own order: exact name,
     pattern, class. Containers, norms and activations that a wide pattern matches are passed over, as there.
+
+    Args:
+        modules (`Iterable[tuple[str, nn.Module]]`): With the names that a checkpoint would have.
+        config (`QuantizationConfig`): Groups and ignore list.
 
     Raises:
         ValueError: when a group matches nothing.
@@ -160,19 +167,36 @@ def match(model: nn.Module, config: QuantizationConfig) -> list[tuple[str, nn.Mo
     schemes = {target: group for group in config.config_groups.values() for target in group.targets}
     ignore = list(config.ignore or [])
     matched = [
-        (name, module, schemes[match_targets(name, module, list(schemes))[0]])
-        for name, module in match_named_modules(model, list(schemes), ignore)
-        if _holds_matrix(module)
+        (name, module, schemes[targets[0]])
+        for name, module in modules
+        if (targets := match_targets(name, module, list(schemes)))
+        and not match_targets(name, module, ignore)
+        and _holds_matrix(module)
     ]
     used = {id(scheme) for _, _, scheme in matched}
     for name, group in config.config_groups.items():
         if id(group) not in used:
             raise ValueError(
-                f"No module of {type(model).__name__} matches targets={group.targets} with ignore={ignore}, so "
+                f"No module matches targets={group.targets} with ignore={ignore}, so "
                 + ("nothing would be quantized" if len(config.config_groups) == 1 else f"{name!r} quantizes nothing")
                 + ". Check the patterns against `model.named_modules()`."
             )
     return matched
+
+
+def arithmetic(scheme: QuantizationScheme) -> str:
+    """What a scheme computes, in words: equal for two schemes whose numbers are interchangeable."""
+    parts = []
+    for side, args in (("weights", scheme.weights), ("activations", scheme.input_activations)):
+        if args is None:
+            continue
+        size = args.group_size if args.strategy == QuantizationStrategy.GROUP else args.block_structure
+        parts.append(
+            f"{side} {args.type.value}{args.num_bits} per {args.strategy.value}{f' {size}' if size else ''}"
+            + ("" if args.symmetric else ", asymmetric")
+            + (", static" if side == "activations" and not args.dynamic else "")
+        )
+    return "; ".join(parts) or "nothing"
 
 
 def _holds_matrix(module: nn.Module) -> bool:

@@ -184,7 +184,7 @@ def test_a_tied_head_cannot_be_quantized(tiny_model):
 
 
 def test_nothing_to_quantize_is_an_error(tiny_model):
-    with pytest.raises(ValueError, match=r"No module of Qwen3ForCausalLM matches targets=\['Liner'\].*named_modules"):
+    with pytest.raises(ValueError, match=r"No module matches targets=\['Liner'\].*named_modules"):
         apply_quantization(tiny_model(), "W4A16", targets=["Liner"])
     with pytest.raises(ValueError, match="nothing would be quantized"):
         apply_quantization(tiny_model(), "W4A16", ignore=["Linear"])
