@@ -283,3 +283,20 @@ def _cpu_isa_hint() -> str:
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import _get_isa_hint
 
     return _get_isa_hint(torch.bfloat16)
+
+
+@contextmanager
+def calibration() -> Iterator[None]:
+    """
+    Run llm-compressor's calibration, also on a machine without an accelerator.
+
+    llm-compressor 0.14 pins the AWQ activations it keeps on the CPU, which torch refuses where there is no accelerator to
+    copy them to. Pinning changes no value.
+    """
+    if torch.accelerator.is_available():
+        yield
+        return
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    with patch.object(IntermediatesCache, "pin_memory", lambda *_: None):
+        yield

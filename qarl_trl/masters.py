@@ -293,6 +293,7 @@ def load_masters(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, with the name of the checkpoint
         **kwargs,
     )
     problems = {kind: report.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}

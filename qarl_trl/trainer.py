@@ -236,9 +236,7 @@ class QaRLTrainer(GRPOTrainer):
     def _save_low_bit(self, path: Path) -> None:
         weights = iter_low_bit_weights(self._unwrapped, full_parameters(self._unwrapped, self._dist))
         if self.args.should_save:
-            save_low_bit(
-                self._unwrapped, self.processing_class, path, weights=weights, recipe=self.args.quant_recipe
-            )
+            save_low_bit(self._unwrapped, self.processing_class, path, weights=weights, recipe=self.args.quant_recipe)
         else:
             for _ in weights:  # take part in the gathers
                 pass

@@ -241,7 +241,8 @@ def test_a_recipe_replaces_the_scheme_fields(config, recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given", [{"quant_scheme": "FP8_DYNAMIC"}, {"quant_scheme": "none"}, {"quant_group_size": 32}, {"quant_ignore": []}]
+    "given",
+    [{"quant_scheme": "FP8_DYNAMIC"}, {"quant_scheme": "none"}, {"quant_group_size": 32}, {"quant_ignore": []}],
 )
 def test_a_recipe_beside_scheme_fields_is_refused(config, recipe, given):
     with pytest.raises(ValueError, match=f"quant_recipe says which.*{next(iter(given))}.*Leave one out"):

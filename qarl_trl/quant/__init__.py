@@ -2,8 +2,8 @@
 
 from .hook import apply_quantization, quantized_modules, remove_quantization
 from .linear import QuantLinear
-from .recipe import read_recipe
 from .quantize import LowBitWeight, quantize_weight
+from .recipe import read_recipe
 from .scheme import resolve_scheme
 from .state_dict import iter_low_bit_weights
 

@@ -81,7 +81,15 @@ def apply_quantization(
 def remove_quantization(model: nn.Module) -> nn.Module:
     """Turn every low-bit layer of `model` back into a plain `nn.Linear`. Masters are untouched."""
     for _, module in quantized_modules(model):
-        for attribute in ("scheme", "frozen_qparams", "kernel_choice", "quantized_forward", "_cached", "_sharded", "_kernel"):
+        for attribute in (
+            "scheme",
+            "frozen_qparams",
+            "kernel_choice",
+            "quantized_forward",
+            "_cached",
+            "_sharded",
+            "_kernel",
+        ):
             module.__dict__.pop(attribute, None)
         module.__class__ = nn.Linear
     return model

@@ -104,7 +104,8 @@ def config_of(modifier: dict[str, Any]) -> QuantizationConfig:
         if unknown:
             raise ValueError(f"`scheme` names {unknown}, which compressed-tensors does not know.")
         groups = {
-            f"group_{i}": preset_name_to_scheme(name, _as_list(where)) for i, (name, where) in enumerate(by_preset.items())
+            f"group_{i}": preset_name_to_scheme(name, _as_list(where))
+            for i, (name, where) in enumerate(by_preset.items())
         }
     else:
         groups = {name: QuantizationScheme.model_validate(group) for name, group in groups.items()}
@@ -208,10 +209,14 @@ def _single_modifier(content: Any) -> dict[str, Any]:
     modifiers: list[tuple[str, Any]] = []
     for stage, groups in content.items() if isinstance(content, dict) else ():
         if not (stage.endswith("_stage") and isinstance(groups, dict)):
-            raise ValueError(f"{stage!r} is not a stage. The layout is <name>_stage: <name>_modifiers: <Modifier>: ...")
+            raise ValueError(
+                f"{stage!r} is not a stage. The layout is <name>_stage: <name>_modifiers: <Modifier>: ..."
+            )
         for group, found in groups.items():
             if not (group.endswith("_modifiers") and isinstance(found, dict)):
-                raise ValueError(f"{stage}.{group} is not a group of modifiers. Its name has to end with '_modifiers'.")
+                raise ValueError(
+                    f"{stage}.{group} is not a group of modifiers. Its name has to end with '_modifiers'."
+                )
             modifiers += found.items()
     others = [name for name, _ in modifiers if name != "QuantizationModifier"]
     if others:
