@@ -254,7 +254,7 @@ def quantized_source(
 def load_masters(
     name: str,
     *,
-    dtype: torch.dtype | str = "auto",
+    dtype: torch.dtype | str = "float32",
     architecture: type | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -265,7 +265,8 @@ def load_masters(
 
     Args:
         name (`str`): Folder or Hub id of the quantized checkpoint.
-        dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`): Of the masters; `"auto"` is the checkpoint's.
+        dtype (`torch.dtype` or `str`, *optional*, defaults to `"float32"`, as TRL's): Of the masters; `"auto"` is the
+            checkpoint's.
         architecture (`type`, *optional*): Model class; by default the one in `config.json`.
         revision (`str`, *optional*): Of a Hub id.
         trust_remote_code (`bool`, *optional*): As in transformers.

@@ -144,7 +144,8 @@ def check_model(model: nn.Module) -> None:
     if foreign is not None or getattr(model, "is_quantized", False):
         raise ValueError(
             f"The model is quantized already (quantization_config={foreign}), so there are no high-precision masters to "
-            "train. Start from the unquantized checkpoint."
+            "train. Start from the unquantized checkpoint. A compressed-tensors checkpoint can be given by its path "
+            "(model='...'), or loaded with qarl_trl.masters.load_masters."
         )
 
 

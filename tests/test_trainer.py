@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from slow.toys import distinct_characters, prompts, save_model, settings
+import yaml
+from safetensors.torch import load_file, save_file
+from slow.toys import distinct_characters, prompts, save_gptq, save_model, settings, stored_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, preflight
-from qarl_trl.quant import QuantLinear
+from qarl_trl.masters import load_masters
+from qarl_trl.quant import QuantLinear, quantized_modules
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +176,118 @@ def test_a_model_without_a_folder_cannot_start_an_engine(model, tmp_path):
     args = QaRLConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
     with pytest.raises(ValueError, match=r"Save it with model\.save_pretrained"):
         preflight.check_arguments(in_memory, args, {})
+
+
+# From a quantized checkpoint ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gptq(model, tmp_path_factory):
+    pytest.importorskip("llmcompressor")
+    return save_gptq(model, tmp_path_factory.mktemp("gptq"))
+
+
+def layer_tensors(trainer, local: str) -> dict[str, torch.Tensor]:
+    return {f"{n}.{local}": m.low_bit().tensors[local] for n, m in quantized_modules(trainer.model)}
+
+
+def test_frozen_scales_start_at_the_checkpoint_and_stay(gptq, tmp_path):
+    start = stored_tensors(gptq)
+    trainer = make(gptq, tmp_path / "a", quant_scheme="checkpoint", quant_freeze_scales=True)
+    assert not hasattr(trainer.model.config, "quantization_config")
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    codes, scales = layer_tensors(trainer, "weight_packed"), layer_tensors(trainer, "weight_scale")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in (codes | scales).items())
+    trainer.train()
+    trainer.save_model(tmp_path / "final")
+    final = stored_tensors(tmp_path / "final")
+    assert all(torch.equal(final[name], tensor) for name, tensor in scales.items())
+    assert not all(torch.equal(final[name], tensor) for name, tensor in codes.items())
+    assert final.keys() == start.keys()
+
+    # Control: scales that follow the weights are others from the first publish on.
+    free = make(gptq, tmp_path / "b", quant_scheme="checkpoint")
+    assert not any(torch.equal(t, start[name]) for name, t in layer_tensors(free, "weight_scale").items())
+
+
+def test_a_resume_keeps_frozen_scales(gptq, tmp_path):
+    schedule = {"steps_per_generation": 1, "lr_scheduler_type": "constant"}
+    schedule |= {"quant_scheme": "checkpoint", "quant_freeze_scales": True}
+    straight = make(gptq, tmp_path / "a", save_strategy="steps", save_steps=2, **schedule)
+    straight.train()
+    resumed = make(gptq, tmp_path / "b", **schedule)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    expected = masters(straight)
+    assert all(torch.equal(value, expected[name]) for name, value in masters(resumed).items())
+    assert "scale" not in " ".join(load_file(tmp_path / "a" / "checkpoint-2" / "model.safetensors"))
+    for local in ("weight_scale", "weight_packed"):
+        one, two = layer_tensors(straight, local), layer_tensors(resumed, local)
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    again = stored_tensors(tmp_path / "a" / "checkpoint-2" / "low_bit")
+    assert all(torch.equal(again[name], t) for name, t in layer_tensors(resumed, "weight_scale").items())
+
+
+def test_the_reference_model_is_the_decompressed_checkpoint(gptq, tmp_path):
+    trainer = make(gptq, tmp_path, quant_scheme="checkpoint", quant_freeze_scales=True, beta=0.1)
+    policy, reference = trainer.model.state_dict(), trainer.ref_model.state_dict()
+    assert all(torch.equal(policy[name], value) for name, value in reference.items())
+    assert not any(isinstance(module, QuantLinear) for module in trainer.ref_model.modules())
+    trainer.train()
+
+
+def test_masters_that_the_user_loaded_are_taken_too(gptq, tmp_path):
+    trainer = make(load_masters(gptq), tmp_path / "a", quant_scheme="checkpoint", quant_freeze_scales=True)
+    start = stored_tensors(gptq)
+    assert all(torch.equal(t, start[name]) for name, t in layer_tensors(trainer, "weight_packed").items())
+    with pytest.raises(ValueError, match=r"(?s)quantized already.*load_masters"):
+        make(AutoModelForCausalLM.from_pretrained(gptq), tmp_path / "b")
+
+
+def test_another_scheme_quantizes_the_masters_anew_and_says_so(gptq, tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        trainer = make(gptq, tmp_path / "a", quant_scheme="FP8_DYNAMIC")
+    assert "7 layers" in caplog.text
+    assert "stored as weights int4 per group 128, here weights float8 per channel" in caplog.text
+    assert {m.scheme.weights.num_bits for _, m in quantized_modules(trainer.model)} == {8}
+    with pytest.raises(ValueError, match="so their scales cannot be frozen. Use quant_scheme: checkpoint"):
+        make(gptq, tmp_path / "b", quant_scheme="FP8_DYNAMIC", quant_freeze_scales=True)
+    caplog.clear()
+    make(gptq, tmp_path / "c", quant_freeze_scales=True)  # W4A16, as the checkpoint
+    assert "quantized otherwise" not in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{"quant_scheme": "checkpoint"}, {"quant_freeze_scales": True}])
+def test_an_unquantized_model_has_no_scales_to_keep(model, tmp_path, changes):
+    with pytest.raises(ValueError, match=r"needs a model that is quantized, and .* is not"):
+        make(model, tmp_path, **changes)
+
+
+def test_a_quantized_model_is_not_trained_without_quantization(gptq, tmp_path):
+    with pytest.raises(ValueError, match="quant_scheme='none' would train"):
+        make(gptq, tmp_path, quant_scheme="none", loss_type="grpo")
+
+
+def test_a_corrupt_checkpoint_stops_before_the_model_is_built(gptq, tmp_path, monkeypatch):
+    shutil.copytree(gptq, tmp_path / "broken")
+    tensors = stored_tensors(gptq)
+    del tensors["model.layers.0.mlp.up_proj.weight_scale"]
+    save_file(tensors, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("TRL was reached"))
+    with pytest.raises(ValueError, match=r"incomplete or corrupt: .*up_proj' lacks \['weight_scale'\]"):
+        make(str(tmp_path / "broken"), tmp_path / "run", quant_scheme="checkpoint")
+
+
+# From a recipe ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_from_a_recipe_exports_it(model, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    groups = {"FP8_DYNAMIC": ["re:.*self_attn.*"], "W4A16": ["re:.*mlp.*"]}
+    recipe.write_text(yaml.safe_dump({"q_stage": {"q_modifiers": {"QuantizationModifier": {"scheme": groups}}}}))
+    trainer = make(model, tmp_path / "run", quant_recipe=str(recipe), save_strategy="steps", save_steps=4)
+    assert [m.scheme.weights.num_bits for _, m in quantized_modules(trainer.model)] == [8, 8, 8, 8, 4, 4, 4]
+    trainer.train()
+    trainer.save_model(tmp_path / "final")
+    for folder in (tmp_path / "final", tmp_path / "run" / "checkpoint-4" / "low_bit"):
+        assert (folder / "recipe.yaml").read_text() == recipe.read_text()
+        assert '"mixed-precision"' in (folder / "config.json").read_text()

@@ -17,6 +17,7 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStrategy,
+    QuantizationType,
     is_preset_scheme,
     preset_name_to_scheme,
 )
@@ -191,9 +192,10 @@ def arithmetic(scheme: QuantizationScheme) -> str:
     for side, args in (("weights", scheme.weights), ("activations", scheme.input_activations)):
         if args is None:
             continue
+        kind, per = QuantizationType(args.type).value, QuantizationStrategy(args.strategy).value
         size = args.group_size if args.strategy == QuantizationStrategy.GROUP else args.block_structure
         parts.append(
-            f"{side} {args.type.value}{args.num_bits} per {args.strategy.value}{f' {size}' if size else ''}"
+            f"{side} {kind}{args.num_bits} per {per}{f' {size}' if size else ''}"
             + ("" if args.symmetric else ", asymmetric")
             + (", static" if side == "activations" and not args.dynamic else "")
         )

@@ -41,6 +41,34 @@ def save_model(folder: Path, layers: int = 2, seed: int = 0) -> str:
     return str(folder)
 
 
+def save_gptq(model: str, folder: Path) -> str:
+    """`model` quantized to W4A16 by llm-compressor's GPTQ, calibrated on random tokens."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    torch.manual_seed(0)
+    rows = torch.randint(2, 2 + len(CHARACTERS), (16, 32))
+    oneshot(
+        model=model,
+        tokenizer=model,
+        precision="bfloat16",
+        dataset=Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()}),
+        recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
+        max_seq_length=32,
+        num_calibration_samples=16,
+        output_dir=str(folder),
+    )
+    return str(folder)
+
+
+def stored_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint in one file."""
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "model.safetensors")
+
+
 def distinct_characters(completions: list[str], **_: Any) -> list[float]:
     """A reward that every group of samples disagrees on."""
     return [float(len(set(completion))) for completion in completions]
