@@ -82,7 +82,9 @@ def quantize_weight(
     quotient = codes.steps(blocks, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1))
     tensors = {"weight_scale": scale, **_store(as_matrix(quotient, weight.shape, scheme), scheme)}
     if zero_point is not None:
-        tensors["weight_zero_point"] = pack_to_int32(zero_point, scheme.weights.num_bits, packed_dim=0)
+        packed = pack_to_int32(zero_point, scheme.weights.num_bits, packed_dim=0)
+        # Transposed; with one column `contiguous()` would leave strides that a view of the bytes refuses.
+        tensors["weight_zero_point"] = packed.clone(memory_format=torch.contiguous_format)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
 
 
