@@ -56,8 +56,11 @@ def tbpo(
 
 
 def f32(x):
-    """The nearest float32."""
-    return struct.unpack("<f", struct.pack("<f", x))[0]
+    """The nearest float32; what is too large becomes infinite."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", x))[0]
+    except OverflowError:
+        return math.copysign(math.inf, x)
 
 
 def bf16(x):
@@ -91,21 +94,27 @@ def float8_value(byte):
 BF16_EPS = 2.0**-7  # compressed-tensors' scale for a group of zeros
 
 
-def quantize_int4(weight, group_size=None):
-    """
-    W4A16 of a matrix: codes in [-8, 7] as rows of ints, and scales as rows of floats.
+def clamped(x, bits):
+    """Within the integers of `bits` bits."""
+    return min(max(x, -(2 ** (bits - 1))), 2 ** (bits - 1) - 1)
 
-    Every operation rounds to bfloat16: scale = amax / 7.5, code = round_half_even(clamp(weight / scale, -8, 7)).
+
+def quantize_int(weight, bits, group_size=None):
+    """
+    Symmetric integers (W4A16, W8A16, W8A8, W4A8) of a matrix: codes as rows of ints, and scales as rows of floats.
+
+    Every operation rounds to bfloat16: scale = amax / 7.5 (127.5 of 8 bits), code = round_half_even(clamp(weight / scale)).
     """
     codes, scales = [], []
     for row in weight.tolist():
         row = [bf16(x) for x in row]
         size = group_size or len(row)
         groups = [row[i : i + size] for i in range(0, len(row), size)]
-        scales.append([bf16(max(abs(x) for x in group) / 7.5) or BF16_EPS for group in groups])
+        half = (2**bits - 1) / 2
+        scales.append([bf16(max(abs(x) for x in group) / half) or BF16_EPS for group in groups])
         codes.append(
             [
-                round(min(max(bf16(x / scale), -8), 7))
+                round(clamped(bf16(x / scale), bits))
                 for group, scale in zip(groups, scales[-1], strict=True)
                 for x in group
             ]
@@ -113,17 +122,64 @@ def quantize_int4(weight, group_size=None):
     return codes, scales
 
 
-def pack_int4(codes):
-    """Eight codes to an int32, each plus 8, the first in the lowest four bits."""
+def quantize_int4(weight, group_size=None):
+    """`quantize_int` with 4 bits."""
+    return quantize_int(weight, 4, group_size)
+
+
+def quantize_int4_asymmetric(weight, group_size=None):
+    """
+    W4A16_ASYM of a matrix: codes, scales and zero points, each as rows.
+
+    Zero is always in the range. Every operation rounds to bfloat16: scale = (max - min) / 15,
+    zero point = round(clamp(-8 - min / scale)), code = round(clamp(weight / scale + zero point)).
+    """
+    codes, scales, zero_points = [], [], []
+    for row in weight.tolist():
+        row = [bf16(x) for x in row]
+        size = group_size or len(row)
+        codes.append([])
+        scales.append([])
+        zero_points.append([])
+        for group in (row[i : i + size] for i in range(0, len(row), size)):
+            low, high = min(0.0, *group), max(0.0, *group)
+            scale = bf16(bf16(high - low) / 15)
+            if scale:
+                zero_point = round(clamped(bf16(-8 - bf16(low / scale)), 4))
+            else:  # by IEEE, -8 - low / 0; what is not a number becomes 0
+                zero_point = 7 if low < 0 else 0
+            scale = scale or BF16_EPS
+            scales[-1].append(scale)
+            zero_points[-1].append(zero_point)
+            codes[-1] += [round(clamped(bf16(bf16(x / scale) + zero_point), 4)) for x in group]
+    return codes, scales, zero_points
+
+
+def pack_int(codes, bits):
+    """Codes to int32, each plus half the range, the first in the lowest bits."""
+    per_word, half = 32 // bits, 2 ** (bits - 1)
     words = []
     for row in codes:
-        row = row + [-8] * (-len(row) % 8)
+        row = row + [-half] * (-len(row) % per_word)
         words.append(
-            [sum((code + 8) << (4 * i) for i, code in enumerate(row[j : j + 8])) for j in range(0, len(row), 8)]
+            [
+                sum((code + half) << (bits * i) for i, code in enumerate(row[j : j + per_word]))
+                for j in range(0, len(row), per_word)
+            ]
         )
     return torch.tensor(
         [[word - 2**32 if word >= 2**31 else word for word in row] for row in words], dtype=torch.int32
     )
+
+
+def pack_int4(codes):
+    """Eight codes to an int32, each plus 8, the first in the lowest four bits."""
+    return pack_int(codes, 4)
+
+
+def pack_zero_points(zero_points):
+    """Zero points of eight output channels to an int32: rows `(out, groups)` to `(out / 8, groups)`."""
+    return pack_int4([list(group) for group in zip(*zero_points, strict=True)]).t().contiguous()
 
 
 def unpack_int4(packed, in_features):
@@ -152,6 +208,37 @@ def quantize_float8(weight):
     return torch.tensor(rows, dtype=torch.uint8), torch.tensor(scales, dtype=torch.bfloat16)
 
 
+def quantize_float8_blocks(weight, height=128, width=128):
+    """FP8 of a matrix, one bfloat16 scale a block: bytes `(out, in)` and scales `(out / height, in / width)`."""
+    rows = [[bf16(x) for x in row] for row in weight.tolist()]
+    scales = [
+        [
+            bf16(max(abs(x) for row in rows[i : i + height] for x in row[j : j + width]) / 448) or BF16_EPS
+            for j in range(0, len(rows[0]), width)
+        ]
+        for i in range(0, len(rows), height)
+    ]
+    values = [
+        [float8_byte(min(max(bf16(x / scales[i // height][j // width]) + 0.0, -448), 448)) for j, x in enumerate(row)]
+        for i, row in enumerate(rows)
+    ]
+    return torch.tensor(values, dtype=torch.uint8), torch.tensor(scales, dtype=torch.bfloat16)
+
+
+def dequantize_rows(codes, scales, zero_points=None):
+    """
+    Code (less its zero point) times scale, rounded to bfloat16, `(out, in)`; all three as rows.
+
+    A row has as many scales as groups.
+    """
+    rows = []
+    for i, row in enumerate(codes):
+        size = len(row) // len(scales[i])
+        zeros = [0] * len(scales[i]) if zero_points is None else zero_points[i]
+        rows.append([bf16((code - zeros[j // size]) * scales[i][j // size]) for j, code in enumerate(row)])
+    return torch.tensor(rows, dtype=torch.bfloat16)
+
+
 def quantize_tokens_float8(x):
     """FP8 of activations, one float32 scale a token, by multiplication with its reciprocal."""
     rows, scales = [], []
@@ -161,6 +248,49 @@ def quantize_tokens_float8(x):
         scales.append([scale])
         rows.append([float8_byte(min(max(f32(v * inverse), -448), 448)) for v in row])
     return torch.tensor(rows, dtype=torch.uint8), torch.tensor(scales, dtype=torch.float32)
+
+
+def quantize_groups_float8(x, group_size=128):
+    """FP8 of activations, one float32 scale for each token and group, by division."""
+    rows, scales = [], []
+    for row in x.tolist():
+        groups = [row[i : i + group_size] for i in range(0, len(row), group_size)]
+        scales.append([f32(max(f32(1e-10), *map(abs, group)) / 448) for group in groups])
+        rows.append(
+            [
+                float8_byte(min(max(f32(v / scale), -448), 448))
+                for group, scale in zip(groups, scales[-1], strict=True)
+                for v in group
+            ]
+        )
+    return torch.tensor(rows, dtype=torch.uint8), torch.tensor(scales, dtype=torch.float32)
+
+
+def quantize_tokens_int8(x):
+    """INT8 of activations, one float32 scale a token, by multiplication with its reciprocal; zeros have scale 0."""
+    rows, scales = [], []
+    for row in x.tolist():
+        scale = f32(max(map(abs, row)) / 127)
+        inverse = f32(1 / scale) if scale else math.inf
+        scales.append([scale])
+        rows.append([round(clamped(f32(v * inverse), 8)) if v else 0 for v in row])
+    return torch.tensor(rows, dtype=torch.int8), torch.tensor(scales, dtype=torch.float32)
+
+
+def quantize_tokens_int8_asymmetric(x):
+    """Asymmetric INT8 of activations: code minus zero point, rows of ints, and one float32 scale a token."""
+    rows, scales = [], []
+    for row in x.tolist():
+        low, high = min(0.0, *row), max(0.0, *row)
+        steps = 1.0 if low == high else f32(255 / f32(high - low))
+        low, high = f32(low * steps), f32(high * steps)
+        zero_point = f32(-128 - low) if f32(f32(low - 128) + f32(high + 127)) > 0 else f32(127 - high)
+        zero_point = round(clamped(zero_point, 8))
+        scaled = [f32(v * steps) for v in row]
+        nearest = [int(math.copysign(math.floor(f32(abs(v) + 0.5)), v)) for v in scaled]  # halves away from zero
+        rows.append([clamped(n + zero_point, 8) - zero_point for n in nearest])
+        scales.append([f32(1 / steps)])
+    return rows, torch.tensor(scales, dtype=torch.float32)
 
 
 # Straight-through estimator -----------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@ Writes `quantize.safetensors`: awkward weights, and what llm-compressor's data-f
 
     python tests/golden/make.py
 
-The package has no part in it: the rows below become a `q_proj` of a tiny Qwen3 model, `oneshot` compresses that model
-once per scheme, and the rows are cut out of what it saved. The file's metadata holds the versions. Make it anew only
+The package has no part in it: the rows below become a layer of a tiny Qwen3 model, `oneshot` compresses that model once
+per scheme, and the rows are cut out of what it saved. The file's metadata holds the versions. Make it anew only
 when llm-compressor changes its arithmetic on purpose, and say so in CHANGELOG.md: checkpoints then differ too.
 """
 
@@ -18,7 +18,10 @@ from safetensors.torch import load_file, save_file
 
 
 GOLDEN = Path(__file__).with_name("quantize.safetensors")
-SCHEMES = {"W4A16-32": 32, "W4A16-64": 64, "W4A16-128": 128, "W4A16-channel": -1, "FP8_DYNAMIC": None}
+GROUPS = {"32": 32, "64": 64, "128": 128, "channel": -1}
+SCHEMES = [(name, label) for name in ("W4A16", "W4A16_ASYM", "W8A16", "W4A8") for label in GROUPS]
+SCHEMES += [("FP8_DYNAMIC", None), ("W8A8", None), ("FP8_BLOCK", None)]
+FIRST = ("W4A16", "FP8_DYNAMIC")  # they were written before `shifted_rows`, and hold the rows of "master" alone
 SMALLEST = 2.0**-133  # the first bfloat16 above zero
 
 
@@ -53,44 +56,84 @@ def awkward_rows():
     return list(rows), torch.stack(list(rows.values())).bfloat16()
 
 
-def oneshot_rows(scheme, group_size, rows):
-    """The tensors of `rows` in a model compressed by llm-compressor."""
+def shifted_rows():
+    """Names and values of rows that are not centred on zero, `(rows, 128)` bfloat16."""
+    rng = torch.Generator().manual_seed(1)
+
+    def noise(scale=0.02):
+        return scale * torch.randn(128, generator=rng)
+
+    steps = torch.arange(128)
+    rows = {
+        "all above zero": noise().abs() + 0.1,
+        "all below zero": -noise().abs() - 0.1,
+        "mostly above zero": noise() + 0.03,
+        "mostly below zero": noise() - 0.03,
+        "zero and above": noise().relu(),
+        "zero and below": -noise().relu(),
+        "ties between asymmetric codes": (steps % 16) - 3.5,  # 15 steps of 1
+        "denormals above zero": (steps % 31) * SMALLEST,
+        "denormals below zero whose scale is zero": -(steps % 3) * SMALLEST,
+        "shifted, huge": noise(1e37) + 1e37,
+    }
+    return list(rows), torch.stack(list(rows.values())).bfloat16()
+
+
+def awkward_blocks(rows):
+    """Two blocks of 128 x 128: ordinary sizes with an outlier, and denormals, `(128, 256)` bfloat16."""
+    rng = torch.Generator().manual_seed(2)
+    plain = 0.02 * torch.randn(128, 128, generator=rng)
+    moderate = rows[rows.abs().amax(-1) < 100].float()
+    plain[: len(moderate)] = moderate
+    small = (torch.arange(128 * 128).view(128, 128) % 1001 - 500) * SMALLEST
+    return torch.cat((plain, small), dim=1).bfloat16()
+
+
+def oneshot_rows(scheme, label, weight):
+    """The tensors of `weight`, the first rows of a layer, in a model compressed by llm-compressor."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
+    from compressed_tensors.quantization import preset_name_to_scheme
     from conftest import make_model
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from transformers import AutoModelForCausalLM
 
-    strategy = {"strategy": "channel"} if group_size == -1 else {"strategy": "group", "group_size": group_size}
-    weights = {"num_bits": 4, "type": "int", "symmetric": True} | strategy
-    recipe = (
-        {"targets": "Linear", "scheme": scheme}
-        if group_size is None
-        else {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
-    )
+    config = preset_name_to_scheme(scheme, targets=["Linear"])
+    if label is not None:
+        size = GROUPS[label]
+        config.weights.strategy = "channel" if size == -1 else "group"
+        config.weights.group_size = None if size == -1 else size
+    recipe = QuantizationModifier(config_groups={"group_0": config}, ignore=["lm_head"])
+    layer = "self_attn.q_proj" if weight.shape[1] == 128 else "mlp.down_proj"
     with tempfile.TemporaryDirectory() as folder:
         make_model(dtype=torch.bfloat16, num_hidden_layers=1).save_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder)
-        model.model.layers[0].self_attn.q_proj.weight.data[: len(rows)] = rows
-        oneshot(model=model, recipe=QuantizationModifier(ignore=["lm_head"], **recipe))
+        model.get_parameter(f"model.layers.0.{layer}.weight").data[: len(weight)] = weight
+        oneshot(model=model, recipe=recipe)
         model.save_pretrained(folder)
         tensors = load_file(f"{folder}/model.safetensors")
-    prefix = "model.layers.0.self_attn.q_proj."
-    return {
-        name.removeprefix(prefix): tensor[: len(rows)].contiguous()
-        for name, tensor in tensors.items()
-        if name.startswith(prefix) and not name.endswith("weight_shape")
-    }
+    prefix = f"model.layers.0.{layer}."
+    stored = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {name: first_rows(name, tensor, len(weight)) for name, tensor in stored.items() if name != "weight_shape"}
+
+
+def first_rows(name, tensor, rows):
+    """What belongs to the first `rows` output channels; zero points hold eight of them to a word."""
+    return tensor[: rows // 8 if name == "weight_zero_point" else rows].contiguous()
 
 
 def main():
     names, rows = awkward_rows()
-    tensors = {"master": rows}
-    for name, group_size in SCHEMES.items():
-        scheme = name.split("-")[0]
-        tensors |= {f"{name}.{key}": value for key, value in oneshot_rows(scheme, group_size, rows).items()}
+    more_names, more = shifted_rows()
+    blocks = awkward_blocks(rows)
+    tensors = {"master": rows, "shifted": more, "blocks": blocks}
+    for scheme, label in SCHEMES:
+        weight = blocks if scheme == "FP8_BLOCK" else rows if scheme in FIRST else torch.cat((rows, more))
+        name = scheme if label is None else f"{scheme}-{label}"
+        tensors |= {f"{name}.{key}": value for key, value in oneshot_rows(scheme, label, weight).items()}
     versions = {name: importlib.metadata.version(name) for name in ("llmcompressor", "compressed-tensors", "torch")}
-    save_file(tensors, GOLDEN, metadata={"rows": "; ".join(names), **versions})
+    metadata = {"rows": "; ".join(names), "shifted rows": "; ".join(more_names), **versions}
+    save_file(tensors, GOLDEN, metadata=metadata)
     print(f"{GOLDEN}: {GOLDEN.stat().st_size} bytes, {versions}")
 
 

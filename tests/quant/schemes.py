@@ -1,0 +1,94 @@
+"""Every scheme of the support table, and what its bytes are by definition and by compressed-tensors."""
+
+from __future__ import annotations
+
+import references
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization.utils import calculate_qparams
+
+from qarl_trl.quant.scheme import SUPPORTED
+
+
+SCHEMES = [(row.name, size) for row in SUPPORTED.values() for size in row.group_sizes or (None,)]
+# Each with the group size of its preset.
+NAMES = list(SUPPORTED)
+WEIGHT_ONLY = [name for name, row in SUPPORTED.items() if row.activations == "none"]
+
+
+def normal(*shape, seed=0, dtype=torch.float32, scale=1.0):
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def same_bytes(a, b):
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def same_tensors(found, expected):
+    """Whether two dicts hold the same bytes under the same names."""
+    return found.keys() == expected.keys() and all(same_bytes(found[name], expected[name]) for name in expected)
+
+
+def relative_error(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+# The definition -----------------------------------------------------------------------------------------------------
+
+
+def by_definition(weight, scheme, group_size=None):
+    """The tensors of a checkpoint, by `references`."""
+    size = None if group_size == -1 else group_size
+    if scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
+        quantize = references.quantize_float8 if scheme == "FP8_DYNAMIC" else references.quantize_float8_blocks
+        codes, scales = quantize(weight)
+        return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+    zero_points = None
+    if scheme == "W4A16_ASYM":
+        codes, scales, zero_points = references.quantize_int4_asymmetric(weight, size)
+    else:
+        codes, scales = references.quantize_int(weight, 8 if scheme in ("W8A16", "W8A8") else 4, size)
+    tensors = {"weight_scale": torch.tensor(scales, dtype=torch.bfloat16)}
+    if scheme in ("W8A8", "W4A8"):
+        return tensors | {"weight": torch.tensor(codes, dtype=torch.int8)}
+    tensors["weight_packed"] = references.pack_int(codes, 8 if scheme == "W8A16" else 4)
+    tensors["weight_shape"] = torch.tensor(weight.shape)
+    if zero_points is not None:
+        tensors["weight_zero_point"] = references.pack_zero_points(zero_points)
+    return tensors
+
+
+# compressed-tensors -------------------------------------------------------------------------------------------------
+
+
+def observed(weight, scheme):
+    """Scale and zero point between minimum and maximum, as llm-compressor's observer finds them."""
+    args = scheme.weights
+    if args.block_structure is not None:
+        height, width = args.block_structure
+        tiles = weight.reshape(weight.shape[0] // height, height, weight.shape[1] // width, width)
+        low, high = tiles.amin((1, 3)), tiles.amax((1, 3))
+    else:
+        groups = weight.reshape(weight.shape[0], -1, args.group_size or weight.shape[1])
+        low, high = groups.amin(-1), groups.amax(-1)
+    return calculate_qparams(low, high, args)
+
+
+def compressed(weight, scheme, qparams=None):
+    """The tensors of a checkpoint, by the compressor of the scheme's format; `weight` in bfloat16."""
+    scale, zero_point = observed(weight, scheme) if qparams is None else qparams
+    tensors = {"weight": weight, "weight_scale": scale}
+    if zero_point is not None:
+        tensors["weight_zero_point"] = zero_point
+    return _compressor(scheme).compress(tensors, scheme)
+
+
+def decompressed(low_bit):
+    """The matrix `(out, in)` of a `LowBitWeight`."""
+    return _compressor(low_bit.scheme).decompress(dict(low_bit.tensors), low_bit.scheme)["weight"]
+
+
+def _compressor(scheme):
+    return BaseCompressor.get_value_from_registry(scheme.format.value)
