@@ -46,7 +46,7 @@ def pack_int4(quotient: Tensor) -> Tensor:
         `Tensor`: int32 `(out, ceil(in / 8))`.
     """
     if quotient.shape[-1] % 8:
-        return pack_to_int32(int_codes(quotient, 4), 4)
+        return packed(int_codes(quotient, 4), 4)
     pairs = quotient.add_(_INT4_BIAS).clamp_(_INT4_BIAS - 8, _INT4_BIAS + 7).view(torch.int32)
     # Each half holds 0x4300 + code + 8. Shifted by 12, the upper code lands in bits 4 to 7 above a 4 of the exponent.
     return (pairs >> 12).add_(pairs).sub_(4).to(torch.uint8).view(torch.int32)
@@ -55,8 +55,14 @@ def pack_int4(quotient: Tensor) -> Tensor:
 def pack_int8(quotient: Tensor) -> Tensor:
     """As [`pack_int4`], for 8-bit codes, four to a word, each plus 128: int32 `(out, ceil(in / 4))`."""
     if quotient.shape[-1] % 4:
-        return pack_to_int32(int_codes(quotient, 8), 8)
+        return packed(int_codes(quotient, 8), 8)
     return quotient.clamp_(-128, 127).round_().add_(128).to(torch.uint8).view(torch.int32)
+
+
+def packed(values: Tensor, num_bits: int, dim: int = 1) -> Tensor:
+    """Codes int8 `(out, in)` of any size to words along `dim`, by compressed-tensors."""
+    # It cuts and transposes; with one column left `contiguous()` would keep strides that refuse a view of the bytes.
+    return pack_to_int32(values, num_bits, packed_dim=dim).clone(memory_format=torch.contiguous_format)
 
 
 def int_codes(quotient: Tensor, num_bits: int) -> Tensor:

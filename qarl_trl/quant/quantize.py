@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
@@ -82,9 +81,7 @@ def quantize_weight(
     quotient = codes.steps(blocks, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1))
     tensors = {"weight_scale": scale, **_store(as_matrix(quotient, weight.shape, scheme), scheme)}
     if zero_point is not None:
-        packed = pack_to_int32(zero_point, scheme.weights.num_bits, packed_dim=0)
-        # Transposed; with one column `contiguous()` would leave strides that a view of the bytes refuses.
-        tensors["weight_zero_point"] = packed.clone(memory_format=torch.contiguous_format)
+        tensors["weight_zero_point"] = codes.packed(zero_point, scheme.weights.num_bits, dim=0)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
 
 
