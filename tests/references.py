@@ -144,10 +144,9 @@ def quantize_int4_asymmetric(weight, group_size=None):
         for group in (row[i : i + size] for i in range(0, len(row), size)):
             low, high = min(0.0, *group), max(0.0, *group)
             scale = bf16(bf16(high - low) / 15)
-            if scale:
-                zero_point = round(clamped(bf16(-8 - bf16(low / scale)), 4))
-            else:  # by IEEE, -8 - low / 0; what is not a number becomes 0
-                zero_point = 7 if low < 0 else 0
+            # Without a scale, low / 0 is infinitely far below, and 0 / 0 counts as a zero point of 0.
+            below = bf16(low / scale) if scale else -100.0 if low else -8.0
+            zero_point = round(clamped(bf16(-8 - below), 4))
             scale = scale or BF16_EPS
             scales[-1].append(scale)
             zero_points[-1].append(zero_point)

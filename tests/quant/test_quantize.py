@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import references
 import torch
-from quant.schemes import NAMES, SCHEMES, by_definition, normal, same_bytes, same_tensors
 from safetensors import safe_open
 from torch import nn
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, resolve_scheme
 from qarl_trl.quant import quantize as quantize_module
 from qarl_trl.quant.quantize import as_blocks, as_matrix, min_max_qparams
+from quant.schemes import NAMES, SCHEMES, by_definition, normal, same_bytes, same_tensors
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantize.safetensors"
