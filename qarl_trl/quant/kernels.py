@@ -163,7 +163,7 @@ class CpuInt4Int8Gemm(ActivationGemm):
     name = "dyn_quant_4bit"
 
     def forward(self, x: Tensor, weight: LowBitWeight) -> tuple[Tensor, tuple[Tensor, ...]]:
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)  # as the activations of the engine are
         saved = tuple(t.reshape(*x.shape[:-1], -1) for t in self.quantize(flat))
         return self._engine_gemm(flat, weight).to(x.dtype).reshape(*x.shape[:-1], -1), saved
 
@@ -173,19 +173,19 @@ class CpuInt4Int8Gemm(ActivationGemm):
 
     def _engine_gemm(self, x: Tensor, weight: LowBitWeight) -> Tensor:
         out_features, in_features = weight.codes.shape
-        group_size = effective_group_size(weight.scheme)
+        group_size = effective_group_size(weight.scheme) or in_features
+        # A single group is one scale a channel also to vLLM, and then the kernel sums, scales and rounds otherwise.
+        one_group = group_size == in_features
         if "dyn_quant_4bit" not in weight.prepared:
             unsigned = weight.codes + 8
             pairs = (unsigned[:, 1::2] << 4 | unsigned[:, ::2]).to(torch.uint8)
-            scale = weight.scale.float() if group_size is None else weight.scale
+            scale = weight.scale.float() if one_group else weight.scale
             weight.prepared["dyn_quant_4bit"] = torch.ops.aten._dyn_quant_pack_4bit_weight(
-                pairs, scale, None, group_size or in_features, in_features, out_features
+                pairs, scale, None, group_size, in_features, out_features
             )
-        # vLLM casts to bfloat16 first (its activations are), and with groups on to float32 as the kernel demands.
-        x = x.to(torch.bfloat16) if group_size is None else x.to(torch.bfloat16).float()
-        packed = weight.prepared["dyn_quant_4bit"]
+        # With groups the kernel demands float32.
         return torch.ops.aten._dyn_quant_matmul_4bit(
-            x, packed, group_size or in_features, in_features, out_features
+            x if one_group else x.float(), weight.prepared["dyn_quant_4bit"], group_size, in_features, out_features
         ).to(torch.bfloat16)
 
 
