@@ -181,9 +181,18 @@ def pack_zero_points(zero_points):
     return pack_int4([list(group) for group in zip(*zero_points, strict=True)]).t().contiguous()
 
 
+def unpack_int(packed, bits, in_features):
+    """The codes of `pack_int`, rows of ints."""
+    half = 2 ** (bits - 1)
+    return [
+        [((word >> (bits * i)) & (2**bits - 1)) - half for word in row for i in range(32 // bits)][:in_features]
+        for row in packed.tolist()
+    ]
+
+
 def unpack_int4(packed, in_features):
     """The codes of `pack_int4`, rows of ints."""
-    return [[((word >> (4 * i)) & 15) - 8 for word in row for i in range(8)][:in_features] for row in packed.tolist()]
+    return unpack_int(packed, 4, in_features)
 
 
 def dequantize_int4(packed, scale, in_features):
@@ -290,6 +299,36 @@ def quantize_tokens_int8_asymmetric(x):
         rows.append([clamped(n + zero_point, 8) - zero_point for n in nearest])
         scales.append([f32(1 / steps)])
     return rows, torch.tensor(scales, dtype=torch.float32)
+
+
+# Matrix products ----------------------------------------------------------------------------------------------------
+
+
+def cut_off_bf16(x):
+    """A float32 without the lower half of its bits."""
+    return struct.unpack("<f", struct.pack("<I", struct.unpack("<I", struct.pack("<f", x))[0] & 0xFFFF0000))[0]
+
+
+def int4_int8_gemm(x, codes, scales, truncate=None):
+    """
+    W4A8 as torch's scalar kernel computes it: `(tokens, out)` bfloat16; codes and scales as rows.
+
+    With several groups their products are added up in float32 and the result is rounded, with one it is cut off.
+    """
+    groups = len(scales[0])
+    truncate = groups == 1 if truncate is None else truncate
+    inputs, steps = quantize_tokens_int8_asymmetric(x)
+    rows = []
+    for token, (step,) in zip(inputs, steps.tolist(), strict=True):
+        size = len(token) // groups
+        rows.append([])
+        for code, scale in zip(codes, scales, strict=True):
+            total = 0.0
+            for g in range(groups):
+                product = sum(a * w for a, w in zip(token[g * size :][:size], code[g * size :][:size], strict=True))
+                total = f32(total + f32(product * scale[g]))
+            rows[-1].append((cut_off_bf16 if truncate else bf16)(f32(total * step)))
+    return torch.tensor(rows, dtype=torch.bfloat16)
 
 
 # Straight-through estimator -----------------------------------------------------------------------------------------

@@ -1,0 +1,193 @@
+"""`qarl_trl.quant.activations`: the codes of the definition, and of vLLM's own operations."""
+
+import pytest
+import references
+import torch
+
+from qarl_trl.quant.activations import (
+    quantize_groups_fp8,
+    quantize_tokens_fp8,
+    quantize_tokens_int8,
+    quantize_tokens_int8_asymmetric,
+)
+from quant.schemes import normal, relative_error
+
+
+SIZES = [1e-30, 1e-3, 1.0, 1e4]
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def tokens(scale=1.0, dtype=torch.float32, seed=0, shape=(40, 256)):
+    """Activations with a token of zeros, one of negative zeros, an outlier, one sign each, and ties."""
+    x = scale * normal(*shape, seed=seed)
+    x[3] = 0.0
+    x[4] = -0.0
+    x[5, 7] = 100 * scale
+    x[6], x[7] = x[6].abs(), -x[7].abs()
+    x[8] = scale * (torch.arange(shape[1]) % 255 - 127.0) / 2
+    return x.to(dtype)
+
+
+def as_bytes(tensor):
+    return tensor.view(torch.uint8)
+
+
+# Float8 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", SIZES)
+def test_float8_of_a_token_is_that_of_the_definition(dtype, scale):
+    x = tokens(scale, dtype)
+    codes, scales = quantize_tokens_fp8(x)
+    expected_codes, expected_scales = references.quantize_tokens_float8(x)
+    assert scales.dtype == torch.float32
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(as_bytes(codes), expected_codes)
+
+
+def test_dividing_by_the_scale_gives_other_codes():
+    """The control of the tests around: vLLM multiplies by the reciprocal, which tells near ties between codes apart."""
+    x = torch.tensor([[float.fromhex(v) for v in ("0x1.c4aa3p+0", "0x1.332a56p-1")]])
+    codes, scales = quantize_tokens_fp8(x)
+    assert codes[0, 1].item() == 144.0
+    assert (x / scales).to(torch.float8_e4m3fn)[0, 1].item() == 160.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [*SIZES, 1e-13])
+def test_float8_of_a_group_is_that_of_the_definition(dtype, scale):
+    x = tokens(scale, dtype)
+    codes, scales = quantize_groups_fp8(x)
+    expected_codes, expected_scales = references.quantize_groups_float8(x)
+    assert scales.dtype == torch.float32
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(as_bytes(codes), expected_codes)
+
+
+def test_multiplying_a_group_by_the_reciprocal_gives_other_codes():
+    """The control: groups are divided by their scale where tokens are multiplied by its reciprocal."""
+    x = normal(4000, 128)
+    codes, scales = quantize_groups_fp8(x)
+    other = (x * scales.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert 0 < (as_bytes(other) != as_bytes(codes)).float().mean() < 1e-4
+
+
+def test_the_outlier_of_a_group_leaves_the_other_groups_alone():
+    x = normal(3, 256)
+    before = quantize_groups_fp8(x)
+    x[1, 200] = 1e6
+    codes, scales = quantize_groups_fp8(x)
+    assert torch.equal(as_bytes(codes[:, :128]), as_bytes(before[0][:, :128]))
+    assert (scales != before[1]).nonzero().tolist() == [[1, 1]]
+
+
+# Int8 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [*SIZES, 1e-38, 1e-40])
+def test_int8_of_a_token_is_that_of_the_definition(dtype, scale):
+    """Down to scales whose reciprocal is infinite, where every number but zero saturates."""
+    x = tokens(scale, dtype)
+    codes, scales = quantize_tokens_int8(x)
+    expected_codes, expected_scales = references.quantize_tokens_int8(x)
+    assert (codes.dtype, scales.dtype) == (torch.int8, torch.float32)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes, expected_codes)
+    assert not codes[3:5].any()
+    assert not scales[3:5].any()
+
+
+def test_dividing_or_one_rounding_of_the_reciprocal_gives_other_int8_codes():
+    """The controls: on a CPU vLLM multiplies by the reciprocal of the rounded scale."""
+    x = tokens(dtype=torch.bfloat16, shape=(4000, 256))  # the engine's dtype has many near ties
+    codes, scales = quantize_tokens_int8(x)
+    x = x.float()
+    divided = (x / scales).round().nan_to_num(0.0).to(torch.int8)
+    once = (x * (127.0 / x.abs().amax(-1, keepdim=True))).round().nan_to_num(0.0).to(torch.int8)
+    assert 0 < (divided != codes).float().mean() < 1e-3
+    assert 0 < (once != codes).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", SIZES)
+def test_asymmetric_int8_of_a_token_is_that_of_the_definition(dtype, scale):
+    x = tokens(scale, dtype)
+    codes, scales = quantize_tokens_int8_asymmetric(x)
+    expected_codes, expected_scales = references.quantize_tokens_int8_asymmetric(x)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes, torch.tensor(expected_codes).float())
+    assert not codes[3:5].any()
+    assert (scales[3:5] == 1).all()
+
+
+def test_one_sign_uses_the_whole_range_of_asymmetric_codes():
+    codes, scales = quantize_tokens_int8_asymmetric(tokens())
+    assert codes[6].max() > 250
+    assert codes[6].min() >= 0
+    assert codes[7].min() < -250
+    assert codes.abs().max() <= 255
+    assert relative_error(codes[6:8] * scales[6:8], tokens()[6:8]) < 0.004  # measured 0.0031; symmetric codes: 0.0066
+    symmetric, scale = quantize_tokens_int8(tokens())
+    assert relative_error(symmetric[6:8] * scale[6:8], tokens()[6:8]) > 0.005
+
+
+def test_halves_are_rounded_away_from_zero_in_asymmetric_codes():
+    """The control: to even, as everywhere else, some tokens get other codes."""
+    x = torch.tensor([[0.5, 1.5, 2.5, 3.5, 255.0], [-0.5, -1.5, -2.5, -3.5, -255.0]])  # one step is 1
+    codes, scales = quantize_tokens_int8_asymmetric(x)
+    assert scales.unique().tolist() == [1.0]
+    assert codes.tolist() == [[1, 2, 3, 4, 255], [-1, -2, -3, -4, -255]]
+    assert not torch.equal(codes, x.round())
+
+
+# Against vLLM -------------------------------------------------------------------------------------------------------
+
+
+def engine_fp8(group_shape):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+
+    with set_current_vllm_config(VllmConfig()):
+        return QuantFP8(static=False, group_shape=group_shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float8_of_a_token_is_that_of_vllm(dtype):
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    x = torch.cat([tokens(scale, dtype, i, (500, 256)) for i, scale in enumerate(SIZES)])
+    codes, scales = engine_fp8(GroupShape.PER_TOKEN).forward_native(x)
+    found_codes, found_scales = quantize_tokens_fp8(x)
+    assert torch.equal(found_scales, scales)
+    assert torch.equal(as_bytes(found_codes), as_bytes(codes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float8_of_a_group_is_that_of_vllm(dtype):
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    x = torch.cat([tokens(scale, dtype, i, (500, 256)) for i, scale in enumerate((1e-1, 1.0, 1e4))])
+    codes, scales = engine_fp8(GroupShape(1, 128)).forward_native(x)
+    found_codes, found_scales = quantize_groups_fp8(x)
+    # vLLM's plain form keeps the scale above 1 / (448 * 512), its GPU kernels keep the magnitude above 1e-10, as we do.
+    floor = scales == torch.tensor(1 / (448 * 512))
+    assert 0 < floor.float().mean() < 0.01  # the tokens of zeros
+    assert torch.equal(found_scales[~floor], scales[~floor])
+    assert torch.equal(as_bytes(found_codes), as_bytes(codes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_of_a_token_is_that_of_vllm(dtype):
+    from vllm import _custom_ops as ops
+
+    sizes = (1e-42, 1e-40, 1e-38, *SIZES, 1e36)
+    x = torch.cat([tokens(scale, dtype, i, (500, 256)) for i, scale in enumerate(sizes)])
+    codes, scales, _ = ops.onednn_scaled_int8_quant(x, None, None, True)
+    found_codes, found_scales = quantize_tokens_int8(x)
+    assert torch.equal(found_scales, scales)
+    assert torch.equal(found_codes, codes)
