@@ -99,3 +99,24 @@ def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):
 def test_export_refuses_an_unknown_scheme_before_it_reads_the_model(tmp_path):
     with pytest.raises(ValueError, match="W2A2"):
         cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out"), "--scheme", "W2A2"])
+
+
+def test_schemes_prints_a_row_for_each_of_the_table(capsys):
+    from qarl_trl.quant.scheme import SUPPORTED
+
+    cli.main(["schemes"])
+    head, *rows, note = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == list(SUPPORTED)
+    columns = [
+        head.index(word) for word in ("scheme", "group sizes", "activations", "engine on CPU", "engine on GPU", "run")
+    ]
+    cells = {
+        row.split()[0]: [row[a:b].strip() for a, b in zip(columns, [*columns[1:], None], strict=True)] for row in rows
+    }
+    assert cells["W4A16"] == ["W4A16", "32, 64, 128, channel", "none", "yes", "7.5 or higher, untested", "CPU"]
+    assert cells["W4A8"][4] == "no"
+    for name, row in SUPPORTED.items():
+        assert cells[name][1] != "fixed" or not row.group_sizes
+        assert (cells[name][3] == "yes") == row.cpu_engine
+        assert cells[name][5] == row.tested
+    assert "trains" in note

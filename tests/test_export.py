@@ -8,6 +8,7 @@ import torch
 import yaml
 from compressed_tensors.quantization import preset_name_to_scheme
 from conftest import make_model
+from quant.schemes import NAMES, SCHEMES, WEIGHT_ONLY, same_bytes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -19,10 +20,6 @@ from qarl_trl.quant.kernels import dequantize
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 WEIGHTS = "model.safetensors"
-
-
-def same_bytes(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def read(folder):
@@ -42,25 +39,29 @@ def model(tiny_model):
 # Against llm-compressor ---------------------------------------------------------------------------------------------
 
 
-def group_recipe(group_size):
-    strategy = {"strategy": "channel"} if group_size == -1 else {"strategy": "group", "group_size": group_size}
-    weights = {"num_bits": 4, "type": "int", "symmetric": True} | strategy
-    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+def recipe(scheme, group_size=None):
+    """llm-compressor's arguments for a scheme."""
+    if group_size is None:
+        return {"targets": "Linear", "scheme": scheme}
+    config = preset_name_to_scheme(scheme, targets=["Linear"])
+    config.weights.strategy = "channel" if group_size == -1 else "group"
+    config.weights.group_size = None if group_size == -1 else group_size
+    return {"config_groups": {"group_0": config}}
 
 
+# Two heads of keys and values make blocks of 128 of every layer.
+SIZES = {"num_key_value_heads": 2}
 CASES = {
-    # name: (model, scheme, group size, ignore, llm-compressor's recipe)
-    "W4A16": ({}, "W4A16", None, ["lm_head"], {"targets": "Linear", "scheme": "W4A16"}),
-    "FP8_DYNAMIC": ({}, "FP8_DYNAMIC", None, ["lm_head"], {"targets": "Linear", "scheme": "FP8_DYNAMIC"}),
-    "group 32": ({}, "W4A16", 32, ["lm_head"], group_recipe(32)),
-    "per channel": ({}, "W4A16", -1, ["lm_head"], group_recipe(-1)),
-    "tied": ({"tie_word_embeddings": True}, "W4A16", None, ["lm_head"], {"targets": "Linear", "scheme": "W4A16"}),
-    "biases": ({"kind": "qwen2"}, "FP8_DYNAMIC", None, ["lm_head"], {"targets": "Linear", "scheme": "FP8_DYNAMIC"}),
-    "with the head": ({}, "W4A16", None, [], {"targets": "Linear", "scheme": "W4A16"}),
-    "without some": (
-        {}, "W4A16", None, ["lm_head", "re:.*down_proj$"], {"targets": "Linear", "scheme": "W4A16"}
-    ),
-}  # fmt: skip
+    # name: (changes of the model, scheme, group size, ignore)
+    **{f"{name} {size}": (SIZES, name, size, ["lm_head"]) for name, size in SCHEMES if size},
+    **{name: (SIZES, name, None, ["lm_head"]) for name in NAMES},
+    "tied": ({"tie_word_embeddings": True}, "W4A16", None, ["lm_head"]),
+    "tied, asymmetric": ({"tie_word_embeddings": True}, "W4A16_ASYM", None, ["lm_head"]),
+    "biases": ({"kind": "qwen2"}, "FP8_DYNAMIC", None, ["lm_head"]),
+    "biases, int8": ({"kind": "qwen2"}, "W8A8", None, ["lm_head"]),
+    "with the head": ({}, "W4A16", None, []),
+    "without some": ({}, "W4A16", None, ["lm_head", "re:.*down_proj$"]),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
@@ -69,10 +70,11 @@ def test_an_untouched_model_is_saved_byte_for_byte_as_by_llm_compressor(case, tm
     oneshot = pytest.importorskip("llmcompressor").oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    changes, scheme, group_size, ignore, recipe = CASES[case]
+    changes, scheme, group_size, ignore = CASES[case]
     make_model(dtype=torch.bfloat16, **changes).save_pretrained(tmp_path / "model")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    oneshot(model=theirs, recipe=QuantizationModifier(ignore=ignore, **recipe), output_dir=str(tmp_path / "theirs"))
+    modifier = QuantizationModifier(ignore=ignore, **recipe(scheme, group_size))
+    oneshot(model=theirs, recipe=modifier, output_dir=str(tmp_path / "theirs"))
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     apply_quantization(ours, scheme, ignore=ignore, group_size=group_size)
     save_low_bit(ours, None, tmp_path / "ours")
@@ -163,11 +165,11 @@ def test_weights_given_from_outside_are_saved(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "group_size"), [("W4A16", 128), ("W4A16", 32), ("W4A16", -1), ("FP8_DYNAMIC", None)]
+    ("scheme", "group_size"), [("W4A16", 32), ("W4A16", -1), ("W4A16_ASYM", 32), *((name, None) for name in NAMES)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transformers_loads_it_as_the_dequantized_model(tiny_model, tmp_path, scheme, group_size, dtype):
-    model = apply_quantization(tiny_model("qwen2", dtype=dtype), scheme, group_size=group_size)
+    model = apply_quantization(tiny_model("qwen2", dtype=dtype, **SIZES), scheme, group_size=group_size)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     save_low_bit(model, None, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -184,8 +186,9 @@ def test_transformers_loads_it_as_the_dequantized_model(tiny_model, tmp_path, sc
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_a_saved_w4a16_model_computes_what_the_learner_computes(tiny_model, tmp_path):
-    model = apply_quantization(tiny_model(dtype=torch.bfloat16), "W4A16")
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+def test_a_saved_model_computes_what_the_learner_computes(tiny_model, tmp_path, scheme):
+    model = apply_quantization(tiny_model(dtype=torch.bfloat16), scheme)
     save_low_bit(model, None, tmp_path)
     with torch.no_grad():
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)

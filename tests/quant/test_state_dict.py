@@ -11,10 +11,21 @@ from trl.distributed import DistributedBackend
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, linear, quantize_weight, quantized_modules
 from qarl_trl.quant.kernels import dequantize
 from qarl_trl.quant.state_dict import full_parameters
+from quant.schemes import NAMES
 
 
-SCHEMES = ["W4A16", "FP8_DYNAMIC"]
-LOCAL = {"W4A16": ["weight_packed", "weight_scale", "weight_shape"], "FP8_DYNAMIC": ["weight", "weight_scale"]}
+PACKED = ["weight_packed", "weight_scale", "weight_shape"]
+LOCAL = {
+    "W4A16": PACKED,
+    "W4A16_ASYM": [*PACKED, "weight_zero_point"],
+    "W8A16": PACKED,
+    "FP8_DYNAMIC": ["weight", "weight_scale"],
+    "FP8_BLOCK": ["weight", "weight_scale"],
+    "W8A8": ["weight", "weight_scale"],
+    "W4A8": ["weight", "weight_scale"],
+}
+# Two heads of keys and values make blocks of 128 of every layer.
+SIZES = {"num_key_value_heads": 2}
 ONE_PROCESS = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)))
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 
@@ -26,24 +37,24 @@ def expected_names(model, scheme):
         yield from (name.removesuffix("weight") + local for local in LOCAL[scheme]) if name in low_bit else [name]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", NAMES)
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_names_and_dtypes_are_those_of_the_checkpoint(tiny_model, kind, scheme):
-    model = apply_quantization(tiny_model(kind), scheme)
+    model = apply_quantization(tiny_model(kind, **SIZES), scheme)
     stream = list(iter_low_bit_weights(model))
     assert [name for name, _ in stream] == list(expected_names(model, scheme))
+    dtypes = {"packed": torch.int32, "zero_point": torch.int32, "shape": torch.int64}
+    codes = torch.float8_e4m3fn if scheme.startswith("FP8") else torch.int8
     for name, tensor in stream:
-        codes = torch.int32 if scheme == "W4A16" else torch.float8_e4m3fn
-        is_codes = name.endswith("weight_packed") or (scheme == "FP8_DYNAMIC" and name.endswith("_proj.weight"))
-        expected = codes if is_codes else torch.int64 if name.endswith("weight_shape") else torch.bfloat16
-        assert tensor.dtype == expected, name
+        expected = dtypes.get(name.rpartition("weight_")[2], torch.bfloat16)
+        assert tensor.dtype == (codes if name.endswith("_proj.weight") else expected), name
         assert not tensor.requires_grad
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", NAMES)
 def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monkeypatch):
     """After optimizer steps; the control streams before one more step."""
-    model = apply_quantization(tiny_model(), scheme)
+    model = apply_quantization(tiny_model(**SIZES), scheme)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step():
