@@ -70,9 +70,9 @@ def test_group_size_is_chosen(scheme, group_size, effective, strategy):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "group_size"), [("W4A16", 128), ("W4A16_ASYM", 128), ("W8A16", None), ("W4A8", 128), ("W8A8", None)]
+    ("scheme", "group_size"), [("W4A16", 128), ("W4A16_ASYM", 128), ("W8A16", 128), ("W4A8", 128), ("W8A8", None)]
 )
-def test_without_a_group_size_the_presets_own_stays(scheme, group_size):
+def test_without_a_group_size_the_one_of_the_preset_stays(scheme, group_size):
     assert effective_group_size(resolve_scheme(scheme)) == group_size
 
 
