@@ -15,7 +15,8 @@ from qarl_trl.preflight import (
     default_output_dir,
 )
 from qarl_trl.quant import apply_quantization
-from qarl_trl.quant.scheme import SUPPORTED
+from qarl_trl.quant.recipe import single_group
+from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
 
 
 def config(tmp_path, **changes):
@@ -151,10 +152,10 @@ def test_a_scheme_without_a_cpu_kernel_is_refused_before_a_model_loads(tmp_path,
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0)])
 def test_a_scheme_needs_a_gpu_that_has_a_kernel(monkeypatch, scheme, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    row, device = SUPPORTED[scheme], torch.device("cuda")
+    row, device, plan = SUPPORTED[scheme], torch.device("cuda"), single_group(resolve_scheme(scheme), ["Linear"], [])
     if row.gpu_capability is not None and capability >= row.gpu_capability:
-        return _check_engine(row, device)
+        return _check_engine(plan, device)
     with pytest.raises(ValueError, match=rf"quant_scheme='{scheme}' cannot be sampled on device 'cuda'") as error:
-        _check_engine(row, device)
+        _check_engine(plan, device)
     needed = "no GPU kernel" if row.gpu_capability is None else str(row.gpu_capability)
     assert needed in str(error.value)
