@@ -215,7 +215,7 @@ def _complete_cpu_reload(model: torch.nn.Module) -> Iterator[None]:
     - INT8: the oneDNN handler holds the address of the scales it was made with, and the reload frees those after it has
       copied them into the old storage.
     - W4A8: one int8 weight is registered under two names; restored for the reload they are two tensors, of which the
-      checkpoint fills one and the kernel packs the other.
+      checkpoint fills one and the kernel packs the other. Per channel, a bias also loses its loader.
     - Experts in bfloat16: only the first load packs them for the grouped GEMM, a reload leaves them unpacked.
     - Tied embeddings: the output layer has its own packed copy, and a checkpoint names the shared weight only once.
 
@@ -260,6 +260,9 @@ def _complete_cpu_reload(model: torch.nn.Module) -> Iterator[None]:
     for layer in model.modules():
         if isinstance(getattr(layer, "scheme", None), CompressedTensorsW4A8Int):
             get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
+            if layer.bias is not None and not hasattr(layer.bias, "weight_loader"):
+                # Cast to float32 for the kernel, by a function that drops how it is loaded.
+                layer.bias.output_dim, layer.bias.weight_loader = 0, layer.weight_loader
     with (
         patch.object(ops, "create_onednn_scaled_mm", scaled_mm_with_scales),
         patch.object(CompressedTensorsW4A8Int, "process_weights_after_loading", w4a8_from_loaded),

@@ -89,7 +89,11 @@ def _config(scheme: Any) -> dict[str, Any]:
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
     scheme = scheme.model_copy(deep=True)
-    status = {"format": scheme.format.value, "ignore": ["lm_head"], "quantization_status": QuantizationStatus.COMPRESSED}
+    status = {
+        "format": scheme.format.value,
+        "ignore": ["lm_head"],
+        "quantization_status": QuantizationStatus.COMPRESSED,
+    }
     config = QuantizationConfig(config_groups={"group_0": scheme}, **status)
     return {"quant_method": "compressed-tensors"} | config.model_dump(mode="json", exclude=["quant_method"])
 
@@ -178,4 +182,6 @@ def test_after_a_publish_the_engine_answers_as_a_fresh_one(outcomes, case):
 def test_without_the_repair_some_are_stale(tmp_path):
     """The control. When this fails vLLM has been repaired, and the case can leave `_complete_cpu_reload`."""
     plain = isolated(_all_cases, str(tmp_path), sorted(BROKEN_BY_VLLM), False)
-    assert {name for name, outcome in plain.items() if isinstance(outcome, str) or not all(outcome.values())} == BROKEN_BY_VLLM
+    assert {
+        name for name, outcome in plain.items() if isinstance(outcome, str) or not all(outcome.values())
+    } == BROKEN_BY_VLLM
