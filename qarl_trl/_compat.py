@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -400,15 +400,23 @@ def _cpu_isa_hint() -> str:
 @contextmanager
 def calibration() -> Iterator[None]:
     """
-    Run llm-compressor's calibration, also on a machine without an accelerator.
+    Run llm-compressor 0.14 without two of its habits.
 
-    llm-compressor 0.14 pins the AWQ activations it keeps on the CPU, which torch refuses where there is no accelerator to
-    copy them to. Pinning changes no value.
+    It pins the AWQ activations that it keeps on the CPU, which torch refuses on a machine without an accelerator to copy
+    them to; pinning changes no value. And SpinQuant centers the embeddings, also where no layer norm takes the mean off
+    again: with an RMS norm that is another model (measured in tests/test_precondition.py).
     """
-    if torch.accelerator.is_available():
-        yield
-        return
+    from llmcompressor.modifiers.transform import SpinQuantModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
 
-    with patch.object(IntermediatesCache, "pin_memory", lambda *_: None):
+    center = SpinQuantModifier._center_embeddings
+
+    def center_before_layer_norms(self: Any, model: torch.nn.Module) -> None:
+        if any(isinstance(module, torch.nn.LayerNorm) for module in model.modules()):
+            center(self, model)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(SpinQuantModifier, "_center_embeddings", center_before_layer_norms))
+        if not torch.accelerator.is_available():
+            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", lambda *_: None))
         yield

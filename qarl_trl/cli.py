@@ -1,5 +1,5 @@
 """
-The command `qarl-trl`: train, quickstart, export, schemes.
+The command `qarl-trl`: train, quickstart, precondition, ptq, export, schemes.
 
 Invariant: this module imports nothing but the standard library until a command runs, so `qarl-trl --help` is instant.
 """
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 _FORWARDED = {
     "train": "train from a recipe: qarl-trl train --config recipes/<model>/<arm>.yaml (one process; for several GPUs "
     "use accelerate launch -m qarl_trl.train)",
+    "precondition": "fold transforms that help quantization into a model before training (llm-compressor)",
+    "ptq": "quantize a model after training: GPTQ, AWQ or round-to-nearest (llm-compressor)",
     "quickstart": "train a small model on this machine, with a report at the end",
 }
 
@@ -34,6 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         from .quickstart.run import main as quickstart
 
         quickstart(argv[1:])
+    elif argv and argv[0] == "precondition":
+        from .precondition import main as precondition
+
+        precondition(argv[1:])
+    elif argv and argv[0] == "ptq":
+        from .ptq import main as ptq
+
+        ptq(argv[1:])
     else:
         args = _make_parser().parse_args(argv)
         if args.command == "schemes":
@@ -115,7 +125,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qarl-trl", description="Reinforcement learning with low-bit rollouts on TRL.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,quickstart,export,schemes}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{train,quickstart,precondition,ptq,export,schemes}"
+    )
     for name, text in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("schemes", help="what can be trained, sampled and exported, and where", allow_abbrev=False)
