@@ -7,11 +7,15 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
+from qarl_trl.precondition import transforms_of_recipe
+from qarl_trl.quant import read_recipe
 from qarl_trl.train import describe, parse
 
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name != "accelerate")
+RECIPES = sorted(
+    path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name not in ("accelerate", "llmcompressor")
+)
 MODELS = ["qwen2.5-math-1.5b", "qwen2.5-math-7b", "qwen3-8b-base", "qwen3-30b-a3b-base"]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 GPUS = 8
@@ -136,3 +140,13 @@ def test_launch_file_is_read_by_accelerate(name):
 def test_table_of_recipes_is_complete():
     table = (ROOT / "recipes/README.md").read_text()
     assert [recipe_id(path) for path in RECIPES if f"`{recipe_id(path)}`" not in table] == []
+
+
+def test_recipes_of_llm_compressor_can_be_read():
+    folder = ROOT / "recipes" / "llmcompressor"
+    groups = {
+        path.stem: read_recipe(path).config_groups for path in folder.glob("*.yaml") if "smooth" not in path.stem
+    }
+    assert {name: len(found) for name, found in groups.items()} == {"w4a16": 1, "fp8_attention_w4a16_mlp": 2}
+    pytest.importorskip("llmcompressor")
+    assert [type(m).__name__ for m in transforms_of_recipe(folder / "smoothquant.yaml")] == ["SmoothQuantModifier"]
