@@ -16,7 +16,7 @@ from typing import Any
 
 import common
 import torch
-from bench_precondition import texts, trained_model
+from bench_precondition import PROMPT, texts, trained_model
 
 
 START = {"frozen": "GPTQ checkpoint", "free": "GPTQ checkpoint", "unquantized": "the model before GPTQ"}
@@ -77,7 +77,7 @@ def baselines(plain: str, plan: Any, dataset: Any, probe: list) -> dict[str, flo
         if method != "bf16":
             run_oneshot(model, modifiers(method, plan), None if method == "rtn" else dataset, output=f"ptq-{method}")
             model = load_masters(f"ptq-{method}", dtype=torch.bfloat16)
-        losses[method] = -torch.cat([log_probs(model, ids).flatten() for ids in probe]).mean().item()
+        losses[method] = -torch.cat([log_probs(model, ids)[0, PROMPT:] for ids in probe]).mean().item()
     return losses
 
 
@@ -124,10 +124,10 @@ def main() -> None:
 
         reference = start("frozen")
         first_codes, first_values = codes(reference), values(reference)
-        first_logps = torch.cat([log_probs(reference, ids).flatten() for ids in probe])
+        first_logps = torch.cat([log_probs(reference, ids)[0, PROMPT:] for ids in probe])
         for arm in START:
             begun = start(arm)
-            logps = torch.cat([log_probs(begun, ids).flatten() for ids in probe])
+            logps = torch.cat([log_probs(begun, ids)[0, PROMPT:] for ids in probe])
             headlines.append(
                 f"first publish, {arm} ({START[arm]}): "
                 f"{(codes(begun) != first_codes).float().mean().item():.2%} of the codes differ from the checkpoint's, "
@@ -142,7 +142,7 @@ def main() -> None:
                 for _ in range(args.steps):
                     step(model_in_training, optimizer, tokenizer, stream)
                 model_in_training.eval()
-                loss = -torch.cat([log_probs(model_in_training, ids).flatten() for ids in probe]).mean().item()
+                loss = -torch.cat([log_probs(model_in_training, ids)[0, PROMPT:] for ids in probe]).mean().item()
                 table.append(
                     {
                         "start": arm,

@@ -218,6 +218,11 @@ class QaRLConfig(GRPOConfig):
         return self.quant_recipe is not None or not is_off(self.quant_scheme)
 
     @property
+    def quant_name(self) -> str:
+        """What a person would call the quantization: the recipe's file or the scheme."""
+        return self.quant_recipe or self.quant_scheme or "none"
+
+    @property
     def from_checkpoint(self) -> bool:
         """Whether a quantized `model` decides what is quantized, and how."""
         return isinstance(self.quant_scheme, str) and self.quant_scheme.strip().lower() == FROM_CHECKPOINT

@@ -138,7 +138,9 @@ def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def quantization_error(model: PreTrainedModel, plan: QuantizationConfig, probe: Sequence[Tensor]) -> QuantizationError:
+def quantization_error(
+    model: PreTrainedModel, plan: QuantizationConfig, probe: Sequence[Tensor], skip: int = 0
+) -> QuantizationError:
     """
     What quantizing `model` by `plan` costs, with the learner's own forward.
 
@@ -146,15 +148,16 @@ def quantization_error(model: PreTrainedModel, plan: QuantizationConfig, probe: 
         model (`PreTrainedModel`): Quantized and restored; its weights are not changed.
         plan (`QuantizationConfig`): Which layers, and how.
         probe (`Sequence[Tensor]`): Token ids `(1, T)`.
+        skip (`int`, *optional*, defaults to 0): Log-probs at the front of each that do not count, as of a prompt.
     """
-    plain = torch.cat([log_probs(model, ids).flatten() for ids in probe])
+    plain = torch.cat([log_probs(model, ids)[0, skip:] for ids in probe])
     apply_quantization(model, plan)
     try:
         errors = []
         for _, module in quantized_modules(model):
             weight = module.weight.float()
             errors.append(((dequantize(module.low_bit()).float() - weight).norm() / weight.norm()).item())
-        low_bit = torch.cat([log_probs(model, ids).flatten() for ids in probe])
+        low_bit = torch.cat([log_probs(model, ids)[0, skip:] for ids in probe])
     finally:
         remove_quantization(model)
     gap = (low_bit - plain).abs()

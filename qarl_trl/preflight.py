@@ -164,7 +164,7 @@ def check_mismatch(gap: float, args: QaRLConfig) -> None:
         return
     hints = [
         "stale engine: does the gap grow with every update? Compare publish/bytes and quant/code_flip_frac in the log;",
-        f"wrong scheme: the engine and the learner must both run quant_scheme={args.quant_scheme!r}"
+        f"wrong scheme: the engine and the learner must both run {args.quant_name!r}"
         + ("" if args.quant_learner else " (quant_learner=False: this gap is what the method removes)")
         + ";",
         f"sampling parameters: temperature={args.temperature}, top_p={args.top_p}, top_k={args.top_k}, "

@@ -235,7 +235,7 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
     updates = args.generation_batch_size * args.num_iterations / per_update
     learner = "" if not args.quantized else f", learner {'quantized' if args.quant_learner else 'in high precision'}"
     lines = [
-        f"model: {model_args.model_name_or_path}, scheme {args.quant_scheme or 'none'}{learner}",
+        f"model: {model_args.model_name_or_path}, scheme {args.quant_name}{learner}",
         f"objective: {args.loss_type}, {'muon' if args.optim_muon else args.optim.value} at {args.learning_rate:g}",
         f"rollout batch: {args.generation_batch_size // args.num_generations} prompts x {args.num_generations} = "
         f"{args.generation_batch_size} completions on {args.world_size} process(es)",
