@@ -130,6 +130,11 @@ def _checked(
                 f"Frozen {name} {came} does not fit a weight with {tuple(blocks.shape[:-1])} scales; needed: "
                 f"{dtype if needed else 'none, the scheme is symmetric'}. The scales belong to another layer or scheme."
             )
+    if not (torch.isfinite(scale) & (scale > 0)).all():
+        raise ValueError(
+            f"Frozen scales between {scale.min().item()} and {scale.max().item()} came, finite ones above zero were needed: "
+            "there are no codes in units of anything else. The checkpoint they are from is damaged."
+        )
     return scale, zero_point
 
 

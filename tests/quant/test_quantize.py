@@ -325,3 +325,14 @@ def test_frozen_scales_that_do_not_fit_are_refused(name, qparams, words):
     with pytest.raises(ValueError) as error:
         quantize_weight(weight, resolved, qparams(*min_max_qparams(weight, resolved)))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, float("nan"), float("inf")])
+def test_frozen_scales_that_are_no_units_are_refused(scheme, group_size, value):
+    """A weight divided by them would have codes all the same, of any value."""
+    weight, resolved = normal(128, 256), resolve_scheme(scheme, group_size)
+    scale, zero_point = min_max_qparams(weight, resolved)
+    scale[-1, -1] = value
+    with pytest.raises(ValueError, match=r"Frozen scales between .* finite ones above zero.*damaged"):
+        quantize_weight(weight, resolved, (scale, zero_point))
