@@ -27,6 +27,7 @@ from .loss import TrustBand
 
 # The supported windows; pyproject.toml repeats them, the README says which versions were run. TRL's log-prob path was rewritten in 1.14 and 1.15.
 SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.20"), "vllm": ("0.26.0", "0.32")}
+SUPPORTED_PEFT = ("0.21", "0.22")
 
 
 # vLLM reserves these in every attention layer, for checkpoints with a quantized KV cache; ours have none.
@@ -50,13 +51,27 @@ def check_versions() -> None:
     Raises:
         ImportError: what is installed, what is needed, and the command that installs it.
     """
-    for package, (low, high) in SUPPORTED.items():
-        found = installed_version(package)
-        if found is not None and not Version(low) <= Version(Version(found).base_version) < Version(high):
-            raise ImportError(
-                f"{package} {found} is installed, but qarl_trl needs {package}>={low},<{high}: it hooks into private "
-                f"parts of it. On a GPU: pip install '{package}>={low},<{high}'. On CPU: make install."
-            )
+    for package, window in SUPPORTED.items():
+        _check_window(package, *window)
+
+
+def check_peft() -> None:
+    """
+    Refuse a peft outside the supported window; asked only when a run has an adapter.
+
+    Raises:
+        ImportError: as `check_versions`.
+    """
+    _check_window("peft", *SUPPORTED_PEFT)
+
+
+def _check_window(package: str, low: str, high: str) -> None:
+    found = installed_version(package)
+    if found is not None and not Version(low) <= Version(Version(found).base_version) < Version(high):
+        raise ImportError(
+            f"{package} {found} is installed, but qarl_trl needs {package}>={low},<{high}: it hooks into private "
+            f"parts of it. On a GPU: pip install '{package}>={low},<{high}'. On CPU: make install."
+        )
 
 
 def require_vllm() -> None:

@@ -67,7 +67,8 @@ def export(
 
     Args:
         checkpoint (`str`):
-            Model folder (or Hub id) with high-precision weights.
+            Model folder (or Hub id) with high-precision weights, or the folder of a LoRA adapter, which is merged into
+            its base model.
         output (`str`):
             Folder to write.
         scheme (`str`, *optional*, defaults to `"W4A16"`):
@@ -82,6 +83,8 @@ def export(
     Raises:
         ValueError: If the checkpoint is quantized already, or cannot be quantized.
     """
+    from pathlib import Path
+
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from .export import save_low_bit
@@ -89,12 +92,17 @@ def export(
     from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
     resolve_scheme(scheme, group_size)  # before the weights are read
-    if getattr(AutoConfig.from_pretrained(checkpoint), "quantization_config", None) is not None:
+    loader, weights = AutoModelForCausalLM, checkpoint
+    if (Path(checkpoint) / "adapter_config.json").is_file():
+        from peft import AutoPeftModelForCausalLM, PeftConfig
+
+        loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(checkpoint).base_model_name_or_path
+    if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
         raise ValueError(
-            f"{checkpoint} is quantized already (its config.json has a quantization_config). Give the checkpoint that "
+            f"{weights} is quantized already (its config.json has a quantization_config). Give the checkpoint that "
             "holds the master weights."
         )
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    model = loader.from_pretrained(checkpoint, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     apply_quantization(model, scheme, targets, DEFAULT_IGNORE if ignore is None else ignore, group_size=group_size)
     save_low_bit(model, tokenizer, output)
@@ -134,7 +142,7 @@ def _make_parser() -> argparse.ArgumentParser:
     exporter = commands.add_parser(
         "export", help="write a checkpoint in low bits, as vLLM loads it", allow_abbrev=False
     )
-    exporter.add_argument("checkpoint", help="model folder with high-precision weights")
+    exporter.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
     exporter.add_argument("output", help="folder to write")
     exporter.add_argument("--scheme", default="W4A16", help="a scheme of `qarl-trl schemes` (default: W4A16)")
     exporter.add_argument("--group-size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")

@@ -23,11 +23,13 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
 from .quant.hook import quantized_modules
-from .quant.linear import QuantLinear
+from .quant.linear import LowBitLayer
+from .quant.names import base_model, checkpoint_modules
 from .quant.recipe import MINMAX
 from .quant.state_dict import iter_low_bit_weights
 
 
+LOW_BIT_FOLDER = "low_bit"  # beside masters or an adapter
 RECIPE = "recipe.yaml"  # llm-compressor's name
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
@@ -56,7 +58,9 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     config = QuantizationConfig(
         config_groups={f"group_{i}": group for i, group in enumerate(groups)},
         format=(formats.pop() if len(formats) == 1 else CompressionFormat.mixed_precision).value,
-        ignore=[n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, QuantLinear)],
+        ignore=[
+            n for n, m in checkpoint_modules(model) if isinstance(m, nn.Linear) and not isinstance(m, LowBitLayer)
+        ],
         quantization_status=QuantizationStatus.COMPRESSED,
     )
     return {
@@ -80,7 +84,8 @@ def save_low_bit(
     Write the low-bit checkpoint of `model`.
 
     Args:
-        model (`PreTrainedModel`): A model after `apply_quantization`; its masters are not changed.
+        model (`PreTrainedModel` or `PeftModel`): A model after `apply_quantization`; its masters are not changed. Of a
+            `PeftModel` the base model is written with the active adapter merged.
         tokenizer (`PreTrainedTokenizerBase` or `None`): Saved beside the weights.
         path (`str` or `os.PathLike`): Folder. Weights already there are replaced; other files stay.
         weights (`Iterable[tuple[str, Tensor]]`, *optional*): Checkpoint tensors, where `model` holds shards only.
@@ -104,7 +109,7 @@ def save_low_bit(
     # Inside the folder rather than beside it: `path` may be a mount, and files can only be renamed within one.
     with tempfile.TemporaryDirectory(dir=path, prefix=".incoming-") as scratch:
         save_torch_state_dict(state_dict, scratch, max_shard_size="5GB", metadata={"format": "pt"})
-        _save_configs(model, tokenizer, quant_config, Path(scratch))
+        _save_configs(base_model(model), tokenizer, quant_config, Path(scratch))
         if recipe is not None:
             shutil.copyfile(recipe, Path(scratch) / RECIPE)
         _move_into_place(Path(scratch), path)

@@ -6,15 +6,19 @@ four functions run in that order), what only a step can show is checked after th
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
+from . import _compat
 from .config import QaRLConfig
-from .export import check_target
+from .export import LOW_BIT_FOLDER, check_target
 from .masters import QuantizedSource, quantized_source
 from .quant.hook import quantized_modules
 from .quant.recipe import arithmetic, match, resolve_config
@@ -49,9 +53,18 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
             "quantization_config (bitsandbytes) would replace the master weights by quantized ones. QaRL quantizes from "
             "high-precision masters: remove it, or set quant_scheme='none'."
         )
-    if kwargs.get("peft_config") is not None:
-        raise ValueError(_NO_PEFT)
+    if isinstance(model, str) and (Path(model) / "adapter_config.json").exists():
+        raise ValueError(
+            f"{model} is an adapter, not a model. Load it with peft.AutoPeftModelForCausalLM.from_pretrained({model!r}, "
+            "is_trainable=True) and pass what it returns."
+        )
+    present = (getattr(model, "peft_config", None) or {}).values()
+    given = [config for config in (kwargs.get("peft_config"), *present) if config is not None]
+    for config in given:
+        check_lora(config, args)
     check_target(args.output_dir)
+    if given:
+        check_target(Path(args.output_dir) / LOW_BIT_FOLDER)
     plan = args.quant_plan()
     if args.use_vllm and plan is not None:
         _check_engine(plan, args.device)
@@ -131,15 +144,101 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     return source
 
 
+# Whatever else a LoraConfig sets changes what the layer computes, or where it is; a field of a later peft does until read.
+_PLAIN_LORA = {
+    *(
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+}
+_WHY_NOT_LORA = {
+    "use_dora": "DoRA rescales the rows of the merged weight, which then is not W + s B A",
+    "lora_dropout": "dropout acts on the input of the adapter alone: W x + s B A dropout(x) has no merged weight, and the "
+    "engine does not drop",
+    "bias": "trained biases belong to the base model, which is never changed",
+    "lora_bias": "a bias of the adapter is not part of the merged weight",
+    "target_parameters": "adapters on bare parameters (fused experts) have no low-bit forward",
+    "fan_in_fan_out": "only torch.nn.Linear is quantized",
+    "layer_replication": "two layers would share one base weight under one name",
+    "trainable_token_indices": "the engine would not see the trained token vectors",
+    "alora_invocation_tokens": "activated LoRA switches the adapter on inside a sequence, and the engine runs one weight",
+}
+_PLAIN_INIT = (True, False, "gaussian", "orthogonal")
+
+
+def check_lora(config: Any, args: QaRLConfig) -> None:
+    """
+    Refuse an adapter whose forward is not `x (W + s B A)^T`, and settings that do not go with one.
+
+    Args:
+        config (`peft.LoraConfig`): As given to the trainer, or as found on a `PeftModel`.
+        args (`QaRLConfig`): The run's settings.
+
+    Raises:
+        ImportError: when peft is outside the supported window.
+        ValueError: with the setting, the reason and what to do.
+    """
+    from peft import LoraConfig, PeftType
+
+    _compat.check_peft()
+    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
+        raise ValueError(
+            f"peft_config is a {type(config).__name__}, and only LoRA adapters merge into a weight that can be quantized. "
+            "Use peft.LoraConfig, or set quant_scheme='none'."
+        )
+    defaults = {
+        f.name: f.default if f.default is not MISSING else f.default_factory() if callable(f.default_factory) else None
+        for f in fields(config)
+    }
+    changed = [
+        n for n, default in defaults.items() if n not in _PLAIN_LORA and getattr(config, n) not in (default, None)
+    ]
+    if changed:
+        given = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
+        reasons = [_WHY_NOT_LORA[name] for name in changed if name in _WHY_NOT_LORA]
+        raise ValueError(
+            f"The adapter sets {given}, which cannot be aligned with the engine's weight Q(W + s B A)"
+            + (f": {'; '.join(reasons)}" if reasons else "")
+            + f". Leave {'it' if len(changed) == 1 else 'them'} at the default"
+            + (" (lora_dropout: 0.0; TRL's ModelConfig has 0.05)." if "lora_dropout" in changed else ".")
+        )
+    if config.init_lora_weights not in _PLAIN_INIT:
+        raise ValueError(
+            f"init_lora_weights={config.init_lora_weights!r} rewrites the base weights or needs data at the start: with "
+            f"the adapter disabled, the reference would no longer be the base model. Use one of {_PLAIN_INIT}."
+        )
+    if args.optim_muon:
+        raise ValueError(
+            "optim_muon=True with LoRA: Muon would orthogonalize the updates of A and of B each for itself, which is not "
+            "a Muon step of W + s B A and which the paper does not cover. Set optim_muon=False (AdamW)."
+        )
+    plugin = args.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        raise ValueError(
+            "LoRA under DeepSpeed ZeRO-3: a layer's forward needs base weight, A and B whole at once, and ZeRO-3 gathers "
+            "them module by module. Use DDP or FSDP2, or ZeRO stage 2."
+        )
+
+
 def check_model(model: nn.Module) -> None:
     """
-    Refuse a loaded model that is quantized by another library or carries adapters.
+    Refuse a loaded model that is quantized by another library, or whose adapters are not held by a `PeftModel`.
 
     Raises:
         ValueError: naming what was found.
     """
-    if hasattr(model, "peft_config"):
-        raise ValueError(_NO_PEFT)
+    if hasattr(model, "peft_config") and not is_peft_model(model):
+        raise ValueError(
+            "The model carries adapters that transformers loaded, which neither TRL nor the publish would see. Wrap it "
+            "with peft: peft.PeftModel.from_pretrained(base_model, adapter, is_trainable=True), or pass `peft_config`."
+        )
     foreign = getattr(model.config, "quantization_config", None)
     if foreign is not None or getattr(model, "is_quantized", False):
         raise ValueError(
@@ -190,9 +289,3 @@ def check_layers_ran(model: nn.Module) -> None:
             f"{len(bypassed)} quantized layers did not run in the first step (first: {bypassed[0]!r}): another library "
             "replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is intended."
         )
-
-
-_NO_PEFT = (
-    "QaRL trains full parameters: the low-bit forward of LoRA layers (the quantized merged weight) is not available yet. "
-    "Leave out the peft configuration, or set quant_scheme='none'."
-)

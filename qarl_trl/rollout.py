@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from . import _compat
-from .quant.state_dict import iter_low_bit_weights
+from .quant.state_dict import full_parameters, iter_low_bit_weights
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,12 @@ class LowBitVLLMGeneration(VLLMGeneration):
             super()._init_vllm()
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        yield from iter_low_bit_weights(self.model, super()._iter_named_params())
+        if self.quantization_config is not None and is_peft_model(self.model):
+            # TRL's own stream merges the adapter into the base weights and back, which changes them.
+            named_params = full_parameters(self.model, self._dist)
+        else:
+            named_params = super()._iter_named_params()
+        yield from iter_low_bit_weights(self.model, named_params)
 
     def sync_weights(self) -> None:
         """Publish the learner's current low-bit tensors to the engine and forget cached keys and values."""

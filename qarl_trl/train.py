@@ -310,6 +310,12 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
             "load_in_4bit and load_in_8bit quantize the masters with bitsandbytes, but QaRL quantizes high-precision "
             "masters itself. Remove them, or set quant_scheme: none."
         )
+    if training_args.quantized and model_args.use_peft:
+        from trl import get_peft_config
+
+        from .preflight import check_lora
+
+        check_lora(get_peft_config(model_args), training_args)
     load_rewards(script_args.reward_funcs)
 
 

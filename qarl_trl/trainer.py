@@ -6,6 +6,7 @@ stock loss this class is `GRPOTrainer`, and every hook it relies on is checked t
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -20,7 +22,7 @@ from trl import GRPOTrainer
 from . import _compat
 from .batch import drop_out_of_band, loss_mask
 from .config import TBPO, QaRLConfig
-from .export import quantization_config, save_low_bit
+from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
 from .loss import TrustBand, mismatch_weight, tbpo_loss
 from .masters import QuantizedSource, load_masters
 from .metrics import CodeFlips, mismatch_sums, weight_stats
@@ -31,7 +33,6 @@ from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout import LowBitVLLMGeneration
 
 
-LOW_BIT_FOLDER = "low_bit"
 # Measured over the first batches of the tests: TRL's arithmetic and `tbpo_loss` differ in float32 rounding only.
 LOSS_TOLERANCE = 1e-5
 FIRST_RATIO_TOLERANCE = 1e-6
@@ -221,15 +222,21 @@ class QaRLTrainer(GRPOTrainer):
         """
         Write the low-bit checkpoint (with quantization off: what TRL writes).
 
+        With LoRA: the adapter, and the merged low-bit checkpoint in its sub-folder `low_bit/`.
+
         Args:
             output_dir (`str`, *optional*): Folder; defaults to `args.output_dir`.
         """
-        if self._saving_masters or not self.args.quantized:
+        if not self.args.quantized:
             super().save_model(output_dir, _internal_call)
-            if self.args.quantized and self.args.export_low_bit:
-                self._save_low_bit(Path(output_dir) / LOW_BIT_FOLDER)
             return
-        self._save_low_bit(Path(output_dir or self.args.output_dir))
+        path = Path(output_dir or self.args.output_dir)
+        if self._saving_masters or is_peft_model(self._unwrapped):
+            super().save_model(str(path), _internal_call=True)
+            if self.args.export_low_bit or not self._saving_masters:
+                self._save_low_bit(path / LOW_BIT_FOLDER)
+        else:
+            self._save_low_bit(path)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -251,7 +258,14 @@ class QaRLTrainer(GRPOTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # Copies the model files of this folder to `output_dir` and uploads that: never the masters.
-        folder = Path(checkpoint_folder) / LOW_BIT_FOLDER if self.args.quantized else checkpoint_folder
+        folder = Path(checkpoint_folder)
+        if self.args.quantized and is_peft_model(self._unwrapped):
+            if self.is_world_process_zero():
+                shutil.copytree(
+                    folder / LOW_BIT_FOLDER, Path(self.args.output_dir) / LOW_BIT_FOLDER, dirs_exist_ok=True
+                )
+        elif self.args.quantized:
+            folder /= LOW_BIT_FOLDER
         super()._push_from_checkpoint(str(folder))
 
     # Small helpers --------------------------------------------------------------------------------------------------

@@ -90,6 +90,28 @@ def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_pat
     assert AutoTokenizer.from_pretrained(out).eos_token == "<eos>"
 
 
+def test_export_merges_an_adapter_into_its_base_model(checkpoint, tmp_path):
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config)
+    model.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "adapter")
+    cli.main(["export", str(tmp_path / "adapter"), str(tmp_path / "out"), "--group-size", "32"])
+    expected = dict(iter_low_bit_weights(apply_quantization(model, "W4A16", group_size=32)))
+    found = read_weights(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    cli.main(["export", str(checkpoint), str(tmp_path / "base"), "--group-size", "32"])
+    name = "model.layers.0.self_attn.q_proj.weight_packed"
+    assert not torch.equal(read_weights(tmp_path / "base")[name], found[name])  # control: the adapter is in it
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
 def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):
     cli.main(["export", str(checkpoint), str(tmp_path / "once"), "--scheme", "FP8_DYNAMIC"])
     with pytest.raises(ValueError, match="quantized already"):

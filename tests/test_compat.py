@@ -51,6 +51,16 @@ def test_a_version_outside_its_window_is_refused(monkeypatch, package, position,
     assert f"pip install '{package}>={low},<{high}'" in str(error.value)
 
 
+def test_a_peft_outside_its_window_stops_only_a_run_with_an_adapter(monkeypatch):
+    _compat.check_peft()
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["peft"] == ["peft>={},<{}".format(*_compat.SUPPORTED_PEFT)]
+    monkeypatch.setattr(_compat, "installed_version", lambda name: "0.20.0" if name == "peft" else None)
+    _compat.check_versions()
+    with pytest.raises(ImportError, match=r"peft 0\.20\.0 is installed, but qarl_trl needs peft>=0\.21,<0\.22"):
+        _compat.check_peft()
+
+
 def test_a_package_that_is_not_installed_has_no_version():
     assert _compat.installed_version("no-such-package") is None
     assert _compat.installed_version("trl").startswith("1.16")

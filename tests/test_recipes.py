@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from trl import get_peft_config
 
 from qarl_trl.precondition import transforms_of_recipe
+from qarl_trl.preflight import check_lora
 from qarl_trl.quant import read_recipe
 from qarl_trl.train import describe, parse
 
@@ -46,8 +48,12 @@ def arms(model):
     return [ROOT / "recipes" / model / f"{name}.yaml" for name in names]
 
 
+def lora_arms():
+    return [path for path in RECIPES if path.stem.endswith("_lora")]
+
+
 def test_every_model_of_the_paper_has_its_four_arms():
-    assert sorted(arm for model in MODELS for arm in arms(model)) == RECIPES
+    assert sorted(arm for model in MODELS for arm in arms(model)) == [p for p in RECIPES if p not in lora_arms()]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
@@ -75,14 +81,17 @@ def test_rollout_batch_is_512_prompts_and_gives_8_updates_of_64_prompts(path):
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
 def test_header_says_what_how_where_and_how_well(path):
     reproduces, launch, hardware, expected, blank = path.read_text().splitlines()[:5]
-    assert reproduces.startswith("# Reproduces: QaRL paper, ") and re.search(r"Table 1|Fig\. 9", reproduces)
+    if path in lora_arms():
+        assert reproduces.startswith(f"# Beyond the paper: the arm {path.stem.removesuffix('_lora')} ")
+    else:
+        assert reproduces.startswith("# Reproduces: QaRL paper, ") and re.search(r"Table 1|Fig\. 9", reproduces)
     command = re.fullmatch(
         r"# Launch: accelerate launch --config_file (\S+) -m qarl_trl\.train --config (\S+)", launch
     )
     assert (ROOT / command[1]).is_file()
     assert ROOT / command[2] == path
     assert hardware.startswith("# Hardware: 8 x ")
-    assert expected.startswith("# Expected: paper") and expected.endswith("Ours: not run.")
+    assert re.match("# Expected: (the )?paper", expected) and expected.endswith("Ours: not run.")
     assert blank == ""
 
 
@@ -102,9 +111,22 @@ def test_arms_differ_in_the_method_only(model):
     assert len(changed) <= 12
 
 
+def test_a_lora_arm_differs_from_its_full_one_in_the_adapter_and_the_optimizer():
+    assert lora_arms()
+    for path in lora_arms():
+        full = path.with_stem(path.stem.removesuffix("_lora"))
+        adapter = {"use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "dtype"}
+        optimizer = {"optim_muon", "learning_rate", "weight_decay"}
+        assert differing_keys(full, path) == {"output_dir"} | adapter | optimizer
+        _, args, model_args = parse(["--config", str(path), *ON_CPU])
+        check_lora(get_peft_config(model_args), args)
+        with pytest.raises(ValueError, match=r"lora_dropout=0\.05"):  # control: TRL's default
+            parse(["--config", str(path), *ON_CPU, "--lora_dropout", "0.05"])
+
+
 def test_tbpo_arms_carry_the_bounds_of_table_2():
     for path in RECIPES:
-        if path.stem.endswith("tbpo"):
+        if "tbpo" in path.stem:
             band = parse(["--config", str(path), *ON_CPU])[1].trust_band
             assert (band.epsilon_high, band.delta_low, band.delta_high, band.mismatch_cap) == (4e-4, 3e-4, 7e-4, 2.0)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from slow.toys import distinct_characters, prompts, save_gptq, save_model, settings, stored_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, preflight
 from qarl_trl.masters import load_masters
-from qarl_trl.quant import QuantLinear, quantized_modules
+from qarl_trl.quant import QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,17 @@ def without_engine(folder: Path, **changes) -> dict:
     return settings(folder, **small) | changes
 
 
-def make(model: str, folder: Path, **changes) -> QaRLTrainer:
+def make(model: str, folder: Path, peft_config=None, **changes) -> QaRLTrainer:
     args = QaRLConfig(**without_engine(folder, **changes))
-    return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts())
+    return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), peft_config=peft_config)
+
+
+def adapter() -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+def kls(trainer) -> list[float]:
+    return [row["kl"] for row in trainer.state.log_history if "kl" in row]
 
 
 def masters(trainer) -> dict[str, torch.Tensor]:
@@ -106,6 +115,135 @@ def test_save_model_writes_the_low_bit_checkpoint(model, tmp_path):
     assert torch.equal(loaded.model.layers[0].self_attn.q_proj.weight_packed, q.low_bit().tensors["weight_packed"])
 
 
+# LoRA ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
+def test_lora_trains_the_adapter_and_resumes_bit_for_bit(model, tmp_path, scheme):
+    schedule = {"steps_per_generation": 1, "lr_scheduler_type": "constant", "quant_scheme": scheme}
+    straight = make(model, tmp_path / "a", adapter(), save_strategy="steps", save_steps=2, **schedule)
+    before = masters(straight)
+    straight.train()
+    resumed = make(model, tmp_path / "b", adapter(), **schedule)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    expected, found = masters(straight), masters(resumed)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    low_bit = dict(iter_low_bit_weights(straight.model))
+    assert all(same_bytes(t, low_bit[name]) for name, t in iter_low_bit_weights(resumed.model))
+    changed = {name for name, value in expected.items() if not torch.equal(value, before[name])}
+    assert len(changed) == 4 and all("lora_" in name for name in changed)
+
+    # Control: what the checkpoint holds is not yet what four steps give.
+    halfway = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-2")
+    parameters = dict(halfway.named_parameters())
+    assert not all(torch.equal(parameters[name], expected[name]) for name in changed)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_lora_saves_the_adapter_and_beside_it_the_merged_low_bit_model(model, tmp_path):
+    trainer = make(model, tmp_path / "run", adapter(), save_strategy="steps", save_steps=4)
+    trainer.train()
+    trainer.save_model()
+    published = dict(iter_low_bit_weights(trainer.model))
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-4"):
+        assert not (folder / "config.json").exists()  # of a model; with it, the folder would be both
+        restored = AutoPeftModelForCausalLM.from_pretrained(folder)
+        expected = masters(trainer)
+        assert all(torch.equal(p, expected[n]) for n, p in restored.named_parameters())
+        saved = load_file(folder / "low_bit" / "model.safetensors")
+        assert saved.keys() == published.keys()
+        assert all(same_bytes(saved[name], published[name]) for name in saved)
+        # The adapter and its base model give the low-bit model back.
+        again = dict(iter_low_bit_weights(apply_quantization(restored, "W4A16")))
+        assert all(same_bytes(saved[name], again[name]) for name in saved)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "low_bit")
+    assert type(loaded).__name__ == "Qwen3ForCausalLM"
+    AutoTokenizer.from_pretrained(tmp_path / "run" / "low_bit")
+    # Control: the base model's codes are others.
+    base = dict(iter_low_bit_weights(apply_quantization(AutoModelForCausalLM.from_pretrained(model), "W4A16")))
+    assert not same_bytes(
+        saved["model.layers.0.mlp.down_proj.weight_packed"], base["model.layers.0.mlp.down_proj.weight_packed"]
+    )
+
+
+def test_with_export_low_bit_off_a_checkpoint_holds_the_adapter_only(model, tmp_path):
+    trainer = make(model, tmp_path, adapter(), save_strategy="steps", save_steps=4, export_low_bit=False)
+    trainer.train()
+    assert (tmp_path / "checkpoint-4" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "checkpoint-4" / "low_bit").exists()
+    trainer.save_model()
+    assert (tmp_path / "low_bit" / "config.json").exists()
+
+
+def test_the_reference_of_lora_is_the_low_bit_base(model, tmp_path):
+    """The policy it starts from: the KL of the first update is exactly 0."""
+    trainer = make(model, tmp_path / "a", adapter(), beta=0.1)
+    seen = []
+    original = trainer._get_per_token_logps_and_entropies
+
+    def spy(called, *args, **kwargs):
+        result = original(called, *args, **kwargs)
+        seen.append((trainer.model.get_model_status().enabled, result[0].detach()))
+        return result
+
+    trainer._get_per_token_logps_and_entropies = spy
+    trainer.train()
+    assert kls(trainer)[0] == 0.0
+    assert {enabled for enabled, _ in seen} == {True, False}
+    assert kls(trainer)[-1] > 0  # control: the adapter has moved since, and the reference has not
+    # Full parameters: TRL keeps the unquantized model, and the KL starts at what quantization costs.
+    full = make(model, tmp_path / "b", beta=0.1)
+    full.train()
+    assert kls(full)[0] > 0
+
+
+def test_a_peft_model_is_trained_with_its_own_adapter_as_the_reference(model, tmp_path):
+    torch.manual_seed(0)
+    given = get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapter())
+    with torch.no_grad():
+        for name, p in given.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.05)
+    start = {n: p.detach().clone() for n, p in given.named_parameters()}
+    trainer = make(given, tmp_path, beta=0.1)
+    trainer.train()
+    assert kls(trainer)[0] == 0.0
+    now = masters(trainer)
+    assert all(torch.equal(now[n.replace("default", "ref")], p) for n, p in start.items())
+    assert not all(torch.equal(now[n], p) for n, p in start.items())
+    trainer.save_model(tmp_path / "final")
+    saved = load_file(tmp_path / "final" / "low_bit" / "model.safetensors")
+    assert not any("ref" in name or "lora" in name for name in saved)
+
+
+def test_pushing_from_a_checkpoint_takes_the_adapter_and_the_low_bit_folder(model, tmp_path, monkeypatch):
+    uploads = []
+
+    class Hub:
+        def upload_folder(self, folder_path, **kwargs):
+            uploads.append(
+                sorted(str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*") if p.is_file())
+            )
+
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: Hub())
+    trainer = make(model, tmp_path, adapter(), save_strategy="steps", save_steps=4)
+    trainer.hub_model_id, trainer.push_in_progress = "me/model", None
+    trainer.train()
+    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-4"))
+    files = [f for f in uploads[0] if not f.startswith("checkpoint-")]
+    assert {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "low_bit/model.safetensors",
+        "low_bit/config.json",
+    } <= set(files)
+    assert "model.safetensors" not in files
+
+
 def test_the_model_card_cites_the_paper(model, tmp_path):
     trainer = make(model, tmp_path)
     trainer.create_model_card()
@@ -160,7 +298,7 @@ def test_metrics_are_logged_under_their_stable_names(model, tmp_path):
     ("kwargs", "error", "words"),
     [
         ({"quantization_config": object()}, ValueError, "bitsandbytes"),
-        ({"peft_config": object()}, ValueError, "LoRA"),
+        ({"peft_config": LoraConfig(use_dora=True)}, ValueError, "DoRA"),
         ({"args": GRPOConfig("x", use_cpu=True, bf16=False)}, TypeError, "QaRLConfig"),
     ],
 )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import Tensor, nn
 
 from .kernels import KERNELS
-from .linear import QuantLinear
+from .linear import LowBitLayer, QuantLinear
+from .names import base_model, checkpoint_modules
 from .recipe import match, resolve_config, single_group
 from .scheme import check_divisible, resolve_scheme
 
@@ -31,8 +33,11 @@ def apply_quantization(
     """
     Give the matching linear layers of `model` a low-bit forward with straight-through gradients.
 
+    In a `PeftModel` a layer with a LoRA adapter computes with its quantized merged weight, one without as usual.
+
     Args:
         model (`nn.Module`): Modified in place. Masters keep their dtype; quantization starts from their bfloat16 cast.
+            Of a `PeftModel`, all names are those of the base model.
         scheme (`str`, `QuantizationScheme` or `QuantizationConfig`): Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a
             scheme, or a configuration of several groups ([`~qarl_trl.quant.recipe.read_recipe`]), which has its own
             targets, ignore list and group sizes: those arguments are then not read.
@@ -49,8 +54,9 @@ def apply_quantization(
         `nn.Module`: `model` itself.
 
     Raises:
-        ValueError: when a target cannot be quantized, when nothing matches, when `qparams` are of other layers, when expert weights would stay in high
-            precision, or when the model was quantized before.
+        ValueError: when a target cannot be quantized, when nothing matches, when `qparams` are of other layers, when
+            expert weights would stay in high precision, when an adapter cannot be merged out of place, or when the model
+            was quantized before.
     """
     if isinstance(scheme, QuantizationConfig):
         plan = resolve_config(scheme)
@@ -58,19 +64,31 @@ def apply_quantization(
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
     if kernel not in KERNELS:
         raise ValueError(f"kernel={kernel!r} must be one of {KERNELS}.")
-    if any(isinstance(m, QuantLinear) for m in model.modules()):
+    if any(isinstance(m, LowBitLayer) for m in model.modules()):
         raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
-    matched = match(model.named_modules(), plan)
+    if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
+        raise ValueError(
+            "The model carries LoRA layers without a PeftModel around them, so their names and adapters are not known. "
+            "Wrap it with peft: get_peft_model(model, config) or PeftModel.from_pretrained(base_model, adapter)."
+        )
+    modules = dict(checkpoint_modules(model))
+    # What decides about an adapted layer is the layer below the adapter.
+    found = match(((name, getattr(m, "base_layer", m)) for name, m in modules.items()), plan)
+    matched = [(name, modules[name], layer_scheme) for name, _, layer_scheme in found]
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
     for name, module, layer_scheme in matched:
         _check_layer(name, module, layer_scheme)
     _check_tied(model, [(name, module) for name, module, _ in matched])
     _check_experts(model)
+    if is_peft_model(model):
+        from .lora import check_adapters
+
+        check_adapters(base_model(model), {name: module for name, module, _ in matched})
     if qparams is not None:
         _check_qparams({name for name, _, _ in matched}, set(qparams))
     for name, module, layer_scheme in matched:
-        module.__class__ = QuantLinear
+        module.__class__ = _low_bit_class(module)
         module.scheme = layer_scheme
         module.frozen_qparams = None if qparams is None else qparams[name]
         module.kernel_choice = kernel
@@ -79,7 +97,7 @@ def apply_quantization(
 
 
 def remove_quantization(model: nn.Module) -> nn.Module:
-    """Turn every low-bit layer of `model` back into a plain `nn.Linear`. Masters are untouched."""
+    """Turn every low-bit layer of `model` back into the class it had. Masters are untouched."""
     for _, module in quantized_modules(model):
         for attribute in (
             "scheme",
@@ -91,13 +109,21 @@ def remove_quantization(model: nn.Module) -> nn.Module:
             "_kernel",
         ):
             module.__dict__.pop(attribute, None)
-        module.__class__ = nn.Linear
+        module.__class__ = type(module).__bases__[1]
     return model
 
 
-def quantized_modules(model: nn.Module) -> Iterable[tuple[str, QuantLinear]]:
+def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
     """The low-bit layers of `model` with their names, in module order."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LowBitLayer))
+
+
+def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:
+    if not hasattr(module, "base_layer"):
+        return QuantLinear
+    from .lora import LoraQuantLinear
+
+    return LoraQuantLinear
 
 
 def _check_qparams(layers: set[str], frozen: set[str]) -> None:
@@ -110,6 +136,11 @@ def _check_qparams(layers: set[str], frozen: set[str]) -> None:
 
 
 def _check_layer(name: str, module: nn.Module, scheme: QuantizationScheme) -> None:
+    if hasattr(module, "base_layer"):
+        from .lora import check_lora_layer
+
+        check_lora_layer(name, module)
+        module = module.base_layer
     # A subclass may compute something else in its forward, which the swap would silently drop.
     if type(module) is not nn.Linear:
         raise ValueError(
@@ -132,7 +163,7 @@ def _check_tied(model: nn.Module, matched: Iterable[tuple[str, nn.Module]]) -> N
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     for name, module in matched:
-        tied = names[id(module.weight)]
+        tied = names[id(getattr(module, "base_layer", module).weight)]
         if len(tied) > 1:
             raise ValueError(
                 f"Layer {name!r} cannot be quantized: its weight is tied ({' = '.join(tied)}). Add {name!r} to "

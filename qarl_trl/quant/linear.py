@@ -6,6 +6,7 @@ export; the layer has exactly the parameters, names and `state_dict` of the `nn.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -55,9 +56,9 @@ class LowBitMatmul(torch.autograd.Function):
         return grad_x, grad_master, None, None
 
 
-class QuantLinear(nn.Linear):
+class LowBitLayer:
     """
-    `nn.Linear` after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
+    What every low-bit layer shares: its scheme, its codes for as long as they are valid, and its kernel.
 
     Attributes:
         scheme (`QuantizationScheme`): The scheme of the low-bit weight.
@@ -73,27 +74,13 @@ class QuantLinear(nn.Linear):
     quantized_forward: bool
     frozen_qparams: tuple[Tensor, Tensor | None] | None = None
 
-    def low_bit(self, weight: Tensor | None = None) -> LowBitWeight:
-        """
-        The layer's low-bit weight, quantized when the master has changed since the last call.
+    def sources(self) -> tuple[str, ...]:
+        """Names, below this module, of the parameters that `low_bit` takes whole, in its order."""
+        raise NotImplementedError
 
-        Args:
-            weight (`Tensor`, *optional*): The full master weight `(out, in)` where `self.weight` is a shard of it.
-        """
-        if weight is not None and not _is_alias(weight, self.weight):
-            self.__dict__["_sharded"] = True
-        if self.__dict__.get("_sharded"):
-            # Storage and version belong to a gathered copy; the step count alone tells old from new.
-            key = (_generation,)
-        else:
-            key = (_generation, self.weight.data_ptr(), self.weight._version)
-        cached = self.__dict__.get("_cached")
-        # A gathered master is always quantized anew: it may have been loaded without an optimizer step.
-        gathered = weight is not None and self.__dict__.get("_sharded", False)
-        if cached is None or cached[0] != key or gathered:
-            cached = (key, self._quantize(self.weight if weight is None else weight))
-            self.__dict__["_cached"] = cached
-        return cached[1]
+    def low_bit(self, *sources: Tensor | None) -> LowBitWeight:
+        """The layer's low-bit weight, quantized when one of its sources has changed since the last call."""
+        raise NotImplementedError
 
     def _quantize(self, weight: Tensor) -> LowBitWeight:
         qparams = self.frozen_qparams
@@ -109,27 +96,94 @@ class QuantLinear(nn.Linear):
     @property
     def last_low_bit(self) -> LowBitWeight:
         """What `low_bit` returned last, without looking at the master."""
-        return self.__dict__["_cached"][1]
+        return self._cached_slots[self._slot][1]
+
+    @property
+    def _slot(self) -> str:
+        """Which of several weights the layer computes with: an adapter's name, or "" for the master itself."""
+        return ""
+
+    @property
+    def _cached_slots(self) -> dict[str, tuple[tuple, LowBitWeight]]:
+        return self.__dict__.setdefault("_cached", {})
+
+    def _cached_low_bit(
+        self,
+        own: Sequence[Tensor],
+        whole: Sequence[Tensor] | None,
+        quantize: Callable[..., LowBitWeight],
+        constants: tuple = (),
+    ) -> LowBitWeight:
+        """
+        `quantize(*sources)` or what it gave last, if neither the sources nor `constants` have changed since.
+
+        Args:
+            own (`Sequence[Tensor]`): The layer's parameters as they are now.
+            whole (`Sequence[Tensor]`, *optional*): The same in full, where `own` are shards.
+            quantize (`Callable[..., LowBitWeight]`): The producer.
+            constants (`tuple`, *optional*): What else the result depends on.
+        """
+        if whole is not None and not all(map(_is_alias, whole, own)):
+            self.__dict__["_sharded"] = True
+        sharded = self.__dict__.get("_sharded", False)
+        # No optimizer touches a frozen weight, so its codes outlive the steps of the others.
+        step = _generation if any(tensor.requires_grad for tensor in own) else None
+        # Storage and version of a shard belong to a gathered copy; the step count alone tells old from new.
+        identity = () if sharded else tuple((tensor.data_ptr(), tensor._version) for tensor in own)
+        key = (step, constants, identity)
+        cached = self._cached_slots.get(self._slot)
+        # A gathered master is always quantized anew: it may have been loaded without an optimizer step.
+        gathered = whole is not None and sharded
+        if cached is None or cached[0] != key or gathered:
+            cached = (key, quantize(*(own if whole is None else whole)))
+            self._cached_slots[self._slot] = cached
+        return cached[1]
+
+    def _compute_input(self, input: Tensor) -> Tensor:
+        """`input` in the compute dtype: what autocast would make of it, where it is on."""
+        if torch.is_autocast_enabled(input.device.type):
+            return input.to(torch.get_autocast_dtype(input.device.type))
+        return input
+
+    def _get_kernel(self, device: torch.device) -> Kernel:
+        kernel = self.__dict__.get("_kernel")
+        if kernel is None:
+            kernel = self.__dict__["_kernel"] = select_kernel(self.scheme, device, self.kernel_choice)
+        return kernel
+
+    def extra_repr(self) -> str:
+        forward = self.kernel_choice if self.quantized_forward else "high precision"
+        inherited = super().extra_repr()
+        return f"{inherited + ', ' if inherited else ''}scheme={self.scheme.weights.num_bits}-bit, forward={forward}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_cached", "_sharded", "_kernel")}
+
+
+class QuantLinear(LowBitLayer, nn.Linear):
+    """`nn.Linear` after [`qarl_trl.quant.apply_quantization`]; never constructed directly."""
+
+    def sources(self) -> tuple[str, ...]:
+        """The master weight."""
+        return ("weight",)
+
+    def low_bit(self, weight: Tensor | None = None) -> LowBitWeight:
+        """
+        The layer's low-bit weight, quantized when the master has changed since the last call.
+
+        Args:
+            weight (`Tensor`, *optional*): The full master weight `(out, in)` where `self.weight` is a shard of it.
+        """
+        whole = None if weight is None else (weight,)
+        return self._cached_low_bit((self.weight,), whole, self._quantize)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.quantized_forward:
             return super().forward(input)
-        device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):
-            input = input.to(torch.get_autocast_dtype(device_type))
-        kernel = self.__dict__.get("_kernel")
-        if kernel is None:
-            kernel = self.__dict__["_kernel"] = select_kernel(self.scheme, input.device, self.kernel_choice)
-        with torch.autocast(device_type, enabled=False):
+        input, kernel = self._compute_input(input), self._get_kernel(input.device)
+        with torch.autocast(input.device.type, enabled=False):
             y = LowBitMatmul.apply(input, self.weight, self.low_bit(), kernel)
             return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def extra_repr(self) -> str:
-        forward = self.kernel_choice if self.quantized_forward else "high precision"
-        return f"{super().extra_repr()}, scheme={self.scheme.weights.num_bits}-bit, forward={forward}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_cached", "_sharded", "_kernel")}
 
 
 def _is_alias(a: Tensor, b: Tensor) -> bool:

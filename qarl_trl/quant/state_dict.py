@@ -6,13 +6,15 @@ forward multiplies with, everything else is a fresh bfloat16 copy (paper Sec. 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from trl.distributed import DistributedBackend
 
-from .linear import QuantLinear
+from .linear import LowBitLayer
+from .names import checkpoint_name, plain_name
 from .scheme import MASTER_CAST_DTYPE
 
 
@@ -23,7 +25,8 @@ def iter_low_bit_weights(
     Yield every tensor of the low-bit checkpoint of `model`.
 
     Args:
-        model (`nn.Module`): A model after `apply_quantization` (without it: plain bfloat16 tensors).
+        model (`nn.Module`): A model after `apply_quantization` (without it: plain bfloat16 tensors). Of a `PeftModel`
+            the stream holds the base model with the active adapter merged, under the base model's names.
         named_params (`Iterable[tuple[str, Tensor]]`, *optional*): Full parameters by name, in module order, where
             `model`'s own are sharded. Defaults to `model.named_parameters()`.
 
@@ -32,36 +35,45 @@ def iter_low_bit_weights(
         W4A16 layer `X`; `X.weight` (float8) and `X.weight_scale` for FP8; otherwise the parameter in bfloat16.
         Persistent buffers follow, in their own dtype.
     """
-    quantized = {
-        f"{plain_name(name)}.weight": module
-        for name, module in model.named_modules()
-        if isinstance(module, QuantLinear)
-    }
+    name_of = _naming(model)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LowBitLayer)}
+    part_of = {plain_name(f"{name}.{local}"): name for name, module in layers.items() for local in module.sources()}
+    collected: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
     for full_name, param in model.named_parameters() if named_params is None else named_params:
-        name = plain_name(full_name)
-        module = quantized.pop(name, None)
-        if module is None:
+        layer = part_of.get(plain_name(full_name))
+        if layer is not None:
+            module, parts = layers[layer], collected[layer]
+            parts[plain_name(full_name)] = param
+            sources = [plain_name(f"{layer}.{local}") for local in module.sources()]
+            if len(parts) == len(sources):
+                low_bit = module.low_bit(*(parts[source] for source in sources))
+                prefix = name_of(sources[0]).removesuffix("weight")
+                yield from ((prefix + local, tensor) for local, tensor in low_bit.tensors.items())
+                del collected[layer]
+            continue
+        name = name_of(full_name)
+        if name is not None:
             # A copy even when the dtype fits: the engine keeps references until a layer is complete.
             tensor = param.detach()
             yield name, tensor.to(MASTER_CAST_DTYPE, copy=True) if tensor.is_floating_point() else tensor.clone()
-        else:
-            prefix = name.removesuffix("weight")
-            yield from ((prefix + local, tensor) for local, tensor in module.low_bit(param).tensors.items())
-    if quantized:
+    if collected:
+        first = next(iter(collected))
         raise RuntimeError(
-            f"{len(quantized)} quantized layers were not among the parameters given (first: {next(iter(quantized))!r}), "
-            "so the engine or the checkpoint would miss them. Parameter names changed between TRL or torch versions?"
+            f"{len(collected)} quantized layers were not whole among the parameters given (first: {first!r}, "
+            f"{len(collected[first])} of {list(layers[first].sources())}), so the engine or the checkpoint would miss "
+            "them. Parameter names changed between TRL or torch versions?"
         )
     persistent = model.state_dict(keep_vars=True)
     parameters = {id(p) for p in model.parameters()}
-    for name, buffer in model.named_buffers():
-        if name in persistent and id(buffer) not in parameters:
+    for full_name, buffer in model.named_buffers():
+        name = name_of(full_name)
+        if full_name in persistent and id(buffer) not in parameters and name is not None:
             yield name, buffer.detach().clone()
 
 
 def full_parameters(model: nn.Module, dist: DistributedBackend) -> Iterator[tuple[str, Tensor]]:
     """
-    Every parameter of `model` whole, one at a time, under its plain name.
+    Every parameter of `model` whole, under its plain name, one at a time; those of an adapted layer together.
 
     Gathering is collective: every process has to iterate.
 
@@ -69,12 +81,23 @@ def full_parameters(model: nn.Module, dist: DistributedBackend) -> Iterator[tupl
         model (`nn.Module`): Unwrapped model, possibly sharded by FSDP2 or ZeRO-3.
         dist (`DistributedBackend`): TRL's view of the sharding.
     """
+    layer_of = {
+        f"{name}.{local}": name
+        for name, module in model.named_modules()
+        if isinstance(module, LowBitLayer)
+        for local in module.sources()
+    }
+    # A layer's parameters follow each other, except where a bias lies between them.
+    groups: dict[str, dict[str, Tensor]] = {}
     for name, param in model.named_parameters():
-        with dist.gather_params([param]):
-            full = param.full_tensor() if isinstance(param, DTensor) else param.data
-            yield plain_name(name), full
+        groups.setdefault(layer_of.get(name, f"{name}."), {})[name] = param
+    for group in groups.values():
+        with dist.gather_params(list(group.values())):
+            for name, param in group.items():
+                yield plain_name(name), param.full_tensor() if isinstance(param, DTensor) else param.data
 
 
-def plain_name(name: str) -> str:
-    """A parameter's or module's name without the part that activation checkpointing inserts."""
-    return name.replace("_checkpoint_wrapped_module.", "")
+def _naming(model: nn.Module) -> Callable[[str], str | None]:
+    if not is_peft_model(model):
+        return plain_name
+    return lambda name: checkpoint_name(name, model.active_adapter)

@@ -104,10 +104,11 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def make_trainer(model: str, folder: Path, **changes: Any) -> Any:
+def make_trainer(model: str, folder: Path, peft_config: Any = None, **changes: Any) -> Any:
     from qarl_trl import QaRLConfig, QaRLTrainer
 
-    return QaRLTrainer(model, distinct_characters, QaRLConfig(**settings(folder, **changes)), train_dataset=prompts())
+    args = QaRLConfig(**settings(folder, **changes))
+    return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), peft_config=peft_config)
 
 
 def engine_logprobs(llm: Any, number: int = 6) -> tuple[list[list[int]], list[list[float]]]:

@@ -1,0 +1,229 @@
+"""`LoraQuantLinear`: a peft LoRA layer whose forward multiplies by its quantized merged weight, `Q(W + s B A)`.
+
+Invariant: the base weight is only ever read. The merged weight exists for as long as it takes to quantize it, so there
+is no merge to undo and nothing that drifts (paper Sec. 3.1, step 2, with `theta = W + s B A`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from .kernels import Kernel, dequantize
+from .linear import LowBitLayer, LowBitMatmul
+from .quantize import LowBitWeight
+from .scheme import MASTER_CAST_DTYPE
+
+
+@torch.no_grad()
+def merged_weight(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
+    """
+    `W + scaling * B A` from the bfloat16 casts of the three, in float32 whatever autocast says.
+
+    The casts make every path agree: an FSDP2 forward sees bfloat16 copies, publish and export the float32 masters.
+    On such values this is peft's own merge, bit for bit.
+
+    Args:
+        weight (`Tensor`): Base weight `(out, in)`.
+        lora_A (`Tensor`): `(r, in)`.
+        lora_B (`Tensor`): `(out, r)`.
+        scaling (`float`): `lora_alpha / r`, or `/ sqrt(r)` with rsLoRA.
+
+    Returns:
+        `Tensor`: float32 `(out, in)`, new storage.
+    """
+    weight, lora_A, lora_B = (t.detach().to(MASTER_CAST_DTYPE) for t in (weight, lora_A, lora_B))
+    with torch.autocast(weight.device.type, enabled=False):
+        return (lora_B.float() @ lora_A.float()).mul_(scaling).add_(weight)
+
+
+class LoraMatmul(torch.autograd.Function):
+    """
+    `y = x Q(W + s B A)^T`, straight through: the gradient of `Q(.)` is given to `W + s B A` unchanged, hence by the chain
+    rule to A and B. Through the rank, so the `(out, in)` gradient itself is never made.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, weight: LowBitWeight, kernel: Kernel
+    ) -> Tensor:
+        y, saved = kernel.forward(x, weight)
+        ctx.weight, ctx.kernel, ctx.scaling = weight, kernel, scaling
+        ctx.save_for_backward(lora_A, lora_B, *saved)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        lora_A, lora_B, *saved = ctx.saved_tensors
+        grad_x = grad_A = grad_B = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ dequantize(ctx.weight, grad.dtype)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            x = ctx.kernel.input_from(tuple(saved), grad.dtype).flatten(0, -2)
+            scaled = grad.flatten(0, -2) * ctx.scaling
+            # The values that were merged, not the masters they were rounded from.
+            used_A, used_B = (t.to(MASTER_CAST_DTYPE).to(grad.dtype) for t in (lora_A, lora_B))
+            grad_A = ((scaled @ used_B).t() @ x).to(lora_A.dtype)
+            grad_B = (scaled.t() @ (x @ used_A.t())).to(lora_B.dtype)
+        return grad_x, grad_A, grad_B, None, None, None
+
+
+class LoraQuantLinear(LowBitLayer, lora.Linear):
+    """
+    `peft.tuners.lora.Linear` after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
+
+    With the adapter disabled, or another one active, it computes with `Q(W)`, or that adapter's merged weight.
+    """
+
+    def sources(self) -> tuple[str, ...]:
+        """
+        The base weight and the active adapter's two factors.
+
+        Raises:
+            RuntimeError: when adapters are disabled: the policy is not what would be read.
+        """
+        if self.disable_adapters:
+            raise RuntimeError(
+                "The adapters are disabled, so a publish or an export would hold the base model instead of the policy. "
+                "Leave the `disable_adapter()` context first."
+            )
+        adapter = self._slot
+        return ("base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight")[: 3 if adapter else 1]
+
+    def low_bit(
+        self, weight: Tensor | None = None, lora_A: Tensor | None = None, lora_B: Tensor | None = None
+    ) -> LowBitWeight:
+        """
+        The low-bit merged weight, quantized when base, A, B, scaling or the active adapter changed since the last call.
+
+        Args:
+            weight (`Tensor`, *optional*): The full base weight `(out, in)` where the layer holds a shard of it.
+            lora_A (`Tensor`, *optional*): The same of A, `(r, in)`.
+            lora_B (`Tensor`, *optional*): The same of B, `(out, r)`.
+
+        Raises:
+            RuntimeError: when peft has merged an adapter into the base weight.
+            ValueError: when several adapters are active.
+        """
+        if self.merged:
+            raise RuntimeError(
+                f"Adapters {self.merged_adapters} are merged into the base weight, which would count them twice and "
+                "rewrites the base. Call `model.unmerge_adapter()`; for a merged model use `save_model` or "
+                "`qarl-trl export`, which merge out of place."
+            )
+        adapter = self._slot
+        if not adapter:
+            whole = None if weight is None else (weight,)
+            return self._cached_low_bit((self.base_layer.weight,), whole, self._quantize)
+        own = (self.base_layer.weight, self.lora_A[adapter].weight, self.lora_B[adapter].weight)
+        scaling = self.scaling[adapter]
+        return self._cached_low_bit(
+            own,
+            None if weight is None else (weight, lora_A, lora_B),
+            lambda w, a, b: self._quantize(merged_weight(w, a, b, scaling)),
+            constants=(scaling,),
+        )
+
+    @property
+    def _slot(self) -> str:
+        """The active adapter of this layer, "" where the base alone computes."""
+        if self.disable_adapters:
+            return ""
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if len(active) > 1:
+            raise ValueError(
+                f"Several adapters are active ({active}), but the engine runs one merged weight. Activate one: "
+                f"model.set_adapter({active[0]!r})."
+            )
+        return active[0] if active else ""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs:
+            raise ValueError(
+                f"A low-bit LoRA layer takes its input only, got {len(args)} more arguments and {sorted(kwargs)}: "
+                "adapters chosen per sample have no single merged weight."
+            )
+        if not self.quantized_forward:
+            return super().forward(x)
+        base = self.base_layer
+        if base.weight.numel() != self.in_features * self.out_features:
+            raise RuntimeError(
+                f"The base weight is partitioned (shape {tuple(base.weight.shape)}), as under DeepSpeed ZeRO-3, and the "
+                "merged weight needs all of it. Use DDP or FSDP2."
+            )
+        x, kernel, adapter = self._compute_input(x), self._get_kernel(x.device), self._slot
+        with torch.autocast(x.device.type, enabled=False):
+            if adapter:
+                factors = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+                y = LoraMatmul.apply(x, *factors, self.scaling[adapter], self.low_bit(), kernel)
+            else:
+                y = LowBitMatmul.apply(x, base.weight, self.low_bit(), kernel)
+            return y if base.bias is None else y + base.bias.to(y.dtype)
+
+
+def check_lora_layer(name: str, layer: nn.Module) -> None:
+    """
+    Refuse an adapter layer whose forward is not `x (W + s B A)^T`.
+
+    Raises:
+        ValueError: naming the layer and what to change.
+    """
+    if type(layer) is not lora.Linear:
+        raise ValueError(
+            f"Layer {name!r} carries a {type(layer).__module__}.{type(layer).__name__} adapter; only plain LoRA on "
+            f"linear layers can be merged before quantization. Take {name!r} out of the adapter's target_modules."
+        )
+    adapters = list(layer.lora_A)
+    remedies = {
+        "a LoRA variant (DoRA or another one)": bool(layer.lora_variant),
+        "lora_dropout > 0": any(not isinstance(layer.lora_dropout[a], nn.Identity) for a in adapters),
+        "lora_bias": any(layer.lora_bias.get(a) for a in adapters),
+        "fan_in_fan_out": layer.fan_in_fan_out,
+        "an adapter merged into its base weight": layer.merged,
+        "more than one active adapter": len([a for a in layer.active_adapters if a in adapters]) > 1,
+    }
+    found = [what for what, applies in remedies.items() if applies]
+    if found:
+        raise ValueError(
+            f"The adapter of layer {name!r} has {', '.join(found)}, for which the engine's weight Q(W + s B A) is not "
+            "what the learner would compute. Use plain LoRA: no variant, lora_dropout=0.0, bias='none', unmerged, one "
+            "active adapter."
+        )
+
+
+def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:
+    """
+    Refuse adapters outside of the layers to quantize.
+
+    Args:
+        model (`nn.Module`): The model below the `PeftModel`.
+        matched (`dict[str, nn.Module]`): The layers to quantize, by checkpoint name.
+
+    Raises:
+        ValueError: naming the layer and what to change.
+    """
+    quantized = {id(module) for module in matched.values()}
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and id(module) not in quantized:
+            raise ValueError(
+                f"Layer {name!r} ({type(module).__name__}) carries an adapter but is not quantized, so its forward "
+                "W x + s B A x would not be the engine's merged one. Take it out of the adapter's target_modules (or "
+                "target_parameters), or out of `quant_ignore` where it is listed there."
+            )
+        if isinstance(module, ModulesToSaveWrapper):
+            inside = [n for n in matched if n == name or n.startswith(f"{name}.")]
+            if inside:
+                raise ValueError(
+                    f"modules_to_save trains a copy of {name!r}, and quantization targets {inside[0]!r} in it. Give it "
+                    "an adapter (target_modules) instead, or add it to `quant_ignore`."
+                )
+        elif hasattr(module, "original_module"):
+            raise ValueError(
+                f"Module {name!r} is wrapped by peft's {type(module).__name__}, whose trained part the engine would "
+                "not see. Remove trainable_token_indices from the adapter's configuration."
+            )

@@ -1,0 +1,61 @@
+"""Names of modules and parameters as the checkpoint knows them, below the wrappers of training.
+
+Invariant: what activation checkpointing and peft put into a name is known here only; a model without them keeps its
+names unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from accelerate.utils import is_peft_model
+from torch import nn
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or module's name without the part that activation checkpointing inserts."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model: `model` itself, or what a `PeftModel` wraps."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def checkpoint_name(name: str, adapter: str) -> str | None:
+    """
+    The base model's name for a parameter of a `PeftModel`, `None` for one that its checkpoint does not have.
+
+    Args:
+        name (`str`): As in `named_parameters()` of the `PeftModel` or of the model below it.
+        adapter (`str`): The active adapter, whose `modules_to_save` count.
+    """
+    parts = plain_name(name).removeprefix("base_model.model.").split(".")
+    if "original_module" in parts or any(part.startswith("lora_") for part in parts):
+        return None
+    if "modules_to_save" in parts:
+        at = parts.index("modules_to_save")
+        if parts[at + 1] != adapter:
+            return None
+        del parts[at : at + 2]
+    return ".".join(part for part in parts if part != "base_layer")
+
+
+def checkpoint_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """
+    The modules of the base model under their checkpoint names; an adapter layer stands for the layer it wraps.
+
+    Args:
+        model (`nn.Module`): A model, or a `PeftModel`.
+    """
+    if not is_peft_model(model):
+        yield from ((plain_name(name), module) for name, module in model.named_modules())
+        return
+    for full_name, module in base_model(model).named_modules():
+        inside_adapter = "base_layer" in full_name.split(".")
+        # A name may end in "modules_to_save", the container of the copies.
+        if inside_adapter or full_name.endswith("modules_to_save") or hasattr(module, "modules_to_save"):
+            continue
+        name = checkpoint_name(full_name, model.active_adapter)
+        if name is not None:
+            yield name, module

@@ -1,0 +1,578 @@
+"""`qarl_trl.quant.lora`: the merged weight, its codes for three readers, gradients to A and B, and what is refused."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import references
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from conftest import make_model
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from trl.distributed import DistributedBackend
+
+from qarl_trl.quant import (
+    apply_quantization,
+    iter_low_bit_weights,
+    kernels,
+    lora,
+    quantize_weight,
+    quantized_modules,
+    remove_quantization,
+)
+from qarl_trl.quant.kernels import dequantize, quantize_tokens_fp8
+from qarl_trl.quant.linear import QuantLinear
+from qarl_trl.quant.lora import LoraQuantLinear, merged_weight
+from qarl_trl.quant.quantize import min_max_qparams
+from qarl_trl.quant.state_dict import full_parameters
+
+
+SCHEMES = ["W4A16", "FP8_DYNAMIC"]
+TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
+ONE_PROCESS = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)))
+
+
+def adapted(model, seed=3, **changes):
+    """`model` with adapters whose B is not zero: of the size of a trained one, or the base alone would pass the tests."""
+    settings = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.0}
+    torch.manual_seed(seed)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings | changes))
+    randomize(model)
+    return model
+
+
+def randomize(model, scale=0.05, adapter="default"):
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name and f".{adapter}." in name:
+                p.normal_(std=scale)
+
+
+def adapted_layers(model):
+    return {name: m for name, m in quantized_modules(model) if isinstance(m, LoraQuantLinear)}
+
+
+def make_layer(scheme="W4A16", bias=False, dtype=torch.float32, seed=0, quantize_forward=True, **changes):
+    """One adapted low-bit layer, 128 to 24."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(128, 24, bias=bias).to(dtype))
+    settings = {"r": 4, "lora_alpha": 16, "target_modules": ["0"]} | changes
+    model = get_peft_model(model, LoraConfig(**settings))
+    randomize(model)
+    apply_quantization(model, scheme, quantize_forward=quantize_forward)
+    return model.base_model.model[0]
+
+
+def make_input(*shape, dtype=torch.float32, seed=1):
+    return torch.randn(*shape, 128, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def factors(layer, adapter="default"):
+    return layer.base_layer.weight, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+
+
+def relative_error(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def same_codes(a, b):
+    return all(torch.equal(a.tensors[n].view(torch.uint8), b.tensors[n].view(torch.uint8)) for n in a.tensors)
+
+
+# The merged weight --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}}]
+)
+def test_codes_are_those_of_pefts_own_merge(tiny_model, changes):
+    """The oracle: `merge_and_unload` of the same model with bfloat16 values, quantized as a plain model."""
+    model = adapted(tiny_model(), **changes)
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in rounded.parameters():
+            p.copy_(p.bfloat16())
+    expected = dict(iter_low_bit_weights(apply_quantization(rounded.merge_and_unload(), "W4A16")))
+    found = dict(iter_low_bit_weights(apply_quantization(model, "W4A16")))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    # Control: the base alone has other codes in every adapted layer, and in no other.
+    base = dict(iter_low_bit_weights(apply_quantization(tiny_model(), "W4A16")))
+    differing = {name for name in base if not torch.equal(found[name], base[name])}
+    assert {n.split(".")[-2] for n in differing} == {"q_proj", "v_proj", "down_proj"}
+    assert len([n for n in differing if n.endswith("packed")]) == 6
+
+
+def test_merged_weight_is_the_formula():
+    w, a, b = torch.randn(24, 128), torch.randn(4, 128), torch.randn(24, 4)
+    merged = merged_weight(w, a, b, 0.75)
+    expected = [
+        [
+            references.bf16(w[i, j].item())
+            + 0.75 * sum(references.bf16(b[i, k].item()) * references.bf16(a[k, j].item()) for k in range(4))
+            for j in range(128)
+        ]
+        for i in range(24)
+    ]
+    # Measured 5e-8: float32 sums against Python's.
+    assert relative_error(merged, torch.tensor(expected, dtype=torch.float64)) < 2e-7
+    assert merged.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(merged_weight(w, a, b, 0.75), merged)
+        # Control: what autocast does to the product.
+        assert not torch.equal((w.bfloat16() + (b.bfloat16() @ a.bfloat16()) * 0.75).float(), merged)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_merged_weight_does_not_depend_on_the_dtype_of_the_masters(dtype):
+    w, a, b = (torch.randn(*shape).bfloat16() for shape in ((24, 128), (4, 128), (24, 4)))
+    assert torch.equal(
+        merged_weight(*(t.to(dtype) for t in (w, a, b)), 2.0), merged_weight(w.float(), a.float(), b.float(), 2.0)
+    )
+
+
+def test_frozen_scales_are_kept_for_the_merged_weight(tiny_model):
+    """A run that starts from a quantized checkpoint may keep its scales; the adapter then moves codes only."""
+    base = apply_quantization(tiny_model(), "W4A16")
+    qparams = {name: min_max_qparams(m.weight, m.scheme) for name, m in quantized_modules(base)}
+    model = apply_quantization(adapted(tiny_model()), "W4A16", qparams=qparams)
+    before, after = (dict(iter_low_bit_weights(m)) for m in (base, model))
+    changed = {name.split(".", 3)[-1] for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {f"{layer}.weight_packed" for layer in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")}
+    free = dict(iter_low_bit_weights(apply_quantization(adapted(tiny_model()), "W4A16")))
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    assert not torch.equal(free[name], before[name])  # control: left free, the scales move
+
+
+# Forward ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "W4A16_ASYM", "W8A16", "W8A8", "W4A8"])
+def test_forward_multiplies_by_the_quantized_merged_weight(scheme, bias):
+    layer, x = make_layer(scheme, bias=bias), make_input(2, 5)
+    w, a, b = factors(layer)
+    weight = quantize_weight(merged_weight(w, a, b, 4.0), layer.scheme)
+    expected = kernels.select_kernel(layer.scheme, x.device).forward(x, weight)[0]
+    expected = expected + layer.base_layer.bias if bias else expected
+    assert torch.equal(layer(x), expected)
+    if scheme == "W4A16":
+        assert torch.equal(
+            layer(x), F.linear(x, dequantize(weight, torch.float32)) + (layer.base_layer.bias if bias else 0)
+        )
+
+    # Control: the low-bit base and the adapter beside it, which is what quantizing `base_layer` alone would compute.
+    # Measured 0.008 with eight bits, more with four.
+    beside = (
+        kernels.select_kernel(layer.scheme, x.device).forward(x, quantize_weight(w, layer.scheme))[0]
+        + x @ a.t() @ b.t() * 4
+    )
+    assert relative_error(beside, layer(x)) > 1e-3
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_autocast_changes_the_compute_dtype_and_not_the_codes(scheme):
+    layer, x = make_layer(scheme, bias=True), make_input(3)
+    outside = layer.low_bit()
+    layer.__dict__.pop("_cached")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert same_codes(layer.low_bit(), outside)
+    with torch.no_grad():
+        expected = layer._kernel.forward(x.bfloat16(), outside)[0] + layer.base_layer.bias.bfloat16()
+    assert torch.equal(y, expected)
+    assert layer(x).dtype == torch.float32  # control: outside of autocast
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_bfloat16_base_gives_the_same_codes(scheme):
+    layer, other = make_layer(scheme), make_layer(scheme, dtype=torch.bfloat16)
+    assert other.base_layer.weight.dtype == torch.bfloat16
+    assert other.lora_A["default"].weight.dtype == torch.float32  # peft keeps trained weights in float32
+    with torch.no_grad():
+        for mine, theirs in zip(factors(other)[1:], factors(layer)[1:], strict=True):
+            mine.copy_(theirs)
+    assert same_codes(layer.low_bit(), other.low_bit())
+
+
+def test_without_a_quantized_forward_the_layer_is_pefts():
+    layer, x = make_layer(bias=True, quantize_forward=False), make_input(3)
+    codes = layer.low_bit()
+    remove_quantization(layer)
+    expected = layer(x)
+    layer = make_layer(bias=True, quantize_forward=False)
+    assert torch.equal(layer(x), expected)
+    assert not layer.has_run
+    assert same_codes(layer.low_bit(), codes)
+
+
+def test_gradient_checkpointing_recomputes_the_same_values():
+    layer, x = make_layer(), make_input(3).requires_grad_()
+    layer(x).sum().backward()
+    expected = [p.grad.clone() for p in factors(layer)[1:]]
+    layer.zero_grad()
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(factors(layer)[1:], expected, strict=True))
+
+
+# Gradients ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_are_the_straight_through_ones(scheme):
+    layer, x = make_layer(scheme, bias=True), make_input(7).requires_grad_()
+    grad = torch.randn(7, 24, generator=torch.Generator().manual_seed(2))
+    (layer(x) * grad).sum().backward()
+    w, a, b = factors(layer)
+    used, low_bit_weight = x.detach(), dequantize(layer.low_bit(), torch.float32)
+    if scheme == "FP8_DYNAMIC":
+        codes, scale = quantize_tokens_fp8(x.detach())
+        used = codes.float() * scale
+    grad_x, grad_merged = references.straight_through(used, low_bit_weight, grad)
+    # The chain rule through W + 4 B A at the values that were merged.
+    expected_a = 4.0 * b.detach().bfloat16().double().t() @ grad_merged
+    expected_b = 4.0 * grad_merged @ a.detach().bfloat16().double().t()
+    # Measured 2e-7: float32 sums, through the rank, against float64 ones through the full matrix.
+    assert relative_error(x.grad, grad_x) < 1e-6
+    assert relative_error(a.grad, expected_a) < 1e-6
+    assert relative_error(b.grad, expected_b) < 1e-6
+    assert w.grad is None and layer.base_layer.bias.grad is None
+
+    # Control: a gradient at the base weight's codes, or without the scaling.
+    base = dequantize(quantize_weight(w, layer.scheme), torch.float32)
+    assert relative_error(references.straight_through(used, base, grad)[0], grad_x) > 0.01
+    assert relative_error(b.grad, expected_b / 4) > 0.5
+
+
+def test_gradients_are_those_of_autograd_through_a_dense_merged_weight():
+    """The textbook form, `M + (Q(M) - M).detach()` with `M = W + s B A`, by torch's own backward."""
+    layer, x = make_layer(), make_input(2, 3).requires_grad_()
+    grad = torch.randn(2, 3, 24, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        for p in factors(layer):
+            p.copy_(p.bfloat16())
+    (layer(x) * grad).sum().backward()
+    w, a, b = (p.detach().clone().requires_grad_() for p in factors(layer))
+    other = x.detach().clone().requires_grad_()
+    merged = w + 4.0 * (b @ a)
+    F.linear(other, merged + (dequantize(layer.low_bit(), torch.float32) - merged).detach()).backward(grad)
+    _, found_a, found_b = factors(layer)
+    # Measured 1e-7, 2e-7 and 2e-7.
+    assert relative_error(x.grad, other.grad) < 1e-6
+    assert relative_error(found_a.grad, a.grad) < 1e-6
+    assert relative_error(found_b.grad, b.grad) < 1e-6
+    # Control: plain LoRA beside a base, whose gradient of the input is another one.
+    assert relative_error(grad @ (w + 4.0 * (b @ a)), x.grad) > 0.01
+
+
+def test_a_step_moves_codes_and_leaves_the_base_bit_for_bit(tiny_model):
+    model = apply_quantization(adapted(tiny_model()), "W4A16")
+    base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    before = {n: t.clone() for n, t in iter_low_bit_weights(model)}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = dict(iter_low_bit_weights(model))
+    parameters = dict(model.named_parameters())
+    assert base and all(torch.equal(parameters[n], value) for n, value in base.items())
+    changed = {n.split(".")[-2] for n in before if not torch.equal(before[n], after[n])}
+    assert changed == {"q_proj", "v_proj", "down_proj"}
+
+    # Control: peft's merge and unmerge, which TRL's own publish does, leaves another base.
+    plain = adapted(tiny_model())
+    weight = plain.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight
+    kept = weight.detach().clone()
+    plain.merge_adapter()
+    plain.unmerge_adapter()
+    assert not torch.equal(weight, kept)
+
+
+# Adapters on, off and exchanged -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_disabled_adapter_leaves_the_low_bit_base(tiny_model, scheme):
+    model = apply_quantization(adapted(tiny_model()), scheme)
+    base = apply_quantization(tiny_model(), scheme)
+    enabled = model(TOKENS).logits
+    with model.disable_adapter():
+        assert torch.equal(model(TOKENS).logits, base(TOKENS).logits)
+    assert torch.equal(model(TOKENS).logits, enabled)
+    assert not torch.equal(enabled, base(TOKENS).logits)  # control
+    high = tiny_model()(TOKENS).logits
+    assert not torch.equal(base(TOKENS).logits, high)  # control: low-bit, not high precision
+
+
+def test_a_publish_with_adapters_disabled_is_an_error(tiny_model):
+    model = apply_quantization(adapted(tiny_model()), "W4A16")
+    with model.disable_adapter(), pytest.raises(RuntimeError, match="instead of the policy"):
+        list(iter_low_bit_weights(model))
+
+
+def test_another_adapter_has_its_own_codes(tiny_model):
+    """As TRL keeps a frozen copy of a given adapter, "ref", for reference log-probs."""
+    model = adapted(tiny_model())
+    model.add_adapter("ref", model.peft_config["default"])
+    randomize(model, adapter="ref")
+    apply_quantization(model, "W4A16")
+    first = model(TOKENS).logits
+    codes = {name: t.clone() for name, t in iter_low_bit_weights(model)}
+    model.set_adapter("ref")
+    second = model(TOKENS).logits
+    only = adapted(tiny_model())
+    with torch.no_grad():
+        for name, p in only.named_parameters():
+            if ".default." in name:
+                p.copy_(model.get_parameter(name.replace(".default.", ".ref.")))
+    assert torch.equal(apply_quantization(only, "W4A16")(TOKENS).logits, second)
+    assert not torch.equal(first, second)
+    model.set_adapter("default")
+    assert torch.equal(model(TOKENS).logits, first)
+    assert all(torch.equal(t, codes[name]) for name, t in iter_low_bit_weights(model))
+
+
+def test_several_active_adapters_stop_the_forward(tiny_model):
+    model = adapted(tiny_model())
+    model.add_adapter("other", model.peft_config["default"])
+    apply_quantization(model, "W4A16")
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match=r"Several adapters are active.*set_adapter\('default'\)"):
+        model(TOKENS)
+
+
+def test_a_merged_adapter_stops_the_forward(tiny_model):
+    model = apply_quantization(adapted(tiny_model()), "W4A16")
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match=r"are merged into the base weight.*unmerge_adapter"):
+        model(TOKENS)
+
+
+def test_adapters_per_sample_stop_the_forward(tiny_model):
+    model = apply_quantization(adapted(tiny_model()), "W4A16").eval()
+    with pytest.raises(ValueError, match="no single merged weight"):
+        model(TOKENS, adapter_names=["default"])
+
+
+# When codes are made anew -------------------------------------------------------------------------------------------
+
+
+def count_quantizations(monkeypatch):
+    calls = []
+
+    def counted(weight, scheme, *args):
+        calls.append(tuple(weight.shape))
+        return quantize_weight(weight, scheme, *args)
+
+    monkeypatch.setattr("qarl_trl.quant.linear.quantize_weight", counted)
+    return calls
+
+
+def test_codes_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_model, monkeypatch):
+    calls = count_quantizations(monkeypatch)
+    model = apply_quantization(adapted(tiny_model()), "W4A16")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for expected in (14, 6, 6):  # all layers, then those with an adapter
+        calls.clear()
+        for _ in range(2):
+            model(TOKENS, labels=TOKENS).loss.backward()
+            list(iter_low_bit_weights(model))
+        assert len(calls) == expected
+        optimizer.step()
+    calls.clear()
+    for _ in range(3):
+        with torch.no_grad(), model.disable_adapter():
+            model(TOKENS)
+    assert len(calls) == 6  # the base of the adapted layers, kept beside the policy's codes
+    model(TOKENS)
+    assert len(calls) == 12
+    optimizer.step()
+    calls.clear()
+    with torch.no_grad(), model.disable_adapter():
+        model(TOKENS)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.lora_A["default"].weight.data.copy_(torch.ones(4, 128)),
+        lambda layer: layer.lora_B["default"].weight.mul_(2.0),
+        lambda layer: layer.base_layer.weight.mul_(2.0),
+        lambda layer: layer.scale_layer(3.0),
+    ],
+    ids=["A", "B", "base", "scaling"],
+)
+def test_codes_follow_every_source(change):
+    layer = make_layer()
+    before = layer.low_bit()
+    assert layer.low_bit() is before
+    with torch.no_grad():
+        change(layer)
+    if change.__code__.co_names[0] == "lora_A":  # `.data` shares no version counter; a step of any optimizer tells
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        optimizer.step()
+    expected = quantize_weight(merged_weight(*factors(layer), layer.scaling["default"]), layer.scheme)
+    assert same_codes(layer.low_bit(), expected)
+    assert not same_codes(layer.low_bit(), before)
+
+
+def test_a_frozen_base_that_is_loaded_anew_is_noticed():
+    model = nn.Sequential(nn.Linear(128, 24)).requires_grad_(False)
+    layer = apply_quantization(model, "W4A16")[0]
+    before = layer.low_bit()
+    model.load_state_dict({name: torch.randn_like(p) for name, p in model.state_dict().items()})
+    assert not same_codes(layer.low_bit(), before)
+
+
+# The model around ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monkeypatch):
+    model = apply_quantization(adapted(tiny_model("qwen2")), scheme)
+    used = []
+    for function in (lora.LoraMatmul, lora.LowBitMatmul):
+        original = function.apply
+
+        def spy(*args, original=original):
+            used.extend(next(a for a in args if hasattr(a, "tensors")).tensors.values())
+            return original(*args)
+
+        monkeypatch.setattr(function, "apply", spy)
+    model(TOKENS)
+    stream = dict(iter_low_bit_weights(model))
+    assert len(used) == 14 * (3 if scheme == "W4A16" else 2)
+    assert {id(t) for t in used} <= {id(t) for t in stream.values()}
+    plain = dict(iter_low_bit_weights(apply_quantization(tiny_model("qwen2"), scheme)))
+    assert stream.keys() == plain.keys()
+    assert torch.equal(stream["model.layers.0.self_attn.q_proj.bias"], plain["model.layers.0.self_attn.q_proj.bias"])
+
+
+def test_state_dict_and_parameters_are_those_of_the_peft_model(tiny_model):
+    plain, model = adapted(tiny_model()), adapted(tiny_model())
+    apply_quantization(model, "W4A16")
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+    restored = remove_quantization(copy.deepcopy(model))
+    assert torch.equal(restored(TOKENS).logits, plain(TOKENS).logits)
+    assert [type(m) for m in restored.modules()] == [type(m) for m in plain.modules()]
+
+
+def test_ignore_patterns_mean_the_names_of_the_base_model(tiny_model):
+    ignore = ["lm_head", "model.layers.0.mlp.gate_proj", r"re:.*layers\.1\.mlp\.up_proj$"]
+    model = apply_quantization(adapted(tiny_model()), "W4A16", ignore=ignore)
+    layers = model.base_model.model.model.layers
+    assert type(layers[0].mlp.gate_proj) is type(layers[1].mlp.up_proj) is nn.Linear
+    assert isinstance(layers[1].mlp.gate_proj, QuantLinear)
+    assert len(adapted_layers(model)) == 6
+    assert "model.layers.0.mlp.gate_proj.weight" in dict(iter_low_bit_weights(model))
+
+
+def test_all_linear_adapts_every_quantized_layer(tiny_model):
+    model = apply_quantization(adapted(tiny_model(), target_modules="all-linear"), "W4A16")
+    assert len(adapted_layers(model)) == len(list(quantized_modules(model))) == 14
+
+
+def test_modules_to_save_are_published_as_trained(tiny_model):
+    model = apply_quantization(adapted(tiny_model(), modules_to_save=["lm_head"]), "W4A16")
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(3.0)
+    stream = dict(iter_low_bit_weights(model))
+    assert torch.equal(stream["lm_head.weight"], (tiny_model().lm_head.weight * 3.0).bfloat16())
+    assert stream.keys() == dict(iter_low_bit_weights(apply_quantization(tiny_model(), "W4A16"))).keys()
+
+
+# Sharded masters ----------------------------------------------------------------------------------------------------
+
+
+def sharded_run(rank, folder):
+    """FSDP2 over two processes, bfloat16 in the forward, float32 in the shards; rank 0 writes what was computed with."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    model = adapted(make_model())
+    apply_quantization(model, "W4A16")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    used = {}
+    for step in range(2):
+        # The first step has no publish before it: nothing has said yet that the weights are shards.
+        streams = [dict(iter_low_bit_weights(model, full_parameters(model, ONE_PROCESS)))] if step else []
+        model(TOKENS, labels=TOKENS).loss.backward()
+        for name, layer in quantized_modules(model):
+            used |= {f"{name}.{local}": t for local, t in layer.last_low_bit.tensors.items()}
+        streams.append(dict(iter_low_bit_weights(model, full_parameters(model, ONE_PROCESS))))
+        for stream in streams:
+            assert all(torch.equal(stream[n.removeprefix("base_model.model.")], t) for n, t in used.items())
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    with_grad = [name for name, p in model.named_parameters() if p.grad is not None]
+    if rank == 0:
+        torch.save((streams[-1], with_grad), f"{folder}/found.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_under_fsdp2_forward_and_publish_share_the_codes_of_one_process(tiny_model, tmp_path):
+    mp.spawn(sharded_run, args=(str(tmp_path),), nprocs=2)
+    stream, with_grad = torch.load(tmp_path / "found.pt")
+    assert len(with_grad) == 12 and all("lora_" in name for name in with_grad)
+    model = apply_quantization(adapted(tiny_model()), "W4A16")
+    before = dict(iter_low_bit_weights(model))
+    frozen = [
+        n for n in before if n.endswith("weight_packed") and n.split(".")[-2] not in ("q_proj", "v_proj", "down_proj")
+    ]
+    assert frozen and all(torch.equal(stream[n], before[n]) for n in frozen)
+    assert stream.keys() == before.keys()
+    assert not torch.equal(
+        stream["model.layers.0.mlp.down_proj.weight_packed"], before["model.layers.0.mlp.down_proj.weight_packed"]
+    )
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"lora_dropout": 0.1}, "lora_dropout > 0"),
+        ({"lora_bias": True, "target_modules": ["q_proj"]}, "lora_bias"),
+        ({"target_modules": ["embed_tokens"]}, r"'model\.embed_tokens'.*is not quantized"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"modules_to_save": ["up_proj"]}, r"modules_to_save trains a copy of 'model\.layers\.0\.mlp\.up_proj'"),
+    ],
+)
+def test_adapters_that_cannot_be_aligned_are_refused(tiny_model, changes, words):
+    kind = "qwen2" if "lora_bias" in changes else "qwen3"
+    with pytest.raises(ValueError, match=words):
+        apply_quantization(adapted(tiny_model(kind), **changes), "W4A16")
+
+
+def test_an_adapter_on_an_ignored_layer_is_refused(tiny_model):
+    with pytest.raises(ValueError, match=r"q_proj' \(Linear\) carries an adapter but is not quantized.*quant_ignore"):
+        apply_quantization(adapted(tiny_model()), "W4A16", ignore=["lm_head", "re:.*q_proj"])
+
+
+def test_a_merged_or_twice_active_adapter_is_refused_at_the_start(tiny_model):
+    model = adapted(tiny_model())
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="merged into its base weight"):
+        apply_quantization(model, "W4A16")
+    model = adapted(tiny_model())
+    model.add_adapter("other", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match="more than one active adapter"):
+        apply_quantization(model, "W4A16")
