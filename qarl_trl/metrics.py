@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .loss import mismatch_weight
-from .quant.linear import QuantLinear
+from .quant.linear import LowBitLayer
 from .quant.quantize import LowBitWeight
 
 
@@ -67,7 +67,7 @@ class CodeFlips:
         self._last: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(self, modules: Iterable[tuple[str, QuantLinear]]) -> float | None:
+    def update(self, modules: Iterable[tuple[str, LowBitLayer]]) -> float | None:
         """Compare with the last call and remember; `None` on the first call or without low-bit layers."""
         changed = total = 0
         for name, module in modules:

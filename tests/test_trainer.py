@@ -349,6 +349,19 @@ def test_frozen_scales_start_at_the_checkpoint_and_stay(gptq, tmp_path):
     assert not any(torch.equal(t, start[name]) for name, t in layer_tensors(free, "weight_scale").items())
 
 
+def test_lora_starts_from_a_quantized_checkpoint_with_its_own_bytes(gptq, tmp_path):
+    start = stored_tensors(gptq)
+    trainer = make(
+        gptq, tmp_path, adapter(), quant_scheme="checkpoint", quant_freeze_scales=True, learning_rate=2e-2, max_steps=2
+    )
+    first = dict(iter_low_bit_weights(trainer.model))
+    assert first.keys() == start.keys()
+    assert all(torch.equal(start[name], t) for name, t in first.items() if "weight_" in name)
+    trainer.train()
+    changed = {n.split(".", 3)[-1] for n, t in iter_low_bit_weights(trainer.model) if not torch.equal(t, first[n])}
+    assert changed == {"self_attn.q_proj.weight_packed", "mlp.down_proj.weight_packed"}  # codes, and no scale
+
+
 def test_a_resume_keeps_frozen_scales(gptq, tmp_path):
     schedule = {"steps_per_generation": 1, "lr_scheduler_type": "constant"}
     schedule |= {"quant_scheme": "checkpoint", "quant_freeze_scales": True}
