@@ -19,6 +19,9 @@ import torch
 import trl.trainer.grpo_trainer as grpo_trainer
 from packaging.version import Version
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightRenaming
 from trl.generation import vllm_generation
 from trl.import_utils import is_vllm_available
 
@@ -303,6 +306,30 @@ def _packs_a_tied_weight(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for modules in holders.values():
         if len(modules) > 1:
             yield from (module for module in modules if hasattr(module, "cpu_linear"))
+
+
+def checkpoint_renaming(model: torch.nn.Module) -> Callable[[str], str]:
+    """
+    From a module's or parameter's name to the one that transformers saves it under.
+
+    transformers renames some modules on load (Mixtral's `block_sparse_moe` becomes `mlp`) and back in `save_pretrained`;
+    llm-compressor's checkpoints and vLLM have the saved names.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return str
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        # As in `save_pretrained` of a model that was not loaded from a file.
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+    renamings = [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightRenaming)]
+
+    def rename(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    return rename
 
 
 def reset_prefix_cache(llm: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -22,8 +23,10 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
+from ._compat import checkpoint_renaming
 from .quant.hook import quantized_modules
 from .quant.linear import LowBitLayer
+from .quant.moe import QuantExperts, fused_experts
 from .quant.names import base_model, checkpoint_modules
 from .quant.recipe import MINMAX
 from .quant.state_dict import iter_low_bit_weights
@@ -31,6 +34,8 @@ from .quant.state_dict import iter_low_bit_weights
 
 LOW_BIT_FOLDER = "low_bit"  # beside masters or an adapter
 RECIPE = "recipe.yaml"  # llm-compressor's name
+# As compressed-tensors names them (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
+_ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
@@ -58,9 +63,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     config = QuantizationConfig(
         config_groups={f"group_{i}": group for i, group in enumerate(groups)},
         format=(formats.pop() if len(formats) == 1 else CompressionFormat.mixed_precision).value,
-        ignore=[
-            n for n, m in checkpoint_modules(model) if isinstance(m, nn.Linear) and not isinstance(m, LowBitLayer)
-        ],
+        ignore=_ignored(model),
         quantization_status=QuantizationStatus.COMPRESSED,
     )
     return {
@@ -70,6 +73,27 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
         "transform_config": {},
         **config.model_dump(mode="json", exclude=["quant_method"]),
     }
+
+
+def _ignored(model: nn.Module) -> list[str]:
+    """
+    Checkpoint names of the layers that stay in high precision, in llm-compressor's order.
+
+    Routers are listed although transformers gives them classes of their own: an engine makes them linear layers.
+    """
+    rename = checkpoint_renaming(base_model(model))
+    experts = dict(fused_experts(model))
+    names: list[str] = []
+    for name, module in checkpoint_modules(model):
+        if name in experts and not isinstance(module, QuantExperts):
+            # llm-compressor's module order within an expert
+            layers = ("up_proj", "gate_proj", "down_proj")
+            names += [f"{name}.{expert}.{layer}" for expert in range(len(module.down_proj)) for layer in layers]
+        elif not isinstance(module, LowBitLayer):
+            kind = type(module).__name__
+            if isinstance(module, nn.Linear) or _ROUTER_CLASS.search(kind):
+                names.append(name)
+    return [rename(name) for name in names]
 
 
 def save_low_bit(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .loss import mismatch_weight
 from .quant.linear import LowBitLayer
+from .quant.moe import QuantExperts
 from .quant.quantize import LowBitWeight
 
 
@@ -59,7 +60,7 @@ class CodeFlips:
     Share of codes that changed between two publishes.
 
     Keeps at most `words` machine words a layer, evenly strided: exact for layers of up to eight times as many 4-bit
-    codes, a sample of that size beyond.
+    codes, a sample of that size beyond. The experts of a layer share its `words`.
     """
 
     def __init__(self, words: int = 131_072) -> None:
@@ -70,21 +71,30 @@ class CodeFlips:
     def update(self, modules: Iterable[tuple[str, LowBitLayer]]) -> float | None:
         """Compare with the last call and remember; `None` on the first call or without low-bit layers."""
         changed = total = 0
-        for name, module in modules:
-            codes, codes_per_byte = self._sample(module.last_low_bit)
-            last = self._last.get(name)
-            if last is not None:
-                changed += _differing_codes(last, codes, codes_per_byte)
-                total += codes.numel() * codes_per_byte
-            self._last[name] = codes
+        for module_name, module in modules:
+            parts = _named_weights(module_name, module)
+            for name, weight in parts.items():
+                codes, codes_per_byte = self._sample(weight, max(1, self._words // len(parts)))
+                last = self._last.get(name)
+                if last is not None:
+                    changed += _differing_codes(last, codes, codes_per_byte)
+                    total += codes.numel() * codes_per_byte
+                self._last[name] = codes
         return changed / total if total else None
 
-    def _sample(self, weight: LowBitWeight) -> tuple[Tensor, int]:
+    @staticmethod
+    def _sample(weight: LowBitWeight, most: int) -> tuple[Tensor, int]:
         """A strided copy of the code bytes, and how many codes each byte holds."""
         word = weight.codes.element_size()
         words = weight.codes.reshape(-1).view(torch.uint8).view(-1, word)
-        stride = max(1, -(-len(words) // self._words))
+        stride = max(1, -(-len(words) // most))
         return words[::stride].clone(), 2 if word == 4 else 1
+
+
+def _named_weights(name: str, module: LowBitLayer) -> dict[str, LowBitWeight]:
+    if isinstance(module, QuantExperts):
+        return {f"{name}.{local}": weight for local, weight in module.last_low_bits()}
+    return {name: module.last_low_bit}
 
 
 def _differing_codes(a: Tensor, b: Tensor, codes_per_byte: int) -> int:

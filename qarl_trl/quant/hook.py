@@ -14,6 +14,15 @@ from torch import Tensor, nn
 
 from .kernels import KERNELS
 from .linear import LowBitLayer, QuantLinear
+from .moe import (
+    QuantExperts,
+    check_experts,
+    check_quantizable,
+    checkpoint_layers,
+    fused_experts,
+    quantize_experts,
+    whole_experts,
+)
 from .names import base_model, checkpoint_modules
 from .recipe import match, resolve_config, single_group
 from .scheme import check_divisible, resolve_scheme
@@ -34,6 +43,7 @@ def apply_quantization(
     Give the matching linear layers of `model` a low-bit forward with straight-through gradients.
 
     In a `PeftModel` a layer with a LoRA adapter computes with its quantized merged weight, one without as usual.
+    Fused experts count as one linear layer per expert and projection, under the names of the checkpoint.
 
     Args:
         model (`nn.Module`): Modified in place. Masters keep their dtype; quantization starts from their bfloat16 cast.
@@ -55,8 +65,8 @@ def apply_quantization(
 
     Raises:
         ValueError: when a target cannot be quantized, when nothing matches, when `qparams` are of other layers, when
-            expert weights would stay in high precision, when an adapter cannot be merged out of place, or when the model
-            was quantized before.
+            fused experts have another form or are matched in part, when an adapter cannot be merged out of place, or when
+            the model was quantized before.
     """
     if isinstance(scheme, QuantizationConfig):
         plan = resolve_config(scheme)
@@ -71,22 +81,28 @@ def apply_quantization(
             "The model carries LoRA layers without a PeftModel around them, so their names and adapters are not known. "
             "Wrap it with peft: get_peft_model(model, config) or PeftModel.from_pretrained(base_model, adapter)."
         )
-    modules = dict(checkpoint_modules(model))
-    # What decides about an adapted layer is the layer below the adapter.
-    found = match(((name, getattr(m, "base_layer", m)) for name, m in modules.items()), plan)
-    matched = [(name, modules[name], layer_scheme) for name, _, layer_scheme in found]
+    for name, module in fused_experts(model):
+        check_experts(name, module)
+    found = match(checkpoint_layers(model, plan.ignore or ()), plan)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
+    if qparams is not None:
+        _check_qparams({name for name, _, _ in found}, set(qparams))
+    experts, linears = whole_experts(model, found)
+    modules = dict(checkpoint_modules(model))
+    matched = [(name, modules[name], layer_scheme) for name, _, layer_scheme in linears]
     for name, module, layer_scheme in matched:
         _check_layer(name, module, layer_scheme)
     _check_tied(model, [(name, module) for name, module, _ in matched])
-    _check_experts(model)
+    _check_routers(model, [(name, module) for name, module, _ in matched])
     if is_peft_model(model):
         from .lora import check_adapters
 
         check_adapters(base_model(model), {name: module for name, module, _ in matched})
-    if qparams is not None:
-        _check_qparams({name for name, _, _ in matched}, set(qparams))
+    for name, module, layer_scheme in experts:
+        check_quantizable(name, module, layer_scheme, kernel)
+    for name, module, layer_scheme in experts:
+        quantize_experts(name, module, layer_scheme, kernel, quantize_forward, qparams)
     for name, module, layer_scheme in matched:
         module.__class__ = _low_bit_class(module)
         module.scheme = layer_scheme
@@ -109,7 +125,10 @@ def remove_quantization(model: nn.Module) -> nn.Module:
             "_kernel",
         ):
             module.__dict__.pop(attribute, None)
-        module.__class__ = type(module).__bases__[1]
+        if isinstance(module, QuantExperts):
+            module.__class__ = module.__dict__.pop("high_precision_class")
+        else:
+            module.__class__ = type(module).__bases__[1]
     return model
 
 
@@ -171,18 +190,13 @@ def _check_tied(model: nn.Module, matched: Iterable[tuple[str, nn.Module]]) -> N
             )
 
 
-def _check_experts(model: nn.Module) -> None:
-    """Fused experts are 3-D parameters, not Linear layers: left out, most of a MoE model would stay unquantized."""
-    holders = {
-        name: type(module).__name__
-        for name, module in model.named_modules()
-        if any(p.ndim == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
-        and not isinstance(module, (nn.Conv1d, nn.Conv2d))
-    }
-    if holders:
-        name, kind = next(iter(holders.items()))
-        raise ValueError(
-            f"{len(holders)} modules hold fused expert weights (first: {name!r}, {kind}), which have no low-bit forward "
-            "yet, so most of the model would stay in high precision without a word. Mixture-of-experts models need "
-            "quant_scheme='none'."
-        )
+def _check_routers(model: nn.Module, matched: Iterable[tuple[str, nn.Module]]) -> None:
+    """A router beside fused experts stays in high precision: a flipped choice sends a token to another expert."""
+    blocks = {name.rpartition(".")[0]: len(next(module.parameters())) for name, module in fused_experts(model)}
+    for name, module in matched:
+        block = name.rpartition(".")[0]
+        if getattr(module, "base_layer", module).weight.shape[0] == blocks.get(block):
+            raise ValueError(
+                f"Layer {name!r} routes tokens to the experts of {block!r}, and routers are never quantized. Add "
+                f"{name!r} to `quant_ignore`."
+            )

@@ -113,7 +113,8 @@ class LowBitLayer:
         whole: Sequence[Tensor] | None,
         quantize: Callable[..., LowBitWeight],
         constants: tuple = (),
-    ) -> LowBitWeight:
+        slot: str | None = None,
+    ) -> Any:
         """
         `quantize(*sources)` or what it gave last, if neither the sources nor `constants` have changed since.
 
@@ -122,7 +123,9 @@ class LowBitLayer:
             whole (`Sequence[Tensor]`, *optional*): The same in full, where `own` are shards.
             quantize (`Callable[..., LowBitWeight]`): The producer.
             constants (`tuple`, *optional*): What else the result depends on.
+            slot (`str`, *optional*): Where to keep the result; by default that of the active adapter.
         """
+        slot = self._slot if slot is None else slot
         if whole is not None and not all(map(_is_alias, whole, own)):
             self.__dict__["_sharded"] = True
         sharded = self.__dict__.get("_sharded", False)
@@ -131,12 +134,12 @@ class LowBitLayer:
         # Storage and version of a shard belong to a gathered copy; the step count alone tells old from new.
         identity = () if sharded else tuple((tensor.data_ptr(), tensor._version) for tensor in own)
         key = (step, constants, identity)
-        cached = self._cached_slots.get(self._slot)
+        cached = self._cached_slots.get(slot)
         # A gathered master is always quantized anew: it may have been loaded without an optimizer step.
         gathered = whole is not None and sharded
         if cached is None or cached[0] != key or gathered:
-            cached = (key, quantize(*(own if whole is None else whole)))
-            self._cached_slots[self._slot] = cached
+            self._cached_slots.pop(slot, None)  # the old codes go before the new ones come
+            cached = self._cached_slots[slot] = (key, quantize(*(own if whole is None else whole)))
         return cached[1]
 
     def _compute_input(self, input: Tensor) -> Tensor:

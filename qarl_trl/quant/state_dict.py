@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from trl.distributed import DistributedBackend
 
+from .._compat import checkpoint_renaming
 from .linear import LowBitLayer
-from .names import checkpoint_name, plain_name
+from .moe import PROJECTIONS, QuantExperts, checkpoint_tensors, fused_experts
+from .names import base_model, checkpoint_name, plain_name
 from .scheme import MASTER_CAST_DTYPE
 
 
@@ -31,12 +33,19 @@ def iter_low_bit_weights(
             `model`'s own are sharded. Defaults to `model.named_parameters()`.
 
     Yields:
-        `tuple[str, Tensor]`: checkpoint name and tensor: `X.weight_packed`, `X.weight_scale`, `X.weight_shape` for a
+        `tuple[str, Tensor]`: checkpoint name (as transformers saves it) and tensor: `X.weight_packed`, `X.weight_scale`, `X.weight_shape` for a
         W4A16 layer `X`; `X.weight` (float8) and `X.weight_scale` for FP8; otherwise the parameter in bfloat16.
+        The fused experts of a quantized model come as one layer per expert and projection, quantized or not.
         Persistent buffers follow, in their own dtype.
     """
     name_of = _naming(model)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LowBitLayer)}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LowBitLayer) and not isinstance(module, QuantExperts)
+    }
+    experts = _fused_parameters(model)
+    rename = checkpoint_renaming(base_model(model)) if layers or experts else str
     part_of = {plain_name(f"{name}.{local}"): name for name, module in layers.items() for local in module.sources()}
     collected: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
     for full_name, param in model.named_parameters() if named_params is None else named_params:
@@ -47,15 +56,24 @@ def iter_low_bit_weights(
             sources = [plain_name(f"{layer}.{local}") for local in module.sources()]
             if len(parts) == len(sources):
                 low_bit = module.low_bit(*(parts[source] for source in sources))
-                prefix = name_of(sources[0]).removesuffix("weight")
+                prefix = rename(name_of(sources[0])).removesuffix("weight")
                 yield from ((prefix + local, tensor) for local, tensor in low_bit.tensors.items())
                 del collected[layer]
             continue
         name = name_of(full_name)
-        if name is not None:
+        if name in experts:
+            holder, fused, local = experts.pop(name)
+            yield from ((rename(n), tensor) for n, tensor in checkpoint_tensors(holder, fused, local, param))
+        elif name is not None:
             # A copy even when the dtype fits: the engine keeps references until a layer is complete.
             tensor = param.detach()
-            yield name, tensor.to(MASTER_CAST_DTYPE, copy=True) if tensor.is_floating_point() else tensor.clone()
+            copied = tensor.to(MASTER_CAST_DTYPE, copy=True) if tensor.is_floating_point() else tensor.clone()
+            yield rename(name), copied
+    if experts:
+        raise RuntimeError(
+            f"{len(experts)} parameters of fused experts were not among the parameters given (first: "
+            f"{next(iter(experts))!r}), so the engine or the checkpoint would miss them."
+        )
     if collected:
         first = next(iter(collected))
         raise RuntimeError(
@@ -68,7 +86,14 @@ def iter_low_bit_weights(
     for full_name, buffer in model.named_buffers():
         name = name_of(full_name)
         if full_name in persistent and id(buffer) not in parameters and name is not None:
-            yield name, buffer.detach().clone()
+            yield rename(name), buffer.detach().clone()
+
+
+def _fused_parameters(model: nn.Module) -> dict[str, tuple[str, nn.Module, str]]:
+    """Fused expert parameters by checkpoint name, as (module name, module, parameter); none where nothing is quantized."""
+    if not any(isinstance(module, LowBitLayer) for module in model.modules()):
+        return {}
+    return {f"{name}.{local}": (name, module, local) for name, module in fused_experts(model) for local in PROJECTIONS}
 
 
 def full_parameters(model: nn.Module, dist: DistributedBackend) -> Iterator[tuple[str, Tensor]]:

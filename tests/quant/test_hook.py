@@ -197,16 +197,6 @@ def test_quantizing_twice_is_an_error(tiny_model):
     apply_quantization(remove_quantization(model), "FP8_DYNAMIC")
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
-def test_experts_that_would_stay_in_high_precision_are_an_error(tiny_model, scheme):
-    model = tiny_model("qwen3_moe")
-    with pytest.raises(
-        ValueError, match=r"2 modules hold fused expert weights.*'model\.layers\.0\.mlp\.experts'.*'none'"
-    ):
-        apply_quantization(model, scheme, ignore=DEFAULT_IGNORE)
-    assert names_of(model) == []
-
-
 def test_an_unknown_scheme_is_an_error_and_changes_nothing(tiny_model):
     model = tiny_model()
     with pytest.raises(ValueError, match="W2A2"):

@@ -12,15 +12,24 @@ CHARACTERS = "0123456789+=;# "
 ENGINE = {"enforce_eager": True}
 
 
-def save_model(folder: Path, layers: int = 2, seed: int = 0) -> str:
-    """A Qwen3 model with weights large enough that its next-token distribution is far from uniform."""
+def save_model(folder: Path, layers: int = 2, seed: int = 0, experts: int = 0) -> str:
+    """A Qwen3 (with `experts` a Qwen3-MoE) model with weights so large that its next-token distribution is not uniform."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    config = Qwen3Config(
+    kind, architecture = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
+    sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128} if experts else {}
+    config = kind(
+        **sizes,
         vocab_size=64,
         hidden_size=256,
         intermediate_size=512,
@@ -36,7 +45,7 @@ def save_model(folder: Path, layers: int = 2, seed: int = 0) -> str:
         bos_token_id=None,
     )
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    architecture(config).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)
 
