@@ -142,6 +142,20 @@ def test_halves_are_rounded_away_from_zero_in_asymmetric_codes():
     assert not torch.equal(codes, x.round())
 
 
+def test_the_zero_point_comes_from_the_side_that_the_engine_takes():
+    """From the minimum or the maximum it is the same number but for rounding, which counts where it is halfway."""
+    rng = torch.Generator().manual_seed(0)
+    low = torch.randint(1, 254, (2000,), generator=rng) + 0.5
+    x = torch.stack((-low, 255 - low, low / 3), dim=-1) * (0.5 + torch.rand(2000, 1, generator=rng))
+    codes, scales = quantize_tokens_int8_asymmetric(x)
+    expected_codes, expected_scales = references.quantize_tokens_int8_asymmetric(x)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes, torch.tensor(expected_codes).float())
+    # Control: the rows tell the two sides apart.
+    steps = torch.full((2000,), 255.0) / (x[:, 1] - x[:, 0])
+    assert ((-128 - x[:, 0] * steps).round() != (127 - x[:, 1] * steps).round()).sum() > 100
+
+
 # Against vLLM -------------------------------------------------------------------------------------------------------
 
 
