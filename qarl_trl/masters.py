@@ -124,6 +124,10 @@ class QuantizedSource:
         """
         return {name: self._qparams(name, scheme) for name, scheme in self.layers.items()}
 
+    def codes(self, layer: str) -> Tensor:
+        """The stored codes of a layer: `weight_packed`, or the float8 or int8 `weight`."""
+        return self._read(f"{layer}.weight_packed" if "weight_packed" in self._locals(layer) else f"{layer}.weight")
+
     def _qparams(self, name: str, scheme: QuantizationScheme) -> QParams:
         state = self._layer(name)
         if "weight_g_idx" in state:

@@ -15,7 +15,7 @@ import torch
 import transformers
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationType
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -283,6 +283,50 @@ def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def check_first_codes(model: nn.Module, source: QuantizedSource) -> None:
+    """
+    With frozen scales: the codes of the loaded masters are those of the checkpoint.
+
+    8-bit integers are the exception: code times scale has more digits than bfloat16, so a few codes come back one step off.
+    That is logged. A zero may come back with another sign (float8 has two).
+
+    Raises:
+        RuntimeError: when other codes than these differ, because then the masters are not the checkpoint.
+    """
+    if is_peft_model(model):
+        return  # what is quantized is base and adapter together
+    total = differing = 0
+    for name, module in quantized_modules(model):
+        if not isinstance(module, nn.Linear):
+            continue  # experts, whose scales are not frozen
+        if module.weight.shape != (module.out_features, module.in_features):
+            return  # a shard (ZeRO-3): nothing is whole before the first gather
+        found, stored = module.low_bit().codes, source.codes(name).to(module.weight.device)
+        if found.dtype == torch.float8_e4m3fn:
+            wrong = (found.float() != stored.float()).sum().item()  # by value: -0.0 is 0.0
+        else:
+            wrong = (found.view(torch.uint8) != stored.view(torch.uint8)).sum().item()
+        if wrong and not _is_int8(module.scheme):
+            raise RuntimeError(
+                f"{wrong} codes of layer {name!r} differ from those in {source.name}, although its scales are frozen. The "
+                "masters were not loaded as they are stored; use tested versions of transformers and compressed-tensors."
+            )
+        differing, total = differing + wrong, total + stored.view(torch.uint8).numel()
+    if differing:
+        logger.warning(
+            "%d of %d codes (%.4f %%) start one step beside those of %s: an 8-bit integer code times its scale is no "
+            "bfloat16 number.",
+            differing,
+            total,
+            100 * differing / total,
+            source.name,
+        )
+
+
+def _is_int8(scheme: QuantizationScheme) -> bool:
+    return scheme.weights.num_bits == 8 and scheme.weights.type == QuantizationType.INT
 
 
 def check_model(model: nn.Module) -> None:

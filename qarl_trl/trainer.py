@@ -30,6 +30,7 @@ from .optim import build_muon
 from .preflight import (
     check_arguments,
     check_experts,
+    check_first_codes,
     check_layers_ran,
     check_mismatch,
     check_model,
@@ -87,6 +88,7 @@ class QaRLTrainer(GRPOTrainer):
         check_arguments(model, args, kwargs)
         source = find_source(model, args)
         check_experts(model, args, source)
+        as_stored = isinstance(model, str)  # masters given as an object may have been changed
         self._band: TrustBand | None = args.trust_band if args.loss_type == TBPO else None
         self._in_loss: dict[str, Any] | None = None
         self._loss_logps: Tensor | None = None
@@ -95,7 +97,7 @@ class QaRLTrainer(GRPOTrainer):
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
-            _quantize(model, args, source)
+            _quantize(model, args, source, as_stored)
             return LowBitVLLMGeneration(
                 model,
                 quantization_config=quantization_config(model),
@@ -109,7 +111,7 @@ class QaRLTrainer(GRPOTrainer):
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         else:
-            _quantize(self.model, args, source)
+            _quantize(self.model, args, source, as_stored)
         if self._band is not None:
             # TRL's sequence-level clipped loss is the TBPO surrogate once each completion has its own bounds.
             self.loss_type, self.importance_sampling_level = "grpo", "sequence"
@@ -337,7 +339,7 @@ class _StepClock(TrainerCallback):
             check_layers_ran(trainer._unwrapped)
 
 
-def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
+def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
     if not args.quantized:
         return
     check_model(model)
@@ -359,3 +361,5 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
         qparams=source.qparams() if args.quant_freeze_scales else None,
         **settings,
     )
+    if args.quant_freeze_scales and as_stored:
+        check_first_codes(model, source)

@@ -18,11 +18,24 @@ from qarl_trl.quant import apply_quantization, quantized_modules
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 WEIGHTS = "model.safetensors"
-METHODS = ("ours", "rtn", "fp8", "gptq", "gptq_fp8", "awq", "recipe")
+LINEAR = "_proj.weight"
+PRESETS = {"asym": "W4A16_ASYM", "w8a16": "W8A16", "w8a8": "W8A8", "w4a8": "W4A8", "block": "FP8_BLOCK"}
+METHODS = ("ours", "rtn", "fp8", "gptq", "gptq_fp8", "gptq_asym", "awq", "recipe", *PRESETS)
+
+# Their scale is the largest weight over the largest code, so quantizing the decompressed weights finds it again.
+IDEMPOTENT = ("fp8", "gptq_fp8", "block")
 
 
 def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def changed_codes(found, stored):
+    """Bytes that differ; a float8 zero of either sign is zero."""
+    assert (found.dtype, found.shape) == (stored.dtype, stored.shape)
+    if stored.dtype == torch.float8_e4m3fn:
+        return (found.float() != stored.float()).sum().item()
+    return (found.contiguous().view(torch.uint8) != stored.contiguous().view(torch.uint8)).sum().item()
 
 
 def calibration():
@@ -37,11 +50,16 @@ def modifiers(method):
     from llmcompressor.modifiers.transform import AWQModifier
 
     where = {"targets": ["Linear"], "ignore": ["lm_head"]}
+    if method in PRESETS:
+        # Blocks of 128 do not fit the key and value projections of a model this small.
+        ignore = ["lm_head", "re:.*(k|v)_proj$"] if method == "block" else ["lm_head"]
+        return [QuantizationModifier(scheme=PRESETS[method], targets=["Linear"], ignore=ignore)]
     return {
         "rtn": [QuantizationModifier(scheme="W4A16", **where)],
         "fp8": [QuantizationModifier(scheme="FP8_DYNAMIC", **where)],
         "gptq": [GPTQModifier(scheme="W4A16", **where)],
         "gptq_fp8": [GPTQModifier(scheme="FP8_DYNAMIC", **where)],
+        "gptq_asym": [GPTQModifier(scheme="W4A16_ASYM", **where)],
         "awq": [AWQModifier(), QuantizationModifier(scheme="W4A16", **where)],
         "recipe": [
             QuantizationModifier(
@@ -104,7 +122,15 @@ def test_masters_are_what_transformers_decompresses_and_nothing_else(checkpoints
     theirs = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         expected = theirs(TOKENS).logits  # decompresses
-        if method in ("ours", "rtn", "gptq", "awq"):  # the others quantize activations in this forward
+        if method in (
+            "ours",
+            "rtn",
+            "gptq",
+            "gptq_asym",
+            "awq",
+            "asym",
+            "w8a16",
+        ):  # the others quantize activations in this forward
             assert torch.equal(masters(TOKENS).logits, expected)
     values = theirs.state_dict()
     for name, value in masters.state_dict().items():
@@ -150,12 +176,19 @@ def test_frozen_scales_give_the_file_back_byte_for_byte(checkpoints, method, dty
     save_low_bit(model, None, tmp_path / "again")
     stored, again = load_file(path / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
     assert again.keys() == stored.keys()
-    assert all(same(again[name], tensor) for name, tensor in stored.items())
+    differing = {name: changed_codes(again[name], tensor) for name, tensor in stored.items()}
+    if method in ("w8a16", "w8a8"):
+        # Code times scale needs 15 digits and bfloat16 has 8: 0.04 % of the codes here, each by one step.
+        share = sum(differing.values()) / sum(t.view(torch.uint8).numel() for n, t in stored.items() if LINEAR in n)
+        assert 0 < share < 1e-3
+        assert not any(n for name, n in differing.items() if not name.endswith(("weight", "weight_packed")))
+    else:
+        assert set(differing.values()) == {0}
 
     # Control: min-max scales of the decompressed weights are others.
     free = apply_quantization(load_masters(str(path), dtype=dtype), source.plan())
     codes = dict(quantized_modules(free))["model.layers.0.mlp.gate_proj"].low_bit()
-    assert not same(codes.scale, stored["model.layers.0.mlp.gate_proj.weight_scale"]) or "fp8" in method
+    assert not same(codes.scale, stored["model.layers.0.mlp.gate_proj.weight_scale"]) or method in IDEMPOTENT
 
 
 def test_scales_stay_when_the_weights_move(checkpoints):

@@ -9,9 +9,12 @@ from transformers import BitsAndBytesConfig
 from trl import GRPOConfig
 
 from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.export import save_low_bit
+from qarl_trl.masters import load_masters, quantized_source
 from qarl_trl.preflight import (
     _check_engine,
     check_arguments,
+    check_first_codes,
     check_layers_ran,
     check_lora,
     check_mismatch,
@@ -254,3 +257,22 @@ def test_a_scheme_needs_a_gpu_that_has_a_kernel(monkeypatch, scheme, capability)
         _check_engine(plan, device)
     needed = "no GPU kernel" if row.gpu_capability is None else str(row.gpu_capability)
     assert needed in str(error.value)
+
+
+# First codes from a quantized checkpoint ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scheme", "exact"), [("W4A16", True), ("FP8_DYNAMIC", True), ("W8A16", False)])
+def test_masters_that_do_not_give_the_checkpoint_back_stop_the_run(tiny_model, tmp_path, caplog, scheme, exact):
+    save_low_bit(apply_quantization(tiny_model(), scheme), None, tmp_path)
+    source = quantized_source(str(tmp_path))
+    model = apply_quantization(load_masters(source.name), source.plan(), qparams=source.qparams())
+    with caplog.at_level("WARNING"):
+        check_first_codes(model, source)
+    assert ("one step beside" in caplog.text) == (not exact)
+    if exact:  # control
+        with torch.no_grad():
+            weight = model.model.layers[1].mlp.up_proj.weight
+            weight[0, 0] = -weight[0, 0] if weight[0, 0] else weight.abs().max()
+        with pytest.raises(RuntimeError, match=r"1 codes of layer 'model.layers.1.mlp.up_proj' differ"):
+            check_first_codes(model, source)
