@@ -300,7 +300,7 @@ def check_first_codes(model: nn.Module, source: QuantizedSource) -> None:
     total = differing = 0
     for name, module in quantized_modules(model):
         if not isinstance(module, nn.Linear):
-            continue  # experts, whose scales are not frozen
+            continue  # experts: codes of their own for each expert, not compared here
         if module.weight.shape != (module.out_features, module.in_features):
             return  # a shard (ZeRO-3): nothing is whole before the first gather
         found, stored = module.low_bit().codes, source.codes(name).to(module.weight.device)
