@@ -29,6 +29,7 @@ from qarl_trl.quant.kernels import dequantize, quantize_tokens_fp8
 from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.lora import LoraQuantLinear, merged_weight
 from qarl_trl.quant.quantize import min_max_qparams
+from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import full_parameters
 
 
@@ -481,6 +482,19 @@ def test_ignore_patterns_mean_the_names_of_the_base_model(tiny_model):
 def test_all_linear_adapts_every_quantized_layer(tiny_model):
     model = apply_quantization(adapted(tiny_model(), target_modules="all-linear"), "W4A16")
     assert len(adapted_layers(model)) == len(list(quantized_modules(model))) == 14
+
+
+def test_adapters_on_attention_go_with_low_bit_experts(tiny_model):
+    model = adapted(tiny_model("qwen3_moe"), target_modules=["q_proj", "o_proj"])
+    apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert {name.split(".")[-3] for name, p in model.named_parameters() if p.grad is not None} == {"lora_A", "lora_B"}
+    stream = dict(iter_low_bit_weights(model))
+    base = dict(iter_low_bit_weights(apply_quantization(tiny_model("qwen3_moe"), "W4A16", ignore=DEFAULT_IGNORE)))
+    assert stream.keys() == base.keys()
+    assert any("experts" in name and name.endswith("weight_packed") for name in stream)
+    changed = {name.split(".")[-2] for name in stream if not torch.equal(stream[name], base[name])}
+    assert changed == {"q_proj", "o_proj"}
 
 
 def test_modules_to_save_are_published_as_trained(tiny_model):
