@@ -80,6 +80,7 @@ class QaRLConfig(GRPOConfig):
         muon_momentum (`float`, *optional*, defaults to `0.95`): Momentum of Muon.
         muon_ns_steps (`int`, *optional*, defaults to `5`): Newton-Schulz steps.
         muon_adjust_lr (`str`, *optional*, defaults to `"match_rms_adamw"`): How a matrix's shape scales its rate.
+        publish_verify (`str`, *optional*, defaults to `"first"`): `"off"`, `"first"`, or every so many publishes.
         vllm_engine_kwargs (`dict`, *optional*): More keyword arguments for `vllm.LLM`.
         export_low_bit (`bool`, *optional*, defaults to `True`): Write `low_bit/` into every training checkpoint.
     """
@@ -200,6 +201,14 @@ class QaRLConfig(GRPOConfig):
             "AdamW's, so AdamW learning rates carry over; 'original' follows Keller Jordan's."
         },
     )
+    publish_verify: str = field(
+        default="first",
+        metadata={
+            "help": "Compare engine and learner on a fixed prompt after a publish, and stop when the engine is stale or "
+            "corrupted: 'first' (the first publish, onto an engine with random weights), a number N (the first and "
+            "every N-th after it), or 'off'. Costs one engine prompt and two learner forwards of at most 128 tokens."
+        },
+    )
     vllm_engine_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
@@ -301,6 +310,7 @@ class QaRLConfig(GRPOConfig):
                 "optim_muon=True with DeepSpeed: ZeRO cuts matrices into flat pieces, which Muon cannot orthogonalize. Use "
                 "DDP or FSDP2, or optim_muon=False."
             )
+        self.publish_verify = _checked_verify(self.publish_verify)
         _check_threshold(self)
         if self.muon_ns_steps < 1 or not 0 <= self.muon_momentum < 1:
             raise ValueError(
@@ -330,6 +340,17 @@ def _check_sources(args: QaRLConfig) -> None:
 def _default_of(args: QaRLConfig, name: str) -> Any:
     found = next(f for f in fields(args) if f.name == name)
     return found.default_factory() if callable(found.default_factory) else found.default
+
+
+def _checked_verify(value: Any) -> str | int:
+    """`"off"`, `"first"` or an `int`: YAML makes `False` of a bare `off`, the command line a string of a number."""
+    if value is False:
+        return "off"
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if value in ("off", "first") or (type(value) is int and value >= 1):
+        return value
+    raise ValueError(f"publish_verify={value!r} must be 'off', 'first' or a number of publishes >= 1.")
 
 
 def _check_threshold(args: QaRLConfig) -> None:

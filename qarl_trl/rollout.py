@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -18,6 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from . import _compat
+from .canary import Canary
 from .quant.state_dict import full_parameters, iter_low_bit_weights
 
 
@@ -43,6 +44,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
     Attributes:
         rollout_seconds (`float`): Time spent generating since it was last set to 0.
         publishes (`list[Publish]`): Publishes since the list was last cleared.
+        num_publishes (`int`): All publishes so far.
+        canary ([`~qarl_trl.canary.Canary`], *optional*): Checks a publish before anything is sampled with it.
     """
 
     def __init__(
@@ -56,6 +59,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.engine_kwargs = engine_kwargs or {}
         self.rollout_seconds = 0.0
         self.publishes: list[Publish] = []
+        self.num_publishes = 0
+        self.canary: Canary | None = None
+        self._checked = 0
         self._published_names: tuple[str, ...] | None = None
         super().__init__(*args, **kwargs)
 
@@ -101,14 +107,32 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self._check_names(tuple(names))
         _compat.reset_prefix_cache(self.llm)
         self.publishes.append(Publish(time.perf_counter() - start, sum(sizes), len(names)))
+        self.num_publishes += 1
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        """TRL's `generate`, timed without the publishes inside it."""
+        """TRL's `generate` on a checked publish, timed without the publishes inside it."""
+        if self.canary is not None and self.mode == "colocate":
+            self._check_publish(self.canary)
         start, published = time.perf_counter(), len(self.publishes)
         result = super().generate(*args, **kwargs)
         inside = sum(p.seconds for p in self.publishes[published:])
         self.rollout_seconds += time.perf_counter() - start - inside
         return result
+
+    def _check_publish(self, canary: Canary) -> None:
+        """Let the canary look at a publish it has not seen, and count the time as part of that publish."""
+        if self.enable_sleep_mode and self._llm_weights_sleeping:
+            self.sync_weights()
+        if self._checked == self.num_publishes or not canary.due(self.num_publishes):
+            return
+        self._checked = self.num_publishes
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+        start = time.perf_counter()
+        canary.check(self.llm, self.num_publishes)
+        if self.publishes:
+            last = self.publishes[-1]
+            self.publishes[-1] = replace(last, seconds=last.seconds + time.perf_counter() - start)
 
     def reset_clock(self) -> None:
         """Start measuring anew."""

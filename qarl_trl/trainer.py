@@ -21,6 +21,7 @@ from trl import GRPOTrainer
 
 from . import _compat
 from .batch import drop_out_of_band, loss_mask
+from .canary import LENGTH, Canary, canary_tokens, learner_logps
 from .config import TBPO, QaRLConfig
 from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
 from .loss import TrustBand, mismatch_weight, tbpo_loss
@@ -110,6 +111,7 @@ class QaRLTrainer(GRPOTrainer):
         if self.use_vllm:
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
+            self.vllm_generation.canary = self._build_canary()
         else:
             _quantize(self.model, args, source, as_stored)
         if self._band is not None:
@@ -127,6 +129,19 @@ class QaRLTrainer(GRPOTrainer):
         return super().create_optimizer(model)
 
     # Rollout --------------------------------------------------------------------------------------------------------
+
+    def _build_canary(self) -> Canary | None:
+        if self.args.publish_verify == "off":
+            return None
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        longest = self.args.vllm_max_model_length or LENGTH + 1
+        tokens = canary_tokens(tokenizer, self.model.config.get_text_config().vocab_size, min(LENGTH, longest - 1))
+
+        def score() -> tuple[Tensor, Tensor]:
+            with self.accelerator.autocast():
+                return learner_logps(self._unwrapped, tokens)
+
+        return Canary(tokens, self.args.publish_verify, score, self.accelerator.gather, self._log_value)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
