@@ -193,6 +193,7 @@ CHANGED = {
     "muon_ns_steps": 4,
     "muon_adjust_lr": "original",
     "vllm_engine_kwargs": {"enforce_eager": True},
+    "publish_verify": 4,
     "export_low_bit": False,
 }
 ALWAYS = {"use_cpu": True, "bf16": False, "use_vllm": True, "report_to": "none"}
@@ -221,6 +222,19 @@ def test_every_own_field_survives_command_line_and_recipe(tmp_path, source):
         arguments = ["--config", str(tmp_path / "recipe.yaml")]
     (args,) = TrlParser(QaRLConfig).parse_args_and_config(arguments)
     assert {name: getattr(args, name) for name in CHANGED} == CHANGED
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("first", "first"), ("off", "off"), (False, "off"), ("3", 3), (1, 1)]
+)
+def test_publish_verify_takes_what_yaml_and_command_lines_make_of_it(config, given, kept):
+    assert config(publish_verify=given).publish_verify == kept
+
+
+@pytest.mark.parametrize("given", ["always", 0, -1, "0", True, 1.5, None])
+def test_another_publish_verify_is_refused(config, given):
+    with pytest.raises(ValueError, match="publish_verify=.* must be 'off', 'first' or a number"):
+        config(publish_verify=given)
 
 
 @pytest.fixture
