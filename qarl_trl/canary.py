@@ -96,9 +96,6 @@ class Canary:
         engine = engine_logps(llm, self.token_ids)
         learner, noisy = self._score()
         reading = read(engine.to(learner.device), learner, noisy, self._anchor)
-        if self._anchor is None or not math.isnan(reading.followed):
-            # Kept until the learner has moved visibly, so that small updates add up to a verdict.
-            self._anchor = learner
         numbers = [reading.gap, reading.allowed, reading.followed, float(reading.corrupted or reading.stale)]
         rows = self._gather(torch.tensor([numbers], device=learner.device)).cpu()
         worst = rows[rows[:, 3].argmax()]
@@ -106,6 +103,9 @@ class Canary:
         self._report("publish/verify_allowed", rows[:, 1].min().item())
         if worst[3]:
             raise RuntimeError(diagnosis(Reading(*worst[:3].tolist()), publishes, int(rows[:, 3].sum()), len(rows)))
+        if self._anchor is None or not math.isnan(reading.followed):
+            # Kept until the learner has moved visibly, so that small updates add up to a verdict.
+            self._anchor = learner
         return reading
 
 

@@ -116,9 +116,7 @@ def canary(monkeypatch, engine, learner, every=1, others=()):
     return Canary([1], every, score, gather, lambda *value: reported.append(value)), reported
 
 
-@pytest.mark.parametrize(
-    ("every", "due"), [("first", [1]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 4, 7]), (100, [1])]
-)
+@pytest.mark.parametrize(("every", "due"), [("first", [1]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 4, 7]), (100, [1])])
 def test_which_publishes_are_checked(monkeypatch, every, due):
     assert [n for n in range(1, 8) if canary(monkeypatch, [], [], every)[0].due(n)] == due
 

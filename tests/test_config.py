@@ -224,9 +224,7 @@ def test_every_own_field_survives_command_line_and_recipe(tmp_path, source):
     assert {name: getattr(args, name) for name in CHANGED} == CHANGED
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"), [("first", "first"), ("off", "off"), (False, "off"), ("3", 3), (1, 1)]
-)
+@pytest.mark.parametrize(("given", "kept"), [("first", "first"), ("off", "off"), (False, "off"), ("3", 3), (1, 1)])
 def test_publish_verify_takes_what_yaml_and_command_lines_make_of_it(config, given, kept):
     assert config(publish_verify=given).publish_verify == kept
 
