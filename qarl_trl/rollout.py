@@ -123,9 +123,11 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """Let the canary look at a publish it has not seen, and count the time as part of that publish."""
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
-        if self._checked == self.num_publishes or not canary.due(self.num_publishes):
-            return
+        # More than one when nothing was sampled in between.
+        new = range(self._checked + 1, self.num_publishes + 1)
         self._checked = self.num_publishes
+        if not any(canary.due(number) for number in new):
+            return
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
         start = time.perf_counter()
