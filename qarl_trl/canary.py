@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quant.linear import QuantLinear
+from .quant.linear import LowBitLayer
 
 
 LENGTH = 128
@@ -209,7 +209,7 @@ def _forward(model: nn.Module, ids: Tensor) -> Tensor:
 @contextmanager
 def low_bit_forward(model: nn.Module) -> Iterator[None]:
     """Run quantized layers in low bits, whatever training does (`quant_learner=False`)."""
-    off = [m for m in model.modules() if isinstance(m, QuantLinear) and not m.quantized_forward]
+    off = [m for m in model.modules() if isinstance(m, LowBitLayer) and not m.quantized_forward]
     for module in off:
         module.quantized_forward = True
     try:
@@ -228,7 +228,7 @@ def rounding_noise(model: nn.Module) -> Iterator[None]:
         u = torch.rand(output.shape, generator=generator) * (2 * ROUNDING) - ROUNDING
         return (output.float() * (1 + u).to(output.device)).to(output.dtype)
 
-    hooks = [m.register_forward_hook(disturb) for m in model.modules() if isinstance(m, nn.Linear)]
+    hooks = [m.register_forward_hook(disturb) for m in model.modules() if isinstance(m, (nn.Linear, LowBitLayer))]
     try:
         yield
     finally:
