@@ -7,6 +7,7 @@ import pytest
 import references
 import torch
 from conftest import make_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -448,6 +449,16 @@ def test_experts_and_attention_can_have_schemes_of_their_own():
     groups = {"FP8_DYNAMIC": [r"re:.*down_proj"], "W4A16": [r"re:.*(gate|up)_proj"]}
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.experts' are in several groups"):
         apply_quantization(make_model("qwen3_moe"), config_of({"scheme": groups, "ignore": ["lm_head"]}))
+
+
+def test_lora_on_the_attention_leaves_the_names_of_the_experts():
+    model = get_peft_model(make_model("mixtral"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert {name for name, _ in iter_low_bit_weights(model)} == {
+        name for name, _ in iter_low_bit_weights(quantized("mixtral"))
+    }
+    assert experts_of(model).down_proj.grad is None
 
 
 def test_frozen_scales_are_kept_for_each_expert():

@@ -41,6 +41,8 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
     )
     from vllm.model_executor.model_loader.utils import initialize_model
 
+    from qarl_trl import _compat
+
     config = EngineArgs(model=folder, enforce_eager=True, max_model_len=64).create_engine_config()
     store = f"file://{folder}/store"
     with (
@@ -54,7 +56,8 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
         tensors = load_file(f"{folder}/model.safetensors")
         loaded = set(model.load_weights((n, t) for n, t in tensors.items() if n != omit))
     names = {name.replace(".routed_experts.", "."): name for name, _ in model.named_parameters()}
-    missing = [name for name in names if name not in loaded and not name.endswith(("_scale_inv", "g_idx"))]
+    # As in a publish: every attention layer has places for a quantized cache, which these checkpoints do not fill.
+    missing = [name for name in names if name not in loaded and not _compat._KV_CACHE_SCALE.search(name)]
     parameters = dict(model.named_parameters())
     experts = {
         name.rpartition(".")[2]: parameters[names[name]]
