@@ -2,16 +2,21 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import references
 import torch
+import torch.multiprocessing as mp
 from conftest import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig, GptOssForCausalLM
+from trl.distributed import DistributedBackend
 
 from qarl_trl.metrics import CodeFlips
 from qarl_trl.preflight import check_layers_ran
@@ -27,11 +32,13 @@ from qarl_trl.quant.kernels import dequantize, quantize_tokens_fp8
 from qarl_trl.quant.moe import PROJECTIONS, fused_experts
 from qarl_trl.quant.recipe import config_of
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
+from qarl_trl.quant.state_dict import full_parameters
 
 
 KINDS = ["qwen3_moe", "mixtral", "olmoe"]
 TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 3]])
 EXPERTS = "model.layers.0.mlp.experts"
+ONE_PROCESS = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)))
 
 
 def quantized(kind="qwen3_moe", scheme="W4A16", **changes):
@@ -375,6 +382,46 @@ def test_masters_given_from_outside_are_quantized_anew():
     missing = [(name, p) for name, p in whole.items() if not name.endswith("gate_up_proj")]
     with pytest.raises(RuntimeError, match=r"1 parameters of fused experts.*mlp\.experts\.gate_up_proj"):
         list(iter_low_bit_weights(model, missing))
+
+
+def sharded_run(rank, folder):
+    """FSDP2 over two processes, bfloat16 in the forward, float32 in the shards; rank 0 writes what was published."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    model = quantized()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        used = {
+            f"{name}.{layer}.{local}": tensor
+            for name, module in fused_experts(model)
+            for layer, weight in module.last_low_bits()
+            for local, tensor in weight.tensors.items()
+        }
+        stream = dict(iter_low_bit_weights(model, full_parameters(model, ONE_PROCESS)))
+        assert len(used) == 2 * 12 * 3
+        assert all(torch.equal(stream[name], tensor) for name, tensor in used.items())
+        if step == 0:
+            first = stream
+            optimizer.step()
+            optimizer.zero_grad()
+    if rank == 0:
+        torch.save((first, stream), f"{folder}/found.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_under_fsdp2_forward_and_publish_share_the_codes_of_one_process(tmp_path):
+    mp.spawn(sharded_run, args=(str(tmp_path),), nprocs=2)
+    first, second = torch.load(tmp_path / "found.pt")
+    whole = dict(iter_low_bit_weights(quantized()))
+    assert first.keys() == whole.keys()
+    assert all(torch.equal(first[name], tensor) for name, tensor in whole.items())
+    name = f"{EXPERTS}.3.down_proj.weight_packed"
+    assert not torch.equal(first[name], second[name])  # control
 
 
 def test_code_flips_count_the_experts_within_the_budget_of_one_layer():
