@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
@@ -22,7 +23,7 @@ from .activations import (
     quantize_tokens_int8_asymmetric,
 )
 from .quantize import LowBitWeight, as_blocks, as_matrix
-from .scheme import effective_group_size, support_of
+from .scheme import effective_group_size, has_global_scale, support_of
 
 
 KERNELS = ("auto", "dequant", "engine")
@@ -47,6 +48,9 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     Codes (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to
     `dtype`.
     """
+    if has_global_scale(weight.scheme):
+        compressor = BaseCompressor.get_value_from_registry(weight.scheme.format.value)
+        return compressor.decompress(dict(weight.tensors), weight.scheme)["weight"].to(dtype)
     codes = _unpack(weight) if "weight_packed" in weight.tensors else weight.codes
     blocks = as_blocks(codes, weight.scheme).to(weight.scale.dtype)
     if "weight_zero_point" in weight.tensors:
@@ -234,6 +238,7 @@ _KERNELS: dict[str, dict[str, Any]] = {
     "W4A16": {"auto": DequantGemm},
     "W4A16_ASYM": {"auto": DequantGemm},
     "W8A16": {"auto": DequantGemm},
+    "NVFP4A16": {"auto": DequantGemm},
     "FP8_DYNAMIC": {"auto": Fp8Gemm, "engine": Fp8Gemm},
     "FP8_BLOCK": {"auto": Fp8BlockGemm},
     "W8A8": {"auto": Int8Gemm},

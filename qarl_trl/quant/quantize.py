@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
 
 from . import codes
-from .scheme import MASTER_CAST_DTYPE, effective_group_size
+from .scheme import MASTER_CAST_DTYPE, effective_group_size, has_global_scale
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class LowBitWeight:
             Packed schemes (W4A16, W8A16): `weight_packed` int32 `(out, in * bits / 32)`, `weight_scale` bfloat16 `(out,
             groups)`, `weight_shape` int64 `(2,)`, and with asymmetric codes `weight_zero_point` int32 `(out / 8,
             groups)`. The others: `weight` float8_e4m3fn or int8 `(out, in)`, `weight_scale` bfloat16 `(out, groups)`,
-            or `(out / 128, in / 128)` for blocks.
+            or `(out / 128, in / 128)` for blocks. NVFP4A16: `weight_packed` uint8 `(out, in / 2)`, `weight_scale`
+            float8_e4m3fn `(out, in / 16)`, `weight_global_scale` float32 `(1,)`.
         scheme (`QuantizationScheme`): How they were made.
         prepared (`dict[str, Any]`): Where a kernel keeps a repacked form for as long as these codes live.
     """
@@ -52,7 +54,10 @@ class LowBitWeight:
 
 @torch.no_grad()
 def quantize_weight(
-    weight: Tensor, scheme: QuantizationScheme, qparams: tuple[Tensor, Tensor | None] | None = None
+    weight: Tensor,
+    scheme: QuantizationScheme,
+    qparams: tuple[Tensor, Tensor | None] | None = None,
+    largest: Tensor | None = None,
 ) -> LowBitWeight:
     """
     Quantize a weight matrix by round-to-nearest with min-max scales, or with given ones.
@@ -62,6 +67,8 @@ def quantize_weight(
         scheme (`QuantizationScheme`): A scheme of `qarl_trl.quant.scheme`, with `format` set.
         qparams (`tuple[Tensor, Tensor | None]`, *optional*): Frozen scale, bfloat16, and zero point, int8 (`None` for
             symmetric schemes), in the shape [`min_max_qparams`] gives. Codes beyond the range saturate.
+        largest (`Tensor`, *optional*): For schemes with a global scale, the largest magnitude of all weights that share it,
+            bfloat16 scalar: an engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
 
     Returns:
         [`LowBitWeight`]: new storage, never an alias of `weight`.
@@ -73,6 +80,12 @@ def quantize_weight(
         raise ValueError(f"A weight matrix (out, in) was needed, got shape {tuple(weight.shape)}.")
     weight = weight.detach().to(MASTER_CAST_DTYPE).contiguous()
     blocks = as_blocks(weight, scheme)
+    if has_global_scale(scheme):
+        if qparams is not None:
+            raise ValueError(
+                "Frozen scales of a scheme with a global scale (NVFP4A16) are not supported. Leave them out."
+            )
+        return _with_global_scale(weight, blocks, scheme, largest)
     if qparams is None:
         scale, zero_point = _observe(blocks, scheme)
     else:
@@ -83,6 +96,11 @@ def quantize_weight(
     if zero_point is not None:
         tensors["weight_zero_point"] = codes.packed(zero_point, scheme.weights.num_bits, dim=0)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
+
+
+def largest_magnitude(weight: Tensor) -> Tensor:
+    """Largest magnitude of the bfloat16 cast of `weight`, a bfloat16 scalar."""
+    return codes.absmax(weight.detach().to(MASTER_CAST_DTYPE).contiguous()).max()
 
 
 def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
@@ -105,6 +123,25 @@ def _observe(blocks: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     _check_finite(high - low, blocks.shape)
     scale, zero_point = calculate_qparams(low, high, scheme.weights)
     return scale, None if scheme.weights.symmetric else zero_point
+
+
+def _with_global_scale(
+    weight: Tensor, blocks: Tensor, scheme: QuantizationScheme, largest: Tensor | None
+) -> LowBitWeight:
+    """NVFP4 by compressed-tensors' own functions: 4-bit floats, float8 scales of 16, one float32 scale above them."""
+    high = codes.absmax(blocks)
+    _check_finite(high, blocks.shape)
+    largest = (high.max() if largest is None else largest).reshape(1)
+    global_scale = generate_gparam(-largest, largest)
+    scale, zero_point = calculate_qparams(-high, high, scheme.weights, global_scale)
+    given = {
+        "weight": weight,
+        "weight_scale": scale,
+        "weight_global_scale": global_scale,
+        "weight_zero_point": zero_point,
+    }
+    tensors = BaseCompressor.get_value_from_registry(scheme.format.value).compress(given, scheme)
+    return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
 
 
 def _check_finite(extremes: Tensor, shape: torch.Size) -> None:

@@ -20,6 +20,7 @@ from compressed_tensors.quantization import (
 
 
 NO_QUANTIZATION = ("none", "")
+FP8 = torch.float8_e4m3fn
 
 # Routers decide which expert sees a token: a flipped decision costs more than the few bytes saved.
 DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*shared_expert_gate$")
@@ -62,6 +63,7 @@ SUPPORTED: dict[str, SchemeSupport] = {
         SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", (8, 9), False, "learner only"),
         SchemeSupport("W8A8", "int-quantized", (), "int8_token", (7, 5), True, "CPU"),
         SchemeSupport("W4A8", "int-quantized", _GROUPS, "int8_token_asymmetric", None, True, "CPU"),
+        SchemeSupport("NVFP4A16", "nvfp4-pack-quantized", (), "none", (7, 5), False, "learner only"),
     )
 }
 # Other names of compressed-tensors for the same presets.
@@ -129,7 +131,13 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
 
 def effective_group_size(scheme: QuantizationScheme) -> int | None:
     """Weights per scale along the input dimension, or `None` for one scale per output channel."""
-    return scheme.weights.group_size if scheme.weights.strategy == QuantizationStrategy.GROUP else None
+    grouped = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+    return scheme.weights.group_size if scheme.weights.strategy in grouped else None
+
+
+def has_global_scale(scheme: QuantizationScheme) -> bool:
+    """Whether a float32 scale of the whole weight stands above the scales of its groups (NVFP4)."""
+    return scheme.weights.strategy == QuantizationStrategy.TENSOR_GROUP
 
 
 def check_divisible(name: str, in_features: int, scheme: QuantizationScheme, out_features: int | None = None) -> None:
@@ -173,7 +181,7 @@ def _is_round_to_nearest(weights: QuantizationArgs) -> bool:
     return (
         not weights.dynamic
         and weights.actorder is None
-        and weights.scale_dtype is None
+        and weights.scale_dtype == (FP8 if weights.strategy == QuantizationStrategy.TENSOR_GROUP else None)
         and (weights.observer is None or weights.observer.endswith("minmax"))
     )
 
