@@ -25,7 +25,16 @@ from .moe import (
 )
 from .names import base_model, checkpoint_modules
 from .recipe import match, resolve_config, single_group
-from .scheme import check_divisible, resolve_scheme
+from .scheme import check_divisible, has_global_scale, resolve_scheme
+
+
+# What vLLM loads into one matrix, with one global scale.
+MERGED_BY_ENGINES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+)
 
 
 def apply_quantization(
@@ -99,6 +108,14 @@ def apply_quantization(
         from .lora import check_adapters
 
         check_adapters(base_model(model), {name: module for name, module, _ in matched})
+    merged = list(_merged_layers(model, {id(module): layer_scheme for _, module, layer_scheme in matched}))
+    for name, module, layer_scheme in [*matched, *experts]:
+        plain = not hasattr(module, "base_layer") and qparams is None and isinstance(module, nn.Linear)
+        if has_global_scale(layer_scheme) and not plain:
+            raise ValueError(
+                f"Layer {name!r}: a scheme with a global scale (NVFP4A16) does not go with frozen scales, LoRA or experts. "
+                "Choose another scheme."
+            )
     for name, module, layer_scheme in experts:
         check_quantizable(name, module, layer_scheme, kernel)
     for name, module, layer_scheme in experts:
@@ -109,6 +126,9 @@ def apply_quantization(
         module.frozen_qparams = None if qparams is None else qparams[name]
         module.kernel_choice = kernel
         module.quantized_forward = quantize_forward
+    for layers in merged:
+        for layer in layers:
+            layer.fused = tuple(other for other in layers if other is not layer)
     return model
 
 
@@ -118,6 +138,7 @@ def remove_quantization(model: nn.Module) -> nn.Module:
         for attribute in (
             "scheme",
             "frozen_qparams",
+            "fused",
             "kernel_choice",
             "quantized_forward",
             "_cached",
@@ -135,6 +156,31 @@ def remove_quantization(model: nn.Module) -> nn.Module:
 def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
     """The low-bit layers of `model` with their names, in module order."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LowBitLayer))
+
+
+def _merged_layers(model: nn.Module, schemes: Mapping[int, QuantizationScheme]) -> Iterable[list[nn.Module]]:
+    """
+    Layers that engines merge into one, where their scheme has a global scale.
+
+    Args:
+        model (`nn.Module`): The model.
+        schemes (`Mapping[int, QuantizationScheme]`): Scheme of each layer to quantize, by its `id`.
+    """
+    if not any(map(has_global_scale, schemes.values())):
+        return
+    for parent_name, parent in model.named_modules():
+        for names in MERGED_BY_ENGINES:
+            layers = [getattr(parent, name, None) for name in names]
+            found = [schemes.get(id(layer)) for layer in layers if layer is not None]
+            shared = [scheme is not None and has_global_scale(scheme) for scheme in found]
+            if None in layers or not any(shared):
+                continue
+            if not all(shared):
+                raise ValueError(
+                    f"Of {names} in {parent_name!r} only some would be quantized with a global scale, and the engine merges "
+                    "them into one layer. Quantize or ignore all of them."
+                )
+            yield layers
 
 
 def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:

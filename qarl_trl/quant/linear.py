@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .kernels import Kernel, dequantize, select_kernel
-from .quantize import LowBitWeight, quantize_weight
+from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 
 
 _optimizer_steps = count(1)
@@ -67,12 +67,15 @@ class LowBitLayer:
             publish and the export: the quantized-rollout baseline of the paper.
         frozen_qparams (`tuple[Tensor, Tensor | None]` or `None`): Scale and zero point that the weight keeps. No
             parameter and no buffer, so that the `state_dict` stays that of the `nn.Linear`.
+        fused (`tuple[LowBitLayer, ...]`): The other layers that an engine merges with this one, where the scheme has a
+            global scale that they must share.
     """
 
     scheme: QuantizationScheme
     kernel_choice: str
     quantized_forward: bool
     frozen_qparams: tuple[Tensor, Tensor | None] | None = None
+    fused: tuple[LowBitLayer, ...] = ()
 
     def sources(self) -> tuple[str, ...]:
         """Names, below this module, of the parameters that `low_bit` takes whole, in its order."""
@@ -86,7 +89,16 @@ class LowBitLayer:
         qparams = self.frozen_qparams
         if qparams is not None and qparams[0].device != weight.device:
             qparams = self.frozen_qparams = tuple(t if t is None else t.to(weight.device) for t in qparams)
-        return quantize_weight(weight, self.scheme, qparams)
+        largest = None
+        if self.fused:
+            weights = (weight, *(layer.weight for layer in self.fused))
+            if any(isinstance(w, DTensor) for w in weights):
+                raise ValueError(
+                    "A scheme with a global scale (NVFP4A16) needs the merged layers (q, k, v; gate, up) whole at once, and "
+                    "FSDP has cut them. Use DDP, or a scheme without a global scale."
+                )
+            largest = torch.stack([largest_magnitude(w) for w in weights]).max()
+        return quantize_weight(weight, self.scheme, qparams, largest)
 
     @property
     def has_run(self) -> bool:
@@ -178,7 +190,8 @@ class QuantLinear(LowBitLayer, nn.Linear):
             weight (`Tensor`, *optional*): The full master weight `(out, in)` where `self.weight` is a shard of it.
         """
         whole = None if weight is None else (weight,)
-        return self._cached_low_bit((self.weight,), whole, self._quantize)
+        others = tuple((layer.weight.data_ptr(), layer.weight._version) for layer in self.fused)
+        return self._cached_low_bit((self.weight,), whole, self._quantize, constants=others)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.quantized_forward:
