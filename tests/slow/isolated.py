@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
@@ -34,6 +36,9 @@ def isolated(function: Callable[..., Any], *args: Any, timeout: float = 600) -> 
         process.join()
         raise RuntimeError(f"{function.__name__} died with exit code {process.exitcode}") from None
     finally:
+        # With what it started: a vLLM engine in a process of its own outlives its parent, and spins.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
     if not ok:
@@ -42,6 +47,7 @@ def isolated(function: Callable[..., Any], *args: Any, timeout: float = 600) -> 
 
 
 def _call(sender: Any, function: Callable[..., Any], args: tuple) -> None:
+    os.setpgrp()
     try:
         outcome = (True, function(*args))
     except BaseException:
