@@ -8,7 +8,7 @@ import torch
 import yaml
 from compressed_tensors.quantization import preset_name_to_scheme
 from conftest import make_model
-from quant.schemes import NAMES, SCHEMES, WEIGHT_ONLY, same_bytes
+from quant.schemes import NAMES, NVFP4, SCHEMES, WEIGHT_ONLY, same_bytes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -54,7 +54,7 @@ SIZES = {"num_key_value_heads": 2}
 CASES = {
     # name: (changes of the model, scheme, group size, ignore)
     **{f"{name} {size}": (SIZES, name, size, ["lm_head"]) for name, size in SCHEMES if size},
-    **{name: (SIZES, name, None, ["lm_head"]) for name in NAMES},
+    **{name: (SIZES, name, None, ["lm_head"]) for name in (*NAMES, NVFP4)},
     "tied": ({"tie_word_embeddings": True}, "W4A16", None, ["lm_head"]),
     "tied, asymmetric": ({"tie_word_embeddings": True}, "W4A16_ASYM", None, ["lm_head"]),
     "biases": ({"kind": "qwen2"}, "FP8_DYNAMIC", None, ["lm_head"]),

@@ -1,0 +1,121 @@
+"""NVFP4A16: 4-bit floats, float8 scales of 16, and one float32 scale for all layers that an engine merges.
+
+`tests/test_export.py` compares a whole model with llm-compressor.
+"""
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from quant.schemes import NVFP4, normal, relative_error, same_tensors
+from torch import nn
+
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, resolve_scheme
+from qarl_trl.quant.kernels import dequantize
+from qarl_trl.quant.quantize import largest_magnitude
+
+
+SCHEME = resolve_scheme(NVFP4)
+VALUES = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(64, 32), nn.Linear(64, 16), nn.Linear(64, 16)
+        self.o_proj = nn.Linear(32, 64)
+
+
+def global_scales(model):
+    return {n.split(".")[0]: t.item() for n, t in iter_low_bit_weights(model) if n.endswith("global_scale")}
+
+
+def by_compressed_tensors(weight, largest):
+    weight = weight.bfloat16()
+    groups = weight.unflatten(-1, (-1, 16))
+    global_scale = generate_gparam(-largest.reshape(1), largest.reshape(1))
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), SCHEME.weights, global_scale)
+    given = {"weight": weight, "weight_scale": scale, "weight_global_scale": global_scale, "weight_zero_point": zero}
+    return BaseCompressor.get_value_from_registry(SCHEME.format.value).compress(given, SCHEME)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 0.02, 30.0])
+def test_a_million_weights_have_the_bytes_of_compressed_tensors(scale):
+    weight = normal(1024, 1024, scale=scale)
+    weight[0], weight[1, :16], weight[2, 3] = 0.0, -0.0, 50 * scale
+    largest = largest_magnitude(weight)
+    assert largest == weight.bfloat16().abs().max()
+    assert same_tensors(quantize_weight(weight, SCHEME).tensors, by_compressed_tensors(weight, largest))
+    # Control: another global scale gives other bytes.
+    assert not same_tensors(quantize_weight(weight, SCHEME).tensors, by_compressed_tensors(weight, 1.3 * largest))
+
+
+def test_values_are_those_of_the_definition():
+    weight = normal(8, 64, scale=0.02)
+    low_bit = quantize_weight(weight, SCHEME)
+    scale = low_bit.scale.float() / low_bit.tensors["weight_global_scale"]
+    found = dequantize(low_bit, torch.float32)
+    units = (found.unflatten(-1, (-1, 16)) / scale.unsqueeze(-1)).abs()
+    nearest = torch.tensor(sorted(VALUES))
+    # Each value is rounded to bfloat16 after the multiplication, hence half a step of 2**-8 around its unit.
+    assert ((units.unsqueeze(-1) - nearest).abs().amin(-1) <= units * 2**-8).all()
+    assert 0.05 < relative_error(found, weight) < 0.15  # measured 0.095
+
+
+def test_layers_that_an_engine_merges_share_the_largest_weight():
+    torch.manual_seed(0)
+    model = Attention()
+    model.k_proj.weight.data[0, 0] = 7.0
+    apply_quantization(model, NVFP4)
+    found = global_scales(model)
+    assert found["q_proj"] == found["k_proj"] == found["v_proj"] == 448 * 6 / 7.0
+    assert found["o_proj"] > found["q_proj"]  # control: a layer of its own
+
+
+def test_codes_follow_the_largest_weight_of_another_layer():
+    model = apply_quantization(Attention(), NVFP4)
+    before = model.q_proj.low_bit()
+    assert model.q_proj.low_bit() is before
+    with torch.no_grad():
+        model.v_proj.weight[0, 0] = 14.0
+    assert model.q_proj.low_bit().tensors["weight_global_scale"].item() == 448 * 6 / 14.0
+
+
+def test_forward_and_gradient_go_through_the_quantized_weight():
+    model = apply_quantization(Attention(), NVFP4)
+    x = normal(3, 64).requires_grad_()
+    y = model.q_proj(x)
+    weight = dequantize(model.q_proj.low_bit(), torch.float32)
+    assert torch.equal(y, x @ weight.t() + model.q_proj.bias)
+    y.sum().backward()
+    assert torch.allclose(x.grad, weight.sum(0).expand(3, -1), atol=1e-5)  # sums of 32 float32 numbers
+    assert torch.allclose(model.q_proj.weight.grad, x.detach().sum(0).expand(32, -1), atol=1e-5)
+
+
+def test_part_of_a_merged_layer_is_refused():
+    with pytest.raises(ValueError, match=r"only some would be quantized with a global scale.*all of them"):
+        apply_quantization(Attention(), NVFP4, ignore=["k_proj"])
+    apply_quantization(Attention(), "W4A16", ignore=["k_proj"], group_size=32)  # other schemes do not mind
+
+
+def test_frozen_scales_are_refused():
+    qparams = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), (torch.ones(1), None))
+    with pytest.raises(ValueError, match="NVFP4A16.*frozen scales"):
+        apply_quantization(Attention(), NVFP4, qparams=qparams)
+    with pytest.raises(ValueError, match="Frozen scales"):
+        quantize_weight(torch.randn(8, 64), SCHEME, (torch.ones(1), None))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_diverged_weight_is_refused(value):
+    weight = torch.randn(8, 64)
+    weight[2, 20] = value
+    with pytest.raises(ValueError, match=r"\(8, 64\) holds NaN or infinity"):
+        quantize_weight(weight, SCHEME)
+
+
+def test_low_bit_experts_are_refused():
+    from conftest import make_model
+
+    with pytest.raises(ValueError, match=r"NVFP4A16.*experts"):
+        apply_quantization(make_model(kind="qwen3_moe"), NVFP4)
