@@ -158,3 +158,11 @@ def test_a_quantized_model_is_refused(folder, no_model, monkeypatch):
     monkeypatch.setattr(precondition, "run_oneshot", lambda *_: pytest.fail("ran"))
     with pytest.raises(ValueError, match="quantized already"):
         run(folder)
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path):
+    from qarl_trl.precondition import check_dense
+
+    check_dense(make_model())
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM has fused experts \('model.layers.0.mlp.experts'\)"):
+        check_dense(make_model("qwen3_moe"))
