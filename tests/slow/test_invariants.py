@@ -13,7 +13,7 @@ from slow.toys import engine_logprobs, make_trainer, save_model
 
 
 pytestmark = pytest.mark.slow
-SCHEMES = ["W4A16", "FP8_DYNAMIC"]
+SCHEMES = ["W4A16", "FP8_DYNAMIC", "W8A8"]
 
 
 def _masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
