@@ -60,7 +60,7 @@ def main() -> None:
     master = 0.02 * torch.randn(args.outputs, args.inputs)
     weight = master.bfloat16()
     rows, headlines, all_times = [], [], {}
-    for name in SUPPORTED:
+    for name in (n for n in SUPPORTED if n != "NVFP4A16"):  # made by compressed-tensors itself
         scheme = resolve_scheme(name)
         ours = quantize_weight(weight, scheme)
         if not same_bytes(ours.tensors, theirs(weight, scheme)):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import transformers
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationType
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -25,6 +24,7 @@ from .export import LOW_BIT_FOLDER, check_target
 from .masters import QuantizedSource, quantized_source
 from .quant.hook import apply_quantization, quantized_modules
 from .quant.moe import QuantExperts, fused_experts
+from .quant.names import is_peft_model
 from .quant.recipe import arithmetic, match, resolve_config
 from .quant.scheme import SchemeSupport, support_of
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -19,6 +18,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from . import _compat
 from .canary import Canary
+from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -39,6 +38,7 @@ from .preflight import (
     find_source,
 )
 from .quant.hook import apply_quantization, quantized_modules
+from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout import LowBitVLLMGeneration
 

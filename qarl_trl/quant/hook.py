@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from .moe import (
     quantize_experts,
     whole_experts,
 )
-from .names import base_model, checkpoint_modules
+from .names import base_model, checkpoint_modules, is_peft_model
 from .recipe import match, resolve_config, single_group
 from .scheme import check_divisible, has_global_scale, resolve_scheme
 

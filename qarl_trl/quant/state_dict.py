@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from trl.distributed import DistributedBackend
@@ -16,7 +15,7 @@ from trl.distributed import DistributedBackend
 from .._compat import checkpoint_renaming
 from .linear import LowBitLayer
 from .moe import PROJECTIONS, QuantExperts, checkpoint_tensors, fused_experts
-from .names import base_model, checkpoint_name, plain_name
+from .names import base_model, checkpoint_name, is_peft_model, plain_name
 from .scheme import MASTER_CAST_DTYPE
 
 
