@@ -343,7 +343,7 @@ def reset_prefix_cache(llm: Any) -> None:
         raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a publish.")
 
 
-def cpu_gemm_w4a16(x: Tensor, weight: Any) -> Tensor:
+def cpu_gemm_w4a16(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     """
     vLLM's CPU kernel for 4-bit weights, `(tokens, in)` bfloat16 to `(tokens, out)`.
 
@@ -359,10 +359,10 @@ def cpu_gemm_w4a16(x: Tensor, weight: Any) -> Tensor:
             "zeros": None if zero_point is None else zero_point.t().contiguous(),
             "isa_hint": _cpu_isa_hint(),
         }
-    return ops.cpu_gemm_wna16(input=x, bias=None, pack_factor=8, **weight.prepared["cpu_engine"])
+    return ops.cpu_gemm_wna16(input=x, bias=bias, pack_factor=8, **weight.prepared["cpu_engine"])
 
 
-def cpu_gemm_w8a8(x: Tensor, x_scale: Tensor, weight: Any) -> Tensor:
+def cpu_gemm_w8a8(x: Tensor, x_scale: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     """
     vLLM's CPU kernel for int8 weights and activations (oneDNN), to `(tokens, out)` bfloat16.
 
@@ -370,6 +370,7 @@ def cpu_gemm_w8a8(x: Tensor, x_scale: Tensor, weight: Any) -> Tensor:
         x (`Tensor`): int8 `(tokens, in)`.
         x_scale (`Tensor`): float32 `(tokens, 1)`.
         weight (`LowBitWeight`): int8 weight with one scale per output channel.
+        bias (`Tensor`, *optional*): bfloat16 `(out,)`, added to the float32 sums.
 
     Raises:
         ValueError: on a CPU with AMX, where the engine runs another kernel.
@@ -387,7 +388,7 @@ def cpu_gemm_w8a8(x: Tensor, x_scale: Tensor, weight: Any) -> Tensor:
         weight.prepared["cpu_engine"] = (handler, scale)
     handler, _ = weight.prepared["cpu_engine"]
     out = torch.empty(x.shape[0], weight.codes.shape[0], dtype=torch.bfloat16)
-    ops.onednn_scaled_mm(handler, x, out, x_scale, None, None, None)
+    ops.onednn_scaled_mm(handler, x, out, x_scale, None, None, bias)
     return out
 
 

@@ -30,12 +30,21 @@ KERNELS = ("auto", "dequant", "engine")
 
 
 class Kernel(Protocol):
-    """A low-bit matrix product. `saved` holds tensors only; `input_from` turns them back into the input used."""
+    """
+    A low-bit matrix product. `saved` holds tensors only; `input_from` turns them back into the input used.
+
+    A bias is added where the engine adds it, to the float32 sums or to the rounded output.
+    """
 
     name: str
 
-    def forward(self, x: Tensor, weight: LowBitWeight) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`x` (..., in) to `y` (..., out) in `x.dtype`, and the tensors to keep for the backward."""
+    def forward(
+        self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """
+        `x` (..., in) to `y` (..., out) in `x.dtype`, and the tensors to keep for the backward. `bias` `(out,)` comes in
+        `x.dtype`.
+        """
 
     def input_from(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The input that was multiplied, (..., in) in `dtype`."""
@@ -59,12 +68,19 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
 
 
 class DequantGemm:
-    """Weight-only schemes in plain torch: codes dequantized layer by layer into a GEMM in the compute dtype."""
+    """
+    Weight-only schemes in plain torch: codes dequantized layer by layer into a GEMM in the compute dtype.
+
+    The bias is added to the rounded output, as Marlin and Machete do.
+    """
 
     name = "dequant"
 
-    def forward(self, x: Tensor, weight: LowBitWeight) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return F.linear(x, dequantize(weight, x.dtype)), (x,)
+    def forward(
+        self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y = F.linear(x, dequantize(weight, x.dtype))
+        return y if bias is None else y + bias, (x,)
 
     def input_from(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         return saved[0].to(dtype)
@@ -75,19 +91,23 @@ class CpuEngineGemm(DequantGemm):
 
     name = "engine"
 
-    def forward(self, x: Tensor, weight: LowBitWeight) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         from .._compat import cpu_gemm_w4a16
 
-        y = cpu_gemm_w4a16(x.reshape(-1, x.shape[-1]).to(torch.bfloat16), weight)
+        y = cpu_gemm_w4a16(x.reshape(-1, x.shape[-1]).to(torch.bfloat16), weight, _as_bfloat16(bias))
         return y.reshape(*x.shape[:-1], -1).to(x.dtype), (x,)
 
 
 class ActivationGemm:
     """Base of the kernels that quantize activations: they keep the codes of the input instead of the input."""
 
-    def forward(self, x: Tensor, weight: LowBitWeight) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         codes, scale = self.quantize(x.reshape(-1, x.shape[-1]))
-        y = self.matmul(codes, scale, weight, x.dtype)
+        y = self.matmul(codes, scale, weight, bias, x.dtype)
         return y.reshape(*x.shape[:-1], -1), (codes.reshape(x.shape), scale.reshape(*x.shape[:-1], -1))
 
     def input_from(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -99,43 +119,55 @@ class ActivationGemm:
         """Codes `(tokens, in)` and scale `(tokens, groups)` of the input."""
         raise NotImplementedError
 
-    def matmul(self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
-        """`(tokens, in)` codes times the weight, `(tokens, out)` in `dtype`."""
+    def matmul(
+        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """`(tokens, in)` codes times the weight plus the bias, `(tokens, out)` in `dtype`."""
         raise NotImplementedError
 
 
 class Fp8Gemm(ActivationGemm):
-    """FP8 weights and per-token FP8 activations, accumulated in float32 (`(x_q W_q^T) s_x s_w`)."""
+    """FP8 weights and per-token FP8 activations, accumulated in float32 (`(x_q W_q^T) s_x s_w + b`)."""
 
     name = "scaled_mm"
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_tokens_fp8(x)
 
-    def matmul(self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+    def matmul(
+        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         w, w_scale = weight.codes, weight.scale.float()
         if x.device.type == "cuda":
-            return torch._scaled_mm(x, w.t(), scale_a=x_scale, scale_b=w_scale.t().contiguous(), out_dtype=dtype)
+            return torch._scaled_mm(
+                x, w.t(), scale_a=x_scale, scale_b=w_scale.t().contiguous(), bias=bias, out_dtype=dtype
+            )
         one = torch.ones(1, device=x.device)
         product = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-        return (product * x_scale * w_scale.t()).to(dtype)
+        return _add_bias(product * x_scale * w_scale.t(), bias).to(dtype)
 
 
 class Fp8BlockGemm(ActivationGemm):
-    """FP8 weights in blocks of 128 x 128 and FP8 activations in groups of 128, one float32 product a block column."""
+    """
+    FP8 weights in blocks of 128 x 128 and FP8 activations in groups of 128, one float32 product a block column.
+
+    vLLM adds the bias to the rounded output of its block kernels.
+    """
 
     name = "block_mm"
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_groups_fp8(x)
 
-    def matmul(self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+    def matmul(
+        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         height, width = weight.scheme.weights.block_structure
         w_scale = weight.scale.float().repeat_interleave(height, dim=0)
         y = torch.zeros(x.shape[0], weight.codes.shape[0], device=x.device)
         for i, (a, b) in enumerate(zip(x.split(width, dim=1), weight.codes.split(width, dim=1), strict=True)):
             y += (a.float() @ b.float().t()) * x_scale[:, i : i + 1] * w_scale[:, i]
-        return y.to(dtype)
+        return y.to(dtype) if bias is None else y.to(dtype) + bias
 
 
 class Int8Gemm(ActivationGemm):
@@ -146,8 +178,11 @@ class Int8Gemm(ActivationGemm):
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_tokens_int8(x)
 
-    def matmul(self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
-        return (_int_mm(x, weight.codes).float() * weight.scale.float().t() * x_scale).to(dtype)
+    def matmul(
+        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        product = _int_mm(x, weight.codes).float() * weight.scale.float().t() * x_scale
+        return _add_bias(product, bias).to(dtype)
 
 
 class CpuEngineInt8Gemm(Int8Gemm):
@@ -155,10 +190,12 @@ class CpuEngineInt8Gemm(Int8Gemm):
 
     name = "engine"
 
-    def matmul(self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+    def matmul(
+        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         from .._compat import cpu_gemm_w8a8
 
-        return cpu_gemm_w8a8(x, x_scale, weight).to(dtype)
+        return cpu_gemm_w8a8(x, x_scale, weight, _as_bfloat16(bias)).to(dtype)
 
 
 class CpuInt4Int8Gemm(ActivationGemm):
@@ -166,31 +203,39 @@ class CpuInt4Int8Gemm(ActivationGemm):
 
     name = "dyn_quant_4bit"
 
-    def forward(self, x: Tensor, weight: LowBitWeight) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)  # as the activations of the engine are
         saved = tuple(t.reshape(*x.shape[:-1], -1) for t in self.quantize(flat))
-        return self._engine_gemm(flat, weight).to(x.dtype).reshape(*x.shape[:-1], -1), saved
+        return self._engine_gemm(flat, weight, _as_bfloat16(bias)).to(x.dtype).reshape(*x.shape[:-1], -1), saved
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         codes, scale = quantize_tokens_int8_asymmetric(x)
         return codes.to(torch.int16), scale
 
-    def _engine_gemm(self, x: Tensor, weight: LowBitWeight) -> Tensor:
+    def _engine_gemm(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tensor:
         out_features, in_features = weight.codes.shape
         group_size = effective_group_size(weight.scheme) or in_features
         # A single group is one scale a channel also to vLLM, and then the kernel sums, scales and rounds otherwise.
         one_group = group_size == in_features
-        if "dyn_quant_4bit" not in weight.prepared:
+        # The kernel keeps its bias among the packed codes. With groups it gives float32 out, and the bias can be added
+        # behind it.
+        inside = bias.detach().float() if one_group and bias is not None else torch.empty(0)
+        packed, packed_bias = weight.prepared.get("dyn_quant_4bit", (None, None))
+        if packed is None or not torch.equal(packed_bias, inside):
             unsigned = weight.codes + 8
             pairs = (unsigned[:, 1::2] << 4 | unsigned[:, ::2]).to(torch.uint8)
             scale = weight.scale.float() if one_group else weight.scale
-            weight.prepared["dyn_quant_4bit"] = torch.ops.aten._dyn_quant_pack_4bit_weight(
-                pairs, scale, None, group_size, in_features, out_features
+            packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
+                pairs, scale, inside if len(inside) else None, group_size, in_features, out_features
             )
+            weight.prepared["dyn_quant_4bit"] = packed, inside
         # With groups the kernel demands float32.
-        return torch.ops.aten._dyn_quant_matmul_4bit(
-            x if one_group else x.float(), weight.prepared["dyn_quant_4bit"], group_size, in_features, out_features
-        ).to(torch.bfloat16)
+        y = torch.ops.aten._dyn_quant_matmul_4bit(
+            x if one_group else x.float(), packed, group_size, in_features, out_features
+        )
+        return (y if one_group else _add_bias(y, bias)).to(torch.bfloat16)
 
 
 def select_kernel(scheme: QuantizationScheme, device: torch.device, choice: str = "auto") -> Kernel:
@@ -251,6 +296,16 @@ _CPU_KERNELS = _KERNELS | {
     "W8A8": {"auto": Int8Gemm, "engine": CpuEngineInt8Gemm},
     "W4A8": {"auto": CpuInt4Int8Gemm, "engine": CpuInt4Int8Gemm},
 }
+
+
+def _add_bias(sums: Tensor, bias: Tensor | None) -> Tensor:
+    """The bias on float32 sums, before they are rounded."""
+    return sums if bias is None else sums + bias.float()
+
+
+def _as_bfloat16(bias: Tensor | None) -> Tensor | None:
+    """The dtype in which the engine holds a bias."""
+    return None if bias is None else bias.to(torch.bfloat16)
 
 
 def _int_mm(x: Tensor, w: Tensor) -> Tensor:

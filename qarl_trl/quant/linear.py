@@ -35,25 +35,28 @@ register_optimizer_step_post_hook(_on_optimizer_step)
 
 
 class LowBitMatmul(torch.autograd.Function):
-    """`y = x @ Q(W)^T` with the straight-through estimator: the gradient of `Q(W)` is given to `W` unchanged."""
+    """`y = x @ Q(W)^T + b` with the straight-through estimator: the gradient of `Q(W)` is given to `W` unchanged."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, master: Tensor, weight: LowBitWeight, kernel: Kernel) -> Tensor:
-        y, saved = kernel.forward(x, weight)
+    def forward(ctx, x: Tensor, master: Tensor, bias: Tensor | None, weight: LowBitWeight, kernel: Kernel) -> Tensor:
+        y, saved = kernel.forward(x, weight, None if bias is None else bias.to(x.dtype))
         ctx.weight, ctx.kernel, ctx.master_dtype = weight, kernel, master.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*saved)
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_x = grad_master = None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        grad_x = grad_master = grad_bias = None
         if ctx.needs_input_grad[0]:
             # Dequantized again rather than kept: a saved matrix per layer would be a second copy of the model.
             grad_x = grad @ dequantize(ctx.weight, grad.dtype)
         if ctx.needs_input_grad[1]:
             x = ctx.kernel.input_from(ctx.saved_tensors, grad.dtype)
             grad_master = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.master_dtype)
-        return grad_x, grad_master, None, None
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype)
+        return grad_x, grad_master, grad_bias, None, None
 
 
 class LowBitLayer:
@@ -198,8 +201,7 @@ class QuantLinear(LowBitLayer, nn.Linear):
             return super().forward(input)
         input, kernel = self._compute_input(input), self._get_kernel(input.device)
         with torch.autocast(input.device.type, enabled=False):
-            y = LowBitMatmul.apply(input, self.weight, self.low_bit(), kernel)
-            return y if self.bias is None else y + self.bias.to(y.dtype)
+            return LowBitMatmul.apply(input, self.weight, self.bias, self.low_bit(), kernel)
 
 
 def _is_alias(a: Tensor, b: Tensor) -> bool:

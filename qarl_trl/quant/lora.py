@@ -44,23 +44,31 @@ def merged_weight(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float
 
 class LoraMatmul(torch.autograd.Function):
     """
-    `y = x Q(W + s B A)^T`, straight through: the gradient of `Q(.)` is given to `W + s B A` unchanged, hence by the chain
+    `y = x Q(W + s B A)^T + b`, straight through: the gradient of `Q(.)` is given to `W + s B A` unchanged, hence by the chain
     rule to A and B. Through the rank, so the `(out, in)` gradient itself is never made.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, weight: LowBitWeight, kernel: Kernel
+        ctx,
+        x: Tensor,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        bias: Tensor | None,
+        scaling: float,
+        weight: LowBitWeight,
+        kernel: Kernel,
     ) -> Tensor:
-        y, saved = kernel.forward(x, weight)
+        y, saved = kernel.forward(x, weight, None if bias is None else bias.to(x.dtype))
         ctx.weight, ctx.kernel, ctx.scaling = weight, kernel, scaling
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(lora_A, lora_B, *saved)
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         lora_A, lora_B, *saved = ctx.saved_tensors
-        grad_x = grad_A = grad_B = None
+        grad_x = grad_A = grad_B = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ dequantize(ctx.weight, grad.dtype)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
@@ -70,7 +78,9 @@ class LoraMatmul(torch.autograd.Function):
             used_A, used_B = (t.to(MASTER_CAST_DTYPE).to(grad.dtype) for t in (lora_A, lora_B))
             grad_A = ((scaled @ used_B).t() @ x).to(lora_A.dtype)
             grad_B = (scaled.t() @ (x @ used_A.t())).to(lora_B.dtype)
-        return grad_x, grad_A, grad_B, None, None, None
+        if ctx.needs_input_grad[3]:
+            grad_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype)
+        return grad_x, grad_A, grad_B, grad_bias, None, None, None
 
 
 class LoraQuantLinear(LowBitLayer, lora.Linear):
@@ -160,10 +170,8 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         with torch.autocast(x.device.type, enabled=False):
             if adapter:
                 factors = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-                y = LoraMatmul.apply(x, *factors, self.scaling[adapter], self.low_bit(), kernel)
-            else:
-                y = LowBitMatmul.apply(x, base.weight, self.low_bit(), kernel)
-            return y if base.bias is None else y + base.bias.to(y.dtype)
+                return LoraMatmul.apply(x, *factors, base.bias, self.scaling[adapter], self.low_bit(), kernel)
+            return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), kernel)
 
 
 def check_lora_layer(name: str, layer: nn.Module) -> None:

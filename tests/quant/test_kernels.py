@@ -24,7 +24,7 @@ from qarl_trl.quant.kernels import (
     select_kernel,
 )
 from qarl_trl.quant.scheme import SUPPORTED
-from quant.schemes import SCHEMES, WEIGHT_ONLY, decompressed, normal, relative_error, same_bytes
+from quant.schemes import NAMES, SCHEMES, WEIGHT_ONLY, decompressed, normal, relative_error, same_bytes
 
 
 CPU = torch.device("cpu")
@@ -239,6 +239,35 @@ def test_fp8_gemm_takes_any_size(shape):
     assert y.shape == (3, shape[0])
 
 
+@pytest.mark.parametrize("scheme", NAMES)
+def test_where_the_bias_is_added(scheme):
+    """To the float32 sums, or to the rounded output: as vLLM's kernel of the scheme does (the tests with its layers)."""
+    low_bit, kernel = low_bit_of(scheme), select_kernel(resolve_scheme(scheme), CPU)
+    x, bias = normal(64, 256, seed=1, dtype=torch.bfloat16), normal(128, seed=2, dtype=torch.bfloat16)
+    y, saved = kernel.forward(x, low_bit, bias)
+    after = kernel.forward(x, low_bit)[0] + bias
+    assert same_bytes(
+        kernel.input_from(saved, torch.float32), kernel.input_from(kernel.forward(x, low_bit)[1], torch.float32)
+    )
+    assert relative_error(y, after) < 4e-3  # two roundings to bfloat16 against one
+    assert same_bytes(y, after) == (scheme in WEIGHT_ONLY or scheme == "FP8_BLOCK")
+    if scheme in ("FP8_DYNAMIC", "W8A8"):
+        assert same_bytes(y, (kernel.forward(x.float(), low_bit)[0] + bias.float()).bfloat16())
+
+
+def test_a_changed_bias_reaches_codes_that_are_kept():
+    """One scale a channel: torch's 4-bit kernel has the bias inside its packed weight."""
+    low_bit, x = low_bit_of("W4A8", -1), normal(5, 256, seed=1, dtype=torch.bfloat16)
+    bias = normal(128, seed=2, dtype=torch.bfloat16)
+    before, _ = CpuInt4Int8Gemm().forward(x, low_bit, bias)
+    bias.mul_(-1)  # in place, as an optimizer does
+    after, _ = CpuInt4Int8Gemm().forward(x, low_bit, bias)
+    assert same_bytes(after, CpuInt4Int8Gemm().forward(x, low_bit_of("W4A8", -1), bias)[0])
+    assert not same_bytes(after, before)
+    without, _ = CpuInt4Int8Gemm().forward(x, low_bit_of("W4A8", -1))
+    assert same_bytes(CpuInt4Int8Gemm().forward(x, low_bit)[0], without)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
@@ -260,14 +289,16 @@ def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 64])
 @pytest.mark.parametrize("shape", [(64, 128), (96, 1024)])
-def test_int8_of_the_engine_is_cut_off_where_the_plain_product_is_rounded(tokens, shape):
+def test_int8_of_the_engine_is_cut_off_where_the_plain_product_is_rounded(tokens, shape, with_bias):
     """The bits of vLLM's own layer, and without AVX512_BF16 those of the exact sums, cut off to bfloat16."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
 
     low_bit, x = low_bit_of("W8A8", shape=shape), normal(tokens, shape[1], seed=1, dtype=torch.bfloat16)
+    bias = normal(shape[0], seed=2, dtype=torch.bfloat16) if with_bias else None
     names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
     layer = torch.nn.Module()
     layer.logical_widths, layer.input_scale, layer.input_zero_point = [shape[0]], None, None
@@ -280,23 +311,58 @@ def test_int8_of_the_engine_is_cut_off_where_the_plain_product_is_rounded(tokens
         engine.process_weights_after_loading(layer)
     finally:
         torch.set_default_dtype(before)
-    y, _ = CpuEngineInt8Gemm().forward(x, low_bit)
-    assert same_bytes(y, engine.apply_weights(layer, x))
+    y, _ = CpuEngineInt8Gemm().forward(x, low_bit, bias)
+    assert same_bytes(y, engine.apply_weights(layer, x, bias))
 
     codes, scale = quantize_tokens_int8(x)
     exact = (codes.long() @ low_bit.codes.long().t()).float() * low_bit.scale.float().t() * scale
+    if with_bias:
+        exact += bias.float()
+        assert not same_bytes(y, CpuEngineInt8Gemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
     cut_off = (exact.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    nearest, _ = Int8Gemm().forward(x, low_bit)
+    nearest, _ = Int8Gemm().forward(x, low_bit, bias)
     assert same_bytes(y, cut_off) or same_bytes(y, nearest)
     assert not same_bytes(cut_off, nearest)  # control
     assert "cpu_engine" in low_bit.prepared
-    assert same_bytes(CpuEngineInt8Gemm().forward(x, low_bit)[0], y)
+    assert same_bytes(CpuEngineInt8Gemm().forward(x, low_bit, bias)[0], y)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 18])
+def test_fp8_is_the_layer_of_the_engine(tokens, with_bias):
+    from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
+
+    low_bit, x = low_bit_of("FP8_DYNAMIC", shape=(96, 256)), normal(tokens, 256, seed=1, dtype=torch.bfloat16)
+    bias = normal(96, seed=2, dtype=torch.bfloat16) if with_bias else None
+    codes, scale = quantize_tokens_fp8(x)
+    product = ChannelWiseTorchFP8ScaledMMLinearKernel.apply_scaled_mm
+    arguments = {"out_dtype": torch.bfloat16, "As": scale, "Bs": low_bit.scale.float()}
+    engine = product(None, A=codes, B=low_bit.codes.t(), bias=bias, output_shape=[tokens, 96], **arguments)
+    y, _ = Fp8Gemm().forward(x, low_bit, bias)
+    assert same_bytes(y, engine)
+    if with_bias:
+        assert not same_bytes(y, Fp8Gemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
+def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
+    from vllm import _custom_ops as ops
+
+    low_bit, x = low_bit_of(scheme), normal(18, 256, seed=1, dtype=torch.bfloat16)
+    bias = normal(128, seed=2, dtype=torch.bfloat16)
+    y, _ = CpuEngineGemm().forward(x, low_bit, bias)
+    assert same_bytes(y, ops.cpu_gemm_wna16(input=x, bias=bias, pack_factor=8, **low_bit.prepared["cpu_engine"]))
+    assert relative_error(y, CpuEngineGemm().forward(x, low_bit)[0] + bias) < 8e-3
+    assert not same_bytes(y, CpuEngineGemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("in_features", [128, 256])
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
-def test_w4a8_is_the_layer_of_the_engine(in_features, group_size):
+def test_w4a8_is_the_layer_of_the_engine(in_features, group_size, with_bias):
     from vllm.model_executor.kernels.linear.mixed_precision.dynamic_4bit import Dynamic4bitLinearKernel
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
     from vllm.scalar_type import scalar_types
@@ -305,16 +371,19 @@ def test_w4a8_is_the_layer_of_the_engine(in_features, group_size):
     low_bit = low_bit_of("W4A8", group_size, shape=size[::-1])
     x = normal(2, 9, in_features, seed=1, dtype=torch.bfloat16)
     layer = torch.nn.Module()
-    layer.bias = None
+    bias = normal(96, seed=2, dtype=torch.bfloat16) if with_bias else None
+    layer.bias = None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False)
     layer.weight = torch.nn.Parameter(low_bit.codes.clone(), requires_grad=False)
     layer.weight_scale = torch.nn.Parameter(low_bit.scale.clone(), requires_grad=False)
     config = MPLinearLayerConfig(size, size, scalar_types.int4, torch.bfloat16, groups, False)
     engine = Dynamic4bitLinearKernel(config, "weight", "weight_scale")
     engine.process_weights_after_loading(layer)
-    y, _ = CpuInt4Int8Gemm().forward(x, low_bit)
-    assert same_bytes(y, engine.apply_weights(layer, x))
+    y, _ = CpuInt4Int8Gemm().forward(x, low_bit, bias)
+    assert same_bytes(y, engine.apply_weights(layer, x, layer.bias))
     other = low_bit_of("W4A8", group_size, shape=size[::-1], seed=5)
-    assert not same_bytes(CpuInt4Int8Gemm().forward(x, other)[0], y)  # control
+    assert not same_bytes(CpuInt4Int8Gemm().forward(x, other, bias)[0], y)  # control
+    if with_bias:
+        assert not same_bytes(CpuInt4Int8Gemm().forward(x, low_bit)[0] + bias, y)  # control: after the rounding
 
 
 # Choice -------------------------------------------------------------------------------------------------------------
