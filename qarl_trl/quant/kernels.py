@@ -94,9 +94,9 @@ class CpuEngineGemm(DequantGemm):
     def forward(
         self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        from .._compat import cpu_gemm_w4a16
+        from .._compat_cpu import gemm_w4a16
 
-        y = cpu_gemm_w4a16(x.reshape(-1, x.shape[-1]).to(torch.bfloat16), weight, _as_bfloat16(bias))
+        y = gemm_w4a16(x.reshape(-1, x.shape[-1]).to(torch.bfloat16), weight, _as_bfloat16(bias))
         return y.reshape(*x.shape[:-1], -1).to(x.dtype), (x,)
 
 
@@ -193,9 +193,9 @@ class CpuEngineInt8Gemm(Int8Gemm):
     def matmul(
         self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        from .._compat import cpu_gemm_w8a8
+        from .._compat_cpu import gemm_w8a8
 
-        return cpu_gemm_w8a8(x, x_scale, weight, _as_bfloat16(bias)).to(dtype)
+        return gemm_w8a8(x, x_scale, weight, _as_bfloat16(bias)).to(dtype)
 
 
 class CpuInt4Int8Gemm(ActivationGemm):

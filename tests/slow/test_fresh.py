@@ -152,13 +152,13 @@ def _case(folder: Path, tokenizer: str, kind: str, preset: str | None, group_siz
 
 def _all_cases(folder: str, names: list[str], repaired: bool) -> dict[str, dict[str, bool] | str]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from qarl_trl import _compat
+    from qarl_trl import _compat_cpu
 
     tokenizer = save_model(Path(folder) / "tokenizer")
     for weights in Path(tokenizer).glob("*.safetensors"):
         weights.unlink()
     results: dict[str, Any] = {}
-    with nullcontext() if repaired else patch.object(_compat, "_complete_cpu_reload", nullcontext):
+    with nullcontext() if repaired else patch.object(_compat_cpu, "complete_reload", nullcontext):
         for name in names:
             case = Path(folder) / str(len(results))
             case.mkdir()
@@ -180,7 +180,7 @@ def test_after_a_publish_the_engine_answers_as_a_fresh_one(outcomes, case):
 
 
 def test_without_the_repair_some_are_stale(tmp_path):
-    """The control. When this fails vLLM has been repaired, and the case can leave `_complete_cpu_reload`."""
+    """The control. When this fails vLLM has been repaired, and the case can leave `complete_reload`."""
     plain = isolated(_all_cases, str(tmp_path), sorted(BROKEN_BY_VLLM), False)
     assert {
         name for name, outcome in plain.items() if isinstance(outcome, str) or not all(outcome.values())
