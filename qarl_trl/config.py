@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from compressed_tensors.quantization import QuantizationConfig
+from transformers import PretrainedConfig
 from trl import GRPOConfig
 
 from . import _compat
+from .engine_ops import LEARNER_OPS, unsupported
 from .loss import TrustBand
 from .quant.recipe import read_recipe, single_group
 from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
@@ -69,6 +71,7 @@ class QaRLConfig(GRPOConfig):
         quant_freeze_scales (`bool`, *optional*, defaults to `False`): Keep the scales of a quantized `model`.
         quant_learner (`bool`, *optional*, defaults to `True`): `False` is the quantized-rollout baseline.
         quant_kernel (`str`, *optional*, defaults to `"auto"`): GEMM of the learner's forward.
+        learner_ops (`str`, *optional*, defaults to `"auto"`): Norms, rotary embedding and attention of the learner.
         tbpo_epsilon_high (`float`, *optional*, defaults to `4e-4`): eps_h.
         tbpo_delta_low (`float`, *optional*, defaults to `3e-4`): delta_l.
         tbpo_delta_high (`float`, *optional*, defaults to `7e-4`): delta_h.
@@ -142,6 +145,14 @@ class QaRLConfig(GRPOConfig):
         metadata={
             "help": "GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the "
             "rollout engine's own kernel (W4A16 on CPU), 'auto' is 'engine' where there is one, otherwise 'dequant'."
+        },
+    )
+    learner_ops: Literal["auto", "stock", "engine"] = field(
+        default="auto",
+        metadata={
+            "help": "Norms, residual sums, rotary embedding and attention of the learner: 'stock' is transformers', 'engine' "
+            "rounds where the CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2 and Qwen3 beside a "
+            "colocated CPU engine), 'auto' is 'engine' where a low-bit learner can have it, otherwise 'stock'."
         },
     )
     tbpo_epsilon_high: float = field(
@@ -237,11 +248,37 @@ class QaRLConfig(GRPOConfig):
         return isinstance(self.quant_scheme, str) and self.quant_scheme.strip().lower() == FROM_CHECKPOINT
 
     @property
+    def _beside_cpu_engine(self) -> bool:
+        return self.use_vllm and self.vllm_mode == "colocate" and self.device.type == "cpu"
+
+    @property
     def learner_kernel(self) -> str:
         """`quant_kernel` with "auto" resolved: beside a CPU engine the learner calls that engine's own GEMM."""
-        if self.quant_kernel == "auto" and self.quantized and self.use_vllm and self.device.type == "cpu":
+        if self.quant_kernel == "auto" and self.quantized and self._beside_cpu_engine:
             return "engine"
         return self.quant_kernel
+
+    def engine_ops_for(self, config: PretrainedConfig) -> bool:
+        """
+        Whether the learner of this run computes with the engine's operations (`learner_ops`).
+
+        Args:
+            config (`PretrainedConfig`): Of the model.
+
+        Raises:
+            ValueError: for `learner_ops="engine"` and a model that has no such form.
+        """
+        if self.learner_ops == "stock" or not self._beside_cpu_engine:
+            return False
+        if self.learner_ops == "auto" and not (self.quantized and self.quant_learner):
+            return False  # the baselines are TRL's learner
+        reason = unsupported(config) if self.bf16 else "bf16 is off, so the learner computes in float32"
+        if reason is not None and self.learner_ops == "engine":
+            raise ValueError(
+                f"learner_ops='engine' came with a model that cannot follow the engine's roundings: {reason}. Use "
+                "learner_ops='auto' or 'stock'."
+            )
+        return reason is None
 
     def quant_plan(self, source: QuantizationConfig | None = None) -> QuantizationConfig | None:
         """
@@ -299,6 +336,13 @@ class QaRLConfig(GRPOConfig):
                 )
         if self.use_vllm:
             _compat.require_vllm()
+        if self.learner_ops not in LEARNER_OPS:
+            raise ValueError(f"learner_ops={self.learner_ops!r} is not known. Use one of {', '.join(LEARNER_OPS)}.")
+        if self.learner_ops == "engine" and not self._beside_cpu_engine:
+            raise ValueError(
+                f"learner_ops='engine' came with use_vllm={self.use_vllm} on device {self.device.type!r}: only the kernels of "
+                "a colocated CPU engine can be followed bit for bit. Use learner_ops='auto' or 'stock'."
+            )
         owned = sorted(set(self.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
         if owned:
             raise ValueError(

@@ -260,6 +260,15 @@ def check_experts(model: str | nn.Module, args: QaRLConfig, source: QuantizedSou
         )
 
 
+def check_learner_ops(model: str | nn.Module, args: QaRLConfig) -> None:
+    """
+    Raises:
+        ValueError: for `learner_ops="engine"` and a model that has no such form.
+    """
+    if args.learner_ops == "engine" and (config := _config_of(model, args)) is not None:
+        args.engine_ops_for(config)
+
+
 def _num_experts(config: PretrainedConfig) -> int:
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     text = config.get_text_config()

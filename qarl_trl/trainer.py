@@ -22,6 +22,7 @@ from . import _compat
 from .batch import drop_out_of_band, loss_mask
 from .canary import LENGTH, Canary, canary_tokens, learner_logps
 from .config import TBPO, QaRLConfig
+from .engine_ops import use_engine_ops
 from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
 from .loss import TrustBand, mismatch_weight, tbpo_loss
 from .masters import QuantizedSource, load_masters
@@ -32,6 +33,7 @@ from .preflight import (
     check_experts,
     check_first_codes,
     check_layers_ran,
+    check_learner_ops,
     check_mismatch,
     check_model,
     default_output_dir,
@@ -89,6 +91,7 @@ class QaRLTrainer(GRPOTrainer):
         check_arguments(model, args, kwargs)
         source = find_source(model, args)
         check_experts(model, args, source)
+        check_learner_ops(model, args)
         as_stored = isinstance(model, str)  # masters given as an object may have been changed
         self._band: TrustBand | None = args.trust_band if args.loss_type == TBPO else None
         self._in_loss: dict[str, Any] | None = None
@@ -98,7 +101,7 @@ class QaRLTrainer(GRPOTrainer):
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
-            _quantize(model, args, source, as_stored)
+            _prepare(model, args, source, as_stored)
             return LowBitVLLMGeneration(
                 model,
                 quantization_config=quantization_config(model),
@@ -113,7 +116,7 @@ class QaRLTrainer(GRPOTrainer):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
             self.vllm_generation.canary = self._build_canary()
         else:
-            _quantize(self.model, args, source, as_stored)
+            _prepare(self.model, args, source, as_stored)
         if self._band is not None:
             # TRL's sequence-level clipped loss is the TBPO surrogate once each completion has its own bounds.
             self.loss_type, self.importance_sampling_level = "grpo", "sequence"
@@ -354,9 +357,15 @@ class _StepClock(TrainerCallback):
             check_layers_ran(trainer._unwrapped)
 
 
+def _prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
+    """Give the policy its low-bit layers and, beside a CPU engine, that engine's operations."""
+    if args.quantized:
+        _quantize(model, args, source, as_stored)
+    if args.engine_ops_for(model.config):
+        use_engine_ops(model)
+
+
 def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
-    if not args.quantized:
-        return
     check_model(model)
     plan = args.quant_plan(None if source is None else source.plan())
     if args.quant_recipe is not None or args.from_checkpoint:
