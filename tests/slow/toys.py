@@ -12,11 +12,18 @@ CHARACTERS = "0123456789+=;# "
 ENGINE = {"enforce_eager": True}
 
 
-def save_model(folder: Path, layers: int = 2, seed: int = 0, experts: int = 0) -> str:
-    """A Qwen3 (with `experts` a Qwen3-MoE) model with weights so large that its next-token distribution is not uniform."""
+def save_model(folder: Path, layers: int = 2, seed: int = 0, experts: int = 0, biases: bool = False) -> str:
+    """
+    A Qwen3 model with weights so large that its next-token distribution is not uniform.
+
+    With `experts` it is a Qwen3-MoE; with `biases` a Qwen2, whose q, k and v have some, with tied embeddings. Norms and
+    biases are random, since a factor of 1 and a term of 0 hide where they are rounded.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
         PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -27,6 +34,8 @@ def save_model(folder: Path, layers: int = 2, seed: int = 0, experts: int = 0) -
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     kind, architecture = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
+    if biases:
+        kind, architecture = Qwen2Config, Qwen2ForCausalLM
     sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128} if experts else {}
     config = kind(
         **sizes,
@@ -38,14 +47,21 @@ def save_model(folder: Path, layers: int = 2, seed: int = 0, experts: int = 0) -
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=256,
-        tie_word_embeddings=False,
+        tie_word_embeddings=biases,
         initializer_range=0.05,
         eos_token_id=1,
         pad_token_id=0,
         bos_token_id=None,
     )
     torch.manual_seed(seed)
-    architecture(config).save_pretrained(folder)
+    model = architecture(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)
 
@@ -118,6 +134,62 @@ def make_trainer(model: str, folder: Path, peft_config: Any = None, **changes: A
 
     args = QaRLConfig(**settings(folder, **changes))
     return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), peft_config=peft_config)
+
+
+def random_adapter(**changes: Any) -> Any:
+    """LoRA on five of the seven layers of a block."""
+    from peft import LoraConfig
+
+    settings = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+    return LoraConfig(task_type="CAUSAL_LM", **settings | changes)
+
+
+def randomize_adapter(model: torch.nn.Module, scale: float = 0.02, seed: int = 7) -> None:
+    """B random too, so that the adapter is of the size of a trained one from the start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.randn(p.shape, generator=generator) * scale)
+
+
+def sample(llm: Any, number: int = 192, tokens: int = 48) -> list[tuple[list[int], list[int], list[float]]]:
+    """Prompt, sampled tokens and their log-probs by the engine; prompts of three lengths."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0)
+    texts = [row["prompt"][i % 3 :] for i, row in enumerate(prompts(number))]
+    answers = [(o.prompt_token_ids, o.outputs[0]) for o in llm.generate(texts, params, use_tqdm=False)]
+    return [
+        (list(prompt), list(a.token_ids), [step[t].logprob for step, t in zip(a.logprobs, a.token_ids, strict=True)])
+        for prompt, a in answers
+    ]
+
+
+@torch.no_grad()
+def learner_logprobs(model: torch.nn.Module, samples: list[tuple[list[int], list[int], Any]]) -> list[torch.Tensor]:
+    """Log-probs of the same tokens by the learner, in batches padded as TRL pads them."""
+    found = []
+    for start in range(0, len(samples), 64):
+        batch = samples[start : start + 64]
+        left, right = (max(len(row[i]) for row in batch) for i in (0, 1))
+        ids, mask = torch.zeros(2, len(batch), left + right, dtype=torch.long)
+        for row, (prompt, answer, _) in enumerate(batch):
+            begin, end = left - len(prompt), left + len(answer)
+            ids[row, begin:end], mask[row, begin:end] = torch.tensor(prompt + answer), 1
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=ids, attention_mask=mask).logits
+        logps = logits[:, left - 1 : -1].float().log_softmax(-1).gather(-1, ids[:, left:, None]).squeeze(-1)
+        found += [logps[row, : len(answer)] for row, (_, answer, _) in enumerate(batch)]
+    return found
+
+
+def fresh_engine_logprobs(path: str) -> tuple[list[list[int]], list[list[float]]]:
+    """`engine_logprobs` of a new engine that loads the checkpoint at `path`."""
+    from vllm import LLM
+
+    settings = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 4096}
+    return engine_logprobs(LLM(path, logprobs_mode="processed_logprobs", **ENGINE, **settings))
 
 
 def engine_logprobs(llm: Any, number: int = 6) -> tuple[list[list[int]], list[list[float]]]:
