@@ -28,8 +28,14 @@ from slow.toys import (
 
 pytestmark = pytest.mark.slow
 SCHEMES = ["W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "W8A8", "W4A8"]
-KINDS = ["dense", "biased", "lora"]
-TOKENS = 4_000
+CASES = [
+    *((scheme, "dense") for scheme in SCHEMES),
+    *(
+        (scheme, "biased") for scheme in SCHEMES if scheme not in ("W4A16_ASYM", "W4A8")
+    ),  # tests/quant has their biases
+    *((scheme, "lora") for scheme in SCHEMES),
+]
+TOKENS = {"dense": 4_000, "biased": 1_000, "lora": 1_000}
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -64,19 +70,21 @@ def _record_forward(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]
     return seen
 
 
-def _compare_samples(trainer: Any) -> dict[str, Any]:
-    """Log-probs of sampled tokens by both sides, and by a learner whose operations are transformers'."""
-    samples = sample(trainer.vllm_generation.llm)
-    engine = torch.tensor([value for *_, values in samples for value in values])
-    learner = torch.cat(learner_logprobs(trainer.model, samples))
+def _compare_samples(trainer: Any, number: int) -> dict[str, Any]:
+    """Log-probs of sampled tokens by both sides, and by a learner whose attention is transformers'."""
+    from qarl_trl.engine_ops import ATTENTION
+
+    samples = sample(trainer.vllm_generation.llm, number)
+    engine = [torch.tensor(values) for *_, values in samples]
+    learner = learner_logprobs(trainer.model, samples)
     decoder = next(m for m in trainer.model.modules() if hasattr(m, "rotary_emb"))
     decoder.set_attn_implementation("sdpa")
-    stock = torch.cat(learner_logprobs(trainer.model, samples))
-    decoder.set_attn_implementation("qarl_cpu_engine")
+    stock = learner_logprobs(trainer.model, samples[:16])
+    decoder.set_attn_implementation(ATTENTION)
     return {
-        "tokens": len(engine),
-        "differ": (engine != learner).sum().item(),
-        "stock_attention_differs": (engine != stock).float().mean().item(),
+        "tokens": len(torch.cat(engine)),
+        "differ": (torch.cat(engine) != torch.cat(learner)).sum().item(),
+        "stock_attention_differs": (torch.cat(engine[:16]) != torch.cat(stock)).float().mean().item(),
     }
 
 
@@ -100,7 +108,7 @@ def _train_and_compare(model: str, folder: str, scheme: str, kind: str) -> dict[
     engine.sync_weights()
     engine._iter_named_params = stream
     first = engine_logprobs(engine.llm)
-    samples = _compare_samples(trainer)
+    samples = _compare_samples(trainer, 192 if kind == "dense" else 48)
 
     forward = _record_forward(trainer.model)
     saved_to = Path(folder) / "saved"
@@ -133,7 +141,7 @@ def _train_and_compare(model: str, folder: str, scheme: str, kind: str) -> dict[
     }
 
 
-@pytest.fixture(scope="module", params=[(scheme, kind) for kind in KINDS for scheme in SCHEMES], ids="-".join)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def outcome(request, tmp_path_factory):
     scheme, kind = request.param
     folder = tmp_path_factory.mktemp(f"{scheme}-{kind}")
@@ -158,8 +166,8 @@ def test_what_is_frozen_is_bit_for_bit_what_it_was_before_training(outcome):
 
 def test_the_learner_gives_the_engines_log_probs_bit_for_bit(outcome):
     """The gap of this scheme is 0, of tokens that were sampled, from prompts and answers of different lengths."""
-    _, _, result = outcome
-    assert result["samples"]["tokens"] >= TOKENS
+    kind, _, result = outcome
+    assert result["samples"]["tokens"] >= TOKENS[kind]
     assert result["samples"]["differ"] == 0
     assert result["samples"]["stock_attention_differs"] > 0.9  # control: one operation that rounds elsewhere
 
