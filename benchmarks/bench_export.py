@@ -70,15 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # llm-compressor writes its logs into the current folder
         work = Path(folder)
-        path = common.save_model(
-            work / "model",
-            dtype=torch.bfloat16,
-            hidden_size=args.hidden,
-            num_hidden_layers=args.layers,
-            intermediate_size=args.inner,
-            num_attention_heads=args.hidden // 64,
-            vocab_size=args.vocabulary,
-        )
+        path = common.save_model(work / "model", args.hidden, args.layers, args.inner, args.vocabulary, torch.bfloat16)
         parameters = 0
         for scheme in SCHEMES:
 

@@ -59,12 +59,20 @@ def with_outliers(model: Any) -> Any:
     return model
 
 
-def texts(tokenizer: Any, number: int, held_out: bool) -> list[list[int]]:
-    """Prompts with the working as the model was taught it, tokenized."""
+def texts(tokenizer: Any, samples: int, probes: int) -> tuple[Any, list[torch.Tensor]]:
+    """Prompts with the working as the model was taught it, tokenized: a calibration set, and held-out rows `(1, T)`."""
+    from datasets import Dataset
+
     from qarl_trl.quickstart.task import problems
 
-    rows = islice(problems(seed=11, held_out=held_out), number)
-    return [tokenizer.encode(row["prompt"] + row["demonstration"]) for row in rows]
+    def rows(number: int, held_out: bool) -> list[list[int]]:
+        chosen = islice(problems(seed=11, held_out=held_out), number)
+        return [tokenizer.encode(row["prompt"] + row["demonstration"]) for row in chosen]
+
+    calibration = rows(samples, held_out=False)
+    masks = [[1] * len(row) for row in calibration]
+    dataset = Dataset.from_dict({"input_ids": calibration, "attention_mask": masks})
+    return dataset, [torch.tensor([row]) for row in rows(probes, held_out=True)]
 
 
 def main() -> None:
@@ -75,16 +83,12 @@ def main() -> None:
         samples=(128, 8, "calibration rows"),
         probes=(128, 8, "held-out rows that are measured"),
     )
-    from datasets import Dataset
-
     from qarl_trl.precondition import log_probs, quantization_error
     from qarl_trl.quant.recipe import single_group
     from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
     model, tokenizer = trained_model(args.steps)
-    rows = texts(tokenizer, args.samples, held_out=False)
-    dataset = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
-    probe = [torch.tensor([row]) for row in texts(tokenizer, args.probes, held_out=True)]
+    dataset, probe = texts(tokenizer, args.samples, args.probes)
     rows_out: list[dict[str, Any]] = []
     headlines: list[str] = []
     plans = {_name(*scheme): single_group(resolve_scheme(*scheme), ["Linear"], DEFAULT_IGNORE) for scheme in SCHEMES}

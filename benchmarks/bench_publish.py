@@ -81,14 +81,7 @@ def main() -> None:
     moved: dict[str, tuple[int, int]] = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            path = common.save_model(
-                Path(folder) / "model",
-                hidden_size=args.hidden,
-                num_hidden_layers=args.layers,
-                intermediate_size=args.inner,
-                num_attention_heads=args.hidden // 64,
-                vocab_size=args.vocabulary,
-            )
+            path = common.save_model(Path(folder) / "model", args.hidden, args.layers, args.inner, args.vocabulary)
             for name, scheme in ARMS.items():
                 workers[name] = common.Worker(serve, path, scheme)
                 workers[name].wait()

@@ -89,8 +89,6 @@ def main() -> None:
         steps=(50, 4, "updates afterwards"),
         probes=(128, 8, "held-out rows"),
     )
-    from datasets import Dataset
-
     from qarl_trl.calibration import run_oneshot
     from qarl_trl.masters import load_masters, quantized_source
     from qarl_trl.precondition import log_probs
@@ -101,9 +99,7 @@ def main() -> None:
     from qarl_trl.quickstart.task import problems
 
     model, tokenizer = trained_model(args.warm)
-    rows = texts(tokenizer, 128, held_out=False)
-    dataset = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
-    probe = [torch.tensor([row]) for row in texts(tokenizer, args.probes, held_out=True)]
+    dataset, probe = texts(tokenizer, 128, args.probes)
     plan = single_group(resolve_scheme("W4A16"), ["Linear"], DEFAULT_IGNORE)
     table, headlines = [], []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

@@ -97,14 +97,7 @@ def main() -> None:
     cycles: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
     sizes = {"length": args.length, "batch": args.batch}
     with tempfile.TemporaryDirectory() as folder:
-        path = common.save_model(
-            Path(folder) / "model",
-            hidden_size=args.hidden,
-            num_hidden_layers=args.layers,
-            intermediate_size=args.inner,
-            num_attention_heads=args.hidden // 64,
-            vocab_size=64,
-        )
+        path = common.save_model(Path(folder) / "model", args.hidden, args.layers, args.inner)
         try:
             for index, (name, changes) in enumerate(ARMS.items()):
                 run = str(Path(folder) / f"run{index}")

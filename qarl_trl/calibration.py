@@ -1,4 +1,4 @@
-"""llm-compressor's `oneshot`, run on texts of ours: what `qarl-trl precondition` and `qarl-trl ptq` share.
+"""llm-compressor's `oneshot`, run on texts of ours: what `qarl-trl precondition` and `qarl-trl ptq` share, options included.
 
 Invariant: nothing here computes on a weight. llm-compressor's modifiers do, and an empty or unreadable calibration set is
 refused before a model loads.
@@ -6,15 +6,20 @@ refused before a model loads.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from compressed_tensors.quantization import QuantizationConfig
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import _compat
 from .data import local_path
+from .quant.recipe import read_recipe, single_group
+from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
@@ -34,6 +39,51 @@ def require_llmcompressor() -> None:
             "which pins another compressed-tensors: pip install --no-deps llmcompressor==0.14.0.1 "
             "compressed-tensors==0.19.0."
         )
+
+
+def make_parser(
+    command: str, description: str, num_samples: int, max_length: int, needs_dataset: bool
+) -> argparse.ArgumentParser:
+    """
+    The options of both commands.
+
+    Args:
+        command (`str`): `"precondition"` or `"ptq"`.
+        description (`str`): For `--help`.
+        num_samples (`int`): Default of `--num-samples`.
+        max_length (`int`): Default of `--max-length`.
+        needs_dataset (`bool`): Whether every method reads texts.
+    """
+    parser = argparse.ArgumentParser(prog=f"qarl-trl {command}", description=description, allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="model folder or Hub id, not quantized")
+    parser.add_argument("--output", required=True, help="folder to write, new or empty")
+    parser.add_argument("--scheme", default="W4A16", help="as quant_scheme (default: W4A16)")
+    parser.add_argument("--group-size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
+    parser.add_argument("--quant-recipe", help="llm-compressor quantization recipe, in place of --scheme")
+    parser.add_argument("--dataset", required=needs_dataset, help="texts to calibrate on: Hub id or file")
+    parser.add_argument("--split", default="train", help="split of a Hub dataset (default: train)")
+    parser.add_argument(
+        "--num-samples", type=int, default=num_samples, help=f"calibration rows (default: {num_samples})"
+    )
+    parser.add_argument("--max-length", type=int, default=max_length, help=f"tokens of a row (default: {max_length})")
+    return parser
+
+
+def read_plan(args: argparse.Namespace) -> QuantizationConfig:
+    """
+    The quantization that the options ask for, after the checks that need no model.
+
+    Raises:
+        ImportError: when llm-compressor is not installed.
+        ValueError: when the output folder is not empty, and for a scheme or recipe that is not supported.
+    """
+    require_llmcompressor()
+    output = Path(args.output)
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"--output {output} is not empty. Use a new folder.")
+    if args.quant_recipe:
+        return read_recipe(args.quant_recipe)
+    return single_group(resolve_scheme(args.scheme, args.group_size), ["Linear"], DEFAULT_IGNORE)
 
 
 def calibration_set(

@@ -20,12 +20,10 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from .calibration import calibration_set, require_llmcompressor, run_oneshot
+from .calibration import calibration_set, make_parser, read_plan, run_oneshot
 from .quant import apply_quantization, quantized_modules, remove_quantization
 from .quant.kernels import dequantize
 from .quant.moe import fused_experts
-from .quant.recipe import read_recipe, single_group
-from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
 
 METHODS = ("smoothquant", "awq", "rotation")
@@ -185,14 +183,10 @@ def quantization_error(
 def main(argv: Sequence[str] | None = None) -> None:
     """`qarl-trl precondition`."""
     args = _parser().parse_args(argv)
-    require_llmcompressor()
-    output = Path(args.output)
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"--output {output} is not empty. Use a new folder.")
+    plan = read_plan(args)
     config = AutoConfig.from_pretrained(args.model)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{args.model} is quantized already. Transforms belong before quantization.")
-    plan = read_recipe(args.quant_recipe) if args.quant_recipe else _plan(args.scheme, args.group_size)
     modifiers = transforms_of_recipe(args.recipe) if args.recipe else transforms(args.method, plan)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = calibration_set(args.dataset, tokenizer, args.num_samples, args.max_length, args.split)
@@ -204,10 +198,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     needs_data = any(modifier.requires_calibration_data for modifier in modifiers)
     plain = precondition(model, modifiers, rows if needs_data else None, probe)
     after = quantization_error(plain, plan, probe)
-    plain.to(saved_dtype).save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    plain.to(saved_dtype).save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
     print(report(before, after))
-    print(f"Transformed model written to {output}, without quantization. Train with model_name_or_path: {output}")
+    print(
+        f"Transformed model written to {args.output}, without quantization. Train with model_name_or_path: {args.output}"
+    )
 
 
 def report(before: QuantizationError, after: QuantizationError) -> str:
@@ -239,28 +235,18 @@ def _plain(model: PreTrainedModel, weights: set[str]) -> PreTrainedModel:
     return plain.eval()
 
 
-def _plan(scheme: str, group_size: int | None) -> QuantizationConfig:
-    return single_group(resolve_scheme(scheme, group_size), ["Linear"], DEFAULT_IGNORE)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="qarl-trl precondition",
-        description="Fold transforms that keep the function and help quantization into the weights of a model.",
-        allow_abbrev=False,
+    parser = make_parser(
+        "precondition",
+        "Fold transforms that keep the function and help quantization into the weights of a model, and measure what "
+        "--scheme costs it before and after.",
+        num_samples=128,
+        max_length=512,
+        needs_dataset=True,
     )
-    parser.add_argument("--model", required=True, help="model folder or Hub id, not quantized")
-    parser.add_argument("--output", required=True, help="folder to write, new or empty")
     parser.add_argument("--method", choices=METHODS, default="awq", help="which transform (default: awq)")
     parser.add_argument("--recipe", help="llm-compressor recipe of transforms, in place of --method")
-    parser.add_argument("--dataset", required=True, help="texts to calibrate and check on: Hub id or file")
-    parser.add_argument("--split", default="train", help="split of a Hub dataset (default: train)")
-    parser.add_argument("--num-samples", type=int, default=128, help="calibration rows (default: 128)")
     parser.add_argument(
         "--num-probes", type=int, default=16, help="rows that the function is compared on (default: 16)"
     )
-    parser.add_argument("--max-length", type=int, default=512, help="tokens of a row (default: 512)")
-    parser.add_argument("--scheme", default="W4A16", help="scheme to prepare for and to measure (default: W4A16)")
-    parser.add_argument("--group-size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
-    parser.add_argument("--quant-recipe", help="llm-compressor quantization recipe, in place of --scheme")
     return parser

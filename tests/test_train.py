@@ -5,6 +5,7 @@ import os
 import sys
 
 import pytest
+from conftest import make_model, make_tokenizer
 
 from qarl_trl import train
 from qarl_trl.train import describe, load_rewards, parse, run
@@ -138,27 +139,11 @@ def test_parsed_settings_are_those_of_the_parser(base):
 
 @pytest.mark.parametrize("quant_scheme", ["none", "W4A16"])
 def test_run_trains_evaluates_and_saves(base, problems, tmp_path, capsys, quant_scheme):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig
 
     model = tmp_path / "model"
-    vocabulary = {token: i for i, token in enumerate(["<eos>", "<pad>", *"0123456789+ "])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(model)
-    Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(vocabulary),
-            hidden_size=128,
-            intermediate_size=128,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=64,
-            eos_token_id=0,
-            pad_token_id=1,
-        )
-    ).save_pretrained(model)
+    make_model(num_hidden_layers=1).save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
     run([*base, "--model_name_or_path", str(model), "--quant_scheme", quant_scheme, "--conversational", "false",
          "--max_steps", "2", "--max_completion_length", "4", "--num_generations", "2", "--logging_steps", "1",
          "--per_device_train_batch_size", "4", "--steps_per_generation", "2", "--gradient_accumulation_steps", "1",

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .kernels import Kernel, dequantize, select_kernel
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
+from .scheme import effective_group_size, support_of
 
 
 _optimizer_steps = count(1)
@@ -170,9 +171,14 @@ class LowBitLayer:
         return kernel
 
     def extra_repr(self) -> str:
-        forward = self.kernel_choice if self.quantized_forward else "high precision"
-        inherited = super().extra_repr()
-        return f"{inherited + ', ' if inherited else ''}scheme={self.scheme.weights.num_bits}-bit, forward={forward}"
+        group_size = effective_group_size(self.scheme)
+        parts = [
+            super().extra_repr(),
+            f"scheme={support_of(self.scheme).name}",
+            f"group_size={group_size}" if group_size else "",
+            f"forward={self.kernel_choice if self.quantized_forward else 'high precision'}",
+        ]
+        return ", ".join(filter(None, parts))
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k not in ("_cached", "_sharded", "_kernel")}

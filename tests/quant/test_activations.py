@@ -36,11 +36,18 @@ def as_bytes(tensor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", SIZES)
-def test_float8_of_a_token_is_that_of_the_definition(dtype, scale):
+@pytest.mark.parametrize("scale", [*SIZES, 1e-13])
+@pytest.mark.parametrize(
+    ("quantize", "reference"),
+    [
+        (quantize_tokens_fp8, references.quantize_tokens_float8),
+        (quantize_groups_fp8, references.quantize_groups_float8),
+    ],
+)
+def test_float8_of_a_token_or_group_is_that_of_the_definition(dtype, scale, quantize, reference):
     x = tokens(scale, dtype)
-    codes, scales = quantize_tokens_fp8(x)
-    expected_codes, expected_scales = references.quantize_tokens_float8(x)
+    codes, scales = quantize(x)
+    expected_codes, expected_scales = reference(x)
     assert scales.dtype == torch.float32
     assert torch.equal(scales, expected_scales)
     assert torch.equal(as_bytes(codes), expected_codes)
@@ -52,17 +59,6 @@ def test_dividing_by_the_scale_gives_other_codes():
     codes, scales = quantize_tokens_fp8(x)
     assert codes[0, 1].item() == 144.0
     assert (x / scales).to(torch.float8_e4m3fn)[0, 1].item() == 160.0
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [*SIZES, 1e-13])
-def test_float8_of_a_group_is_that_of_the_definition(dtype, scale):
-    x = tokens(scale, dtype)
-    codes, scales = quantize_groups_fp8(x)
-    expected_codes, expected_scales = references.quantize_groups_float8(x)
-    assert scales.dtype == torch.float32
-    assert torch.equal(scales, expected_scales)
-    assert torch.equal(as_bytes(codes), expected_codes)
 
 
 def test_multiplying_a_group_by_the_reciprocal_gives_other_codes():

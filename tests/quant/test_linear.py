@@ -98,8 +98,9 @@ def test_without_a_quantized_forward_the_layer_is_a_plain_linear():
 
 
 def test_the_layer_says_what_it_is():
-    assert "in_features=128, out_features=128, bias=False, scheme=4-bit, forward=auto" in repr(make_layer())
-    assert "scheme=8-bit" in repr(make_layer("FP8_DYNAMIC"))
+    start = "in_features=128, out_features=128, bias=False, scheme"
+    assert f"{start}=W4A16, group_size=128, forward=auto" in repr(make_layer())
+    assert f"{start}=FP8_DYNAMIC, forward=auto" in repr(make_layer("FP8_DYNAMIC"))
     assert "forward=high precision" in repr(make_layer(quantize_forward=False))
 
 

@@ -17,7 +17,7 @@ FP8_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tok
 MODIFIERS = {
     "preset": {"targets": "Linear", "scheme": "W4A16", "ignore": ["lm_head"]},
     "presets by name": {
-        "scheme": {"FP8_DYNAMIC": "re:.*self_attn.*", "W4A16": ["re:.*mlp.*"]},
+        "scheme": {"FP8_DYNAMIC": "re:.*self_attn.*_proj$", "W4A16": ["re:.*mlp.*_proj$"]},
         "ignore": ["lm_head", "re:.*down_proj$"],
     },
     "one group": {"config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_32}}},
@@ -74,7 +74,7 @@ def test_each_layer_takes_the_scheme_that_compressed_tensors_gives_it(case, tmp_
     found = read_recipe(write(tmp_path, MODIFIERS[case]))
     with torch.device("meta"):
         model, theirs = make_model(), make_model()
-    apply_quantization_config(theirs, found, show_progress=False)
+    apply_quantization_config(theirs, found)
     expected = {n: m.quantization_scheme for n, m in theirs.named_modules() if hasattr(m, "quantization_scheme")}
     assert {name: scheme for name, _, scheme in match(model.named_modules(), found)} == expected
     assert len(expected) >= 8

@@ -18,6 +18,7 @@ from slow.toys import (
     fresh_engine_logprobs,
     learner_logprobs,
     make_trainer,
+    publish,
     random_adapter,
     randomize_adapter,
     sample,
@@ -101,12 +102,7 @@ def _train_and_compare(model: str, folder: str, scheme: str, kind: str) -> dict[
     parameters = dict(trainer.model.named_parameters())
     frozen_kept = all(torch.equal(parameters[n], p) for n, p in frozen.items())
     engine = trainer.vllm_generation
-
-    published: dict[str, torch.Tensor] = {}
-    stream = engine._iter_named_params
-    engine._iter_named_params = lambda: ((n, published.setdefault(n, t)) for n, t in stream())
-    engine.sync_weights()
-    engine._iter_named_params = stream
+    published = publish(engine)
     first = engine_logprobs(engine.llm)
     samples = _compare_samples(trainer, 192 if kind == "dense" else 48)
 

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from slow.isolated import isolated
-from slow.toys import engine_logprobs, make_trainer, save_gptq, save_model, stored_tensors
+from slow.toys import (
+    engine_logprobs,
+    fresh_engine_logprobs,
+    make_trainer,
+    publish,
+    save_gptq,
+    save_model,
+    stored_tensors,
+)
 
 
 pytestmark = pytest.mark.slow
@@ -18,11 +26,8 @@ def _start(model: str, folder: str, freeze: bool) -> dict[str, Any]:
     import torch
 
     trainer = make_trainer(model, Path(folder), quant_scheme="checkpoint", quant_freeze_scales=freeze)
-    engine, published = trainer.vllm_generation, {}
-    stream = engine._iter_named_params
-    engine._iter_named_params = lambda: ((n, published.setdefault(n, t)) for n, t in stream())
-    engine.sync_weights()
-    engine._iter_named_params = stream
+    engine = trainer.vllm_generation
+    published = publish(engine)
     first = engine_logprobs(engine.llm)
     start = stored_tensors(model)
     same = {n for n, t in published.items() if n in start and t.dtype == start[n].dtype and torch.equal(t, start[n])}
@@ -46,16 +51,6 @@ def _quantized(model: Any) -> Any:
     return quantized_modules(model)
 
 
-def _fresh_engine(path: str) -> Any:
-    from vllm import LLM
-
-    llm = LLM(
-        path, max_model_len=64, max_num_seqs=16, enforce_eager=True, logprobs_mode="processed_logprobs",
-        max_num_batched_tokens=4096,
-    )  # fmt: skip
-    return engine_logprobs(llm)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     pytest.importorskip("llmcompressor")
@@ -67,7 +62,7 @@ def test_with_frozen_scales_the_engine_starts_as_the_checkpoint_bit_for_bit(chec
     found = isolated(_start, checkpoint, str(tmp_path / "run"), True)
     assert found["names"]
     assert found["other"] == []
-    assert found["before"] == isolated(_fresh_engine, checkpoint)
+    assert found["before"] == isolated(fresh_engine_logprobs, checkpoint)
     # Control: training moves the answers, and the scales stay all the same.
     assert found["after"] != found["before"]
     assert found["scales_kept"]
@@ -80,5 +75,5 @@ def test_free_scales_start_as_another_model(checkpoint, tmp_path):
     found = isolated(_start, checkpoint, str(tmp_path / "run"), False)
     assert found["names"]
     assert len([n for n in found["other"] if n.endswith("weight_scale")]) == 14
-    assert found["before"] != isolated(_fresh_engine, checkpoint)
+    assert found["before"] != isolated(fresh_engine_logprobs, checkpoint)
     assert max(found["gaps"]) < 0.03  # engine and learner agree on the new model, too

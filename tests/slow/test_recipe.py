@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from slow.isolated import isolated
-from slow.test_quantized_start import _fresh_engine
-from slow.toys import engine_logprobs, make_trainer, save_model
+from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, save_model
 
 
 pytestmark = pytest.mark.slow
@@ -36,5 +35,5 @@ def test_two_schemes_in_one_engine(tmp_path):
     # An aligned FP8 learner has a gap of 0.066 on this toy, one that is not aligned 0.09 to 0.27 (docs/numerics.md).
     assert max(found["gaps"]) < 0.08, found["gaps"]
     assert (tmp_path / "final" / "recipe.yaml").read_text() == RECIPE.read_text()
-    assert found["answers"] == isolated(_fresh_engine, str(tmp_path / "final"))
+    assert found["answers"] == isolated(fresh_engine_logprobs, str(tmp_path / "final"))
     print(found["gaps"])

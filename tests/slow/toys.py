@@ -184,6 +184,16 @@ def learner_logprobs(model: torch.nn.Module, samples: list[tuple[list[int], list
     return found
 
 
+def publish(engine: Any) -> dict[str, torch.Tensor]:
+    """Publish once; what was sent to the engine."""
+    sent: dict[str, torch.Tensor] = {}
+    stream = engine._iter_named_params
+    engine._iter_named_params = lambda: ((n, sent.setdefault(n, t)) for n, t in stream())
+    engine.sync_weights()
+    engine._iter_named_params = stream
+    return sent
+
+
 def fresh_engine_logprobs(path: str) -> tuple[list[list[int]], list[list[float]]]:
     """`engine_logprobs` of a new engine that loads the checkpoint at `path`."""
     from vllm import LLM
