@@ -4,6 +4,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 import yaml
+from transformers import MistralConfig, Qwen3Config
 from trl import GRPOConfig, TrlParser
 
 from qarl_trl import QaRLConfig, _compat
@@ -64,6 +65,8 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"quant_scheme": "FP8_DYNAMIC", "quant_group_size": 128}, ["quant_group_size=128", "leave it unset"]),
         ({"quant_targets": []}, ["quant_targets is empty", "['Linear']"]),
         ({"quant_kernel": "marlin"}, ["quant_kernel='marlin'", "'dequant'"]),
+        ({"learner_ops": "vllm"}, ["learner_ops='vllm'", "auto, stock, engine"]),
+        ({"learner_ops": "engine"}, ["learner_ops='engine'", "use_vllm=False", "'auto' or 'stock'"]),
         ({"loss_type": "tpbo"}, ["loss_type='tpbo'", "'tbpo'", "dr_grpo"]),
         ({"tbpo_epsilon_high": 0.0}, ["tbpo_epsilon_high=0.0", "must be > 0"]),
         ({"tbpo_delta_low": -3e-4}, ["tbpo_delta_low=-0.0003", "must be > 0"]),
@@ -169,6 +172,34 @@ def test_beside_a_cpu_engine_the_learner_takes_its_kernel(config, settings, expe
     assert config(**settings).learner_kernel == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (VLLM, True),
+        (VLLM | {"quant_scheme": "FP8_DYNAMIC"}, True),
+        ({}, False),  # no engine to follow
+        (VLLM | {"learner_ops": "stock"}, False),
+        (VLLM | {"quant_scheme": "none"}, False),  # the baselines are TRL's learner
+        (VLLM | {"quant_learner": False}, False),
+        (VLLM | {"quant_scheme": "none", "learner_ops": "engine"}, True),
+        (VLLM | {"bf16": False}, False),
+    ],
+)
+def test_beside_a_cpu_engine_a_low_bit_learner_takes_its_operations(config, settings, expected):
+    args = config(**{"bf16": True} | settings)
+    assert args.engine_ops_for(Qwen3Config()) == expected
+    if args.learner_ops == "auto":
+        assert not args.engine_ops_for(MistralConfig())
+
+
+def test_engine_operations_that_cannot_be_had_are_an_error(config):
+    args = config(bf16=True, learner_ops="engine", **VLLM)
+    with pytest.raises(ValueError, match="'mistral' is none of .*learner_ops='auto' or 'stock'"):
+        args.engine_ops_for(MistralConfig())
+    with pytest.raises(ValueError, match="bf16 is off"):
+        config(bf16=False, learner_ops="engine", **VLLM).engine_ops_for(Qwen3Config())
+
+
 # Command line -------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +209,7 @@ CHANGED = {
     "quant_ignore": ["lm_head", r"re:.*mlp\.gate$"],
     "quant_learner": False,
     "quant_kernel": "auto",
+    "learner_ops": "stock",
     "quant_group_size": None,
     "quant_recipe": None,  # excludes the scheme fields; it has a test of its own
     "quant_freeze_scales": True,
