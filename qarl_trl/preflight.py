@@ -412,7 +412,3 @@ _NO_KERNELS = (
     "use_kernels=True replaces the forward of mixture-of-experts blocks by kernels from the Hub, and the low-bit experts "
     "would never run. Load the model without it."
 )
-_NO_PEFT = (
-    "QaRL trains full parameters: the low-bit forward of LoRA layers (the quantized merged weight) is not available yet. "
-    "Leave out the peft configuration, or set quant_scheme='none'."
-)

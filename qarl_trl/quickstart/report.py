@@ -42,7 +42,7 @@ class TrainingBar(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
         if "reward" in logs:
-            self._text = f"reward {float(logs['reward']):.2f}  gap {float(logs['mismatch/logp_gap_mean']):.4f}"
+            self._text = f"reward {float(logs['reward']):.2f}  gap {float(logs['mismatch/logp_gap_mean']):.0e}"
         self._bar.update(state.global_step, self._text)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
@@ -93,8 +93,8 @@ def save_picture(log: list[dict[str, Any]], before: float, after: float, floor: 
     axes[0, 0].scatter([0, max(steps)], [before, after], color="black", zorder=3, label="held-out accuracy, greedy")
     axes[0, 0].set(title="Accuracy", xlabel="update", ylim=(0, 1.02))
     axes[0, 1].plot(*column(log, "mismatch/logp_gap_mean"), marker=".", label="engine against learner")
-    axes[0, 1].axhline(floor, color="gray", linestyle="--", label="bf16 engine, bf16 learner, before RL")
-    axes[0, 1].set(title="Mean log-prob gap (nats per token)", xlabel="update", ylim=(0, None))
+    axes[0, 1].axhline(floor, color="gray", linestyle="--", label="bf16 engine, TRL's learner, before RL")
+    axes[0, 1].set(title="Mean log-prob gap (nats per token)", xlabel="update", yscale="log")
     for name, label in (
         ("pos_high_frac", "A > 0, above 1 + eps_h"),
         ("neg_low_frac", "A < 0, below 1 - d_l"),

@@ -141,7 +141,7 @@ def _train_and_compare(model: str, folder: str, scheme: str, kind: str) -> dict[
 def outcome(request, tmp_path_factory):
     scheme, kind = request.param
     folder = tmp_path_factory.mktemp(f"{scheme}-{kind}")
-    model = save_model(folder / "model", biases=kind == "biased")
+    model = save_model(folder / "model", biases=kind == "biased", norms=True)
     return kind, folder, isolated(_train_and_compare, model, str(folder), scheme, kind)
 
 

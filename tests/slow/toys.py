@@ -12,12 +12,14 @@ CHARACTERS = "0123456789+=;# "
 ENGINE = {"enforce_eager": True}
 
 
-def save_model(folder: Path, layers: int = 2, seed: int = 0, experts: int = 0, biases: bool = False) -> str:
+def save_model(
+    folder: Path, layers: int = 2, seed: int = 0, experts: int = 0, biases: bool = False, norms: bool = False
+) -> str:
     """
     A Qwen3 model with weights so large that its next-token distribution is not uniform.
 
-    With `experts` it is a Qwen3-MoE; with `biases` a Qwen2, whose q, k and v have some, with tied embeddings. Norms and
-    biases are random, since a factor of 1 and a term of 0 hide where they are rounded.
+    With `experts` it is a Qwen3-MoE; with `biases` a Qwen2, whose q, k and v have some, with tied embeddings. `norms` makes
+    the weights of its norms random: a factor of 1 hides where it is rounded.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
@@ -57,7 +59,7 @@ def save_model(folder: Path, layers: int = 2, seed: int = 0, experts: int = 0, b
     model = architecture(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if norms and "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
