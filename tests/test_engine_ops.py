@@ -170,6 +170,22 @@ def test_the_rounding_is_that_of_the_rotary_kernel():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_cosine_and_sine_are_those_of_the_engines_table(theta):
+    """At every position of a long context."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    rope, length = {"rope_type": "default", "rope_theta": theta}, 40_960
+    with set_current_vllm_config(VllmConfig()):
+        engine = get_rope(128, length, rope_parameters=rope, dtype=torch.bfloat16).cos_sin_cache
+    embedding = Qwen3RotaryEmbedding(Qwen3Config(head_dim=128, rope_parameters=rope))
+    cos, sin = embedding(torch.zeros(1), torch.arange(length)[None])
+    assert same_bytes(torch.cat((cos[0, :, :64], sin[0, :, :64]), dim=-1).bfloat16(), engine)
+
+
+@pytest.mark.slow
 def test_the_sum_of_residual_and_branch_is_normalized_before_it_is_rounded():
     from vllm.ir.ops.layernorm import fused_add_rms_norm
 
