@@ -269,8 +269,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     if mask is None:
         mask = torch.ones(batch, tokens, dtype=torch.bool)
     mask = mask.bool()
+    out = query.new_zeros(batch, tokens, heads, head_dim)
     lengths = mask.sum(-1)
     lengths = lengths[lengths > 0]
+    if len(lengths) == 0:
+        return out
     # Only what counts, one sequence after the other: (all tokens, heads, head_dim).
     q, k, v = (t.transpose(1, 2)[mask] for t in (query, key, value))
     blocks = (lengths + _BLOCK - 1) // _BLOCK
@@ -314,6 +317,5 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
         scheduler_metadata=schedule,
         s_aux=None,
     )
-    out = query.new_zeros(batch, tokens, heads, head_dim)
     out[mask] = y
     return out

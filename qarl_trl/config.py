@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import PretrainedConfig
 from trl import GRPOConfig
@@ -19,6 +20,8 @@ from .loss import TrustBand
 from .quant.recipe import read_recipe, single_group
 from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
 
+
+logger = get_logger(__name__)
 
 TBPO = "tbpo"
 STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -152,7 +155,8 @@ class QaRLConfig(GRPOConfig):
         metadata={
             "help": "Norms, residual sums, rotary embedding and attention of the learner: 'stock' is transformers', 'engine' "
             "rounds where the CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2 and Qwen3 beside a "
-            "colocated CPU engine), 'auto' is 'engine' where a low-bit learner can have it, otherwise 'stock'."
+            "colocated CPU engine that is not compiled, which then is the default of enforce_eager), 'auto' is 'engine' where a "
+            "low-bit learner can have it, otherwise 'stock'."
         },
     )
     tbpo_epsilon_high: float = field(
@@ -272,13 +276,33 @@ class QaRLConfig(GRPOConfig):
             return False
         if self.learner_ops == "auto" and not (self.quantized and self.quant_learner):
             return False  # the baselines are TRL's learner
-        reason = unsupported(config) if self.bf16 else "bf16 is off, so the learner computes in float32"
+        reason = self._other_arithmetic() or unsupported(config)
+        if reason is not None and self.learner_ops == "auto":
+            logger.warning("Learner and CPU engine round at different places, because %s.", reason)
         if reason is not None and self.learner_ops == "engine":
             raise ValueError(
                 f"learner_ops='engine' came with a model that cannot follow the engine's roundings: {reason}. Use "
                 "learner_ops='auto' or 'stock'."
             )
         return reason is None
+
+    def _other_arithmetic(self) -> str | None:
+        """Why, whatever the model, the engine's operations in the learner would not give the engine's log-probs."""
+        engine = self.vllm_engine_kwargs or {}
+        changed = [
+            name
+            for name, default in {"enforce_eager": True, "compilation_config": None, "kv_cache_dtype": "auto"}.items()
+            if engine.get(name, default) != default
+        ]
+        reasons = {
+            "bf16 is off, so the learner computes in float32": not self.bf16,
+            "quant_kernel='dequant' is not the engine's product": self.quantized and self.quant_kernel == "dequant",
+            "quant_learner=False multiplies by other weights": self.quantized and not self.quant_learner,
+            "cast_lm_head_to_fp32 gives the learner another output layer": self.cast_lm_head_to_fp32,
+            f"vllm_engine_kwargs sets {', '.join(changed)}": bool(changed),
+            "vllm_model_impl='transformers' is another engine": self.vllm_model_impl == "transformers",
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
 
     def quant_plan(self, source: QuantizationConfig | None = None) -> QuantizationConfig | None:
         """

@@ -9,6 +9,7 @@ are those of the unrounded operations, in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -133,6 +134,8 @@ class _EngineAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, mask = ctx.saved_tensors
+        if mask is not None and grad.shape[1] == mask.shape[1]:
+            grad = grad * mask[:, :, None, None].to(grad.dtype)  # the forward gave a constant there
         with torch.enable_grad():
             inputs = [t.float().requires_grad_() for t in inputs]
             output = float32_attention(*inputs, mask, ctx.scale).transpose(1, 2)
@@ -159,15 +162,16 @@ def float32_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
             # A padded query sees itself, or its softmax would be of nothing.
             itself = torch.eye(queries, keys, dtype=torch.bool, device=query.device).roll(keys - queries, dims=1)
             visible = (visible & mask.bool()[:, None, None, :]) | itself
-    return F.scaled_dot_product_attention(
-        query.float(),
-        key.float(),
-        value.float(),
-        attn_mask=visible,
-        is_causal=visible is None,
-        scale=scale,
-        enable_gqa=True,
-    )
+    with torch.autocast(query.device.type, enabled=False):
+        return F.scaled_dot_product_attention(
+            query.float(),
+            key.float(),
+            value.float(),
+            attn_mask=visible,
+            is_causal=visible is None,
+            scale=scale,
+            enable_gqa=True,
+        )
 
 
 def _attention(
@@ -198,18 +202,30 @@ def _decoder(model: nn.Module) -> PreTrainedModel:
 
 
 def _become(module: nn.Module, form: type[nn.Module]) -> None:
-    """Give `module` the forward of `form`. Its class keeps its name, by which FSDP and checkpointing find layers."""
-    stock = type(module)
-    module.__class__ = type(stock.__name__, (form, stock), {"__module__": stock.__module__})
+    module.__class__ = _form_of(type(module), form)
+
+
+@cache
+def _form_of(stock: type[nn.Module], form: type[nn.Module]) -> type[nn.Module]:
+    """`stock` with the forward of `form`: one class for all layers, of the same name, since FSDP looks layers up by both."""
+    return type(stock.__name__, (form, stock), {"__module__": stock.__module__})
 
 
 def _count_positions_without_padding(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The engine's first token has position 0, a left-padded one here the width of the padding."""
+    table = decoder.embed_tokens.weight
+    if table.dtype != torch.bfloat16 and not torch.is_autocast_enabled(table.device.type):
+        raise RuntimeError(
+            f"A model on the CPU engine's operations computes in bfloat16, and its {table.dtype} weights need autocast for "
+            "that. Call it inside of torch.autocast('cpu', torch.bfloat16), or train with learner_ops='stock'."
+        )
     mask, kwargs = kwargs.get("attention_mask"), dict(kwargs)
-    if isinstance(mask, Tensor) and mask.dim() == 2 and kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    inputs = [t for t in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if t is not None]
+    if isinstance(mask, Tensor) and mask.dim() == 2 and kwargs.get("position_ids") is None and inputs:
+        # With a cache the mask is longer than the input.
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs[0].shape[1] :]
     return args, kwargs
 
 

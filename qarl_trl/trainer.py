@@ -22,7 +22,7 @@ from . import _compat
 from .batch import drop_out_of_band, loss_mask
 from .canary import LENGTH, Canary, canary_tokens, learner_logps
 from .config import TBPO, QaRLConfig
-from .engine_ops import use_engine_ops
+from .engine_ops import has_engine_ops, use_engine_ops
 from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
 from .loss import TrustBand, mismatch_weight, tbpo_loss
 from .masters import QuantizedSource, load_masters
@@ -102,10 +102,12 @@ class QaRLTrainer(GRPOTrainer):
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
             _prepare(model, args, source, as_stored)
+            # Compiled code rounds elsewhere.
+            eager = {"enforce_eager": True} if has_engine_ops(model) else {}
             return LowBitVLLMGeneration(
                 model,
                 quantization_config=quantization_config(model),
-                engine_kwargs=args.vllm_engine_kwargs,
+                engine_kwargs=eager | (args.vllm_engine_kwargs or {}),
                 **engine_args,
             )
 
@@ -363,6 +365,12 @@ def _prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None,
         _quantize(model, args, source, as_stored)
     if args.engine_ops_for(model.config):
         use_engine_ops(model)
+        logger.info("The learner runs the CPU engine's operations (learner_ops).")
+    elif has_engine_ops(model):
+        raise ValueError(
+            "The model was given the CPU engine's operations by an earlier trainer, and this one asks for transformers'. "
+            "Load the model again."
+        )
 
 
 def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:

@@ -196,8 +196,20 @@ def test_engine_operations_that_cannot_be_had_are_an_error(config):
     args = config(bf16=True, learner_ops="engine", **VLLM)
     with pytest.raises(ValueError, match="'mistral' is none of .*learner_ops='auto' or 'stock'"):
         args.engine_ops_for(MistralConfig())
-    with pytest.raises(ValueError, match="bf16 is off"):
-        config(bf16=False, learner_ops="engine", **VLLM).engine_ops_for(Qwen3Config())
+    for settings, reason in (
+        ({"bf16": False}, "bf16 is off"),
+        ({"quant_kernel": "dequant"}, "quant_kernel='dequant'"),
+        ({"quant_learner": False}, "quant_learner=False"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
+        ({"vllm_engine_kwargs": {"enforce_eager": False}}, "vllm_engine_kwargs sets enforce_eager"),
+        ({"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "vllm_engine_kwargs sets kv_cache_dtype"),
+        ({"vllm_model_impl": "transformers"}, "vllm_model_impl"),
+    ):
+        args = config(**{"bf16": True, "learner_ops": "engine"} | VLLM | settings)
+        with pytest.raises(ValueError, match=reason):
+            args.engine_ops_for(Qwen3Config())
+        args.learner_ops = "auto"
+        assert not args.engine_ops_for(Qwen3Config())
 
 
 # Command line -------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def save_model(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=256,
+        max_position_embeddings=1024,
         tie_word_embeddings=biases,
         initializer_range=0.05,
         eos_token_id=1,
@@ -155,11 +155,13 @@ def randomize_adapter(model: torch.nn.Module, scale: float = 0.02, seed: int = 7
                 p.copy_(torch.randn(p.shape, generator=generator) * scale)
 
 
-def sample(llm: Any, number: int = 192, tokens: int = 48) -> list[tuple[list[int], list[int], list[float]]]:
+def sample(
+    llm: Any, number: int, tokens: int = 48, ignore_eos: bool = False
+) -> list[tuple[list[int], list[int], list[float]]]:
     """Prompt, sampled tokens and their log-probs by the engine; prompts of three lengths."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0)
+    params = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0, ignore_eos=ignore_eos)
     texts = [row["prompt"][i % 3 :] for i, row in enumerate(prompts(number))]
     answers = [(o.prompt_token_ids, o.outputs[0]) for o in llm.generate(texts, params, use_tqdm=False)]
     return [
