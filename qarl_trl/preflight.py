@@ -1,7 +1,6 @@
 """Checks that stop a run before, or right after, it could go wrong without a word.
 
-Invariant: bad input never costs the user work; what can be known before a model loads is checked before (the first
-five functions run in that order), what only a step can show is checked after the first step.
+Invariant: bad input never costs the user work; what can be known before a model loads is checked before, what only a step can show is checked after the first step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from ._compat_cpu import has_amx
 from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .masters import QuantizedSource, quantized_source
-from .quant.hook import apply_quantization, quantized_modules
+from .quant.hook import MERGED_BY_ENGINES, apply_quantization, quantized_modules
+from .quant.linear import LowBitLayer
 from .quant.moe import QuantExperts, fused_experts
 from .quant.names import is_peft_model
 from .quant.recipe import arithmetic, match, resolve_config
@@ -363,6 +363,36 @@ def check_model(model: nn.Module) -> None:
         )
     if getattr(model, "use_kernels", False) and any(fused_experts(model)):
         raise ValueError(_NO_KERNELS)
+
+
+def check_merged_layers(model: nn.Module) -> None:
+    """
+    Refuse what vLLM would refuse while it starts: layers that it merges into one, quantized in different ways.
+
+    Raises:
+        ValueError: naming the layers and what each has.
+    """
+    for parent_name, parent in model.named_modules():
+        for names in MERGED_BY_ENGINES:
+            layers = [getattr(parent, name, None) for name in names]
+            if None in layers:
+                continue
+            schemes = [layer.scheme if isinstance(layer, LowBitLayer) else None for layer in layers]
+            if any(scheme != schemes[0] for scheme in schemes):
+                kinds = [
+                    "high precision" if scheme is None else support_of(scheme).name + _group_of(scheme)
+                    for scheme in schemes
+                ]
+                found = ", ".join(f"{name} {kind}" for name, kind in zip(names, kinds, strict=True))
+                raise ValueError(
+                    f"The engine merges {', '.join(names)} of {parent_name!r} into one layer, which has one scheme; they "
+                    f"came as {found}. Give them one scheme, or ignore all of them."
+                )
+
+
+def _group_of(scheme: QuantizationScheme) -> str:
+    size = scheme.weights.group_size
+    return f" in groups of {size}" if size else ""
 
 
 def check_mismatch(gap: float, args: QaRLConfig) -> None:

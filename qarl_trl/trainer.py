@@ -34,6 +34,7 @@ from .preflight import (
     check_first_codes,
     check_layers_ran,
     check_learner_ops,
+    check_merged_layers,
     check_mismatch,
     check_model,
     default_output_dir,
@@ -393,5 +394,7 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
         qparams=source.qparams() if args.quant_freeze_scales else None,
         **settings,
     )
+    if args.use_vllm:
+        check_merged_layers(model)
     if args.quant_freeze_scales and as_stored:
         check_first_codes(model, source)
