@@ -13,31 +13,23 @@ ENGINE = {"enforce_eager": True}
 
 
 def save_model(
-    folder: Path, layers: int = 2, seed: int = 0, experts: int = 0, biases: bool = False, norms: bool = False
+    folder: Path, layers: int = 2, seed: int = 0, experts: int = 0, family: str = "Qwen3", norms: bool = False
 ) -> str:
     """
     A Qwen3 model with weights so large that its next-token distribution is not uniform.
 
-    With `experts` it is a Qwen3-MoE; with `biases` a Qwen2, whose q, k and v have some, with tied embeddings. `norms` makes
-    the weights of its norms random: a factor of 1 hides where it is rounded.
+    With `experts` it is a Qwen3-MoE. `family="Qwen2"` has biases in q, k and v and tied embeddings here. `norms` makes the
+    weights of its norms random: a factor of 1 hides where it is rounded.
     """
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    kind, architecture = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
-    if biases:
-        kind, architecture = Qwen2Config, Qwen2ForCausalLM
+    family += "Moe" if experts else ""
+    kind, architecture = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM")
     sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128} if experts else {}
     config = kind(
         **sizes,
@@ -49,7 +41,7 @@ def save_model(
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=1024,
-        tie_word_embeddings=biases,
+        tie_word_embeddings=family == "Qwen2",
         initializer_range=0.05,
         eos_token_id=1,
         pad_token_id=0,
