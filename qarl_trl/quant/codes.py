@@ -1,6 +1,6 @@
-"""Codes of a weight in as few passes over it as plain tensor operations allow.
+"""Codes of a weight, in as few passes over it as plain tensor operations allow.
 
-Invariant: every function gives the bytes of compressed-tensors' compressors (CPU), which `tests/quant/test_codes.py` compares
+Invariant: these operations define the arithmetic; what is quicker (`fused`) is compared with them. They give the bytes of compressed-tensors' compressors (CPU), which `tests/quant/test_codes.py` compares
 on golden rows and 10^7 random weights per scheme. The division is rounded to bfloat16, as theirs is: in float32 it would
 flip about one code in a hundred and cost alignment with the engine (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
 """
@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
+from .scheme import effective_group_size
+
+
+DTYPES = (torch.bfloat16,)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -18,6 +23,81 @@ FP8_MAX = torch.finfo(FP8).max
 # In [128, 256) neighbouring bfloat16 numbers are 1 apart, so adding 136 rounds a small number to the nearest integer, ties
 # to even, and leaves that integer plus 8 in the low bits of the mantissa.
 _INT4_BIAS = 136.0
+
+
+def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
+    """Whether these functions can quantize the weight: all of them do, once it is bfloat16."""
+    return weight.dtype in DTYPES
+
+
+def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
+    """
+    Minimum and maximum of the weights that share a scale; with symmetric codes minus and plus the largest magnitude.
+
+    Args:
+        weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
+        scheme (`QuantizationScheme`): A supported scheme.
+
+    Returns:
+        `tuple[Tensor, Tensor]`: bfloat16, one entry for each scale. NaN and infinity in a weight come out as such.
+    """
+    blocks = as_blocks(weight, scheme)
+    if scheme.weights.symmetric:
+        high = absmax(blocks)
+        return -high, high
+    return blocks.amin(-1), blocks.amax(-1)  # on CPU together faster than `aminmax`
+
+
+def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme) -> Tensor:
+    """
+    Codes of a weight, as the checkpoint format of the scheme holds them.
+
+    Args:
+        weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
+        scale (`Tensor`): bfloat16, above zero, one entry for each block of [`as_blocks`].
+        zero_point (`Tensor` or `None`): int8 of that shape; `None` for symmetric codes.
+        scheme (`QuantizationScheme`): A supported scheme without a global scale.
+
+    Returns:
+        `Tensor`: Packed schemes: int32 `(out, ceil(in * bits / 32))`. Others: float8_e4m3fn or int8 `(out, in)`.
+    """
+    blocks = as_blocks(weight, scheme)
+    quotient = steps(blocks, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1))
+    quotient, bits = as_matrix(quotient, weight.shape, scheme), scheme.weights.num_bits
+    if scheme.weights.type == QuantizationType.FLOAT:
+        return fp8_codes(quotient)
+    if scheme.format == "pack-quantized":
+        return pack_int4(quotient) if bits == 4 else pack_int8(quotient)
+    return int_codes(quotient, bits)
+
+
+def as_blocks(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """A matrix `(out, in)` with the elements of one scale along the last dimension: `(out, groups, group_size)` for groups."""
+    if scheme.weights.block_structure is not None:
+        height, width = scheme.weights.block_structure
+        tiles = weight.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+        return tiles.transpose(1, 2).flatten(-2)
+    return weight.unflatten(-1, (-1, width_of_scales(weight, scheme)))
+
+
+def as_matrix(blocks: Tensor, shape: torch.Size, scheme: QuantizationScheme) -> Tensor:
+    """The inverse of [`as_blocks`]: back to `shape` `(out, in)`."""
+    if scheme.weights.block_structure is not None:
+        blocks = blocks.unflatten(-1, tuple(scheme.weights.block_structure)).transpose(1, 2)
+    return blocks.reshape(shape)
+
+
+def width_of_scales(weight: Tensor, scheme: QuantizationScheme) -> int:
+    """Neighbouring weights of a row that share a scale."""
+    if scheme.weights.block_structure is not None:
+        return scheme.weights.block_structure[1]
+    return effective_group_size(scheme) or weight.shape[1]
+
+
+def rows_of_scales(scale: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """`scale` with one row for each row of the weight, `(out, in / width)`."""
+    blocks = scheme.weights.block_structure
+    return scale if blocks is None else scale.repeat_interleave(blocks[0], 0)
 
 
 def absmax(weight: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from .activations import (
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from .quantize import LowBitWeight, as_blocks, as_matrix
+from .codes import as_blocks, as_matrix
+from .quantize import LowBitWeight
 from .scheme import effective_group_size, has_global_scale, support_of
 
 

@@ -7,16 +7,17 @@ weight, in compressed-tensors' arithmetic; nothing else rounds a weight (paper S
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme, QuantizationType
+from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
 
-from . import codes
-from .scheme import MASTER_CAST_DTYPE, effective_group_size, has_global_scale
+from . import codes, fused
+from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
 @dataclass(frozen=True)
@@ -78,21 +79,24 @@ def quantize_weight(
     """
     if weight.ndim != 2:
         raise ValueError(f"A weight matrix (out, in) was needed, got shape {tuple(weight.shape)}.")
-    weight = weight.detach().to(MASTER_CAST_DTYPE).contiguous()
-    blocks = as_blocks(weight, scheme)
     if has_global_scale(scheme):
         if qparams is not None:
             raise ValueError(
                 "Frozen scales of a scheme with a global scale (NVFP4A16) are not supported. Leave them out."
             )
-        return _with_global_scale(weight, blocks, scheme, largest)
+        return _with_global_scale(weight, scheme, largest)
+    arithmetic, weight = _arithmetic(weight, scheme)
+    low, high = arithmetic.extremes(weight, scheme)
     if qparams is None:
-        scale, zero_point = _observe(blocks, scheme)
+        scale, zero_point = _between(low, high, weight.shape, scheme)
     else:
-        _check_finite(codes.absmax(blocks), blocks.shape)
-        scale, zero_point = _checked(qparams, blocks, scheme)
-    quotient = codes.steps(blocks, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1))
-    tensors = {"weight_scale": scale, **_store(as_matrix(quotient, weight.shape, scheme), scheme)}
+        _check_finite(torch.maximum(high, -low), weight.shape)
+        scale, zero_point = _checked(qparams, high.shape, scheme)
+    encoded = arithmetic.encode(weight, scale, zero_point, scheme)
+    if scheme.format == "pack-quantized":
+        tensors = {"weight_packed": encoded, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+    else:
+        tensors = {"weight": encoded, "weight_scale": scale}
     if zero_point is not None:
         tensors["weight_zero_point"] = codes.packed(zero_point, scheme.weights.num_bits, dim=0)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
@@ -111,29 +115,31 @@ def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor,
         weight (`Tensor`): Master weight `(out, in)`.
         scheme (`QuantizationScheme`): A supported scheme.
     """
-    return _observe(as_blocks(weight.detach().to(MASTER_CAST_DTYPE).contiguous(), scheme), scheme)
+    arithmetic, weight = _arithmetic(weight, scheme)
+    return _between(*arithmetic.extremes(weight, scheme), weight.shape, scheme)
 
 
-def _observe(blocks: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
-    if scheme.weights.symmetric:
-        high = codes.absmax(blocks)
-        low = -high
-    else:
-        low, high = blocks.amin(-1), blocks.amax(-1)  # on CPU together faster than `aminmax`
-    _check_finite(high - low, blocks.shape)
+def _arithmetic(weight: Tensor, scheme: QuantizationScheme) -> tuple[ModuleType, Tensor]:
+    """The module whose `extremes` and `encode` quantize the weight, and the weight as they take it."""
+    weight = weight.detach().contiguous()
+    arithmetic = fused.module_for(weight, scheme)
+    return arithmetic, weight if weight.dtype in arithmetic.DTYPES else weight.to(MASTER_CAST_DTYPE)
+
+
+def _between(low: Tensor, high: Tensor, shape: torch.Size, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
+    _check_finite(high - low, shape)
     scale, zero_point = calculate_qparams(low, high, scheme.weights)
     return scale, None if scheme.weights.symmetric else zero_point
 
 
-def _with_global_scale(
-    weight: Tensor, blocks: Tensor, scheme: QuantizationScheme, largest: Tensor | None
-) -> LowBitWeight:
+def _with_global_scale(weight: Tensor, scheme: QuantizationScheme, largest: Tensor | None) -> LowBitWeight:
     """NVFP4 by compressed-tensors' own functions: 4-bit floats, float8 scales of 16, one float32 scale above them."""
-    high = codes.absmax(blocks)
-    _check_finite(high, blocks.shape)
+    weight = weight.detach().to(MASTER_CAST_DTYPE).contiguous()
+    low, high = codes.extremes(weight, scheme)
+    _check_finite(high, weight.shape)
     largest = (high.max() if largest is None else largest).reshape(1)
     global_scale = generate_gparam(-largest, largest)
-    scale, zero_point = calculate_qparams(-high, high, scheme.weights, global_scale)
+    scale, zero_point = calculate_qparams(low, high, scheme.weights, global_scale)
     given = {
         "weight": weight,
         "weight_scale": scale,
@@ -147,24 +153,24 @@ def _with_global_scale(
 def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
     if not torch.isfinite(extremes).all():
         raise ValueError(
-            f"A weight of shape {(shape[0], shape[1:].numel())} holds NaN or infinity, so it has no scale. The update "
+            f"A weight of shape {tuple(shape)} holds NaN or infinity, so it has no scale. The update "
             "that produced it diverged: lower the learning rate or max_grad_norm, and resume from the last checkpoint."
         )
 
 
 def _checked(
-    qparams: tuple[Tensor, Tensor | None], blocks: Tensor, scheme: QuantizationScheme
+    qparams: tuple[Tensor, Tensor | None], shape: torch.Size, scheme: QuantizationScheme
 ) -> tuple[Tensor, Tensor | None]:
-    """`qparams` if they have the shapes and dtypes that `_observe` would give."""
+    """`qparams` if they have the `shape` and the dtypes that [`min_max_qparams`] would give."""
     scale, zero_point = qparams
     for name, tensor, dtype, needed in (
         ("scale", scale, torch.bfloat16, True),
         ("zero point", zero_point, torch.int8, not scheme.weights.symmetric),
     ):
         came = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        if came != ((tuple(blocks.shape[:-1]), dtype) if needed else None):
+        if came != ((tuple(shape), dtype) if needed else None):
             raise ValueError(
-                f"Frozen {name} {came} does not fit a weight with {tuple(blocks.shape[:-1])} scales; needed: "
+                f"Frozen {name} {came} does not fit a weight with {tuple(shape)} scales; needed: "
                 f"{dtype if needed else 'none, the scheme is symmetric'}. The scales belong to another layer or scheme."
             )
     if not (torch.isfinite(scale) & (scale > 0)).all():
@@ -173,31 +179,3 @@ def _checked(
             "there are no codes in units of anything else. The checkpoint they are from is damaged."
         )
     return scale, zero_point
-
-
-def as_blocks(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
-    """A matrix `(out, in)` with the elements of one scale along the last dimension: `(out, groups, group_size)` for groups."""
-    if scheme.weights.block_structure is not None:
-        height, width = scheme.weights.block_structure
-        tiles = weight.unflatten(1, (-1, width)).unflatten(0, (-1, height))
-        return tiles.transpose(1, 2).flatten(-2)
-    group_size = effective_group_size(scheme)
-    return weight.unsqueeze(-2) if group_size is None else weight.unflatten(-1, (-1, group_size))
-
-
-def as_matrix(blocks: Tensor, shape: torch.Size, scheme: QuantizationScheme) -> Tensor:
-    """The inverse of [`as_blocks`]: back to `shape` `(out, in)`."""
-    if scheme.weights.block_structure is not None:
-        blocks = blocks.unflatten(-1, tuple(scheme.weights.block_structure)).transpose(1, 2)
-    return blocks.reshape(shape)
-
-
-def _store(quotient: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Codes of `quotient` `(out, in)`, as the checkpoint format of the scheme holds them."""
-    bits = scheme.weights.num_bits
-    if scheme.weights.type == QuantizationType.FLOAT:
-        return {"weight": codes.fp8_codes(quotient)}
-    if scheme.format == "pack-quantized":
-        pack = codes.pack_int4 if bits == 4 else codes.pack_int8
-        return {"weight_packed": pack(quotient), "weight_shape": torch.tensor(quotient.shape)}
-    return {"weight": codes.int_codes(quotient, bits)}

@@ -189,18 +189,18 @@ def _is_round_to_nearest(weights: QuantizationArgs) -> bool:
 def _fits(weights: QuantizationArgs, activations: QuantizationArgs | None, row: SchemeSupport) -> bool:
     """Whether the arguments are those of the row's preset, but for the choice of groups."""
     preset = preset_name_to_scheme(row.name, targets=["Linear"])
-    if _signature(activations) != _signature(preset.input_activations):
+    if arithmetic_of(activations) != arithmetic_of(preset.input_activations):
         return False
     groups = (weights.strategy, weights.group_size)
     if row.group_sizes and groups in {_strategy_of(size) for size in row.group_sizes}:
         weights = weights.model_copy(
             update={"strategy": preset.weights.strategy, "group_size": preset.weights.group_size}
         )
-    return _signature(weights) == _signature(preset.weights)
+    return arithmetic_of(weights) == arithmetic_of(preset.weights)
 
 
-def _signature(args: QuantizationArgs | None) -> tuple | None:
-    """What changes the arithmetic."""
+def arithmetic_of(args: QuantizationArgs | None) -> tuple | None:
+    """The arguments that change the codes, as a key; `None` for no quantization."""
     if args is None:
         return None
     blocks = None if args.block_structure is None else tuple(args.block_structure)

@@ -5,7 +5,7 @@ import references
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-from qarl_trl.quant import codes, quantize_weight, resolve_scheme
+from qarl_trl.quant import codes, fused, quantize_weight, resolve_scheme
 from qarl_trl.quant.kernels import dequantize
 from quant.schemes import SCHEMES, compressed, decompressed, normal, observed, same_bytes, same_tensors
 
@@ -34,6 +34,12 @@ def many_weights(seed):
 @pytest.fixture(scope="module")
 def weight():
     return many_weights(0)
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """These are tests of the operations that define the codes; kernels compiled from them are in `test_fused.py`."""
+    monkeypatch.setattr(fused, "module_for", lambda weight, scheme: codes)
 
 
 # Many weights -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""Which functions quantize a weight: kernels compiled for its device where there are any, `codes` otherwise.
+
+Invariant: a compiled kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of
+`codes` for every finite bfloat16 number; if it gave others, a warning says so and `codes` does the work. Either way the
+bytes are the same, only the time is not (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from types import ModuleType
+
+import torch
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from torch import Tensor
+
+from . import codes
+from .scheme import arithmetic_of
+
+
+_MODULES = {"cpu": "fused_cpu", "cuda": "fused_cuda"}
+_AGREES: dict[tuple, bool] = {}
+
+
+def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
+    """
+    The module whose `extremes` and `encode` quantize `weight`: `fused_cpu`, `fused_cuda` or `codes`.
+
+    Args:
+        weight (`Tensor`): Master weight `(out, in)`, contiguous.
+        scheme (`QuantizationScheme`): A supported scheme without a global scale.
+    """
+    compiled = _compiled(weight.device.type)
+    if compiled is None or not compiled.takes(weight, scheme):
+        return codes
+    case = (weight.device, weight.dtype, scheme.format, arithmetic_of(scheme.weights))
+    if case not in _AGREES:
+        _AGREES[case] = _agrees(compiled, scheme, weight.device, weight.dtype)
+    return compiled if _AGREES[case] else codes
+
+
+@functools.cache
+def _compiled(device_type: str) -> ModuleType | None:
+    if device_type not in _MODULES:
+        return None
+    try:
+        return importlib.import_module(f".{_MODULES[device_type]}", __package__)
+    except ImportError:  # numba comes with vLLM, triton with torch for CUDA; without them the plain operations do
+        return None
+
+
+def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
+    weight = sample(dtype).to(device)
+    plain = weight.to(codes.DTYPES[0])
+    low, high = codes.extremes(plain, scheme)
+    scale, zero_point = calculate_qparams(low, high, scheme.weights)
+    zero_point = None if scheme.weights.symmetric else zero_point
+    pairs = list(zip(compiled.extremes(weight, scheme), (low, high), strict=True))
+    for scales in (scale, scale * 2**-2):  # with scales of other weights codes saturate
+        args = (torch.where(scales > 0, scales, scale), zero_point, scheme)
+        pairs.append((compiled.encode(weight, *args), codes.encode(plain, *args)))
+    if all(torch.equal(found.view(torch.uint8), expected.view(torch.uint8)) for found, expected in pairs):
+        return True
+    warnings.warn(
+        f"The compiled quantizer {compiled.__name__} gives other bytes on {device} than the plain operations "
+        f"({arithmetic_of(scheme.weights)}, {dtype}), which are used instead: slower, with the right codes. "
+        "Please report this with the versions of torch and numba or triton.",
+        stacklevel=2,
+    )
+    return False
+
+
+def sample(dtype: torch.dtype) -> Tensor:
+    """Weights `(768, 256)` with every bfloat16 number below 1e37, many sizes within a row, and many ties."""
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
+    patterns = torch.where(patterns.abs() < 1e37, patterns, -0.0).view(256, 256)
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.randn(256, 256, generator=rng) * torch.logspace(-30, 4, 256).unsqueeze(-1)
+    halves = torch.randint(-16, 17, (256, 256), generator=rng) / 2
+    halves[:, ::16] = 7.5  # a scale of 1 where codes have 4 bits
+    weight = torch.cat((patterns, noise, halves)).bfloat16()
+    return weight if dtype == torch.bfloat16 else between(weight).to(dtype)
+
+
+def between(weight: Tensor, seed: int = 0) -> Tensor:
+    """float32 numbers from those of a bfloat16 `weight` to the next larger ones, a fifth of them halfway."""
+    low_bits = torch.randint(0, 5, weight.shape, generator=torch.Generator().manual_seed(seed)) * 2**14
+    return (weight.float().view(torch.int32) | low_bits.clamp(max=2**16 - 1).int()).view(torch.float32)
