@@ -155,16 +155,6 @@ def _quotient(b: ir.IRBuilder, word: Any, which: int, scale: Any) -> Any:
     return b.bitcast(_to_bfloat16(b, b.bitcast(b.fdiv(b.bitcast(bits, _F32), scale), _I32)), _F32)
 
 
-@_instruction(types.uint32)
-def _first_bits(b: ir.IRBuilder, word: Any) -> Any:
-    return _halves(b, word)[0]
-
-
-@_instruction(types.uint32)
-def _second_bits(b: ir.IRBuilder, word: Any) -> Any:
-    return _halves(b, word)[1]
-
-
 @_instruction(types.float32)
 def _first_steps(b: ir.IRBuilder, word: Any, scale: Any) -> Any:
     """`codes.steps` of the first number of a word: the number and the quotient are rounded to bfloat16."""
@@ -205,27 +195,37 @@ def _float8_code(b: ir.IRBuilder, x: Any) -> Any:
     return b.or_(b.select(small, subnormal, normal), b.and_(b.lshr(bits, _int(24)), _int(0x80)))
 
 
-@_instruction(types.uint32)
-def _larger_magnitude(b: ir.IRBuilder, bits: Any, known: Any) -> Any:
-    """Without the sign bit, patterns are ordered like integers, NaN and infinity above all."""
-    bits = b.and_(bits, _int(0x7FFFFFFF))
-    return b.select(b.icmp_unsigned(">", bits, known), bits, known)
-
-
-@_instruction(types.int32)
-def _ordered(b: ir.IRBuilder, bits: Any) -> Any:
+def _ordered_bits(b: ir.IRBuilder, bits: Any) -> Any:
     """An integer in the order of the numbers, NaN at both ends; its own inverse."""
     return b.xor(bits, b.and_(b.ashr(bits, _int(31)), _int(0x7FFFFFFF)))
 
 
-@_instruction(types.int32)
-def _smaller(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    return b.select(b.icmp_signed("<", x, y), x, y)
+@_instruction(types.uint32)
+def _larger_magnitude(b: ir.IRBuilder, word: Any, known: Any) -> Any:
+    """Without the sign bit, patterns are ordered like integers, NaN and infinity above all."""
+    for bits in _halves(b, word):
+        magnitude = b.and_(bits, _int(0x7FFFFFFF))
+        known = b.select(b.icmp_unsigned(">", magnitude, known), magnitude, known)
+    return known
 
 
 @_instruction(types.int32)
-def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    return b.select(b.icmp_signed(">", x, y), x, y)
+def _smaller(b: ir.IRBuilder, word: Any, known: Any) -> Any:
+    for bits in map(functools.partial(_ordered_bits, b), _halves(b, word)):
+        known = b.select(b.icmp_signed("<", bits, known), bits, known)
+    return known
+
+
+@_instruction(types.int32)
+def _larger(b: ir.IRBuilder, word: Any, known: Any) -> Any:
+    for bits in map(functools.partial(_ordered_bits, b), _halves(b, word)):
+        known = b.select(b.icmp_signed(">", bits, known), bits, known)
+    return known
+
+
+@_instruction(types.int32)
+def _ordered(b: ir.IRBuilder, bits: Any) -> Any:
+    return _ordered_bits(b, bits)
 
 
 @_instruction(types.uint8)
@@ -257,21 +257,19 @@ def _kernel(function: Callable[..., None]) -> Callable[..., None]:
 @_kernel
 def _magnitudes(words, out):
     for row in range(words.shape[0]):
-        first = second = np.uint32(0)
-        for word in words[row]:
-            first = _larger_magnitude(_first_bits(word), first)
-            second = _larger_magnitude(_second_bits(word), second)
-        out[row] = max(first, second)
+        part, known = words[row], np.uint32(0)
+        for i in range(part.shape[0]):  # LLVM makes vectors of this, and none of `for word in part`
+            known = _larger_magnitude(part[i], known)
+        out[row] = known
 
 
 @_kernel
 def _minima_maxima(words, low, high):
     for row in range(words.shape[0]):
-        least = greatest = _ordered(_first_bits(words[row, 0]))
-        for word in words[row]:
-            first, second = _ordered(_first_bits(word)), _ordered(_second_bits(word))
-            least = _smaller(_smaller(first, second), least)
-            greatest = _larger(_larger(first, second), greatest)
+        part, least, greatest = words[row], np.int32(2**31 - 1), np.int32(-(2**31))
+        for i in range(part.shape[0]):
+            least = _smaller(part[i], least)
+            greatest = _larger(part[i], greatest)
         low[row], high[row] = _ordered(least), _ordered(greatest)
 
 
