@@ -119,7 +119,7 @@ def test_schemes_prints_a_row_for_each_of_the_table(capsys):
     assert [row[0] for row in rows] == list(SUPPORTED)
     cells = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     assert cells["W4A16"]["group sizes"] == "32, 64, 128, channel"
-    assert cells["W4AFP8"]["group sizes"] == "fixed"
+    assert cells["W4AFP8"]["group sizes"] == "128"
     for name, row in SUPPORTED.items():
         assert cells[name]["activations"] == row.activations
         assert cells[name]["engine CPU"] == ("tested" if row.cpu_engine else "no")

@@ -69,7 +69,7 @@ SUPPORTED: dict[str, SchemeSupport] = {
         SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", _FLOAT8_BLOCKS, False),
         SchemeSupport("W8A8", "int-quantized", (), "int8_token", _INT8, True),
         SchemeSupport("W4A8", "int-quantized", _GROUPS, "int8_token_asymmetric", (), True),
-        SchemeSupport("W4AFP8", "pack-quantized", (), "fp8_token", ("Hopper",), False),
+        SchemeSupport("W4AFP8", "pack-quantized", (128,), "fp8_token", ("Hopper",), False),
         SchemeSupport("NVFP4A16", "nvfp4-pack-quantized", (), "none", _ALL, False),
     )
 }
