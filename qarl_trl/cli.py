@@ -114,19 +114,33 @@ def schemes() -> str:
     The table of schemes, from the data that the code decides by.
 
     Returns:
-        `str`: one row per scheme: what is quantized, where the engine has a kernel, and where both were run together.
+        `str`: one row per scheme: what is quantized, and where learner, engine and export run, tested or untested.
     """
-    from .quant.scheme import SUPPORTED
+    from .quant.scheme import GPU_GENERATIONS, SUPPORTED
 
-    head = ("scheme", "group sizes", "activations", "engine on CPU", "engine on GPU (capability)", "run together on")
-    rows = [head]
+    rows = [
+        (
+            "scheme",
+            "group sizes",
+            "activations",
+            "learner CPU",
+            "learner GPU",
+            "engine CPU",
+            *GPU_GENERATIONS,
+            "export",
+        )
+    ]
     for row in SUPPORTED.values():
         groups = ", ".join("channel" if size == -1 else str(size) for size in row.group_sizes) or "fixed"
-        gpu = "no" if row.gpu_capability is None else ".".join(map(str, row.gpu_capability)) + " or higher, untested"
-        rows.append((row.name, groups, row.activations, "yes" if row.cpu_engine else "no", gpu, row.tested))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "Every scheme trains (learner, any device its kernel runs on) and exports."])
+        engines = ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
+        learner = "tested", "untested" if row.gpus else "no"
+        rows.append(
+            (row.name, groups, row.activations, *learner, "tested" if row.cpu_engine else "no", *engines, "tested")
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -28,22 +28,12 @@ from .loss import TrustBand, mismatch_weight, tbpo_loss
 from .masters import QuantizedSource, load_masters
 from .metrics import CodeFlips, mismatch_sums, weight_stats
 from .optim import build_muon
-from .preflight import (
-    check_arguments,
-    check_experts,
-    check_first_codes,
-    check_layers_ran,
-    check_learner_ops,
-    check_merged_layers,
-    check_mismatch,
-    check_model,
-    default_output_dir,
-    find_source,
-)
+from .preflight import check_arguments, check_experts, check_learner_ops, default_output_dir, find_source
 from .quant.hook import apply_quantization, quantized_modules
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout import LowBitVLLMGeneration
+from .runtime_checks import check_first_codes, check_layers_ran, check_merged_layers, check_mismatch, check_model
 
 
 # Measured over the first batches of the tests: TRL's arithmetic and `tbpo_loss` differ in float32 rounding only.

@@ -258,6 +258,22 @@ def quantize_tokens_float8(x):
     return torch.tensor(rows, dtype=torch.uint8), torch.tensor(scales, dtype=torch.float32)
 
 
+def int4_float8_table(codes, scales):
+    """
+    The weight that vLLM's Hopper kernel multiplies by in W4AFP8, from rows of codes and of bfloat16 scales.
+
+    A channel's scales are float8 numbers times one float32 number, chosen as a token's is; an eighth goes over to the latter
+    so that eight scales are a float8 number too. Float8 values `(out, in)` and float32 channel scales `(out, 1)`.
+    """
+    scale_bytes, channel_scales = quantize_tokens_float8(torch.tensor(scales))
+    rows = []
+    for row, group_bytes in zip(codes, scale_bytes.tolist(), strict=True):
+        size = len(row) // len(group_bytes)
+        eighths = [float8_value(float8_byte(float8_value(byte) / 8)) for byte in group_bytes]
+        rows.append([float8_value(float8_byte(code * eighths[j // size])) for j, code in enumerate(row)])
+    return torch.tensor(rows), channel_scales * 8
+
+
 def quantize_groups_float8(x, group_size=128):
     """FP8 of activations, one float32 scale for each token and group, by division."""
     rows, scales = [], []

@@ -1,5 +1,6 @@
 """The command `qarl-trl`."""
 
+import re
 import subprocess
 import sys
 import types
@@ -110,21 +111,18 @@ def test_export_refuses_an_unknown_scheme_before_it_reads_the_model(tmp_path):
 
 
 def test_schemes_prints_a_row_for_each_of_the_table(capsys):
-    from qarl_trl.quant.scheme import SUPPORTED
+    from qarl_trl.quant.scheme import GPU_GENERATIONS, SUPPORTED
 
     cli.main(["schemes"])
-    head, *rows, note = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows] == list(SUPPORTED)
-    columns = [
-        head.index(word) for word in ("scheme", "group sizes", "activations", "engine on CPU", "engine on GPU", "run")
-    ]
-    cells = {
-        row.split()[0]: [row[a:b].strip() for a, b in zip(columns, [*columns[1:], None], strict=True)] for row in rows
-    }
-    assert cells["W4A16"] == ["W4A16", "32, 64, 128, channel", "none", "yes", "7.5 or higher, untested", "CPU"]
-    assert cells["W4A8"][4] == "no"
+    head, *rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert head[3:] == ["learner CPU", "learner GPU", "engine CPU", *GPU_GENERATIONS, "export"]
+    assert [row[0] for row in rows] == list(SUPPORTED)
+    cells = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    assert cells["W4A16"]["group sizes"] == "32, 64, 128, channel"
+    assert cells["W4AFP8"]["group sizes"] == "128"
     for name, row in SUPPORTED.items():
-        assert cells[name][1] != "fixed" or not row.group_sizes
-        assert (cells[name][3] == "yes") == row.cpu_engine
-        assert cells[name][5] == row.tested
-    assert "trains" in note
+        assert cells[name]["activations"] == row.activations
+        assert cells[name]["engine CPU"] == ("tested" if row.cpu_engine else "no")
+        assert cells[name]["learner GPU"] == ("untested" if row.gpus else "no")
+        assert {g for g in GPU_GENERATIONS if cells[name][g] == "untested"} == set(row.gpus)
+        assert {cells[name][g] for g in GPU_GENERATIONS} <= {"untested", "no"}

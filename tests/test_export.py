@@ -81,7 +81,11 @@ def test_an_untouched_model_is_saved_byte_for_byte_as_by_llm_compressor(case, tm
     make_model(dtype=torch.bfloat16, **changes).save_pretrained(tmp_path / "model")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     modifier = QuantizationModifier(ignore=ignore, **recipe(scheme, group_size))
-    oneshot(model=theirs, recipe=modifier, output_dir=str(tmp_path / "theirs"))
+    if scheme == "W4AFP8":  # it would store a byte a code, which vLLM's kernel for Hopper does not load
+        oneshot(model=theirs, recipe=modifier)
+        theirs.save_pretrained(tmp_path / "theirs", quantization_format="pack-quantized")
+    else:
+        oneshot(model=theirs, recipe=modifier, output_dir=str(tmp_path / "theirs"))
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     apply_quantization(ours, scheme, ignore=ignore, group_size=group_size)
     save_low_bit(ours, None, tmp_path / "ours")

@@ -46,9 +46,9 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     words = _words(weight, scheme)
     low, high = (torch.empty(weight.shape[0], words.shape[0] // weight.shape[0]) for _ in range(2))
     if scheme.weights.symmetric:
-        _over_rows(_magnitudes, words, _flat(high, torch.uint32))
+        _over_rows(_magnitudes, words, _flat(high, np.uint32))
     else:
-        _over_rows(_minima_maxima, words, _flat(low, torch.int32), _flat(high, torch.int32))
+        _over_rows(_minima_maxima, words, _flat(low, np.int32), _flat(high, np.int32))
     # Rounding keeps the order, so the extreme of the rounded numbers is the rounded extreme.
     high = high.to(torch.bfloat16)
     if scheme.weights.block_structure is not None:
@@ -58,37 +58,42 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
 
 def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme) -> Tensor:
     """As [`codes.encode`]; of a float32 weight without a bfloat16 copy of it."""
-    words, scales = _words(weight, scheme), _flat(rows_of_scales(scale, scheme).float())
+    words, scales = _words(weight, scheme), _flat(rows_of_scales(scale, scheme).float().contiguous(), np.float32)
     bits, packed = scheme.weights.num_bits, scheme.format == "pack-quantized"
     if scheme.weights.type == QuantizationType.FLOAT:
         out = torch.empty(weight.shape, dtype=FP8)
-        _over_rows(_float8, words, scales, _flat(out, torch.uint16).reshape(words.shape))
+        _over_rows(_float8, words, scales, _flat(out, np.uint16).reshape(words.shape))
     elif packed and bits == 4:
         out = torch.empty(weight.shape[0], weight.shape[1] // 8, dtype=torch.int32)
-        codes = _flat(out, torch.uint8).reshape(words.shape)
+        codes = _flat(out, np.uint8).reshape(words.shape)
         if zero_point is None:
             _over_rows(_packed_int4, words, scales, codes)
         else:
-            _over_rows(_packed_int4_asymmetric, words, scales, _flat(zero_point.float()), codes)
+            _over_rows(
+                _packed_int4_asymmetric, words, scales, _flat(zero_point.float().contiguous(), np.float32), codes
+            )
     else:
         out = torch.empty(weight.shape, dtype=torch.int8)
         # In a packed word a code has 128 added, which is its two's complement with the highest bit turned.
         half, flip = np.float32(1 << (bits - 1)), np.uint32(0x8080 if packed else 0)
-        _over_rows(_int8, words, scales, _flat(out, torch.uint16).reshape(words.shape), -half, half - 1, flip)
+        _over_rows(_int8, words, scales, _flat(out, np.uint16).reshape(words.shape), -half, half - 1, flip)
         out = out.view(torch.int32) if packed else out
     return out
 
 
 def _words(weight: Tensor, scheme: QuantizationScheme) -> np.ndarray:
     """Two numbers a word, one row for each scale (of a block: for each of its rows)."""
-    words = _flat(weight, torch.uint32 if weight.dtype == torch.bfloat16 else torch.uint64)
+    words = _flat(weight, np.uint32 if weight.dtype == torch.bfloat16 else np.uint64)
     return words.reshape(-1, width_of_scales(weight, scheme) // 2)
 
 
-def _flat(tensor: Tensor, dtype: torch.dtype | None = None) -> np.ndarray:
-    """The elements of a tensor, or its bits as another dtype, without a copy where it is contiguous."""
-    flat = tensor.reshape(-1)
-    return flat.numpy() if dtype is None else flat.view(dtype).numpy()
+def _flat(tensor: Tensor, dtype: type[np.generic]) -> np.ndarray:
+    """The memory of a contiguous tensor as numbers of `dtype`."""
+    # Not `tensor.numpy()`: that fixes the size of the storage for good, and FSDP frees a gathered weight by resizing it.
+    count = tensor.numel() * tensor.element_size() // np.dtype(dtype).itemsize
+    memory = (np.ctypeslib.as_ctypes_type(dtype) * count).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # which lives as long as the array
+    return np.ctypeslib.as_array(memory)
 
 
 def _over_rows(kernel: Callable[..., None], *args: Any) -> None:

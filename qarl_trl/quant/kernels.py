@@ -17,6 +17,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from .activations import (
+    FP8,
     quantize_groups_fp8,
     quantize_tokens_fp8,
     quantize_tokens_int8,
@@ -24,7 +25,7 @@ from .activations import (
 )
 from .codes import as_blocks, as_matrix
 from .quantize import LowBitWeight
-from .scheme import effective_group_size, has_global_scale, support_of
+from .scheme import effective_group_size, gpu_generation, has_global_scale, support_of
 
 
 KERNELS = ("auto", "dequant", "engine")
@@ -49,6 +50,9 @@ class Kernel(Protocol):
 
     def input_from(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The input that was multiplied, (..., in) in `dtype`."""
+
+    def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        """The weight that it was multiplied by, (out, in) in `dtype`."""
 
 
 def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -86,6 +90,9 @@ class DequantGemm:
     def input_from(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         return saved[0].to(dtype)
 
+    def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        return dequantize(weight, dtype)
+
 
 class CpuEngineGemm(DequantGemm):
     """4-bit weights through vLLM's own CPU kernel, the one the engine samples with."""
@@ -116,6 +123,9 @@ class ActivationGemm:
         groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
+    def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        return dequantize(weight, dtype)
+
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Codes `(tokens, in)` and scale `(tokens, groups)` of the input."""
         raise NotImplementedError
@@ -135,17 +145,57 @@ class Fp8Gemm(ActivationGemm):
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_tokens_fp8(x)
 
+    def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
+        """What is multiplied, float8 `(out, in)`, and its scale, float32 `(out, 1)`."""
+        return weight.codes, weight.scale.float()
+
     def matmul(
         self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        w, w_scale = weight.codes, weight.scale.float()
+        w, w_scale = self.operand(weight)
         if x.device.type == "cuda":
+            # As vLLM's kernels for Ada and Hopper do, whose sums keep fewer bits than float32.
             return torch._scaled_mm(
-                x, w.t(), scale_a=x_scale, scale_b=w_scale.t().contiguous(), bias=bias, out_dtype=dtype
+                x,
+                w.t(),
+                scale_a=x_scale,
+                scale_b=w_scale.t().contiguous(),
+                bias=bias,
+                out_dtype=dtype,
+                use_fast_accum=True,
             )
         one = torch.ones(1, device=x.device)
         product = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
         return _add_bias(product * x_scale * w_scale.t(), bias).to(dtype)
+
+
+class Int4Fp8Gemm(Fp8Gemm):
+    """
+    INT4 weights and per-token FP8 activations, as vLLM's kernel for Hopper multiplies them.
+
+    That kernel has no 4-bit product: it holds a table of `code * scale` in float8 for each group, with the scale itself
+    rounded to float8 and a float32 scale for the channel above it. Sixteen table entries of three bits' mantissa stand for
+    the codes, so the weight that it multiplies by is not the one that the checkpoint decompresses to.
+    """
+
+    name = "table_mm"
+
+    def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
+        scale, channel_scale = quantize_tokens_fp8(weight.scale)
+        # An eighth of it, so that the largest entry, 8 scales, is a float8 number.
+        scale, channel_scale = (scale.float() / 8).to(FP8), channel_scale * 8
+        groups = _unpack(weight).unflatten(-1, (scale.shape[-1], -1))
+        return (groups * scale.float().unsqueeze(-1)).to(FP8).flatten(-2), channel_scale
+
+    def matmul(
+        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        y = super().matmul(x, x_scale, weight, None, dtype)
+        return y if bias is None else y + bias
+
+    def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        table, channel_scale = self.operand(weight)
+        return (table.float() * channel_scale).to(dtype)
 
 
 class Fp8BlockGemm(ActivationGemm):
@@ -258,17 +308,17 @@ def select_kernel(scheme: QuantizationScheme, device: torch.device, choice: str 
             f"quant_kernel='dequant' would leave out the activation quantization of {support.name}, which the engine does. "
             "Use quant_kernel='auto'."
         )
-    if device.type == "cuda" and support.gpu_capability is None:
+    if device.type == "cuda" and not support.gpus:
         raise ValueError(
             f"{support.name} has no kernel on GPUs, neither in vLLM nor here. Use one of the schemes that `qarl-trl schemes` "
             "lists for a GPU."
         )
     if device.type == "cuda" and support.activations != "none":
         capability = torch.cuda.get_device_capability(device)
-        if capability < support.gpu_capability:
+        if gpu_generation(capability) not in support.gpus:
             raise ValueError(
-                f"{support.name} needs a GPU of compute capability {'.'.join(map(str, support.gpu_capability))} or higher, "
-                f"got {capability}. Use quant_scheme='W4A16' on this device."
+                f"{support.name} needs a GPU of one of the generations {', '.join(support.gpus)}, got compute capability "
+                f"{capability}. Use quant_scheme='W4A16' on this device."
             )
     kernels = _CPU_KERNELS if device.type == "cpu" else _KERNELS
     kernel = kernels[support.name].get("auto" if choice == "dequant" else choice)
@@ -289,6 +339,7 @@ _KERNELS: dict[str, dict[str, Any]] = {
     "FP8_BLOCK": {"auto": Fp8BlockGemm},
     "W8A8": {"auto": Int8Gemm},
     "W4A8": {},
+    "W4AFP8": {"auto": Int4Fp8Gemm},
 }
 # The plain forms are vLLM's own arithmetic for FP8 and W4A8.
 _CPU_KERNELS = _KERNELS | {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .kernels import Kernel, dequantize, select_kernel
+from .kernels import Kernel, select_kernel
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .scheme import effective_group_size, support_of
 
@@ -51,7 +51,7 @@ class LowBitMatmul(torch.autograd.Function):
         grad_x = grad_master = grad_bias = None
         if ctx.needs_input_grad[0]:
             # Dequantized again rather than kept: a saved matrix per layer would be a second copy of the model.
-            grad_x = grad @ dequantize(ctx.weight, grad.dtype)
+            grad_x = grad @ ctx.kernel.matrix_from(ctx.weight, grad.dtype)
         if ctx.needs_input_grad[1]:
             x = ctx.kernel.input_from(ctx.saved_tensors, grad.dtype)
             grad_master = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.master_dtype)

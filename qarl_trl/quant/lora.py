@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from .kernels import Kernel, dequantize
+from .kernels import Kernel
 from .linear import LowBitLayer, LowBitMatmul
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
@@ -70,7 +70,7 @@ class LoraMatmul(torch.autograd.Function):
         lora_A, lora_B, *saved = ctx.saved_tensors
         grad_x = grad_A = grad_B = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ dequantize(ctx.weight, grad.dtype)
+            grad_x = grad @ ctx.kernel.matrix_from(ctx.weight, grad.dtype)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             x = ctx.kernel.input_from(tuple(saved), grad.dtype).flatten(0, -2)
             scaled = grad.flatten(0, -2) * ctx.scaling

@@ -17,7 +17,7 @@ from compressed_tensors.utils import match_targets
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .kernels import Kernel, dequantize
+from .kernels import Kernel
 from .linear import LowBitLayer
 from .names import checkpoint_modules
 from .quantize import LowBitWeight, quantize_weight
@@ -99,7 +99,7 @@ class LowBitExpertsMatmul(torch.autograd.Function):
             inputs = tuple(next(saved) for _ in range(next(sizes)))
             rows = grad[start : start + count]
             if grad_x is not None:
-                matrix = torch.cat([dequantize(weight, grad.dtype) for weight in ctx.weights[expert]])
+                matrix = torch.cat([ctx.kernel.matrix_from(weight, grad.dtype) for weight in ctx.weights[expert]])
                 torch.mm(rows, matrix, out=grad_x[start : start + count])
             if grad_master is not None:
                 grad_master[expert] = rows.t() @ ctx.kernel.input_from(inputs, grad.dtype)

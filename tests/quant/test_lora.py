@@ -155,7 +155,7 @@ def test_frozen_scales_are_kept_for_the_merged_weight(tiny_model):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("scheme", [*SCHEMES, "W4A16_ASYM", "W8A16", "W8A8", "W4A8"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "W4A16_ASYM", "W8A16", "W8A8", "W4A8", "W4AFP8"])
 def test_forward_multiplies_by_the_quantized_merged_weight(scheme, bias):
     layer, x = make_layer(scheme, bias=bias), make_input(2, 5)
     w, a, b = factors(layer)

@@ -19,7 +19,6 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from trl.distributed import DistributedBackend
 
 from qarl_trl.metrics import CodeFlips
-from qarl_trl.preflight import check_layers_ran
 from qarl_trl.quant import (
     QuantExperts,
     apply_quantization,
@@ -33,6 +32,7 @@ from qarl_trl.quant.moe import PROJECTIONS, fused_experts
 from qarl_trl.quant.recipe import config_of
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import full_parameters
+from qarl_trl.runtime_checks import check_layers_ran
 
 
 KINDS = ["qwen3_moe", "mixtral", "olmoe"]
@@ -132,7 +132,9 @@ def test_with_the_learner_in_high_precision_the_forward_is_transformers_own():
     check_layers_ran(ours)
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A8"])
+@pytest.mark.parametrize(
+    "scheme", ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A8", "W4AFP8"]
+)
 def test_an_expert_computes_what_a_low_bit_linear_layer_of_its_weights_computes(scheme):
     """`QuantLinear` layers, one an expert and projection, in a loop like that of llm-compressor's linearized experts."""
     # Two key heads: 128 rows, which the blocks of FP8_BLOCK divide.

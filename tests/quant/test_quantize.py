@@ -126,6 +126,7 @@ def test_tensors_have_the_names_shapes_and_dtypes_of_the_checkpoint_format(schem
         "FP8_BLOCK": {"weight": (torch.float8_e4m3fn, (128, 256))},
         "W8A8": {"weight": (torch.int8, (128, 256))},
         "W4A8": {"weight": (torch.int8, (128, 256))},
+        "W4AFP8": packed,
     }[scheme] | scale
     assert {name: (t.dtype, tuple(t.shape)) for name, t in low_bit.tensors.items()} == expected
     assert list(low_bit.tensors) == sorted(expected)
@@ -146,7 +147,7 @@ def test_a_width_that_does_not_fill_its_last_word_is_padded_per_channel(scheme, 
 
 
 @pytest.mark.parametrize("weight", [normal(16, 256).t(), normal(256, 32)[:, ::2].t(), normal(16, 512)[:, ::2]])
-@pytest.mark.parametrize("scheme", [name for name in NAMES if name != "FP8_BLOCK"])
+@pytest.mark.parametrize("scheme", [name for name in NAMES if name not in ("FP8_BLOCK", "W4AFP8")])
 def test_a_strided_master_gives_the_bytes_of_its_copy(scheme, weight):
     size = -1 if scheme in ("W4A16", "W4A16_ASYM", "W8A16", "W4A8") else None
     assert not weight.is_contiguous()

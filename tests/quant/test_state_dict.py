@@ -23,6 +23,7 @@ LOCAL = {
     "FP8_BLOCK": ["weight", "weight_scale"],
     "W8A8": ["weight", "weight_scale"],
     "W4A8": ["weight", "weight_scale"],
+    "W4AFP8": PACKED,
 }
 # Two heads of keys and values make blocks of 128 of every layer.
 SIZES = {"num_key_value_heads": 2}

