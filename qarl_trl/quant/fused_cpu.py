@@ -28,8 +28,8 @@ from .codes import FP8, FP8_MAX, rows_of_scales, width_of_scales
 
 DTYPES = (torch.bfloat16, torch.float32)
 
-# Half a millisecond of work, some ten times what starting a thread costs.
-_WEIGHTS_PER_THREAD = 1 << 19
+# A millisecond of work, several times what starting a thread costs.
+_WEIGHTS_PER_THREAD = 1 << 20
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 
