@@ -1,0 +1,68 @@
+"""A short run beside a real colocated engine on a GPU: fresh publishes, aligned log-probs, a checkpoint that loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from slow.isolated import isolated
+from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, publish, save_model, stored_tensors
+
+from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
+
+
+pytestmark = pytest.mark.gpu
+SCHEMES = ["W4A16", "FP8_DYNAMIC", "W8A8", "W4AFP8"]
+
+
+def _run(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    trainer = make_trainer(model, Path(folder), use_cpu=False, max_completion_length=32, **changes)
+    trainer.train()
+    llm = trainer.vllm_generation.llm
+    first = publish(trainer.vllm_generation)
+    before = engine_logprobs(llm)
+    masters = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    publish(trainer.vllm_generation)
+    other = engine_logprobs(llm)
+    with torch.no_grad():
+        for name, p in trainer.model.named_parameters():
+            p.copy_(masters[name])
+    publish(trainer.vllm_generation)
+    trainer.save_model(folder)
+    saved = stored_tensors(folder)
+    gaps = [row["mismatch/logp_gap_mean"] for row in trainer.state.log_history if "mismatch/logp_gap_mean" in row]
+    return {
+        "gap": sum(gaps) / len(gaps),
+        "fresh": engine_logprobs(llm) == before != other,
+        "saved": all(torch.equal(t.cpu(), saved[name]) for name, t in first.items()),
+        "answers": before[0],
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("gpu") / "model", layers=4)
+
+
+@pytest.fixture(scope="module")
+def floor(model, tmp_path_factory):
+    return isolated(_run, model, str(tmp_path_factory.mktemp("floor")), {"quant_scheme": "none"})["gap"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_publishes_are_fresh_and_the_checkpoint_is_what_was_published(model, floor, tmp_path, scheme):
+    if gpu_generation(torch.cuda.get_device_capability()) not in SUPPORTED[scheme].gpus:
+        pytest.skip(f"{scheme} needs one of {SUPPORTED[scheme].gpus}")
+    found = isolated(_run, model, str(tmp_path / "run"), {"quant_scheme": scheme})
+    assert found["fresh"]
+    assert found["saved"]
+    assert isolated(fresh_engine_logprobs, str(tmp_path / "run"))[0] == found["answers"]
+    baseline = isolated(_run, model, str(tmp_path / "base"), {"quant_scheme": scheme, "quant_learner": False})
+    assert found["gap"] < baseline["gap"]
+    if SUPPORTED[scheme].activations == "none":
+        assert found["gap"] <= 1.2 * floor
