@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 GOLDEN = Path(__file__).with_name("quantize.safetensors")
 GROUPS = {"32": 32, "64": 64, "128": 128, "channel": -1}
 SCHEMES = [(name, label) for name in ("W4A16", "W4A16_ASYM", "W8A16", "W4A8") for label in GROUPS]
-SCHEMES += [("FP8_DYNAMIC", None), ("W8A8", None), ("FP8_BLOCK", None)]
+SCHEMES += [("W4AFP8", "128"), ("FP8_DYNAMIC", None), ("W8A8", None), ("FP8_BLOCK", None)]
 FIRST = ("W4A16", "FP8_DYNAMIC")  # they were written before `shifted_rows`, and hold the rows of "master" alone
 SMALLEST = 2.0**-133  # the first bfloat16 above zero
 
@@ -110,7 +110,8 @@ def oneshot_rows(scheme, label, weight):
         model = AutoModelForCausalLM.from_pretrained(folder)
         model.get_parameter(f"model.layers.0.{layer}.weight").data[: len(weight)] = weight
         oneshot(model=model, recipe=recipe)
-        model.save_pretrained(folder)
+        # W4AFP8 packed, as vLLM's kernel for Hopper loads it; left to itself llm-compressor stores a byte a code.
+        model.save_pretrained(folder, **({"quantization_format": "pack-quantized"} if scheme == "W4AFP8" else {}))
         tensors = load_file(f"{folder}/model.safetensors")
     prefix = f"model.layers.0.{layer}."
     stored = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
