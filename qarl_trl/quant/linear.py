@@ -114,6 +114,10 @@ class LowBitLayer:
         """What `low_bit` returned last, without looking at the master."""
         return self._cached_slots[self._slot][1]
 
+    def forget(self) -> None:
+        """Free the codes; the next use quantizes again."""
+        self._cached_slots.clear()
+
     @property
     def _slot(self) -> str:
         """Which of several weights the layer computes with: an adapter's name, or "" for the master itself."""
