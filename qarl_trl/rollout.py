@@ -72,6 +72,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if self.quantization_config is not None:
             overrides["hf_overrides"]["quantization_config"] = self.quantization_config
         _compat_cpu.keep_activations_unquantized()
+        _compat_cpu.let_kernel_scan_pass()
         _compat.keep_block_scales()
         _compat.choose_rendezvous_port(self.accelerator.num_processes)
         with _compat.llm_arguments(**overrides):

@@ -124,6 +124,21 @@ def test_a_repack_after_an_error_is_put_back(monkeypatch):
 
 
 @pytest.mark.slow
+def test_an_engine_starts_in_a_process_that_has_numba():
+    """vLLM's own scan over all modules, run with llvmlite among them; it has to be there to be scanned."""
+    from llvmlite.binding import ffi
+    from vllm.triton_utils.dispatcher import _rebind_kernels
+
+    version = ffi.lib.LLVMPY_GetVersionInfo()
+    ffi.lib._fntab.pop("__dict__", None)
+    with pytest.raises(AttributeError, match="'_lib_fn_wrapper' object has no attribute 'get'"):  # control
+        _rebind_kernels([])
+    _compat_cpu.let_kernel_scan_pass()
+    _rebind_kernels([])
+    assert ffi.lib.LLVMPY_GetVersionInfo() == version  # the library still works
+
+
+@pytest.mark.slow
 def test_int8_beside_an_engine_with_another_kernel_is_refused(monkeypatch):
     from qarl_trl.quant import kernels, quantize_weight, resolve_scheme
 
