@@ -115,6 +115,11 @@ class QaRLTrainer(GRPOTrainer):
             self.loss_type, self.importance_sampling_level = "grpo", "sequence"
         self.add_callback(_StepClock(self))
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """TRL's, with log-probs that stay float32 under FSDP2."""
+        super().create_accelerator_and_postprocess()
+        _compat.keep_log_probs_float32(self.accelerator)
+
     # Optimizer ------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
