@@ -23,6 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming
+from transformers.distributed.fsdp import is_fsdp_enabled
+from transformers.distributed.utils import is_local_dist_rank_0
 from trl.generation import vllm_generation
 from trl.import_utils import is_vllm_available
 
@@ -154,6 +156,26 @@ def sequence_clipping(trainer: Any, band: TrustBand, advantages: Tensor) -> Iter
     delta = torch.where(advantages.unsqueeze(1) < 0, high, torch.inf)
     with patch.multiple(trainer, **epsilons), patch.object(trainer.args, "delta", delta):
         yield
+
+
+def fsdp_version(args: Any) -> int | None:
+    """Which FSDP the run shards with: by `args.fsdp`, or by `accelerate launch`, which says so in the environment."""
+    plugin = args.fsdp_plugin_args
+    if plugin is not None:
+        return int(plugin["fsdp_version"])
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return None
+    return int(os.environ.get("FSDP_VERSION", "1"))
+
+
+def loads_weights() -> bool:
+    """
+    Whether a model that this process loads has its weights at once.
+
+    With FSDP's RAM-efficient loading only the first process of a machine reads them; those of the others are zero until they
+    are sharded (`PreTrainedModel._move_missing_keys_from_meta_to_device`, transformers 5.17).
+    """
+    return not is_fsdp_enabled() or is_local_dist_rank_0()
 
 
 def keep_log_probs_float32(accelerator: Any) -> None:

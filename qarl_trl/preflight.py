@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.logging import get_logger
+from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -25,6 +26,7 @@ from .masters import QuantizedSource, quantized_source
 from .quant.hook import apply_quantization, quantized_modules
 from .quant.moe import QuantExperts
 from .quant.recipe import arithmetic, match, resolve_config
+from .quant.scheme import has_global_scale
 from .runtime_checks import NO_KERNELS
 
 
@@ -69,12 +71,37 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
     if given:
         check_target(Path(args.output_dir) / LOW_BIT_FOLDER)
     plan = args.quant_plan()
+    check_sharding(plan, args)
     if args.use_vllm and plan is not None:
         check_engine(plan, args)
     if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
         raise ValueError(
             "The model was made in memory and has no folder, so vLLM cannot read its config and tokenizer. Save it with "
             "model.save_pretrained(path) and tokenizer.save_pretrained(path), and pass the path."
+        )
+
+
+def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
+    """
+    Refuse FSDP where it cuts weights so that they cannot be quantized.
+
+    Args:
+        plan (`QuantizationConfig`, *optional*): What the run quantizes, where that is known.
+        args (`QaRLConfig`): The run's settings.
+
+    Raises:
+        ValueError: for FSDP1, and for a scheme with a global scale.
+    """
+    version = _compat.fsdp_version(args)
+    if version == 1:
+        raise ValueError(
+            "FSDP1 flattens the weights of a block into one vector, and a layer has no matrix left to quantize. Use FSDP2: "
+            "`fsdp_version: 2` in the launch file (recipes/accelerate/fsdp2.yaml), or DDP."
+        )
+    if version is not None and plan is not None and any(map(has_global_scale, plan.config_groups.values())):
+        raise ValueError(
+            "A scheme with a global scale (NVFP4A16) needs the merged layers (q, k, v; gate, up) whole at once, and FSDP cuts "
+            "them. Use DDP, or a scheme without a global scale."
         )
 
 

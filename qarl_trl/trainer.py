@@ -391,5 +391,5 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
     )
     if args.use_vllm:
         check_merged_layers(model)
-    if args.quant_freeze_scales and as_stored:
+    if args.quant_freeze_scales and as_stored and _compat.loads_weights():
         check_first_codes(model, source)

@@ -1,4 +1,7 @@
-"""Run a function in a fresh process: a vLLM engine keeps global state, so each gets a process of its own."""
+"""Run a function in a fresh process: a vLLM engine keeps global state, so each gets a process of its own.
+
+The processes are forked from one that has imported everything and run nothing, which saves each a quarter of a minute.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,16 @@ ENVIRONMENT = {
     # The engine in the same process: nothing that outlives it, and half the start.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+PRELOADED = ["qarl_trl.trainer", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 
 
 def isolated(function: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
     """`function(*args)` in a spawned process; its exception is raised here with the child's traceback."""
     os.environ.update(ENVIRONMENT)
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_call, args=(sender, function, args))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(sender, function, args, dict(os.environ)))
     process.start()
     sender.close()
     try:
@@ -48,8 +54,10 @@ def isolated(function: Callable[..., Any], *args: Any, timeout: float = 600) -> 
     return result
 
 
-def _call(sender: Any, function: Callable[..., Any], args: tuple) -> None:
+def _call(sender: Any, function: Callable[..., Any], args: tuple, environment: dict[str, str]) -> None:
     os.setpgrp()
+    os.environ.clear()
+    os.environ.update(environment)  # the server has that of its start
     try:
         outcome = (True, function(*args))
     except BaseException:
