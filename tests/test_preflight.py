@@ -54,6 +54,27 @@ def test_a_model_without_a_folder_cannot_be_served_by_vllm(tmp_path, tiny_model)
     check_arguments("org/model", config(tmp_path, use_vllm=True), {})
 
 
+@pytest.mark.parametrize(
+    ("version", "scheme", "words"),
+    [
+        ("1", "W4A16", ["FSDP1 flattens", "fsdp_version: 2", "DDP"]),
+        ("2", "NVFP4A16", ["global scale", "FSDP cuts them", "DDP"]),
+        ("2", "W4A16", []),
+        ("1", "none", []),
+    ],
+)
+def test_shards_that_cannot_be_quantized_are_refused(tmp_path, monkeypatch, version, scheme, words):
+    args = config(tmp_path, quant_scheme=scheme)
+    check_arguments("org/model", args, {})
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", version)
+    if not words:
+        return check_arguments("org/model", args, {})
+    with pytest.raises(ValueError) as error:
+        check_arguments("org/model", args, {})
+    assert all(word in str(error.value) for word in words)
+
+
 def lora(**changes):
     return LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | changes)
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 
@@ -28,30 +31,61 @@ PRELOADED = ["qarl_trl.trainer", "vllm.v1.engine.core", "vllm.v1.worker.cpu_work
 
 
 def isolated(function: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
-    """`function(*args)` in a spawned process; its exception is raised here with the child's traceback."""
+    """`function(*args)` in a process of its own; its exception is raised here with the child's traceback."""
+    return _run(function, args, [{}], timeout)[0]
+
+
+def isolated_group(function: Callable[..., Any], number: int, *args: Any, timeout: float = 600) -> list[Any]:
+    """`function(*args)` in `number` processes that find each other as those of `torchrun` do; what each returned."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **sizes} for rank in range(number)]
+    return _run(function, args, ranks, timeout)
+
+
+def _run(function: Callable[..., Any], args: tuple, environments: list[dict[str, str]], timeout: float) -> list[Any]:
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(sender, function, args, dict(os.environ)))
-    process.start()
-    sender.close()
+    pipes = [context.Pipe(duplex=False) for _ in environments]
+    processes = [
+        context.Process(target=_call, args=(sender, function, args, dict(os.environ) | environment))
+        for (_, sender), environment in zip(pipes, environments, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    receivers = [receiver for receiver, _ in pipes]
+    results: dict[int, Any] = {}
+    end = time.monotonic() + timeout
     try:
-        if not receiver.poll(timeout):
-            raise TimeoutError(f"{function.__name__} did not finish in {timeout} s")
-        ok, result = receiver.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"{function.__name__} died with exit code {process.exitcode}") from None
+        while len(results) < len(processes):
+            waiting = [receiver for i, receiver in enumerate(receivers) if i not in results]
+            ready = wait(waiting, max(0.0, end - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"{function.__name__} did not finish in {timeout} s")
+            for receiver in ready:
+                rank = receivers.index(receiver)
+                try:
+                    ok, results[rank] = receiver.recv()
+                except EOFError:
+                    processes[rank].join()
+                    raise RuntimeError(
+                        f"{function.__name__} died with exit code {processes[rank].exitcode}"
+                    ) from None
+                if not ok:
+                    raise AssertionError(f"in {function.__name__}:\n{results[rank]}")
     finally:
-        # With what it started: a vLLM engine in a process of its own outlives its parent, and spins.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-    if not ok:
-        raise AssertionError(f"in {function.__name__}:\n{result}")
-    return result
+        # With what they started: a vLLM engine in a process of its own outlives its parent, and spins.
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+    return [results[rank] for rank in range(len(processes))]
 
 
 def _call(sender: Any, function: Callable[..., Any], args: tuple, environment: dict[str, str]) -> None:

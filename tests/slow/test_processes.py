@@ -1,0 +1,188 @@
+"""
+Two processes on a CPU, each with an engine of its own or half of one: DDP and FSDP2 as `accelerate launch` sets them up, with
+accelerate, TRL and vLLM as they are. One thing is bent: accelerate shards on accelerators only, `_shard_on_cpu` also here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slow.isolated import isolated_group
+from slow.toys import make_trainer, publish, save_model, stored_tensors
+
+
+pytestmark = pytest.mark.slow
+# As `accelerate launch --config_file recipes/accelerate/fsdp2.yaml` puts it into the environment.
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
+# Of test_gap.py: the gap of a bf16 engine and a bf16 learner on transformers' operations.
+FLOOR = 0.0102
+
+
+def _shard_on_cpu() -> None:
+    from accelerate import state
+
+    original = state.AcceleratorState.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        plugin = kwargs.get("fsdp_plugin")
+        if plugin is not None and self.distributed_type == state.DistributedType.MULTI_CPU:
+            plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = plugin
+            self.distributed_type = state.PartialState._shared_state["distributed_type"] = state.DistributedType.FSDP
+
+    state.AcceleratorState.__init__ = init
+
+
+def _trainer(model: str, folder: str, fsdp: bool, **changes: Any) -> Any:
+    torch.set_num_threads(1)
+    if fsdp:
+        os.environ.update(FSDP2)
+        _shard_on_cpu()
+    trainer = make_trainer(model, Path(folder), **changes)
+    kind = "FSDP" if fsdp else "MULTI_CPU"
+    assert (trainer.accelerator.distributed_type, trainer.accelerator.num_processes) == (kind, 2)
+    return trainer
+
+
+def _whole(trainer: Any) -> dict[str, torch.Tensor]:
+    """The masters, put together from their shards."""
+    parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in parameters}
+
+
+def _train(model: str, folder: str, fsdp: bool, changes: dict[str, Any]) -> dict[str, Any]:
+    trainer = _trainer(model, folder, fsdp, **changes)
+    before = _whole(trainer)
+    trainer.train()
+    trainer.save_model()
+    sent = publish(trainer.vllm_generation)
+    rows = trainer.state.log_history
+    return {
+        "gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row],
+        "ratios": [(row["tbpo/ratio_min"], row["tbpo/ratio_max"]) for row in rows if "tbpo/ratio_min" in row],
+        "moved": sum(not torch.equal(before[name], p) for name, p in _whole(trainer).items()),
+        "masters": {name: p.numpy() for name, p in _whole(trainer).items()},
+        "sent": {name: tensor.view(torch.uint8).numpy() for name, tensor in sent.items()},
+    }
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "engines", "most"),
+    [
+        (False, 2, 1e-6),  # bit for bit, but for the two formulas of a log-softmax
+        (False, 1, FLOOR),  # half a matrix product in each process, rounded before the halves are added
+        (True, 2, FLOOR),  # FSDP2 casts what a block is given to bfloat16, and the engine's residual sums are float32
+        (True, 1, FLOOR),
+    ],
+)
+def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engines, most):
+    changes = {"vllm_tensor_parallel_size": 2 // engines, "seed": 1}
+    ranks = isolated_group(_train, 2, save_model(tmp_path / "model"), str(tmp_path / "run"), fsdp, changes)
+    assert _same(ranks[0]["masters"], ranks[1]["masters"])
+    assert _same(ranks[0]["sent"], ranks[1]["sent"])
+    stored = stored_tensors(tmp_path / "run")
+    assert _same({name: tensor.view(torch.uint8).numpy() for name, tensor in stored.items()}, ranks[0]["sent"])
+    assert ranks[0]["moved"] == len(ranks[0]["masters"])
+    for found in ranks:
+        assert len(found["gaps"]) == 2 and max(found["gaps"]) < most
+        assert found["ratios"][0] == (1, 1)
+        assert found["ratios"][1] != (1, 1)
+
+
+def _resumed(model: str, folder: str, checkpoint: str | None) -> dict[str, Any]:
+    trainer = _trainer(model, folder, True, save_strategy="steps", save_steps=2, optim_muon=True, seed=1)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return {name: p.numpy() for name, p in _whole(trainer).items()}
+
+
+def test_shards_resume_bit_for_bit(tmp_path):
+    model = save_model(tmp_path / "model")
+    straight, _ = isolated_group(_resumed, 2, model, str(tmp_path / "straight"), None)
+    half = tmp_path / "straight" / "checkpoint-2"
+    again, _ = isolated_group(_resumed, 2, model, str(tmp_path / "again"), str(half))
+    assert _same(straight, again)
+    masters = stored_tensors(half)
+    assert masters.keys() == straight.keys()
+    assert not _same(straight, {name: tensor.numpy() for name, tensor in masters.items()})  # control
+
+    from transformers import AutoModelForCausalLM
+
+    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+
+    alone = apply_quantization(AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32), "W4A16")
+    low_bit = stored_tensors(half / "low_bit")
+    assert all(torch.equal(low_bit[name], tensor) for name, tensor in iter_low_bit_weights(alone))
+
+
+def _frozen(checkpoint: str, folder: str) -> list[str]:
+    trainer = _trainer(checkpoint, folder, True, quant_scheme="checkpoint", quant_freeze_scales=True, learning_rate=0.0)
+    trainer.train()
+    stored = stored_tensors(checkpoint)
+    return [name for name, tensor in publish(trainer.vllm_generation).items() if not torch.equal(stored[name], tensor)]
+
+
+def test_frozen_scales_where_one_process_loads_the_weights(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from qarl_trl.export import save_low_bit
+    from qarl_trl.quant import apply_quantization
+
+    model = save_model(tmp_path / "model")
+    low_bit = apply_quantization(AutoModelForCausalLM.from_pretrained(model), "W4A16")
+    save_low_bit(low_bit, AutoTokenizer.from_pretrained(model), tmp_path / "low_bit")
+    assert isolated_group(_frozen, 2, str(tmp_path / "low_bit"), str(tmp_path / "run")) == [[], []]
+
+
+def _stopped(model: str, folder: str, how: str) -> str:
+    from unittest.mock import patch
+
+    from qarl_trl import _compat
+
+    if how == "log-probs in bfloat16":
+        with patch.object(_compat, "keep_log_probs_float32", lambda accelerator: None):
+            trainer = _trainer(model, folder, True)
+    else:
+        trainer = _trainer(model, folder, False)
+        engine, stream = trainer.vllm_generation, trainer.vllm_generation._iter_named_params
+        if trainer.accelerator.process_index == 1:
+            wrong = "model.layers.1.mlp.down_proj.weight_packed"
+            engine._iter_named_params = lambda: ((n, t.flip(0) if n == wrong else t) for n, t in stream())
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    return str(error.value)
+
+
+def test_one_broken_engine_stops_every_process(tmp_path):
+    messages = isolated_group(_stopped, 2, save_model(tmp_path / "model"), str(tmp_path / "run"), "one engine")
+    assert messages[0] == messages[1]
+    assert "1 of 2" in messages[0]
+
+
+def test_log_probs_of_bfloat16_would_not_go_unnoticed(tmp_path):
+    """The control of `keep_log_probs_float32`: accelerate's own policy, as before."""
+    messages = isolated_group(
+        _stopped, 2, save_model(tmp_path / "model"), str(tmp_path / "run"), "log-probs in bfloat16"
+    )
+    assert any("is not the TBPO loss" in message for message in messages)
