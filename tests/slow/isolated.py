@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 
@@ -42,7 +43,12 @@ def isolated_group(function: Callable[..., Any], number: int, *args: Any, timeou
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     sizes = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **sizes} for rank in range(number)]
-    return _run(function, args, ranks, timeout)
+    try:
+        return _run(function, args, ranks, timeout)
+    finally:
+        # The shared memory of an engine over several processes, under the same name in every run.
+        for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+            left.unlink()
 
 
 def _run(function: Callable[..., Any], args: tuple, environments: list[dict[str, str]], timeout: float) -> list[Any]:
