@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from slow.isolated import isolated_group
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
@@ -307,9 +307,9 @@ def test_closure_runs_once_with_gradients_and_gives_the_loss():
     assert all_equal(model.parameters(), train(expected, slice(1), build_muon(expected, make_args())))
 
 
-def sharded_steps(rank, folder):
+def sharded_steps(folder):
     """Three steps on a matrix sharded over two processes, as FSDP2 does it; rank 0 writes the whole matrix."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     start, *grads = torch.randn(4, 65, 32, generator=torch.Generator().manual_seed(3))
     layer = nn.Linear(32, 65, bias=False)
@@ -319,13 +319,14 @@ def sharded_steps(rank, folder):
         layer.weight.grad = distribute_tensor(grad, mesh, [Shard(0)])
         optimizer.step()
     whole = layer.weight.full_tensor()
-    if rank == 0:
+    if torch.distributed.get_rank() == 0:
         torch.save(whole.detach(), f"{folder}/weight.pt")
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_sharded_matrix_is_orthogonalised_whole(tmp_path):
-    mp.spawn(sharded_steps, args=(str(tmp_path),), nprocs=2)
+    isolated_group(sharded_steps, 2, str(tmp_path))
     sharded = torch.load(tmp_path / "weight.pt")
 
     def whole(start, grads):

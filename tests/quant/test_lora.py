@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import references
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from conftest import make_model
 from peft import LoraConfig, get_peft_model
+from slow.isolated import isolated_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -505,9 +505,9 @@ def test_modules_to_save_are_published_as_trained(tiny_model):
 # Sharded masters ----------------------------------------------------------------------------------------------------
 
 
-def sharded_run(rank, folder):
+def sharded_run(folder):
     """FSDP2 over two processes, bfloat16 in the forward, float32 in the shards; rank 0 writes what was computed with."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     model = adapted(make_model())
     apply_quantization(model, "W4A16")
@@ -530,13 +530,14 @@ def sharded_run(rank, folder):
             optimizer.step()
             optimizer.zero_grad()
     with_grad = [name for name, p in model.named_parameters() if p.grad is not None]
-    if rank == 0:
+    if torch.distributed.get_rank() == 0:
         torch.save((streams[-1], with_grad), f"{folder}/found.pt")
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_under_fsdp2_forward_and_publish_share_the_codes_of_one_process(tiny_model, tmp_path):
-    mp.spawn(sharded_run, args=(str(tmp_path),), nprocs=2)
+    isolated_group(sharded_run, 2, str(tmp_path))
     stream, with_grad = torch.load(tmp_path / "found.pt")
     assert len(with_grad) == 12 and all("lora_" in name for name in with_grad)
     model = apply_quantization(adapted(tiny_model()), "W4A16")

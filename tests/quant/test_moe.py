@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import references
 import torch
-import torch.multiprocessing as mp
 from conftest import make_model
 from peft import LoraConfig, get_peft_model
+from slow.isolated import isolated_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -386,9 +386,9 @@ def test_masters_given_from_outside_are_quantized_anew():
         list(iter_low_bit_weights(model, missing))
 
 
-def sharded_run(rank, folder):
+def sharded_run(folder):
     """FSDP2 over two processes, bfloat16 in the forward, float32 in the shards; rank 0 writes what was published."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     model = quantized()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -411,13 +411,14 @@ def sharded_run(rank, folder):
             first = stream
             optimizer.step()
             optimizer.zero_grad()
-    if rank == 0:
+    if torch.distributed.get_rank() == 0:
         torch.save((first, stream), f"{folder}/found.pt")
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_under_fsdp2_forward_and_publish_share_the_codes_of_one_process(tmp_path):
-    mp.spawn(sharded_run, args=(str(tmp_path),), nprocs=2)
+    isolated_group(sharded_run, 2, str(tmp_path))
     first, second = torch.load(tmp_path / "found.pt")
     whole = dict(iter_low_bit_weights(quantized()))
     assert first.keys() == whole.keys()

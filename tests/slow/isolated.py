@@ -79,9 +79,7 @@ def _run(function: Callable[..., Any], args: tuple, environments: list[dict[str,
                     ok, results[rank] = receiver.recv()
                 except EOFError:
                     processes[rank].join()
-                    raise RuntimeError(
-                        f"{function.__name__} died with exit code {processes[rank].exitcode}"
-                    ) from None
+                    raise RuntimeError(f"{function.__name__} died with exit code {processes[rank].exitcode}") from None
                 if not ok:
                     raise AssertionError(f"in {function.__name__}:\n{results[rank]}")
     finally:

@@ -137,7 +137,9 @@ def test_shards_resume_bit_for_bit(tmp_path):
 
 
 def _frozen(checkpoint: str, folder: str) -> list[str]:
-    trainer = _trainer(checkpoint, folder, True, quant_scheme="checkpoint", quant_freeze_scales=True, learning_rate=0.0)
+    trainer = _trainer(
+        checkpoint, folder, True, quant_scheme="checkpoint", quant_freeze_scales=True, learning_rate=0.0
+    )
     trainer.train()
     stored = stored_tensors(checkpoint)
     return [name for name, tensor in publish(trainer.vllm_generation).items() if not torch.equal(stored[name], tensor)]
