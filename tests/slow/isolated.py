@@ -17,6 +17,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 # No compiler needed, and the same arithmetic in every engine started here.
 ENVIRONMENT = {
@@ -53,8 +55,11 @@ def isolated_group(function: Callable[..., Any], number: int, *args: Any, timeou
 
 def _run(function: Callable[..., Any], args: tuple, environments: list[dict[str, str]], timeout: float) -> list[Any]:
     os.environ.update(ENVIRONMENT)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    if torch.cuda.is_available():  # a fork could not use CUDA if one of the imports has
+        context = multiprocessing.get_context("spawn")
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
     pipes = [context.Pipe(duplex=False) for _ in environments]
     processes = [
         context.Process(target=_call, args=(sender, function, args, dict(os.environ) | environment))
