@@ -116,7 +116,7 @@ def schemes() -> str:
     Returns:
         `str`: one row per scheme: what is quantized, and where learner, engine and export run, tested or untested.
     """
-    from .quant.scheme import GPU_GENERATIONS, SUPPORTED
+    from .quant.scheme import GPU_GENERATIONS, SUPPORTED, has_global_scale, resolve_scheme
 
     rows = [
         (
@@ -128,15 +128,16 @@ def schemes() -> str:
             "engine CPU",
             *GPU_GENERATIONS,
             "export",
+            "LoRA, experts",
         )
     ]
     for row in SUPPORTED.values():
         groups = ", ".join("channel" if size == -1 else str(size) for size in row.group_sizes) or "fixed"
         engines = ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
         learner = "tested", "untested" if row.gpus else "no"
-        rows.append(
-            (row.name, groups, row.activations, *learner, "tested" if row.cpu_engine else "no", *engines, "tested")
-        )
+        merged = "no" if has_global_scale(resolve_scheme(row.name)) else "tested"
+        cpu_engine = "tested" if row.cpu_engine else "no"
+        rows.append((row.name, groups, row.activations, *learner, cpu_engine, *engines, "tested", merged))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

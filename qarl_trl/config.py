@@ -65,6 +65,7 @@ class QaRLConfig(GRPOConfig):
     Only the settings that [`~trl.GRPOConfig`] lacks are listed here; every other one keeps TRL's meaning.
 
     Args:
+        loss_type (`str`, *optional*, defaults to `"tbpo"`): `"tbpo"`, or any loss of TRL (whose default is `"dapo"`).
         quant_scheme (`str`, *optional*, defaults to `"W4A16"`): Weights and activations of the rollout and of the
             learner's forward. `None` or `"none"` is plain GRPO.
         quant_group_size (`int`, *optional*): Weights that share one scale.
@@ -103,8 +104,9 @@ class QaRLConfig(GRPOConfig):
     quant_scheme: str | None = field(
         default="W4A16",
         metadata={
-            "help": "Low-bit format of the rollout engine and of the learner's forward: 'W4A16' (4-bit weights) or "
-            "'FP8_DYNAMIC' (8-bit float weights and activations). 'none' trains without quantization. Paper Sec. 3.1."
+            "help": "Low-bit format of the rollout engine and of the learner's forward: 'W4A16' (4-bit weights), "
+            "'FP8_DYNAMIC' (8-bit float weights and activations), or another of `qarl-trl schemes`. 'checkpoint' is the scheme of "
+            "a quantized `model`, 'none' trains without quantization. Paper Sec. 3.1."
         },
     )
     quant_group_size: int | None = field(
@@ -147,7 +149,8 @@ class QaRLConfig(GRPOConfig):
         default="auto",
         metadata={
             "help": "GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the "
-            "rollout engine's own kernel (W4A16 on CPU), 'auto' is 'engine' where there is one, otherwise 'dequant'."
+            "rollout engine's own kernel (on CPU: W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC); 'auto' is 'engine' beside a CPU "
+            "engine, and otherwise the scheme's own form in torch, which for weight-only schemes is 'dequant'."
         },
     )
     learner_ops: Literal["auto", "stock", "engine"] = field(

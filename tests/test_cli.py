@@ -115,11 +115,12 @@ def test_schemes_prints_a_row_for_each_of_the_table(capsys):
 
     cli.main(["schemes"])
     head, *rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
-    assert head[3:] == ["learner CPU", "learner GPU", "engine CPU", *GPU_GENERATIONS, "export"]
+    assert head[3:] == ["learner CPU", "learner GPU", "engine CPU", *GPU_GENERATIONS, "export", "LoRA, experts"]
     assert [row[0] for row in rows] == list(SUPPORTED)
     cells = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     assert cells["W4A16"]["group sizes"] == "32, 64, 128, channel"
     assert cells["W4AFP8"]["group sizes"] == "128"
+    assert {name for name in SUPPORTED if cells[name]["LoRA, experts"] == "no"} == {"NVFP4A16"}
     for name, row in SUPPORTED.items():
         assert cells[name]["activations"] == row.activations
         assert cells[name]["engine CPU"] == ("tested" if row.cpu_engine else "no")
