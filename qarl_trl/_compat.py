@@ -168,6 +168,13 @@ def fsdp_version(args: Any) -> int | None:
     return int(os.environ.get("FSDP_VERSION", "1"))
 
 
+def offloads_parameters(args: Any) -> bool:
+    """Whether FSDP keeps the shards on the CPU, by `args.fsdp` or by `accelerate launch`."""
+    if args.fsdp_plugin_args is not None:
+        return bool(args.fsdp_plugin_args.get("cpu_offload"))
+    return fsdp_version(args) is not None and os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
+
+
 def loads_weights() -> bool:
     """
     Whether a model that this process loads has its weights at once.
@@ -236,7 +243,7 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         return loaded
 
     load = patch.object(model, "load_weights", checked)
-    with load, _compat_cpu.quick_repack(), _compat_cpu.complete_reload(model):
+    with load, _compat_cpu.quick_repack(), _compat_cpu.complete_reload(model), _biases_in_place(model):
         worker.reload_weights(weights_iterator=iter(weights))
     if not taken:
         raise RuntimeError(
@@ -252,6 +259,23 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
             f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the published stream does "
             "not have them. The engine would answer from a mix of old and new weights."
         )
+
+
+@contextmanager
+def _biases_in_place(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Keep every bias of the engine in the storage that CUDA graphs were captured with.
+
+    vLLM's reload copies what a kernel has prepared back into the old storage, but leaves biases out of that (`SKIP_TENSORS`),
+    and Marlin's layers permute theirs into a new tensor: a graph would go on reading the loaded one, not permuted.
+    """
+    before = {name: p.data for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias"}
+    yield
+    for name, old in before.items():
+        bias = model.get_parameter(name)
+        if bias.data_ptr() != old.data_ptr():
+            old.copy_(bias.data)
+            bias.data = old
 
 
 def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:

@@ -6,14 +6,21 @@ model loads (paper Sec. 3.1: both run the same low-bit forward).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
+from torch import nn
+from transformers import PretrainedConfig
 
 from . import _compat
 from ._compat_cpu import has_amx
 from .config import QaRLConfig
-from .quant.scheme import SchemeSupport, gpu_generation, support_of
+from .engine_ops import has_engine_ops
+from .quant.moe import QuantExperts
+from .quant.recipe import match
+from .quant.scheme import SchemeSupport, effective_group_size, gpu_generation, support_of
 
 
 logger = get_logger(__name__)
@@ -46,6 +53,53 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
                 args.vllm_tensor_parallel_size,
                 scheme.name,
             )
+
+
+def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLConfig) -> None:
+    """
+    Refuse an engine over several ranks whose parts of a layer the groups do not divide; it would say so after a model loaded.
+
+    Args:
+        config (`PretrainedConfig`): Of the model.
+        plan (`QuantizationConfig`): What the run quantizes, and how.
+        args (`QaRLConfig`): The run's settings.
+
+    Raises:
+        ValueError: with the layer, its sizes and what to do.
+    """
+    ranks, text = args.vllm_tensor_parallel_size, config.get_text_config()
+    if ranks == 1:
+        return
+    heads = getattr(text, "num_attention_heads", 0) or 0
+    layer = "model.layers.0."
+    inputs = {
+        f"{layer}self_attn.o_proj": heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)),
+        f"{layer}mlp.down_proj": getattr(text, "intermediate_size", None),
+        f"{layer}mlp.experts.0.down_proj": getattr(text, "moe_intermediate_size", None),
+    }
+    for name, _, scheme in match(((name, nn.Linear(1, 1, device="meta")) for name in inputs), plan):
+        block, width = scheme.weights.block_structure, inputs[name]
+        size = block[1] if block else effective_group_size(scheme)
+        if size and width and (width % ranks or (width // ranks) % size):
+            raise ValueError(
+                f"vllm_tensor_parallel_size={ranks} cuts the {width} inputs of {name.removeprefix(layer)} into parts of "
+                f"{width / ranks:g}, and groups of {size} weights do not divide them. Use fewer ranks, or a smaller "
+                "quant_group_size."
+            )
+
+
+def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that a model needs for its publishes and log-probs to be right; the user's come on top."""
+    if has_engine_ops(model):
+        return {"enforce_eager": True}  # compiled code rounds elsewhere
+    experts = [m for m in model.modules() if isinstance(m, QuantExperts)]
+    if any(support_of(m.scheme).activations != "none" for m in experts):
+        logger.warning(
+            "Experts with quantized activations: the engine runs without CUDA graphs (enforce_eager), because vLLM 0.31 makes "
+            "new buffers for them at every publish, which a captured graph would not see."
+        )
+        return {"enforce_eager": True}
+    return {}
 
 
 def _missing(scheme: SchemeSupport, device: torch.device) -> str | None:

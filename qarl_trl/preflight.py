@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from . import _compat
 from .config import QaRLConfig
-from .engine_support import check_engine
+from .engine_support import check_engine, check_shards
 from .export import LOW_BIT_FOLDER, check_target
 from .masters import QuantizedSource, quantized_source
 from .quant.hook import apply_quantization, quantized_modules
@@ -83,20 +83,25 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
 
 def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
     """
-    Refuse FSDP where it cuts weights so that they cannot be quantized.
+    Refuse FSDP where it cuts or moves weights so that they cannot be quantized.
 
     Args:
         plan (`QuantizationConfig`, *optional*): What the run quantizes, where that is known.
         args (`QaRLConfig`): The run's settings.
 
     Raises:
-        ValueError: for FSDP1, and for a scheme with a global scale.
+        ValueError: for FSDP1, offloaded parameters, and a scheme with a global scale.
     """
     version = _compat.fsdp_version(args)
     if version == 1:
         raise ValueError(
             "FSDP1 flattens the weights of a block into one vector, and a layer has no matrix left to quantize. Use FSDP2: "
             "`fsdp_version: 2` in the launch file (recipes/accelerate/fsdp2.yaml), or DDP."
+        )
+    if _compat.offloads_parameters(args):
+        raise ValueError(
+            "FSDP with offloaded parameters (fsdp_offload_params: true) came. The low-bit weights are made from the shards on "
+            "the GPU, and a publish would find them on the CPU. Set fsdp_offload_params: false."
         )
     if version is not None and plan is not None and any(map(has_global_scale, plan.config_groups.values())):
         raise ValueError(
@@ -246,6 +251,11 @@ def check_experts(model: str | nn.Module, args: QaRLConfig, source: QuantizedSou
         return
     if isinstance(args.model_init_kwargs, dict) and args.model_init_kwargs.get("use_kernels"):
         raise ValueError(NO_KERNELS)
+    if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
+        raise ValueError(
+            "A mixture of experts came under DeepSpeed ZeRO-3, which leaves of each fused parameter a flat piece: the experts "
+            "could not be told from other parameters. Use FSDP2 (recipes/accelerate/fsdp2.yaml)."
+        )
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
         if architecture is None:
@@ -263,13 +273,21 @@ def check_experts(model: str | nn.Module, args: QaRLConfig, source: QuantizedSou
         )
 
 
-def check_learner_ops(model: str | nn.Module, args: QaRLConfig) -> None:
+def check_config(model: str | nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
     """
+    Compare the settings with the sizes and the architecture in the model's config.
+
     Raises:
-        ValueError: for `learner_ops="engine"` and a model that has no such form.
+        ValueError: for `learner_ops="engine"` and a model that has no such form, and for engine ranks between which the
+            groups of a layer cannot be divided.
     """
-    if args.learner_ops == "engine" and (config := _config_of(model, args)) is not None:
+    config = _config_of(model, args)
+    if config is None:
+        return
+    if args.learner_ops == "engine":
         args.engine_ops_for(config)
+    if args.use_vllm and args.quantized:
+        check_shards(config, args.quant_plan(None if source is None else source.plan()), args)
 
 
 def _num_experts(config: PretrainedConfig) -> int:

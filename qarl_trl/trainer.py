@@ -23,12 +23,13 @@ from .batch import drop_out_of_band, loss_mask
 from .canary import LENGTH, Canary, canary_tokens, learner_logps
 from .config import TBPO, QaRLConfig
 from .engine_ops import has_engine_ops, use_engine_ops
+from .engine_support import default_engine_kwargs
 from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
 from .loss import TrustBand, mismatch_weight, tbpo_loss
 from .masters import QuantizedSource, load_masters
 from .metrics import CodeFlips, mismatch_sums, weight_stats
 from .optim import build_muon
-from .preflight import check_arguments, check_experts, check_learner_ops, default_output_dir, find_source
+from .preflight import check_arguments, check_config, check_experts, default_output_dir, find_source
 from .quant.hook import apply_quantization, quantized_modules
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
@@ -82,7 +83,7 @@ class QaRLTrainer(GRPOTrainer):
         check_arguments(model, args, kwargs)
         source = find_source(model, args)
         check_experts(model, args, source)
-        check_learner_ops(model, args)
+        check_config(model, args, source)
         as_stored = isinstance(model, str)  # masters given as an object may have been changed
         self._band: TrustBand | None = args.trust_band if args.loss_type == TBPO else None
         self._in_loss: dict[str, Any] | None = None
@@ -93,12 +94,10 @@ class QaRLTrainer(GRPOTrainer):
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
             _prepare(model, args, source, as_stored)
-            # Compiled code rounds elsewhere.
-            eager = {"enforce_eager": True} if has_engine_ops(model) else {}
             return LowBitVLLMGeneration(
                 model,
                 quantization_config=quantization_config(model),
-                engine_kwargs=eager | (args.vllm_engine_kwargs or {}),
+                engine_kwargs=default_engine_kwargs(model) | (args.vllm_engine_kwargs or {}),
                 **engine_args,
             )
 

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from configs import config
+from transformers import Qwen3Config
 
 from qarl_trl import QaRLTrainer, _compat
-from qarl_trl.engine_support import check_engine
+from qarl_trl.engine_support import check_engine, check_shards, default_engine_kwargs
 from qarl_trl.preflight import check_arguments
+from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.recipe import single_group
 from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
 
@@ -38,7 +40,7 @@ def on_gpu(monkeypatch, scheme, capability=(9, 0), ranks=1):
     ("capability", "generation"),
     [
         ((7, 0), None),
-        ((7, 5), "Turing"),
+        ((7, 5), None),
         ((8, 0), "Ampere"),
         ((8, 6), "Ampere"),
         ((8, 9), "Ada"),
@@ -97,3 +99,35 @@ def test_a_cpu_with_amx_refuses_w8a8_alone(monkeypatch, tmp_path, scheme):
     with pytest.raises(ValueError, match=r"'W8A8' cannot be sampled on device 'cpu'.*AMX.*another kernel"):
         check_arguments("org/model", args, {})
     check_arguments("org/model", config(tmp_path, quant_scheme=scheme), {})  # no engine, no other kernel
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ignore", "ranks", "words"),
+    [
+        ("W4A16", [], 1, None),
+        ("W4A16", [], 2, "192 inputs of mlp.down_proj into parts of 96, and groups of 128"),
+        ("FP8_BLOCK", [], 2, "192 inputs of mlp.down_proj into parts of 96, and groups of 128"),
+        ("W4A16", ["re:.*down_proj"], 2, None),
+        ("FP8_DYNAMIC", [], 2, None),
+        ("W4A16", ["re:.*down_proj"], 3, "256 inputs of self_attn.o_proj into parts of 85.3333"),
+    ],
+)
+def test_engine_ranks_divide_the_groups_of_every_layer(scheme, ignore, ranks, words):
+    model = Qwen3Config(hidden_size=256, num_attention_heads=4, head_dim=64, intermediate_size=192)
+    plan = single_group(resolve_scheme(scheme), ["Linear"], ignore)
+    args = SimpleNamespace(vllm_tensor_parallel_size=ranks)
+    if words is None:
+        return check_shards(model, plan, args)
+    with pytest.raises(ValueError) as error:
+        check_shards(model, plan, args)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "eager"),
+    [("qwen3_moe", "FP8_DYNAMIC", True), ("qwen3_moe", "W4A16", False), ("qwen3", "FP8_DYNAMIC", False)],
+)
+def test_experts_with_quantized_activations_run_without_graphs(tiny_model, caplog, kind, scheme, eager):
+    kwargs = default_engine_kwargs(apply_quantization(tiny_model(kind, num_hidden_layers=1), scheme))
+    assert kwargs == ({"enforce_eager": True} if eager else {})
+    assert ("without CUDA graphs" in caplog.text) == eager

@@ -9,7 +9,7 @@ from transformers import BitsAndBytesConfig
 from trl import GRPOConfig
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.preflight import check_arguments, check_lora, default_output_dir
+from qarl_trl.preflight import check_arguments, check_experts, check_lora, default_output_dir
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,29 @@ def test_shards_that_cannot_be_quantized_are_refused(tmp_path, monkeypatch, vers
     with pytest.raises(ValueError) as error:
         check_arguments("org/model", args, {})
     assert all(word in str(error.value) for word in words)
+
+
+def test_shards_on_the_cpu_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    check_arguments("org/model", config(tmp_path), {})
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    with pytest.raises(ValueError, match=r"offloaded parameters.*fsdp_offload_params: false"):
+        check_arguments("org/model", config(tmp_path), {})
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    check_arguments("org/model", config(tmp_path), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "refused"), [("qwen3_moe", 3, True), ("qwen3_moe", 2, False), ("qwen3", 3, False)]
+)
+def test_experts_in_flat_pieces_are_refused(tmp_path, tiny_model, kind, stage, refused):
+    model, args = tiny_model(kind, num_hidden_layers=1), config(tmp_path)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
+    if not refused:
+        return check_experts(model, args, None)
+    with pytest.raises(ValueError, match=r"ZeRO-3.*FSDP2"):
+        check_experts(model, args, None)
 
 
 def lora(**changes):

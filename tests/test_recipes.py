@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from transformers import Qwen3MoeConfig
 from trl import get_peft_config
 
+from qarl_trl.engine_support import check_shards
 from qarl_trl.precondition import transforms_of_recipe
 from qarl_trl.preflight import check_lora
 from qarl_trl.quant import read_recipe
@@ -105,10 +107,26 @@ def test_no_key_is_written_twice(path):
 def test_arms_differ_in_the_method_only(model):
     bf16, rollout, qarl, fp8 = arms(model)
     assert differing_keys(bf16, rollout) == {"output_dir", "quant_scheme", "quant_learner"}
-    assert differing_keys(qarl, fp8) == {"output_dir", "quant_scheme"}
+    # Several engine ranks would each give a part of a token a scale of its own.
+    ranks = {"vllm_tensor_parallel_size"} if "30b" in model else set()
+    assert differing_keys(qarl, fp8) == {"output_dir", "quant_scheme"} | ranks
     changed = differing_keys(rollout, qarl)
     assert {"quant_learner", "loss_type"} <= changed <= METHOD - {"quant_scheme"}
     assert len(changed) <= 12
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if "30b" in str(path)], ids=recipe_id)
+def test_engine_ranks_divide_the_groups_of_qwen3_30b_a3b(path):
+    """Its sizes, from its published config.json; with 4 ranks an expert has 192 columns for groups of 128."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "head_dim": 128}
+    model = Qwen3MoeConfig(num_attention_heads=32, num_key_value_heads=4, **sizes)
+    _, args, _ = parse(["--config", str(path), *ON_CPU])
+    if args.quantized:
+        check_shards(model, args.quant_plan(), args)
+        if args.quant_scheme == "W4A16":  # control
+            args.vllm_tensor_parallel_size = 4
+            with pytest.raises(ValueError, match=r"768 inputs of mlp\.experts\.0\.down_proj into parts of 192"):
+                check_shards(model, args.quant_plan(), args)
 
 
 def test_a_lora_arm_differs_from_its_full_one_in_the_adapter_and_the_optimizer():

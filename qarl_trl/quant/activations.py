@@ -29,7 +29,7 @@ def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
         `tuple[Tensor, Tensor]`: codes float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, 1)`.
     """
     amax = x.abs().amax(dim=-1, keepdim=True).float()
-    scale = (amax / FP8_MAX).clamp(min=FP8_MIN_SCALE)
+    scale = _divided(amax, FP8_MAX).clamp(min=FP8_MIN_SCALE)
     # vLLM multiplies by the reciprocal instead of dividing; the two differ in the last bit of some codes.
     return (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
@@ -46,7 +46,7 @@ def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tenso
         `tuple[Tensor, Tensor]`: codes float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, in / group_size)`.
     """
     groups = x.float().unflatten(-1, (-1, group_size))
-    scale = groups.abs().amax(dim=-1).clamp(min=FP8_GROUP_MIN) / FP8_MAX
+    scale = _divided(groups.abs().amax(dim=-1).clamp(min=FP8_GROUP_MIN), FP8_MAX)
     return (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(-2), scale
 
 
@@ -62,9 +62,9 @@ def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     amax = x.abs().amax(dim=-1, keepdim=True)
-    scale = amax / 127.0
+    scale = _divided(amax, 127.0)
     # The reciprocal is rounded once in vLLM's CUDA kernel (127 / amax) and twice in its CPU kernel.
-    inverse = 127.0 / amax if x.device.type == "cuda" else scale.reciprocal()
+    inverse = torch.full_like(amax, 127.0) / amax if x.device.type == "cuda" else scale.reciprocal()
     codes = (x * inverse).clamp(-128, 127).round().nan_to_num(0.0).to(torch.int8)
     return codes, scale
 
@@ -90,3 +90,8 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     scaled = x * steps
     nearest = torch.copysign((scaled.abs() + 0.5).floor(), scaled)  # halves away from zero
     return (nearest + zero_point).clamp(-128, 127) - zero_point, steps.reciprocal()
+
+
+def _divided(x: Tensor, by: float) -> Tensor:
+    """`x / by`, rounded once: by a Python number torch's CUDA kernel multiplies with the reciprocal."""
+    return x / torch.full_like(x, by)

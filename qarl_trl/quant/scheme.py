@@ -50,12 +50,12 @@ class SchemeSupport:
     cpu_engine: bool
 
 
-# The lowest compute capability of each.
-GPU_GENERATIONS = {"Turing": (7, 5), "Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
+# The lowest compute capability of each. Older GPUs have no bfloat16, in which the engine runs.
+GPU_GENERATIONS = {"Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
 _ALL = tuple(GPU_GENERATIONS)
 _FLOAT8 = ("Ada", "Hopper", "Blackwell")
 # vLLM has no int8 product for Blackwell, and rounds the scales of blocks to powers of two there.
-_INT8 = ("Turing", "Ampere", "Ada", "Hopper")
+_INT8 = ("Ampere", "Ada", "Hopper")
 _FLOAT8_BLOCKS = ("Ada", "Hopper")
 
 _GROUPS = (32, 64, 128, -1)
@@ -137,7 +137,7 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
 
 
 def gpu_generation(capability: tuple[int, int]) -> str | None:
-    """Generation of a GPU by its CUDA compute capability; `None` for one older than Turing."""
+    """Generation of a GPU by its CUDA compute capability; `None` for one older than Ampere."""
     return next((name for name, lowest in reversed(GPU_GENERATIONS.items()) if capability >= lowest), None)
 
 

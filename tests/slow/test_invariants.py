@@ -253,3 +253,36 @@ def test_a_sleeping_engine_is_woken_before_the_publish(tmp_path):
     """The CPU engine cannot sleep, so only the order of the calls is checked here; the GPU run is open."""
     order = isolated(_publish_asleep, save_model(tmp_path / "model"), str(tmp_path / "run"))
     assert order == ["wake ['weights']", "reload", "sleeping False"]
+
+
+def _permuted_biases(model: str, folder: str, repaired: bool) -> dict[str, Any]:
+    """Publishes into an engine whose kernel reorders biases into a new tensor, as Marlin's does on GPUs."""
+    from contextlib import nullcontext
+    from unittest.mock import patch
+
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+
+    from qarl_trl import _compat
+
+    process = CPUWNA16LinearKernel.process_weights_after_loading
+
+    def permuting(kernel: Any, layer: torch.nn.Module) -> None:
+        process(kernel, layer)
+        if layer.bias is not None:
+            layer.bias.data = layer.bias.data.flip(0)
+
+    with patch.object(CPUWNA16LinearKernel, "process_weights_after_loading", permuting):
+        trainer = make_trainer(model, Path(folder))
+        engine = trainer.vllm_generation
+        bias = _compat.engine_parameters(engine.llm).get_parameter("model.layers.0.self_attn.qkv_proj.bias")
+        captured = bias.data  # what a CUDA graph would have
+        with nullcontext() if repaired else patch.object(_compat, "_biases_in_place", lambda model: nullcontext()):
+            sent = publish(engine)
+    expected = torch.cat([sent[f"model.layers.0.self_attn.{n}_proj.bias"] for n in "qkv"]).flip(0)
+    return {"layer": torch.equal(bias, expected), "captured": torch.equal(captured, expected)}
+
+
+@pytest.mark.parametrize("repaired", [True, False])
+def test_a_bias_that_the_kernel_reorders_stays_where_graphs_read_it(tmp_path, repaired):
+    found = isolated(_permuted_biases, save_model(tmp_path / "m", family="Qwen2"), str(tmp_path / "run"), repaired)
+    assert found == {"layer": True, "captured": repaired}
