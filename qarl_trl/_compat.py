@@ -6,7 +6,6 @@ raise instead of falling back.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import re
@@ -23,8 +22,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming
-from transformers.distributed.fsdp import is_fsdp_enabled
-from transformers.distributed.utils import is_local_dist_rank_0
 from trl.generation import vllm_generation
 from trl.import_utils import is_vllm_available
 
@@ -156,46 +153,6 @@ def sequence_clipping(trainer: Any, band: TrustBand, advantages: Tensor) -> Iter
     delta = torch.where(advantages.unsqueeze(1) < 0, high, torch.inf)
     with patch.multiple(trainer, **epsilons), patch.object(trainer.args, "delta", delta):
         yield
-
-
-def fsdp_version(args: Any) -> int | None:
-    """Which FSDP the run shards with: by `args.fsdp`, or by `accelerate launch`, which says so in the environment."""
-    plugin = args.fsdp_plugin_args
-    if plugin is not None:
-        return int(plugin["fsdp_version"])
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
-        return None
-    return int(os.environ.get("FSDP_VERSION", "1"))
-
-
-def offloads_parameters(args: Any) -> bool:
-    """Whether FSDP keeps the shards on the CPU, by `args.fsdp` or by `accelerate launch`."""
-    if args.fsdp_plugin_args is not None:
-        return bool(args.fsdp_plugin_args.get("cpu_offload"))
-    return fsdp_version(args) is not None and os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
-
-
-def loads_weights() -> bool:
-    """
-    Whether a model that this process loads has its weights at once.
-
-    With FSDP's RAM-efficient loading only the first process of a machine reads them; those of the others are zero until they
-    are sharded (`PreTrainedModel._move_missing_keys_from_meta_to_device`, transformers 5.17).
-    """
-    return not is_fsdp_enabled() or is_local_dist_rank_0()
-
-
-def keep_log_probs_float32(accelerator: Any) -> None:
-    """
-    Under FSDP2 in 16-bit precision, let log-probs leave the model as TRL computed them, in float32.
-
-    accelerate's policy casts all that the model returns to the parameters' dtype. bfloat16 log-probs are up to 0.016 apart at
-    -3, and the paper's trust bands 0.0004 wide. (`FullyShardedDataParallelPlugin.set_mixed_precision`, accelerate 1.15)
-    """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = None if plugin is None else plugin.mixed_precision_policy
-    if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
-        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def choose_rendezvous_port(num_processes: int) -> None:

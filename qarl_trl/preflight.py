@@ -7,7 +7,6 @@ engine can run in `engine_support`.
 from __future__ import annotations
 
 import copy
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from . import _compat
+from . import _compat_fsdp
 from .config import QaRLConfig
 from .engine_support import check_engine, check_shards
 from .export import LOW_BIT_FOLDER, check_target
+from .lora_config import check_lora
 from .masters import QuantizedSource, quantized_source
 from .quant.hook import apply_quantization, quantized_modules
 from .quant.moe import QuantExperts
@@ -92,13 +92,13 @@ def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
     Raises:
         ValueError: for FSDP1, offloaded parameters, and a scheme with a global scale.
     """
-    version = _compat.fsdp_version(args)
+    version = _compat_fsdp.fsdp_version(args)
     if version == 1:
         raise ValueError(
             "FSDP1 flattens the weights of a block into one vector, and a layer has no matrix left to quantize. Use FSDP2: "
             "`fsdp_version: 2` in the launch file (recipes/accelerate/fsdp2.yaml), or DDP."
         )
-    if _compat.offloads_parameters(args):
+    if _compat_fsdp.offloads_parameters(args):
         raise ValueError(
             "FSDP with offloaded parameters (fsdp_offload_params: true) came. The low-bit weights are made from the shards on "
             "the GPU, and a publish would find them on the CPU. Set fsdp_offload_params: false."
@@ -154,89 +154,6 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
             raise ValueError(f"{text}, so their scales cannot be frozen. Use quant_scheme: checkpoint.")
         logger.warning("%s. Their masters are the decompressed weights, quantized anew.", text)
     return source
-
-
-# Whatever else a LoraConfig sets changes what the layer computes, or where it is; a field of a later peft does until read.
-_PLAIN_LORA = {
-    *(
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
-    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
-}
-_WHY_NOT_LORA = {
-    "use_dora": "DoRA rescales the rows of the merged weight, which then is not W + s B A",
-    "lora_dropout": "dropout acts on the input of the adapter alone: W x + s B A dropout(x) has no merged weight, and the "
-    "engine does not drop",
-    "bias": "trained biases belong to the base model, which is never changed",
-    "lora_bias": "a bias of the adapter is not part of the merged weight",
-    "target_parameters": "adapters on bare parameters (fused experts) have no low-bit forward",
-    "fan_in_fan_out": "only torch.nn.Linear is quantized",
-    "layer_replication": "two layers would share one base weight under one name",
-    "trainable_token_indices": "the engine would not see the trained token vectors",
-    "alora_invocation_tokens": "activated LoRA switches the adapter on inside a sequence, and the engine runs one weight",
-}
-_PLAIN_INIT = (True, False, "gaussian", "orthogonal")
-
-
-def check_lora(config: Any, args: QaRLConfig) -> None:
-    """
-    Refuse an adapter whose forward is not `x (W + s B A)^T`, and settings that do not go with one.
-
-    Args:
-        config (`peft.LoraConfig`): As given to the trainer, or as found on a `PeftModel`.
-        args (`QaRLConfig`): The run's settings.
-
-    Raises:
-        ImportError: when peft is outside the supported window.
-        ValueError: with the setting, the reason and what to do.
-    """
-    from peft import LoraConfig, PeftType
-
-    _compat.check_peft()
-    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
-        raise ValueError(
-            f"peft_config is a {type(config).__name__}, and only LoRA adapters merge into a weight that can be quantized. "
-            "Use peft.LoraConfig, or set quant_scheme='none'."
-        )
-    defaults = {
-        f.name: f.default if f.default is not MISSING else f.default_factory() if callable(f.default_factory) else None
-        for f in fields(config)
-    }
-    changed = [
-        n for n, default in defaults.items() if n not in _PLAIN_LORA and getattr(config, n) not in (default, None)
-    ]
-    if changed:
-        given = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
-        reasons = [_WHY_NOT_LORA[name] for name in changed if name in _WHY_NOT_LORA]
-        raise ValueError(
-            f"The adapter sets {given}, which cannot be aligned with the engine's weight Q(W + s B A)"
-            + (f": {'; '.join(reasons)}" if reasons else "")
-            + f". Leave {'it' if len(changed) == 1 else 'them'} at the default"
-            + (" (lora_dropout: 0.0; TRL's ModelConfig has 0.05)." if "lora_dropout" in changed else ".")
-        )
-    if config.init_lora_weights not in _PLAIN_INIT:
-        raise ValueError(
-            f"init_lora_weights={config.init_lora_weights!r} rewrites the base weights or needs data at the start: with "
-            f"the adapter disabled, the reference would no longer be the base model. Use one of {_PLAIN_INIT}."
-        )
-    if args.optim_muon:
-        raise ValueError(
-            "optim_muon=True with LoRA: Muon would orthogonalize the updates of A and of B each for itself, which is not "
-            "a Muon step of W + s B A and which the paper does not cover. Set optim_muon=False (AdamW)."
-        )
-    plugin = args.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage == 3:
-        raise ValueError(
-            "LoRA under DeepSpeed ZeRO-3: a layer's forward needs base weight, A and B whole at once, and ZeRO-3 gathers "
-            "them module by module. Use DDP or FSDP2, or ZeRO stage 2."
-        )
 
 
 def check_experts(model: str | nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from . import _compat
+from . import _compat, _compat_fsdp
 from .batch import drop_out_of_band, loss_mask
 from .canary import LENGTH, Canary, canary_tokens, learner_logps
 from .config import TBPO, QaRLConfig
@@ -117,7 +117,7 @@ class QaRLTrainer(GRPOTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's, with log-probs that stay float32 under FSDP2."""
         super().create_accelerator_and_postprocess()
-        _compat.keep_log_probs_float32(self.accelerator)
+        _compat_fsdp.keep_log_probs_float32(self.accelerator)
 
     # Optimizer ------------------------------------------------------------------------------------------------------
 
@@ -390,5 +390,5 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
     )
     if args.use_vllm:
         check_merged_layers(model)
-    if args.quant_freeze_scales and as_stored and _compat.loads_weights():
+    if args.quant_freeze_scales and as_stored and _compat_fsdp.loads_weights():
         check_first_codes(model, source)
