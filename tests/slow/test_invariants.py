@@ -35,8 +35,7 @@ CASES = [
     ("W8A8", "biased"),
     ("FP8_DYNAMIC", "biased"),
     ("FP8_DYNAMIC", "llama"),
-    ("W4A16", "lora"),
-    ("FP8_DYNAMIC", "lora"),
+    *((scheme, "lora") for scheme in ("W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "W8A8", "W4A8")),
 ]
 FAMILIES = {"biased": "Qwen2", "llama": "Llama"}  # otherwise Qwen3
 TOKENS = {"dense": 4_000, "biased": 1_000, "llama": 1_000, "lora": 1_000, "few": 1_000}
