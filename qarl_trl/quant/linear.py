@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .kernels import Kernel, select_kernel
+from .kernel_choice import select_kernel
+from .kernels import Kernel
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .scheme import effective_group_size, support_of
 
@@ -66,7 +67,7 @@ class LowBitLayer:
 
     Attributes:
         scheme (`QuantizationScheme`): The scheme of the low-bit weight.
-        kernel_choice (`str`): Which kernel multiplies, see [`~qarl_trl.quant.kernels.select_kernel`].
+        kernel_choice (`str`): Which kernel multiplies, see [`~qarl_trl.quant.kernel_choice.select_kernel`].
         quantized_forward (`bool`): `False` leaves the forward in high precision while `low_bit` still serves the
             publish and the export: the quantized-rollout baseline of the paper.
         frozen_qparams (`tuple[Tensor, Tensor | None]` or `None`): Scale and zero point that the weight keeps. No

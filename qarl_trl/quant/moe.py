@@ -114,7 +114,7 @@ class QuantExperts(LowBitLayer, nn.Module):
     Attributes:
         scheme (`QuantizationScheme`): The scheme of every expert's weights.
         frozen_qparams (`dict` or `None`): Scale and zero point to keep, by expert and projection (`"3.gate_proj"`).
-        kernel_choice (`str`): Which kernel multiplies, see [`~qarl_trl.quant.kernels.select_kernel`].
+        kernel_choice (`str`): Which kernel multiplies, see [`~qarl_trl.quant.kernel_choice.select_kernel`].
         quantized_forward (`bool`): `False` leaves the forward to transformers, in high precision.
         high_precision_class (`type`): The class that the module had, e.g. `Qwen3MoeExperts`.
     """
@@ -301,8 +301,8 @@ def check_quantizable(name: str, module: nn.Module, scheme: QuantizationScheme, 
         )
     if kernel == "engine":
         raise ValueError(
-            "quant_kernel='engine' came with a mixture-of-experts model, and the CPU engine has no quantized experts. "
-            "Use quant_kernel='auto'."
+            "quant_kernel='engine' came with a mixture-of-experts model, whose experts an engine multiplies by fused kernels that "
+            "the learner does not call. Use quant_kernel='auto'."
         )
 
 

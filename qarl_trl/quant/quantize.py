@@ -49,6 +49,14 @@ class LowBitWeight:
     def scale(self) -> Tensor:
         return self.tensors["weight_scale"]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(out, in)` of the weight."""
+        if "weight_shape" in self.tensors:
+            return tuple(self.tensors["weight_shape"].tolist())
+        rows, columns = self.codes.shape
+        return rows, columns * (2 if has_global_scale(self.scheme) else 1)
+
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 

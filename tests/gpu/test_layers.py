@@ -8,7 +8,8 @@ from quant.schemes import normal, relative_error
 
 from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.activations import quantize_tokens_fp8, quantize_tokens_int8
-from qarl_trl.quant.kernels import dequantize, select_kernel
+from qarl_trl.quant.kernel_choice import select_kernel
+from qarl_trl.quant.kernels import dequantize
 from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
 
 

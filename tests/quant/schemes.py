@@ -7,6 +7,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.utils import calculate_qparams
 
+from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.scheme import SUPPORTED
 
 
@@ -19,6 +20,10 @@ WEIGHT_ONLY = [name for name in NAMES if SUPPORTED[name].activations == "none"]
 
 def normal(*shape, seed=0, dtype=torch.float32, scale=1.0):
     return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def low_bit_of(scheme, group_size=None, shape=(128, 256), seed=0):
+    return quantize_weight(normal(*shape, seed=seed), resolve_scheme(scheme, group_size))
 
 
 def same_bytes(a, b):

@@ -5,34 +5,20 @@ import references
 import torch
 import torch.nn.functional as F
 
-from qarl_trl.quant import kernels, quantize_weight, resolve_scheme
+from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.activations import (
     quantize_groups_fp8,
     quantize_tokens_fp8,
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from qarl_trl.quant.kernels import (
-    CpuEngineGemm,
-    CpuEngineInt8Gemm,
-    CpuInt4Int8Gemm,
-    DequantGemm,
-    Fp8BlockGemm,
-    Fp8Gemm,
-    Int4Fp8Gemm,
-    Int8Gemm,
-    dequantize,
-    select_kernel,
-)
-from qarl_trl.quant.scheme import SUPPORTED
-from quant.schemes import NAMES, SCHEMES, WEIGHT_ONLY, decompressed, normal, relative_error, same_bytes
+from qarl_trl.quant.engine_kernels import CpuInt4Int8Gemm
+from qarl_trl.quant.kernel_choice import select_kernel
+from qarl_trl.quant.kernels import DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
+from quant.schemes import NAMES, SCHEMES, WEIGHT_ONLY, decompressed, low_bit_of, normal, relative_error, same_bytes
 
 
 CPU = torch.device("cpu")
-
-
-def low_bit_of(scheme, group_size=None, shape=(128, 256), seed=0):
-    return quantize_weight(normal(*shape, seed=seed), resolve_scheme(scheme, group_size))
 
 
 # Dequantization -----------------------------------------------------------------------------------------------------
@@ -313,200 +299,3 @@ def test_a_changed_bias_reaches_codes_that_are_kept():
     assert not same_bytes(after, before)
     without, _ = CpuInt4Int8Gemm().forward(x, low_bit_of("W4A8", -1))
     assert same_bytes(CpuInt4Int8Gemm().forward(x, low_bit)[0], without)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
-@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
-def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
-    low_bit, x = low_bit_of(scheme, group_size), normal(2, 9, 256, seed=1, dtype=torch.bfloat16)
-    y, saved = CpuEngineGemm().forward(x, low_bit)
-    exact = F.linear(x.double(), dequantize(low_bit).double())
-    assert saved[0] is x
-    # Measured 5.2e-3 against 1.6e-3 of the dequant GEMM. Without AVX512_BF16 vLLM's kernel cuts weights and result off
-    # to bfloat16 where a GEMM rounds (its bits are exactly those of the cut-off product); with it it is nearer.
-    assert relative_error(y, exact) < 8e-3
-    assert relative_error(DequantGemm().forward(x, low_bit)[0], exact) < 2.5e-3
-    other = low_bit_of(scheme, group_size, seed=5)
-    assert relative_error(CpuEngineGemm().forward(x, other)[0], exact) > 1  # control
-    assert "cpu_engine" in low_bit.prepared  # laid out once
-    layout = low_bit.prepared["cpu_engine"]
-    assert torch.equal(CpuEngineGemm().forward(x, low_bit)[0], y)
-    assert low_bit.prepared["cpu_engine"] is layout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 16, 64])
-@pytest.mark.parametrize("shape", [(64, 128), (96, 1024)])
-def test_int8_of_the_engine_is_cut_off_where_the_plain_product_is_rounded(tokens, shape, with_bias):
-    """The bits of vLLM's own layer, and without AVX512_BF16 those of the exact sums, cut off to bfloat16."""
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
-    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
-
-    low_bit, x = low_bit_of("W8A8", shape=shape), normal(tokens, shape[1], seed=1, dtype=torch.bfloat16)
-    bias = normal(shape[0], seed=2, dtype=torch.bfloat16) if with_bias else None
-    names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
-    layer = torch.nn.Module()
-    layer.logical_widths, layer.input_scale, layer.input_zero_point = [shape[0]], None, None
-    layer.weight = torch.nn.Parameter(low_bit.codes.clone(), requires_grad=False)
-    layer.weight_scale = torch.nn.Parameter(low_bit.scale.float(), requires_grad=False)
-    engine = CPUInt8ScaledMMLinearKernel(Int8ScaledMMLinearLayerConfig(False, True, True), names)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it loads
-    try:
-        engine.process_weights_after_loading(layer)
-    finally:
-        torch.set_default_dtype(before)
-    y, _ = CpuEngineInt8Gemm().forward(x, low_bit, bias)
-    assert same_bytes(y, engine.apply_weights(layer, x, bias))
-
-    codes, scale = quantize_tokens_int8(x)
-    exact = (codes.long() @ low_bit.codes.long().t()).float() * low_bit.scale.float().t() * scale
-    if with_bias:
-        exact += bias.float()
-        assert not same_bytes(y, CpuEngineInt8Gemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
-    cut_off = (exact.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    nearest, _ = Int8Gemm().forward(x, low_bit, bias)
-    assert same_bytes(y, cut_off) or same_bytes(y, nearest)
-    assert not same_bytes(cut_off, nearest)  # control
-    assert "cpu_engine" in low_bit.prepared
-    assert same_bytes(CpuEngineInt8Gemm().forward(x, low_bit, bias)[0], y)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("tokens", [1, 18])
-def test_fp8_is_the_layer_of_the_engine(tokens, with_bias):
-    from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
-
-    low_bit, x = low_bit_of("FP8_DYNAMIC", shape=(96, 256)), normal(tokens, 256, seed=1, dtype=torch.bfloat16)
-    bias = normal(96, seed=2, dtype=torch.bfloat16) if with_bias else None
-    codes, scale = quantize_tokens_fp8(x)
-    product = ChannelWiseTorchFP8ScaledMMLinearKernel.apply_scaled_mm
-    arguments = {"out_dtype": torch.bfloat16, "As": scale, "Bs": low_bit.scale.float()}
-    engine = product(None, A=codes, B=low_bit.codes.t(), bias=bias, output_shape=[tokens, 96], **arguments)
-    y, _ = Fp8Gemm().forward(x, low_bit, bias)
-    assert same_bytes(y, engine)
-    if with_bias:
-        assert not same_bytes(y, Fp8Gemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
-def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
-    from vllm import _custom_ops as ops
-
-    low_bit, x = low_bit_of(scheme), normal(18, 256, seed=1, dtype=torch.bfloat16)
-    bias = normal(128, seed=2, dtype=torch.bfloat16)
-    y, _ = CpuEngineGemm().forward(x, low_bit, bias)
-    assert same_bytes(y, ops.cpu_gemm_wna16(input=x, bias=bias, pack_factor=8, **low_bit.prepared["cpu_engine"]))
-    assert relative_error(y, CpuEngineGemm().forward(x, low_bit)[0] + bias) < 8e-3
-    assert not same_bytes(y, CpuEngineGemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("in_features", [128, 256])
-@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
-def test_w4a8_is_the_layer_of_the_engine(in_features, group_size, with_bias):
-    from vllm.model_executor.kernels.linear.mixed_precision.dynamic_4bit import Dynamic4bitLinearKernel
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
-    from vllm.scalar_type import scalar_types
-
-    size, groups = (in_features, 96), in_features if group_size == -1 else group_size
-    low_bit = low_bit_of("W4A8", group_size, shape=size[::-1])
-    x = normal(2, 9, in_features, seed=1, dtype=torch.bfloat16)
-    layer = torch.nn.Module()
-    bias = normal(96, seed=2, dtype=torch.bfloat16) if with_bias else None
-    layer.bias = None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False)
-    layer.weight = torch.nn.Parameter(low_bit.codes.clone(), requires_grad=False)
-    layer.weight_scale = torch.nn.Parameter(low_bit.scale.clone(), requires_grad=False)
-    config = MPLinearLayerConfig(size, size, scalar_types.int4, torch.bfloat16, groups, False)
-    engine = Dynamic4bitLinearKernel(config, "weight", "weight_scale")
-    engine.process_weights_after_loading(layer)
-    y, _ = CpuInt4Int8Gemm().forward(x, low_bit, bias)
-    assert same_bytes(y, engine.apply_weights(layer, x, layer.bias))
-    other = low_bit_of("W4A8", group_size, shape=size[::-1], seed=5)
-    assert not same_bytes(CpuInt4Int8Gemm().forward(x, other, bias)[0], y)  # control
-    if with_bias:
-        assert not same_bytes(CpuInt4Int8Gemm().forward(x, low_bit)[0] + bias, y)  # control: after the rounding
-
-
-# Choice -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("scheme", "choice", "kernel"),
-    [
-        ("W4A16", "auto", DequantGemm),
-        ("W4A16", "dequant", DequantGemm),
-        ("W4A16", "engine", CpuEngineGemm),
-        ("W4A16_ASYM", "auto", DequantGemm),
-        ("W4A16_ASYM", "dequant", DequantGemm),
-        ("W4A16_ASYM", "engine", CpuEngineGemm),
-        ("W8A16", "auto", DequantGemm),
-        ("W8A16", "dequant", DequantGemm),
-        ("FP8_DYNAMIC", "auto", Fp8Gemm),
-        ("FP8_DYNAMIC", "engine", Fp8Gemm),
-        ("FP8_BLOCK", "auto", Fp8BlockGemm),
-        ("W8A8", "auto", Int8Gemm),
-        ("W8A8", "engine", CpuEngineInt8Gemm),
-        ("W4A8", "auto", CpuInt4Int8Gemm),
-        ("W4A8", "engine", CpuInt4Int8Gemm),
-    ],
-)
-def test_kernel_by_scheme_and_choice_on_cpu(scheme, choice, kernel):
-    assert type(select_kernel(resolve_scheme(scheme), CPU, choice)) is kernel
-
-
-@pytest.mark.parametrize(
-    ("scheme", "device", "choice", "words"),
-    [
-        ("FP8_DYNAMIC", "cpu", "dequant", ["'dequant'", "activation", "'auto'"]),
-        ("W4A16", "meta", "engine", ["'engine'", "'meta'", "'auto' or 'dequant'"]),
-        ("W4A16", "cpu", "marlin", ["'marlin'", "'auto' or 'dequant'"]),
-        ("FP8_BLOCK", "cpu", "dequant", ["'dequant'", "activation", "FP8_BLOCK"]),
-        ("W8A8", "cpu", "dequant", ["'dequant'", "activation", "W8A8"]),
-        ("W4A8", "cpu", "dequant", ["'dequant'", "activation", "W4A8"]),
-        ("W8A16", "cpu", "engine", ["'engine'", "W8A16", "'cpu'"]),
-        ("FP8_BLOCK", "cpu", "engine", ["'engine'", "FP8_BLOCK", "'cpu'"]),
-        ("W8A8", "meta", "engine", ["'engine'", "W8A8", "'meta'"]),
-        ("W4A8", "meta", "auto", ["W4A8", "'meta'"]),
-    ],
-)
-def test_a_kernel_that_is_not_there_is_an_error(scheme, device, choice, words):
-    with pytest.raises(ValueError) as error:
-        select_kernel(resolve_scheme(scheme), torch.device(device), choice)
-    assert all(word in str(error.value) for word in words)
-
-
-def test_every_scheme_has_a_kernel_on_cpu_and_no_other_name_in_the_tables():
-    assert kernels._KERNELS.keys() == kernels._CPU_KERNELS.keys() == SUPPORTED.keys()
-    for name in SUPPORTED:
-        assert select_kernel(resolve_scheme(name), CPU)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "other", "enough", "kernel"),
-    [
-        ("FP8_DYNAMIC", (8, 0), (8, 9), Fp8Gemm),
-        ("FP8_BLOCK", (8, 0), (9, 0), Fp8BlockGemm),
-        ("W8A8", (7, 5), (8, 0), Int8Gemm),
-        ("W8A8", (10, 0), (9, 0), Int8Gemm),
-        ("W4AFP8", (10, 0), (9, 0), Int4Fp8Gemm),
-    ],
-)
-def test_activations_need_a_gpu_whose_engine_computes_the_same(monkeypatch, scheme, other, enough, kernel):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: other)
-    with pytest.raises(ValueError) as error:
-        select_kernel(resolve_scheme(scheme), torch.device("cuda"))
-    assert all(word in str(error.value) for word in (scheme, *SUPPORTED[scheme].gpus, str(other), "W4A16"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: enough)
-    assert type(select_kernel(resolve_scheme(scheme), torch.device("cuda"))) is kernel
-
-
-def test_w4a8_has_no_kernel_on_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
-    with pytest.raises(ValueError, match=r"W4A8 has no kernel on GPUs.*qarl-trl schemes"):
-        select_kernel(resolve_scheme("W4A8"), torch.device("cuda"))

@@ -19,12 +19,12 @@ from trl.distributed import DistributedBackend
 from qarl_trl.quant import (
     apply_quantization,
     iter_low_bit_weights,
-    kernels,
     lora,
     quantize_weight,
     quantized_modules,
     remove_quantization,
 )
+from qarl_trl.quant.kernel_choice import select_kernel
 from qarl_trl.quant.kernels import dequantize, quantize_tokens_fp8
 from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.lora import LoraQuantLinear, merged_weight
@@ -160,7 +160,7 @@ def test_forward_multiplies_by_the_quantized_merged_weight(scheme, bias):
     layer, x = make_layer(scheme, bias=bias), make_input(2, 5)
     w, a, b = factors(layer)
     weight = quantize_weight(merged_weight(w, a, b, 4.0), layer.scheme)
-    kernel = kernels.select_kernel(layer.scheme, x.device)
+    kernel = select_kernel(layer.scheme, x.device)
     assert torch.equal(layer(x), kernel.forward(x, weight, layer.base_layer.bias)[0])
     if scheme == "W4A16":
         assert torch.equal(
