@@ -149,8 +149,9 @@ class QaRLConfig(GRPOConfig):
         default="auto",
         metadata={
             "help": "GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the "
-            "rollout engine's own kernel (on CPU: W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC); 'auto' is 'engine' beside a CPU "
-            "engine, and otherwise the scheme's own form in torch, which for weight-only schemes is 'dequant'."
+            "rollout engine's own kernel (on GPUs, where it was not run, not for experts; on CPU: W4A16, W4A16_ASYM, W4A8, W8A8, "
+            "FP8_DYNAMIC); 'auto' is 'engine' beside a CPU engine, and otherwise the scheme's own form in torch, which for "
+            "weight-only schemes is 'dequant'."
         },
     )
     learner_ops: Literal["auto", "stock", "engine"] = field(
