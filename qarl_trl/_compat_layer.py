@@ -129,8 +129,9 @@ def _quant_config(scheme: QuantizationScheme) -> Any:
 
     key = scheme.format, arithmetic_of(scheme.weights), arithmetic_of(scheme.input_activations)
     if key not in _quant_configs:
+        group = scheme.model_copy(update={"targets": ["Linear"]})  # a recipe's may be names of layers
         whole = QuantizationConfig(
-            config_groups={"group_0": scheme}, format=scheme.format, quantization_status="compressed"
+            config_groups={"group_0": group}, format=group.format, quantization_status="compressed"
         )
         _quant_configs[key] = CompressedTensorsConfig.from_config(whole.to_dict())
     return _quant_configs[key]

@@ -40,6 +40,15 @@ def test_a_layer_is_made_once_for_codes_and_does_not_touch_them():
     assert all(same_bytes(low_bit.tensors[name], before[name]) for name in before)
 
 
+def test_a_scheme_for_certain_layers_is_read_for_any(monkeypatch):
+    monkeypatch.setattr(_compat_layer, "_quant_configs", {})
+    low_bit, x = low_bit_of("W4A16"), normal(3, 256, dtype=BF16)
+    low_bit.scheme.targets = ["re:.*down_proj"]
+    y = _compat_layer.multiply(x, low_bit)
+    assert same_bytes(y, _compat_layer.multiply(x, low_bit_of("W4A16")))
+    assert low_bit.scheme.targets == ["re:.*down_proj"]
+
+
 def test_the_default_dtype_is_put_back_also_after_an_error():
     low_bit = low_bit_of("W4A16")
     _compat_layer.engine_layer(low_bit)
