@@ -5,6 +5,7 @@ import socket
 import pytest
 import references
 import torch
+from quant.schemes import packed_layer_config
 from torch import nn
 
 from qarl_trl import _compat_cpu
@@ -32,7 +33,6 @@ def test_blocks_hold_sixteen_output_channels_of_each_input(out, width):
 def engine_layer(low_bit):
     """vLLM's own CPU kernel for packed 4-bit weights, and a layer as it is loaded from a checkpoint."""
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
     from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
     from vllm.scalar_type import scalar_types
 
@@ -40,7 +40,7 @@ def engine_layer(low_bit):
     shape = tuple(low_bit.tensors["weight_shape"].tolist())[::-1]
     kind = scalar_types.uint4 if asymmetric else scalar_types.uint4b8
     groups = low_bit.scheme.weights.group_size or -1
-    config = MPLinearLayerConfig(shape, shape, kind, torch.bfloat16, groups, asymmetric)
+    config = packed_layer_config(shape, kind, groups, asymmetric)
     layer = nn.Module()
     options = {"input_dim": 1, "output_dim": 0, "weight_loader": lambda *_: None}
     packing = {"packed_factor": 8, "packed_dim": 1}
@@ -102,7 +102,7 @@ def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm
     assert found.isa_hint == expected.isa_hint
     assert same_bytes(_compat_cpu.blocks_int4(low_bit.codes), expected.weight_packed.data)
 
-    x = torch.randn(2, 5, shape[1], dtype=torch.bfloat16)
+    x = torch.randn(10, shape[1], dtype=torch.bfloat16)
     y = slow.apply_weights(expected, x)
     assert same_bytes(quick.apply_weights(found, x), y)
     assert same_bytes(EngineGemm().forward(x, low_bit)[0], y)
@@ -128,7 +128,9 @@ def test_a_repack_after_an_error_is_put_back(monkeypatch):
 def test_an_engine_starts_in_a_process_that_has_numba():
     """vLLM's own scan over all modules, run with llvmlite among them; it has to be there to be scanned."""
     from llvmlite.binding import ffi
-    from vllm.triton_utils.dispatcher import _rebind_kernels
+
+    dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher", reason="a vLLM that does not scan modules")
+    _rebind_kernels = dispatcher._rebind_kernels
 
     version = ffi.lib.LLVMPY_GetVersionInfo()
     ffi.lib._fntab.pop("__dict__", None)

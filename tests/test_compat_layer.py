@@ -186,6 +186,8 @@ def marlin(hopper, monkeypatch):
 
     monkeypatch.setattr(ops, "gptq_marlin_repack", repack)
     monkeypatch.setattr(torch.ops.vllm, "marlin_gemm", gemm, raising=False)
+    # Before vLLM 0.31: another operation, with an output after the input.
+    monkeypatch.setattr(ops, "marlin_gemm", lambda a, c, *args, **kwargs: gemm(a, *args, **kwargs), raising=False)
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "MacheteLinearKernel")
     return calls
 
@@ -204,7 +206,7 @@ def test_nvfp4_is_loaded_with_the_published_tensors(hopper, monkeypatch):
     from vllm.model_executor.kernels.linear.nvfp4 import marlin
 
     monkeypatch.setattr(marlin.MarlinNvFp4LinearKernel, "is_supported", classmethod(lambda cls, *_: (True, None)))
-    monkeypatch.setattr(marlin, "prepare_fp4_layer_for_marlin", lambda layer: None)
+    monkeypatch.setattr(marlin, "prepare_fp4_layer_for_marlin", lambda layer: setattr(layer, "workspace", None))
 
     def gemm(input, weight, weight_scale, weight_global_scale, **_):
         values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -1,5 +1,7 @@
 """`qarl_trl.quant.engine_kernels`: the products are those of the engine's own layers."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from qarl_trl._compat_cpu import blocks_int4
 from qarl_trl.quant.activations import quantize_tokens_fp8, quantize_tokens_int8
 from qarl_trl.quant.engine_kernels import CpuInt4Int8Gemm, EngineGemm, EngineInt8Gemm
 from qarl_trl.quant.kernels import DequantGemm, Fp8Gemm, Int8Gemm, dequantize
-from quant.schemes import low_bit_of, normal, relative_error, same_bytes
+from quant.schemes import low_bit_of, normal, packed_layer_config, relative_error, same_bytes
 
 
 @pytest.mark.slow
@@ -102,6 +104,7 @@ def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
         bias=bias,
         pack_factor=8,
         isa_hint=low_bit.prepared["engine"].isa_hint,
+        **({"g_idx": None} if "g_idx" in inspect.signature(ops.cpu_gemm_wna16).parameters else {}),  # before vLLM 0.31
     )
     assert same_bytes(y, expected)
     assert relative_error(y, EngineGemm().forward(x, low_bit)[0] + bias) < 8e-3
@@ -114,7 +117,6 @@ def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 def test_w4a8_is_the_layer_of_the_engine(in_features, group_size, with_bias):
     from vllm.model_executor.kernels.linear.mixed_precision.dynamic_4bit import Dynamic4bitLinearKernel
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
     from vllm.scalar_type import scalar_types
 
     size, groups = (in_features, 96), in_features if group_size == -1 else group_size
@@ -125,7 +127,7 @@ def test_w4a8_is_the_layer_of_the_engine(in_features, group_size, with_bias):
     layer.bias = None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False)
     layer.weight = torch.nn.Parameter(low_bit.codes.clone(), requires_grad=False)
     layer.weight_scale = torch.nn.Parameter(low_bit.scale.clone(), requires_grad=False)
-    config = MPLinearLayerConfig(size, size, scalar_types.int4, torch.bfloat16, groups, False)
+    config = packed_layer_config(size, scalar_types.int4, groups, False)
     engine = Dynamic4bitLinearKernel(config, "weight", "weight_scale")
     engine.process_weights_after_loading(layer)
     y, _ = CpuInt4Int8Gemm().forward(x, low_bit, bias)
