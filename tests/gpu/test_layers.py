@@ -62,31 +62,37 @@ def test_activation_codes_are_those_of_vllm(dtype):
     assert torch.equal(found_scale, scale)
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 1000])
-def test_w4afp8_is_the_product_of_the_hopper_kernel(tokens):
-    needs("W4AFP8")
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-    from vllm.model_executor.layers.quantization.utils import quant_utils
+# Relative to the plain form: one rounding, and with zero points what Machete's products of them add (docs/numerics.md).
+ENGINE = {scheme: ONE_ROUNDING for scheme, row in SUPPORTED.items() if row.gpus} | {"W4A16_ASYM": 0.01}
 
-    low_bit, x, bias, y = layer("W4AFP8", tokens)
-    per_token = quant_utils.GroupShape.PER_TOKEN
-    if hasattr(quant_utils, "convert_bf16_scales_to_fp8"):
-        quantize = QuantFP8(static=False, group_shape=per_token)
-        scales, channel = quant_utils.convert_bf16_scales_to_fp8(quantize, low_bit.scale.clone())
-    else:
-        pytest.skip("this vLLM converts the scales elsewhere")
-    packed = quant_utils.convert_packed_uint4b8_to_signed_int4_inplace(low_bit.codes.clone())
-    codes, scale = quantize_tokens_fp8(x)
-    engine = ops.cutlass_w4a8_mm(
-        a=codes,
-        b_q=ops.cutlass_encode_and_reorder_int4b(packed.t()),
-        b_group_scales=ops.cutlass_pack_scale_fp8(scales.t().contiguous()),
-        b_group_size=128,
-        a_token_scales=scale,
-        b_channel_scales=channel,
-    ).add_(bias)
-    assert relative_error(y, engine) < ONE_ROUNDING
-    # Control: by the weight that the checkpoint decompresses to the product is another, 3.2 % by the CPU's form of it.
-    other = (codes.float() * scale) @ dequantize(low_bit).float().t() + bias.float()
-    assert relative_error(other, engine) > 2 * ONE_ROUNDING
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 64, 1000])
+@pytest.mark.parametrize("scheme", list(ENGINE))
+def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
+    needs(scheme)
+    low_bit, x, bias, _ = layer(scheme, tokens)
+    bias = bias if with_bias else None
+    y, saved = select_kernel(low_bit.scheme, x.device).forward(x, low_bit, bias)
+    before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
+    engine, engine_saved = select_kernel(low_bit.scheme, x.device, "engine").forward(x, low_bit, bias)
+    assert relative_error(engine, y) < ENGINE[scheme]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(saved, engine_saved, strict=True))
+    # The engine's layer has a copy of its own to repack.
+    assert all(torch.equal(low_bit.tensors[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before)
+    # Control: 4-bit weights in float8 activations are a table, not what the checkpoint decompresses to (3.2 % on a CPU).
+    if scheme == "W4AFP8":
+        other = x.float() @ dequantize(low_bit, torch.float32).t()
+        assert relative_error(engine.float() - (0 if bias is None else bias.float()), other) > 2 * ONE_ROUNDING
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A16"])
+def test_a_changed_weight_has_a_layer_of_its_own(scheme):
+    needs(scheme)
+    low_bit, x, _, _ = layer(scheme)
+    kernel = select_kernel(low_bit.scheme, x.device, "engine")
+    before, _ = kernel.forward(x, low_bit)
+    other = quantize_weight(normal(256, 512, seed=7).cuda(), low_bit.scheme)
+    after, _ = kernel.forward(x, other)
+    assert relative_error(after, before) > 1
+    assert torch.equal(kernel.forward(x, low_bit)[0], before)

@@ -15,6 +15,7 @@ from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
 
 pytestmark = pytest.mark.gpu
 SCHEMES = ["W4A16", "FP8_DYNAMIC", "W8A8", "W4AFP8"]
+KERNELS = ["auto", "engine"]
 
 
 def _run(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -54,11 +55,12 @@ def floor(model, tmp_path_factory):
     return isolated(_run, model, str(tmp_path_factory.mktemp("floor")), {"quant_scheme": "none"})["gap"]
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_publishes_are_fresh_and_the_checkpoint_is_what_was_published(model, floor, tmp_path, scheme):
+def test_publishes_are_fresh_and_the_checkpoint_is_what_was_published(model, floor, tmp_path, scheme, kernel):
     if gpu_generation(torch.cuda.get_device_capability()) not in SUPPORTED[scheme].gpus:
         pytest.skip(f"{scheme} needs one of {SUPPORTED[scheme].gpus}")
-    found = isolated(_run, model, str(tmp_path / "run"), {"quant_scheme": scheme})
+    found = isolated(_run, model, str(tmp_path / "run"), {"quant_scheme": scheme, "quant_kernel": kernel})
     assert found["fresh"]
     assert found["saved"]
     assert isolated(fresh_engine_logprobs, str(tmp_path / "run"))[0] == found["answers"]
