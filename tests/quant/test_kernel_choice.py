@@ -78,7 +78,7 @@ def test_every_scheme_has_a_kernel_on_cpu_and_no_other_name_in_the_tables():
     ("scheme", "other", "enough", "kernel"),
     [
         ("FP8_DYNAMIC", (8, 0), (8, 9), Fp8Gemm),
-        ("FP8_BLOCK", (8, 0), (9, 0), Fp8BlockGemm),
+        ("FP8_BLOCK", (8, 9), (9, 0), Fp8BlockGemm),
         ("W8A8", (7, 5), (8, 0), Int8Gemm),
         ("W8A8", (10, 0), (9, 0), Int8Gemm),
         ("W4AFP8", (10, 0), (9, 0), Int4Fp8Gemm),
