@@ -11,8 +11,8 @@ from quant.schemes import NVFP4, low_bit_of, normal, relative_error, same_bytes
 
 from qarl_trl import _compat_layer
 from qarl_trl.quant.activations import quantize_tokens_int8
-from qarl_trl.quant.engine_kernels import EngineFp8Gemm, EngineInt4Fp8Gemm, EngineInt8Gemm
-from qarl_trl.quant.kernels import Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
+from qarl_trl.quant.engine_kernels import EngineFp8BlockGemm, EngineFp8Gemm, EngineInt4Fp8Gemm, EngineInt8Gemm
+from qarl_trl.quant.kernels import Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
 
 
 pytestmark = pytest.mark.slow  # vLLM takes seconds to import
@@ -287,3 +287,28 @@ def test_cutlass_gets_the_published_codes_and_scales(hopper, monkeypatch, scheme
     assert relative_error(y, expected) < 2**-8  # the same float32 numbers, in another order
     assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
     assert relative_error(kernel().forward(x, low_bit_of(scheme, seed=5), bias)[0], expected) > 0.5  # control
+
+
+def test_blocks_reach_cutlass_with_the_published_scales(hopper, monkeypatch):
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.kernels.linear.scaled_mm import cutlass
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+
+    def mm(a, b, scale_a, scale_b, out_dtype, bias=None):
+        weight = b.t().float() * scale_b.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        y = F.linear(a.float() * scale_a.repeat_interleave(128, 1), weight)
+        return (y if bias is None else y + bias.float()).to(out_dtype)
+
+    monkeypatch.setattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED", True)
+    monkeypatch.setattr(QuantFP8, "forward_cuda", QuantFP8.forward_native)
+    monkeypatch.setattr(ops, "cutlass_scaled_mm", mm)
+    low_bit, x = low_bit_of("FP8_BLOCK", shape=(384, 256)), normal(2, 5, 256, seed=1, dtype=BF16)
+    bias = normal(384, seed=2, dtype=BF16)
+    (y, saved), (expected, expected_saved) = (
+        k().forward(x, low_bit, bias) for k in (EngineFp8BlockGemm, Fp8BlockGemm)
+    )
+    assert type(low_bit.prepared["engine"].scheme.fp8_linear).__name__ == "CutlassFp8BlockScaledMMKernel"
+    assert relative_error(y, expected) < 2**-8  # the same float32 numbers, in another order
+    assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
+    other = low_bit_of("FP8_BLOCK", shape=(384, 256), seed=5)
+    assert relative_error(EngineFp8BlockGemm().forward(x, other, bias)[0], expected) > 0.5  # control
