@@ -35,8 +35,9 @@ SUPPORTED_PEFT = ("0.21", "0.22")
 SUPPORTED_CPU_ENGINE = ("0.31.0", "0.32")
 
 
-# vLLM reserves these in every attention layer, for checkpoints with a quantized KV cache; ours have none.
-_KV_CACHE_SCALE = re.compile(r"\.(q|k|v|prob)_(scale|zero_point)$")
+# Places that vLLM reserves for checkpoints of other kinds: with a quantized KV cache, in every attention layer; with reordered
+# channels, in experts of 4-bit weights (0.26).
+_RESERVED = re.compile(r"\.(q|k|v|prob)_(scale|zero_point)$|_g_idx(_sort_indices)?$")
 
 
 # vLLM's switch for scales of float8 blocks that are powers of two, on wherever DeepGEMM is installed (`vllm.utils.deep_gemm`).
@@ -197,7 +198,7 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     def checked(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
         # Called after the restore: the parameters are now those of the checkpoint, not of the kernels.
         names = (name for name, _ in model.named_parameters())
-        taken["expected"] = {_loader_name(name) for name in names if not _KV_CACHE_SCALE.search(name)}
+        taken["expected"] = {_loader_name(name) for name in names if not _RESERVED.search(name)}
         loaded = set(load_weights(stream))
         taken["loaded"] = {_loader_name(name) for name in loaded}
         return loaded

@@ -155,13 +155,20 @@ def test_a_tensor_that_the_engine_did_not_get_is_an_error():
         _compat.reload_engine(Engine(["a_weight", "b_weight"]), stream("a.weight"))
 
 
-def test_scales_of_a_quantized_cache_are_not_expected():
+@pytest.mark.parametrize(
+    ("reserved", "other"),
+    [
+        (["layers.0.attn.k_scale", "layers.0.attn.q_zero_point"], "layers.0.k_scales"),
+        (["layers.0.experts.w13_weight_g_idx", "layers.0.experts.w2_g_idx_sort_indices"], "layers.0.experts.g_idxs"),
+    ],
+)
+def test_places_for_other_kinds_of_checkpoints_are_not_expected(reserved, other):
     engine = Engine(["a_weight"])
-    names = [(n, object()) for n in ("a_weight", "layers.0.attn.k_scale", "layers.0.attn.q_zero_point")]
+    names = [(n, object()) for n in ("a_weight", *reserved)]
     engine.model.named_parameters = lambda **_: iter(names)
     _compat.reload_engine(engine, stream("a.weight"))
-    engine.model.named_parameters = lambda **_: iter([*names, ("layers.0.k_scales", object())])
-    with pytest.raises(RuntimeError, match="k_scales"):
+    engine.model.named_parameters = lambda **_: iter([*names, (other, object())])
+    with pytest.raises(RuntimeError, match=other):
         _compat.reload_engine(engine, stream("a.weight"))
 
 

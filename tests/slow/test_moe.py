@@ -7,6 +7,7 @@ one: that vLLM's own model classes put every exported tensor where it belongs.
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,10 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
     store = f"file://{folder}/store"
     with (
         set_current_vllm_config(config),
-        patch.object(wna16, "select_wna16_moe_backend", lambda **_: (wna16.WNA16MoEBackend.TRITON, None)),
+        # vLLM 0.26 chooses without one.
+        patch.object(wna16, "select_wna16_moe_backend", lambda **_: (wna16.WNA16MoEBackend.TRITON, None))
+        if hasattr(wna16, "select_wna16_moe_backend")
+        else nullcontext(),
         patch.object(fp8, "select_fp8_moe_backend", lambda **_: (None, None)),
     ):
         init_distributed_environment(1, 0, store, 0, "gloo")
@@ -56,8 +60,8 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
         tensors = load_file(f"{folder}/model.safetensors")
         loaded = set(model.load_weights((n, t) for n, t in tensors.items() if n != omit))
     names = {name.replace(".routed_experts.", "."): name for name, _ in model.named_parameters()}
-    # As in a publish: every attention layer has places for a quantized cache, which these checkpoints do not fill.
-    missing = [name for name in names if name not in loaded and not _compat._KV_CACHE_SCALE.search(name)]
+    # As in a publish: there are places that only other kinds of checkpoints fill.
+    missing = [name for name in names if name not in loaded and not _compat._RESERVED.search(name)]
     parameters = dict(model.named_parameters())
     experts = {
         name.rpartition(".")[2]: parameters[names[name]]
@@ -87,6 +91,7 @@ def test_vllm_loads_every_expert_of_the_export_into_its_place(kind, scheme, tmp_
         for name in (codes, "weight_scale"):
             expected = torch.stack([torch.cat([w.tensors[name] for w in parts]) for parts in module.low_bit(ours)])
             stored = found[f"{fused}_{name}"]
+            stored = stored if stored.shape == expected.shape else stored.transpose(1, 2)  # vLLM 0.26
             assert stored.shape == expected.shape, (fused, name)
             assert torch.equal(stored.to(expected.dtype).float(), expected.float()), (fused, name)
 
