@@ -299,6 +299,7 @@ def test_blocks_reach_cutlass_with_the_published_scales(hopper, monkeypatch):
         y = F.linear(a.float() * scale_a.repeat_interleave(128, 1), weight)
         return (y if bias is None else y + bias.float()).to(out_dtype)
 
+    monkeypatch.setattr(ops, "cutlass_scaled_mm_supports_block_fp8", lambda capability: True)
     monkeypatch.setattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED", True)
     monkeypatch.setattr(QuantFP8, "forward_cuda", QuantFP8.forward_native)
     monkeypatch.setattr(ops, "cutlass_scaled_mm", mm)
