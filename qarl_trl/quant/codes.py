@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
+from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
 from .scheme import effective_group_size
@@ -46,6 +47,18 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
         high = absmax(blocks)
         return -high, high
     return blocks.amin(-1), blocks.amax(-1)  # on CPU together faster than `aminmax`
+
+
+def qparams(low: Tensor, high: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
+    """Scale, bfloat16, and zero point, int8 or `None` for symmetric codes, between [`extremes`]."""
+    scale, zero_point = calculate_qparams(low, high, scheme.weights)
+    return scale, None if scheme.weights.symmetric else zero_point
+
+
+def quantize(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes as of [`encode`], scale and zero point, between the extremes of the weight."""
+    scale, zero_point = qparams(*extremes(weight, scheme), scheme)
+    return encode(weight, scale, zero_point, scheme), scale, zero_point
 
 
 def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme) -> Tensor:

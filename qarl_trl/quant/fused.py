@@ -14,7 +14,6 @@ from types import ModuleType
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
 from . import codes
@@ -55,10 +54,9 @@ def _compiled(device_type: str) -> ModuleType | None:
 def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
     weight = sample(dtype).to(device)
     plain = weight.to(codes.DTYPES[0])
-    low, high = codes.extremes(plain, scheme)
-    scale, zero_point = calculate_qparams(low, high, scheme.weights)
-    zero_point = None if scheme.weights.symmetric else zero_point
-    pairs = list(zip(compiled.extremes(weight, scheme), (low, high), strict=True))
+    pairs = list(zip(compiled.extremes(weight, scheme), codes.extremes(plain, scheme), strict=True))
+    _, scale, zero_point = expected = codes.quantize(plain, scheme)
+    pairs += [pair for pair in zip(compiled.quantize(weight, scheme), expected, strict=True) if pair != (None, None)]
     for scales in (scale, scale * 2**-2):  # with scales of other weights codes saturate
         args = (torch.where(scales > 0, scales, scale), zero_point, scheme)
         pairs.append((compiled.encode(weight, *args), codes.encode(plain, *args)))

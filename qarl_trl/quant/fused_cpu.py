@@ -1,4 +1,4 @@
-"""Quantization on a CPU in two passes over the weight, by kernels that numba compiles: one for extremes, one for codes.
+"""Quantization on a CPU in one pass over the weight, by kernels that numba compiles: extremes, scales and codes row by row.
 
 Invariant: the bytes of `codes`, whose functions these are in another form; `fused` compares them before it hands this module
 out (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
@@ -11,24 +11,25 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
+from compressed_tensors.quantization.utils import calculate_range
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from .codes import FP8, FP8_MAX, rows_of_scales, width_of_scales
+from .codes import FP8, FP8_MAX, width_of_scales
 
 
 DTYPES = (torch.bfloat16, torch.float32)
 
-# A millisecond of work, several times what starting a thread costs.
+# Half a millisecond of work, a few times what starting a thread costs.
 _WEIGHTS_PER_THREAD = 1 << 20
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
@@ -44,56 +45,65 @@ def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
     """As [`codes.extremes`]; of a float32 weight without a bfloat16 copy of it."""
     words = _words(weight, scheme)
-    low, high = (torch.empty(weight.shape[0], words.shape[0] // weight.shape[0]) for _ in range(2))
-    if scheme.weights.symmetric:
-        _over_rows(_magnitudes, words, _flat(high, np.uint32))
-    else:
-        _over_rows(_minima_maxima, words, _flat(low, np.int32), _flat(high, np.int32))
-    # Rounding keeps the order, so the extreme of the rounded numbers is the rounded extreme.
-    high = high.to(torch.bfloat16)
-    if scheme.weights.block_structure is not None:
-        high = high.unflatten(0, (-1, scheme.weights.block_structure[0])).amax(1)
-    return (-high if scheme.weights.symmetric else low.to(torch.bfloat16)), high
+    low, high = (torch.empty(words.shape[0], words.shape[2], dtype=torch.bfloat16) for _ in range(2))
+    _over_rows(_extremes, words, _memory(low, np.uint16), _memory(high, np.uint16), scheme.weights.symmetric)
+    return low, high
+
+
+def quantize(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As [`codes.quantize`]; of a float32 weight without a bfloat16 copy of it."""
+    words, args = _words(weight, scheme), scheme.weights
+    scale = torch.empty(words.shape[0], words.shape[2], dtype=torch.bfloat16)
+    zero_point = None if args.symmetric else torch.empty(scale.shape, dtype=torch.int8)
+    low, high = (limit.item() for limit in calculate_range(args, weight.device))
+    return _encode(weight, words, scale, zero_point, scheme, (high - low) / (2 if args.symmetric else 1)), scale, zero_point
 
 
 def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme) -> Tensor:
     """As [`codes.encode`]; of a float32 weight without a bfloat16 copy of it."""
-    words, scales = _words(weight, scheme), _flat(rows_of_scales(scale, scheme).float().contiguous(), np.float32)
+    zero_point = None if zero_point is None else zero_point.contiguous()
+    return _encode(weight, _words(weight, scheme), scale.contiguous(), zero_point, scheme, _GIVEN)
+
+
+def _encode(
+    weight: Tensor, words: np.ndarray, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme, steps: float
+) -> Tensor:
+    """Codes; `scale` and `zero_point` are overwritten by those between the extremes, unless `steps` says they are given."""
+    scales, steps = _memory(scale, np.uint16), np.float32(steps)
     bits, packed = scheme.weights.num_bits, scheme.format == "pack-quantized"
     if scheme.weights.type == QuantizationType.FLOAT:
         out = torch.empty(weight.shape, dtype=FP8)
-        _over_rows(_float8, words, scales, _flat(out, np.uint16).reshape(words.shape))
+        _over_rows(_float8, words, scales, _memory(out, np.uint16, words.shape), steps)
     elif packed and bits == 4:
         out = torch.empty(weight.shape[0], weight.shape[1] // 8, dtype=torch.int32)
-        codes = _flat(out, np.uint8).reshape(words.shape)
+        codes = _memory(out, np.uint8, words.shape)
         if zero_point is None:
-            _over_rows(_packed_int4, words, scales, codes)
+            _over_rows(_packed_int4, words, scales, codes, steps)
         else:
-            _over_rows(
-                _packed_int4_asymmetric, words, scales, _flat(zero_point.float().contiguous(), np.float32), codes
-            )
+            _over_rows(_packed_int4_asymmetric, words, scales, _memory(zero_point, np.int8), codes, steps)
     else:
         out = torch.empty(weight.shape, dtype=torch.int8)
         # In a packed word a code has 128 added, which is its two's complement with the highest bit turned.
         half, flip = np.float32(1 << (bits - 1)), np.uint32(0x8080 if packed else 0)
-        _over_rows(_int8, words, scales, _flat(out, np.uint16).reshape(words.shape), -half, half - 1, flip)
+        _over_rows(_int8, words, scales, _memory(out, np.uint16, words.shape), steps, -half, half - 1, flip)
         out = out.view(torch.int32) if packed else out
     return out
 
 
 def _words(weight: Tensor, scheme: QuantizationScheme) -> np.ndarray:
-    """Two numbers a word, one row for each scale (of a block: for each of its rows)."""
-    words = _flat(weight, np.uint32 if weight.dtype == torch.bfloat16 else np.uint64)
-    return words.reshape(-1, width_of_scales(weight, scheme) // 2)
+    """Two numbers a word: `(rows of scales, rows of each, scales in a row, words of each)`."""
+    width, blocks = width_of_scales(weight, scheme), scheme.weights.block_structure
+    shape = -1, 1 if blocks is None else blocks[0], weight.shape[1] // width, width // 2
+    return _memory(weight, np.uint32 if weight.dtype == torch.bfloat16 else np.uint64, shape)
 
 
-def _flat(tensor: Tensor, dtype: type[np.generic]) -> np.ndarray:
+def _memory(tensor: Tensor, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> np.ndarray:
     """The memory of a contiguous tensor as numbers of `dtype`."""
     # Not `tensor.numpy()`: that fixes the size of the storage for good, and FSDP frees a gathered weight by resizing it.
     count = tensor.numel() * tensor.element_size() // np.dtype(dtype).itemsize
     memory = (np.ctypeslib.as_ctypes_type(dtype) * count).from_address(tensor.data_ptr())
     memory.tensor = tensor  # which lives as long as the array
-    return np.ctypeslib.as_array(memory)
+    return np.ctypeslib.as_array(memory).reshape(tensor.shape if shape is None else shape)
 
 
 def _over_rows(kernel: Callable[..., None], *args: Any) -> None:
@@ -105,11 +115,12 @@ def _over_rows(kernel: Callable[..., None], *args: Any) -> None:
     first, *others = (
         [a[start:end] if isinstance(a, np.ndarray) else a for a in args] for start, end in itertools.pairwise(bounds)
     )
-    with ThreadPoolExecutor(count) as pool:
-        running = [pool.submit(kernel, *part) for part in others]
-        kernel(*first)
-    for part in running:
-        part.result()
+    threads = [threading.Thread(target=kernel, args=part) for part in others]
+    for thread in threads:
+        thread.start()
+    kernel(*first)
+    for thread in threads:
+        thread.join()
 
 
 # Instructions on the bits of one number -----------------------------------------------------------------------------
@@ -142,6 +153,21 @@ def _to_bfloat16(b: ir.IRBuilder, bits: Any) -> Any:
     return b.and_(b.add(b.add(bits, _int(0x7FFF)), odd), _int(0xFFFF0000))
 
 
+def _rounded(b: ir.IRBuilder, x: Any) -> Any:
+    """A float32 number to the nearest bfloat16 number, ties to even."""
+    return b.bitcast(_to_bfloat16(b, b.bitcast(x, _I32)), _F32)
+
+
+def _widened(b: ir.IRBuilder, bits: Any) -> Any:
+    """A bfloat16 number of 16 bits to float32."""
+    return b.bitcast(b.shl(b.zext(bits, _I32), _int(16)), _F32)
+
+
+def _narrowed(b: ir.IRBuilder, x: Any) -> Any:
+    """The upper 16 bits of a number."""
+    return b.trunc(b.lshr(b.bitcast(x, _I32), _int(16)), ir.IntType(16))
+
+
 def _between(b: ir.IRBuilder, x: Any, low: Any, high: Any) -> Any:
     x = b.select(b.fcmp_ordered("<", x, high), x, high)
     return b.select(b.fcmp_ordered(">", x, low), x, low)
@@ -154,27 +180,50 @@ def _halves(b: ir.IRBuilder, word: Any) -> tuple[Any, Any]:
     return b.shl(word, _int(16)), b.and_(word, _int(0xFFFF0000))
 
 
-def _quotient(b: ir.IRBuilder, word: Any, which: int, scale: Any) -> Any:
+# A quotient is a product with the reciprocal of the scale, in a fifth of a division's time, and rounded to bfloat16 it is the
+# same number: two significands X and S below 2^8 have no quotient halfway between two bfloat16 numbers (M / 2^8 with an odd M
+# above 2^8: then X = M S / 2^k has more than 8 bits), and none nearer to it than 1 / (M S) > 2^-17 of its size, while the
+# product is off by 2^-22. Below 2^-126, where bfloat16 has fewer bits, the two may differ: all such quotients have one code.
+# Not the reciprocal itself, which may be no float32 number, but a power of 2 and the reciprocal of what is left.
+
+
+@_instruction(types.float32)
+def _power(b: ir.IRBuilder, scale: Any) -> Any:
+    """A power of 2 that brings a scale, bfloat16 of 16 bits, near to one, as far as there is such a float32 number."""
+    exponent = b.and_(b.zext(scale, _I32), _int(0x7F80))
+    power = b.sub(_int(254 << 7), exponent)
+    power = b.select(b.icmp_signed(">", power, _int(1 << 7)), power, _int(1 << 7))
+    return b.bitcast(b.shl(power, _int(16)), _F32)
+
+
+@_instruction(types.float32)
+def _reciprocal(b: ir.IRBuilder, scale: Any, power: Any) -> Any:
+    """Of a scale times its [`_power`]."""
+    return b.fdiv(_real(1.0), b.fmul(_widened(b, scale), power))
+
+
+def _quotient(b: ir.IRBuilder, word: Any, which: int, power: Any, reciprocal: Any) -> Any:
     bits = _halves(b, word)[which]
     bits = _to_bfloat16(b, bits) if word.type.width == 64 else bits
-    return b.bitcast(_to_bfloat16(b, b.bitcast(b.fdiv(b.bitcast(bits, _F32), scale), _I32)), _F32)
+    product = b.fmul(b.fmul(b.bitcast(bits, _F32), power), reciprocal)
+    return b.bitcast(b.and_(b.add(b.bitcast(product, _I32), _int(0x7FFF)), _int(0xFFFF0000)), _F32)  # there are no ties
 
 
 @_instruction(types.float32)
-def _first_steps(b: ir.IRBuilder, word: Any, scale: Any) -> Any:
+def _first_steps(b: ir.IRBuilder, word: Any, power: Any, reciprocal: Any) -> Any:
     """`codes.steps` of the first number of a word: the number and the quotient are rounded to bfloat16."""
-    return _quotient(b, word, 0, scale)
+    return _quotient(b, word, 0, power, reciprocal)
 
 
 @_instruction(types.float32)
-def _second_steps(b: ir.IRBuilder, word: Any, scale: Any) -> Any:
-    return _quotient(b, word, 1, scale)
+def _second_steps(b: ir.IRBuilder, word: Any, power: Any, reciprocal: Any) -> Any:
+    return _quotient(b, word, 1, power, reciprocal)
 
 
 @_instruction(types.float32)
 def _plus(b: ir.IRBuilder, x: Any, y: Any) -> Any:
     """The sum, rounded to bfloat16."""
-    return b.bitcast(_to_bfloat16(b, b.bitcast(b.fadd(x, y), _I32)), _F32)
+    return _rounded(b, b.fadd(x, y))
 
 
 @_instruction(types.uint32)
@@ -187,17 +236,18 @@ def _nearest(b: ir.IRBuilder, x: Any, low: Any, high: Any) -> Any:
 @_instruction(types.uint32)
 def _float8_code(b: ir.IRBuilder, x: Any) -> Any:
     """Bits of the nearest float8_e4m3fn number, ties to even, saturated; `codes.fp8_codes` of one number."""
-    x = _between(b, b.fadd(x, _real(0.0)), _real(-FP8_MAX), _real(FP8_MAX))
-    bits = b.bitcast(x, _I32)
-    magnitude = b.and_(bits, _int(0x7FFFFFFF))
-    odd = b.and_(b.lshr(magnitude, _int(20)), _int(1))
-    rounded = b.lshr(b.add(b.add(magnitude, _int(0x7FFFF)), odd), _int(20))
-    normal = b.sub(rounded, _int((127 - 7) << 3))  # the exponent's bias
-    # Below 2^-6 the numbers are multiples of 2^-9, which is how far apart float32 numbers are from 2^14 on.
-    shifted = b.bitcast(b.fadd(b.bitcast(magnitude, _F32), _real(2.0**14)), _I32)
-    subnormal = b.sub(shifted, b.bitcast(_real(2.0**14), _I32))
-    small = b.fcmp_ordered("<", b.bitcast(magnitude, _F32), _real(2.0**-6))
-    return b.or_(b.select(small, subnormal, normal), b.and_(b.lshr(bits, _int(24)), _int(0x80)))
+    bits = b.bitcast(b.fadd(x, _real(0.0)), _I32)
+    magnitude, largest = b.and_(bits, _int(0x7FFFFFFF)), b.bitcast(_real(FP8_MAX), _I32)
+    magnitude = b.select(b.icmp_unsigned("<", magnitude, largest), magnitude, largest)
+    # Codes of one exponent are 2^(exponent - 3) apart, below 2^-6 as above it: as far as float32 numbers with an exponent
+    # 20 higher, so that adding such a number rounds.
+    smallest = b.bitcast(_real(2.0**-6), _I32)
+    exponent = b.select(b.icmp_unsigned(">", magnitude, smallest), magnitude, smallest)
+    exponent = b.and_(exponent, _int(0x7F800000))
+    anchor = b.add(exponent, _int(20 << 23))
+    steps = b.sub(b.bitcast(b.fadd(b.bitcast(magnitude, _F32), b.bitcast(anchor, _F32)), _I32), anchor)
+    code = b.add(steps, b.sub(b.lshr(exponent, _int(20)), _int((127 - 6) << 3)))
+    return b.or_(code, b.and_(b.lshr(bits, _int(24)), _int(0x80)))
 
 
 def _ordered_bits(b: ir.IRBuilder, bits: Any) -> Any:
@@ -228,9 +278,29 @@ def _larger(b: ir.IRBuilder, word: Any, known: Any) -> Any:
     return known
 
 
-@_instruction(types.int32)
-def _ordered(b: ir.IRBuilder, bits: Any) -> Any:
-    return _ordered_bits(b, bits)
+@_instruction(types.float32)
+def _extreme(b: ir.IRBuilder, ordered: Any) -> Any:
+    """The number behind an integer of [`_ordered_bits`], rounded to bfloat16."""
+    bits = _ordered_bits(b, ordered)
+    nan = b.icmp_unsigned(">", b.and_(bits, _int(0x7FFFFFFF)), _int(0x7F800000))
+    return b.bitcast(b.select(nan, _int(0x7FC00000), _to_bfloat16(b, bits)), _F32)
+
+
+@_instruction(types.float32)
+def _over(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """The quotient, rounded to bfloat16."""
+    return _rounded(b, b.fdiv(x, y))
+
+
+@_instruction(types.uint16)
+def _bfloat16(b: ir.IRBuilder, x: Any) -> Any:
+    """The 16 bits of a number that is rounded already."""
+    return _narrowed(b, x)
+
+
+@_instruction(types.float32)
+def _float32(b: ir.IRBuilder, bits: Any) -> Any:
+    return _widened(b, bits)
 
 
 @_instruction(types.uint8)
@@ -250,6 +320,8 @@ def _two_bytes(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
 
 # `nogil` for the threads; with "numpy" a division needs no check for zero.
 _options = {"nogil": True, "error_model": "numpy"}
+_GIVEN = 0.0
+_SCALE_OF_ZEROS = np.float32(torch.finfo(torch.bfloat16).eps)
 
 
 def _kernel(function: Callable[..., None]) -> Callable[..., None]:
@@ -260,60 +332,120 @@ def _kernel(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @_kernel
-def _magnitudes(words, out):
-    for row in range(words.shape[0]):
-        part, known = words[row], np.uint32(0)
-        for i in range(part.shape[0]):  # LLVM makes vectors of this, and none of `for word in part`
-            known = _larger_magnitude(part[i], known)
-        out[row] = known
+def _magnitudes(words, high):
+    high[:] = 0
+    for line in range(words.shape[0]):
+        for column in range(words.shape[1]):
+            part, known = words[line, column], high[column]
+            for i in range(part.shape[0]):  # LLVM makes vectors of this, and none of `for word in part`
+                known = _larger_magnitude(part[i], known)
+            high[column] = known
 
 
 @_kernel
 def _minima_maxima(words, low, high):
-    for row in range(words.shape[0]):
-        part, least, greatest = words[row], np.int32(2**31 - 1), np.int32(-(2**31))
-        for i in range(part.shape[0]):
-            least = _smaller(part[i], least)
-            greatest = _larger(part[i], greatest)
-        low[row], high[row] = _ordered(least), _ordered(greatest)
+    low[:], high[:] = 2**31 - 1, -(2**31)
+    for line in range(words.shape[0]):
+        for column in range(words.shape[1]):
+            part, least, greatest = words[line, column], low[column], high[column]
+            for i in range(part.shape[0]):
+                least = _smaller(part[i], least)
+                greatest = _larger(part[i], greatest)
+            low[column], high[column] = least, greatest
 
 
 @_kernel
-def _packed_int4(words, scales, out):
+def _extremes(words, low, high, symmetric):
+    least, greatest = np.empty(words.shape[2], np.int32), np.empty(words.shape[2], np.int32)
+    for row in range(words.shape[0]):
+        if symmetric:
+            _magnitudes(words[row], greatest.view(np.uint32))
+        else:
+            _minima_maxima(words[row], least, greatest)
+        for column in range(words.shape[2]):
+            high[row, column] = _bfloat16(_extreme(greatest[column]))
+            low[row, column] = high[row, column] ^ 0x8000 if symmetric else _bfloat16(_extreme(least[column]))
+
+
+@_kernel
+def _symmetric_scales(words, steps, scales):
+    """`calculate_qparams`."""
+    high = np.empty(words.shape[1], np.uint32)
+    _magnitudes(words, high)
+    for column in range(words.shape[1]):
+        scale = _over(_extreme(high[column]), steps)
+        scales[column] = _bfloat16(_SCALE_OF_ZEROS if scale == 0 else scale)
+
+
+@_kernel
+def _asymmetric_scales(words, steps, scales, zeros):
+    """`calculate_qparams`, whose range includes zero."""
+    low, high = np.empty(words.shape[1], np.int32), np.empty(words.shape[1], np.int32)
+    _minima_maxima(words, low, high)
+    for column in range(words.shape[1]):
+        least, greatest = _extreme(min(low[column], np.int32(0))), _extreme(max(high[column], np.int32(0)))
+        scale = _over(_plus(greatest, -least), steps)
+        zero = _plus(np.float32(-8), -_over(least, scale))
+        zeros[column] = 0 if zero != zero else round(min(max(zero, np.float32(-8)), np.float32(7)))
+        scales[column] = _bfloat16(_SCALE_OF_ZEROS if scale == 0 else scale)
+
+
+@_kernel
+def _packed_int4(words, scales, out, steps):
     low, high = np.float32(-8), np.float32(7)
     for row in range(words.shape[0]):
-        part, codes, scale = words[row], out[row], scales[row]
-        for i in range(part.shape[0]):
-            first = _nearest(_first_steps(part[i], scale), low, high)
-            second = _nearest(_second_steps(part[i], scale), low, high)
-            codes[i] = _two_in_a_byte(first, second)
+        if steps != _GIVEN:
+            _symmetric_scales(words[row], steps, scales[row])
+        for line in range(words.shape[1]):
+            for column in range(words.shape[2]):
+                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
+                factor = _reciprocal(scales[row, column], power)
+                for i in range(part.shape[0]):
+                    first = _nearest(_first_steps(part[i], power, factor), low, high)
+                    second = _nearest(_second_steps(part[i], power, factor), low, high)
+                    codes[i] = _two_in_a_byte(first, second)
 
 
 @_kernel
-def _packed_int4_asymmetric(words, scales, zeros, out):
+def _packed_int4_asymmetric(words, scales, zeros, out, steps):
     low, high = np.float32(-8), np.float32(7)
     for row in range(words.shape[0]):
-        part, codes, scale, zero = words[row], out[row], scales[row], zeros[row]
-        for i in range(part.shape[0]):
-            first = _nearest(_plus(_first_steps(part[i], scale), zero), low, high)
-            second = _nearest(_plus(_second_steps(part[i], scale), zero), low, high)
-            codes[i] = _two_in_a_byte(first, second)
+        if steps != _GIVEN:
+            _asymmetric_scales(words[row], steps, scales[row], zeros[row])
+        for line in range(words.shape[1]):
+            for column in range(words.shape[2]):
+                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
+                factor, zero = _reciprocal(scales[row, column], power), np.float32(zeros[row, column])
+                for i in range(part.shape[0]):
+                    first = _nearest(_plus(_first_steps(part[i], power, factor), zero), low, high)
+                    second = _nearest(_plus(_second_steps(part[i], power, factor), zero), low, high)
+                    codes[i] = _two_in_a_byte(first, second)
 
 
 @_kernel
-def _int8(words, scales, out, low, high, flip):
+def _int8(words, scales, out, steps, low, high, flip):
     for row in range(words.shape[0]):
-        part, codes, scale = words[row], out[row], scales[row]
-        for i in range(part.shape[0]):
-            first = _nearest(_first_steps(part[i], scale), low, high)
-            second = _nearest(_second_steps(part[i], scale), low, high)
-            codes[i] = _two_bytes(first, second, flip)
+        if steps != _GIVEN:
+            _symmetric_scales(words[row], steps, scales[row])
+        for line in range(words.shape[1]):
+            for column in range(words.shape[2]):
+                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
+                factor = _reciprocal(scales[row, column], power)
+                for i in range(part.shape[0]):
+                    first = _nearest(_first_steps(part[i], power, factor), low, high)
+                    second = _nearest(_second_steps(part[i], power, factor), low, high)
+                    codes[i] = _two_bytes(first, second, flip)
 
 
 @_kernel
-def _float8(words, scales, out):
+def _float8(words, scales, out, steps):
     for row in range(words.shape[0]):
-        part, codes, scale = words[row], out[row], scales[row]
-        for i in range(part.shape[0]):
-            first = _float8_code(_first_steps(part[i], scale))
-            codes[i] = _two_bytes(first, _float8_code(_second_steps(part[i], scale)), np.uint32(0))
+        if steps != _GIVEN:
+            _symmetric_scales(words[row], steps, scales[row])
+        for line in range(words.shape[1]):
+            for column in range(words.shape[2]):
+                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
+                factor = _reciprocal(scales[row, column], power)
+                for i in range(part.shape[0]):
+                    first = _float8_code(_first_steps(part[i], power, factor))
+                    codes[i] = _two_bytes(first, _float8_code(_second_steps(part[i], power, factor)), np.uint32(0))

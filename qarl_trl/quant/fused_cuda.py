@@ -16,7 +16,7 @@ import triton.language as tl
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
-from .codes import FP8, rows_of_scales, width_of_scales
+from .codes import FP8, qparams, rows_of_scales, width_of_scales
 
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -47,6 +47,12 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
         high = torch.maximum(high.abs(), low.abs())
         low = -high
     return low, high
+
+
+def quantize(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As [`codes.quantize`]; of a float32 weight without a bfloat16 copy of it."""
+    scale, zero_point = qparams(*extremes(weight, scheme), scheme)
+    return encode(weight, scale, zero_point, scheme), scale, zero_point
 
 
 def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme) -> Tensor:

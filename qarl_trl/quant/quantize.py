@@ -6,6 +6,7 @@ weight, in compressed-tensors' arithmetic; nothing else rounds a weight (paper S
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -86,13 +87,14 @@ def quantize_weight(
             )
         return _with_global_scale(weight, scheme, largest)
     arithmetic, weight = _arithmetic(weight, scheme)
-    low, high = arithmetic.extremes(weight, scheme)
     if qparams is None:
-        scale, zero_point = _between(low, high, weight.shape, scheme)
+        encoded, scale, zero_point = arithmetic.quantize(weight, scheme)
+        _check_finite(scale, weight.shape)
     else:
+        low, high = arithmetic.extremes(weight, scheme)
         _check_finite(torch.maximum(high, -low), weight.shape)
         scale, zero_point = _checked(qparams, high.shape, scheme)
-    encoded = arithmetic.encode(weight, scale, zero_point, scheme)
+        encoded = arithmetic.encode(weight, scale, zero_point, scheme)
     if scheme.format == "pack-quantized":
         tensors = {"weight_packed": encoded, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
     else:
@@ -116,7 +118,9 @@ def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor,
         scheme (`QuantizationScheme`): A supported scheme.
     """
     arithmetic, weight = _arithmetic(weight, scheme)
-    return _between(*arithmetic.extremes(weight, scheme), weight.shape, scheme)
+    scale, zero_point = codes.qparams(*arithmetic.extremes(weight, scheme), scheme)
+    _check_finite(scale, weight.shape)
+    return scale, zero_point
 
 
 def _arithmetic(weight: Tensor, scheme: QuantizationScheme) -> tuple[ModuleType, Tensor]:
@@ -124,12 +128,6 @@ def _arithmetic(weight: Tensor, scheme: QuantizationScheme) -> tuple[ModuleType,
     weight = weight.detach().contiguous()
     arithmetic = fused.module_for(weight, scheme)
     return arithmetic, weight if weight.dtype in arithmetic.DTYPES else weight.to(MASTER_CAST_DTYPE)
-
-
-def _between(low: Tensor, high: Tensor, shape: torch.Size, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
-    _check_finite(high - low, shape)
-    scale, zero_point = calculate_qparams(low, high, scheme.weights)
-    return scale, None if scheme.weights.symmetric else zero_point
 
 
 def _with_global_scale(weight: Tensor, scheme: QuantizationScheme, largest: Tensor | None) -> LowBitWeight:
@@ -151,7 +149,7 @@ def _with_global_scale(weight: Tensor, scheme: QuantizationScheme, largest: Tens
 
 
 def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
-    if not torch.isfinite(extremes).all():
+    if not math.isfinite(extremes.max().item()):  # which is NaN if one of them is
         raise ValueError(
             f"A weight of shape {tuple(shape)} holds NaN or infinity, so it has no scale. The update "
             "that produced it diverged: lower the learning rate or max_grad_norm, and resume from the last checkpoint."
