@@ -33,7 +33,7 @@ def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
 
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
     """
-    Minimum and maximum of the weights that share a scale; with symmetric codes minus and plus the largest magnitude.
+    Minimum and maximum of zero and the weights that share a scale; with symmetric codes minus and plus the largest magnitude.
 
     Args:
         weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
@@ -46,7 +46,8 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     if scheme.weights.symmetric:
         high = absmax(blocks)
         return -high, high
-    return blocks.amin(-1), blocks.amax(-1)  # on CPU together faster than `aminmax`
+    # On CPU together faster than `aminmax`. Adding zero takes the sign of zero away.
+    return blocks.amin(-1).clamp_(max=0).add_(0.0), blocks.amax(-1).clamp_(min=0).add_(0.0)
 
 
 def qparams(low: Tensor, high: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:

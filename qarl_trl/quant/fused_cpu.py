@@ -250,40 +250,38 @@ def _float8_code(b: ir.IRBuilder, x: Any) -> Any:
     return b.or_(code, b.and_(b.lshr(bits, _int(24)), _int(0x80)))
 
 
-def _ordered_bits(b: ir.IRBuilder, bits: Any) -> Any:
-    """An integer in the order of the numbers, NaN at both ends; its own inverse."""
-    return b.xor(bits, b.and_(b.ashr(bits, _int(31)), _int(0x7FFFFFFF)))
+# The largest magnitude, and the extremes of the numbers and zero, of patterns as integers: those of positive numbers are
+# ordered like the numbers, those of negative ones like their magnitudes and, unsigned, above all others. NaN is outermost.
 
 
 @_instruction(types.uint32)
 def _larger_magnitude(b: ir.IRBuilder, word: Any, known: Any) -> Any:
-    """Without the sign bit, patterns are ordered like integers, NaN and infinity above all."""
     for bits in _halves(b, word):
         magnitude = b.and_(bits, _int(0x7FFFFFFF))
         known = b.select(b.icmp_unsigned(">", magnitude, known), magnitude, known)
     return known
 
 
-@_instruction(types.int32)
+@_instruction(types.uint32)
 def _smaller(b: ir.IRBuilder, word: Any, known: Any) -> Any:
-    for bits in map(functools.partial(_ordered_bits, b), _halves(b, word)):
-        known = b.select(b.icmp_signed("<", bits, known), bits, known)
+    for bits in _halves(b, word):
+        known = b.select(b.icmp_unsigned(">", bits, known), bits, known)
     return known
 
 
 @_instruction(types.int32)
 def _larger(b: ir.IRBuilder, word: Any, known: Any) -> Any:
-    for bits in map(functools.partial(_ordered_bits, b), _halves(b, word)):
+    for bits in _halves(b, word):
         known = b.select(b.icmp_signed(">", bits, known), bits, known)
     return known
 
 
 @_instruction(types.float32)
-def _extreme(b: ir.IRBuilder, ordered: Any) -> Any:
-    """The number behind an integer of [`_ordered_bits`], rounded to bfloat16."""
-    bits = _ordered_bits(b, ordered)
+def _extreme(b: ir.IRBuilder, bits: Any) -> Any:
+    """The number of a pattern, rounded to bfloat16, without the sign of zero."""
     nan = b.icmp_unsigned(">", b.and_(bits, _int(0x7FFFFFFF)), _int(0x7F800000))
-    return b.bitcast(b.select(nan, _int(0x7FC00000), _to_bfloat16(b, bits)), _F32)
+    x = b.bitcast(b.select(nan, _int(0x7FC00000), _to_bfloat16(b, bits)), _F32)
+    return b.fadd(x, _real(0.0))
 
 
 @_instruction(types.float32)
@@ -344,7 +342,7 @@ def _magnitudes(words, high):
 
 @_kernel
 def _minima_maxima(words, low, high):
-    low[:], high[:] = 2**31 - 1, -(2**31)
+    low[:], high[:] = 2**31, 0  # the patterns of -0.0 and 0.0
     for line in range(words.shape[0]):
         for column in range(words.shape[1]):
             part, least, greatest = words[line, column], low[column], high[column]
@@ -356,7 +354,7 @@ def _minima_maxima(words, low, high):
 
 @_kernel
 def _extremes(words, low, high, symmetric):
-    least, greatest = np.empty(words.shape[2], np.int32), np.empty(words.shape[2], np.int32)
+    least, greatest = np.empty(words.shape[2], np.uint32), np.empty(words.shape[2], np.int32)
     for row in range(words.shape[0]):
         if symmetric:
             _magnitudes(words[row], greatest.view(np.uint32))
@@ -380,13 +378,13 @@ def _symmetric_scales(words, steps, scales):
 @_kernel
 def _asymmetric_scales(words, steps, scales, zeros):
     """`calculate_qparams`, whose range includes zero."""
-    low, high = np.empty(words.shape[1], np.int32), np.empty(words.shape[1], np.int32)
+    low, high = np.empty(words.shape[1], np.uint32), np.empty(words.shape[1], np.int32)
     _minima_maxima(words, low, high)
     for column in range(words.shape[1]):
-        least, greatest = _extreme(min(low[column], np.int32(0))), _extreme(max(high[column], np.int32(0)))
+        least, greatest = _extreme(low[column]), _extreme(high[column])
         scale = _over(_plus(greatest, -least), steps)
         zero = _plus(np.float32(-8), -_over(least, scale))
-        zeros[column] = 0 if zero != zero else round(min(max(zero, np.float32(-8)), np.float32(7)))
+        zeros[column] = 0 if zero != zero else np.int8(_nearest(zero, np.float32(-8), np.float32(7)))
         scales[column] = _bfloat16(_SCALE_OF_ZEROS if scale == 0 else scale)
 
 

@@ -45,8 +45,8 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
         low, high = low.unflatten(0, (-1, height)).amin(1), high.unflatten(0, (-1, height)).amax(1)
     if scheme.weights.symmetric:
         high = torch.maximum(high.abs(), low.abs())
-        low = -high
-    return low, high
+        return -high, high
+    return low.clamp_(max=0).add_(0.0), high.clamp_(min=0).add_(0.0)
 
 
 def quantize(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor, Tensor | None]:
