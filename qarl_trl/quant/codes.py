@@ -20,6 +20,10 @@ DTYPES = (torch.bfloat16,)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
+FP4_MAX = 6.0
+
+# The largest float32 number that each 4-bit float but the last is nearest to: a tie goes to the one with an even code.
+_FP4_LIMITS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 
 # In [128, 256) neighbouring bfloat16 numbers are 1 apart, so adding 136 rounds a small number to the nearest integer, ties
 # to even, and leaves that integer plus 8 in the low bits of the mantissa.
@@ -50,32 +54,53 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     return blocks.amin(-1).clamp_(max=0).add_(0.0), blocks.amax(-1).clamp_(min=0).add_(0.0)
 
 
-def qparams(low: Tensor, high: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
-    """Scale, bfloat16, and zero point, int8 or `None` for symmetric codes, between [`extremes`]."""
-    scale, zero_point = calculate_qparams(low, high, scheme.weights)
-    return scale, None if scheme.weights.symmetric else zero_point
+def qparams(
+    low: Tensor, high: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Scale, bfloat16 or, below a global scale, float8_e4m3fn, and zero point, int8 or `None`, between [`extremes`]."""
+    scale, zero_point = calculate_qparams(low, high, scheme.weights, global_scale)
+    return scale.to(scheme.weights.scale_dtype or scale.dtype), None if scheme.weights.symmetric else zero_point
 
 
-def quantize(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes as of [`encode`], scale and zero point, between the extremes of the weight."""
-    scale, zero_point = qparams(*extremes(weight, scheme), scheme)
-    return encode(weight, scale, zero_point, scheme), scale, zero_point
+def quantize(
+    weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """
+    Codes as of [`encode`], scale and zero point as of [`qparams`], between the extremes of a weight.
+
+    Args:
+        weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
+        scheme (`QuantizationScheme`): A supported scheme.
+        global_scale (`Tensor` or `None`): float32 `(1,)`, for schemes that have one.
+    """
+    scale, zero_point = qparams(*extremes(weight, scheme), scheme, global_scale)
+    return encode(weight, scale, zero_point, scheme, global_scale), scale, zero_point
 
 
-def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme) -> Tensor:
+def encode(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: QuantizationScheme,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """
     Codes of a weight, as the checkpoint format of the scheme holds them.
 
     Args:
         weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
-        scale (`Tensor`): bfloat16, above zero, one entry for each block of [`as_blocks`].
+        scale (`Tensor`): As of [`qparams`], above zero, one entry for each block of [`as_blocks`].
         zero_point (`Tensor` or `None`): int8 of that shape; `None` for symmetric codes.
-        scheme (`QuantizationScheme`): A supported scheme without a global scale.
+        scheme (`QuantizationScheme`): A supported scheme.
+        global_scale (`Tensor` or `None`): float32 `(1,)`, for schemes that have one.
 
     Returns:
-        `Tensor`: Packed schemes: int32 `(out, ceil(in * bits / 32))`. Others: float8_e4m3fn or int8 `(out, in)`.
+        `Tensor`: Packed schemes: int32 `(out, ceil(in * bits / 32))`, or uint8 `(out, in / 2)` below a global scale. Others:
+        float8_e4m3fn or int8 `(out, in)`.
     """
     blocks = as_blocks(weight, scheme)
+    if global_scale is not None:
+        return pack_fp4((blocks / (scale.float() / global_scale).unsqueeze(-1)).flatten(1))  # float32, all of it
     quotient = steps(blocks, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1))
     quotient, bits = as_matrix(quotient, weight.shape, scheme), scheme.weights.num_bits
     if scheme.weights.type == QuantizationType.FLOAT:
@@ -169,3 +194,20 @@ def fp8_codes(quotient: Tensor) -> Tensor:
     """Round to float8_e4m3fn of the same shape; overwrites `quotient`."""
     # Adding zero turns -0.0 into 0.0, as the zero point of compressed-tensors does.
     return quotient.add_(0.0).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def pack_fp4(quotient: Tensor) -> Tensor:
+    """
+    Round to 4-bit floats (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign) and pack two to a byte, the first in the lower bits.
+
+    Args:
+        quotient (`Tensor`): float32 `(out, in)` in units of the scale; overwritten.
+
+    Returns:
+        `Tensor`: uint8 `(out, in / 2)`.
+    """
+    # As with float8: only zero itself loses its sign.
+    negative = quotient.add_(0.0).signbit()
+    codes = torch.bucketize(quotient.abs_(), torch.tensor(_FP4_LIMITS, device=quotient.device), out_int32=True)
+    codes = codes.to(torch.uint8).add_(negative, alpha=8).view(torch.int16)
+    return (codes | (codes >> 4)).to(torch.uint8)

@@ -17,7 +17,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from . import codes
-from .scheme import arithmetic_of
+from .scheme import arithmetic_of, has_global_scale
 
 
 _MODULES = {"cpu": "fused_cpu", "cuda": "fused_cuda"}
@@ -30,7 +30,7 @@ def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
 
     Args:
         weight (`Tensor`): Master weight `(out, in)`, contiguous.
-        scheme (`QuantizationScheme`): A supported scheme without a global scale.
+        scheme (`QuantizationScheme`): A supported scheme.
     """
     compiled = _compiled(weight.device.type)
     if compiled is None or not compiled.takes(weight, scheme):
@@ -54,12 +54,18 @@ def _compiled(device_type: str) -> ModuleType | None:
 def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
     weight = sample(dtype).to(device)
     plain = weight.to(codes.DTYPES[0])
-    pairs = list(zip(compiled.extremes(weight, scheme), codes.extremes(plain, scheme), strict=True))
-    _, scale, zero_point = expected = codes.quantize(plain, scheme)
-    pairs += [pair for pair in zip(compiled.quantize(weight, scheme), expected, strict=True) if pair != (None, None)]
-    for scales in (scale, scale * 2**-2):  # with scales of other weights codes saturate
-        args = (torch.where(scales > 0, scales, scale), zero_point, scheme)
-        pairs.append((compiled.encode(weight, *args), codes.encode(plain, *args)))
+    found, expected = [*compiled.extremes(weight, scheme)], [*codes.extremes(plain, scheme)]
+    for global_scale in _global_scales(scheme, device):
+        found += compiled.quantize(weight, scheme, global_scale)
+        _, scale, zero_point = quantized = codes.quantize(plain, scheme, global_scale)
+        expected += quantized
+        for factor in (1.0, 0.25):  # with scales of other weights codes saturate
+            scales = (scale.float() * factor).to(scale.dtype).float()
+            scales = torch.where(scales > 0, scales, scale.float()).to(scale.dtype)
+            args = (scales, zero_point, scheme, global_scale)
+            found.append(compiled.encode(weight, *args))
+            expected.append(codes.encode(plain, *args))
+    pairs = [pair for pair in zip(found, expected, strict=True) if pair != (None, None)]
     if all(torch.equal(found.view(torch.uint8), expected.view(torch.uint8)) for found, expected in pairs):
         return True
     warnings.warn(
@@ -69,6 +75,13 @@ def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.devi
         stacklevel=2,
     )
     return False
+
+
+def _global_scales(scheme: QuantizationScheme, device: torch.device) -> list[Tensor | None]:
+    """Global scales under which some of [`sample`]'s own scales are in range, each for other sizes of weights."""
+    if not has_global_scale(scheme):
+        return [None]
+    return [torch.tensor([codes.FP8_MAX * codes.FP4_MAX / largest], device=device) for largest in (1e37, 1e15, 8.0, 1e-10, 1e-30)]
 
 
 def sample(dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from .codes import FP8, FP8_MAX, width_of_scales
+from .codes import FP4_MAX, FP8, FP8_MAX, width_of_scales
 
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -50,28 +50,51 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     return low, high
 
 
-def quantize(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize(
+    weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """As [`codes.quantize`]; of a float32 weight without a bfloat16 copy of it."""
     words, args = _words(weight, scheme), scheme.weights
-    scale = torch.empty(words.shape[0], words.shape[2], dtype=torch.bfloat16)
+    scale = torch.empty(words.shape[0], words.shape[2], dtype=args.scale_dtype or torch.bfloat16)
     zero_point = None if args.symmetric else torch.empty(scale.shape, dtype=torch.int8)
     low, high = (limit.item() for limit in calculate_range(args, weight.device))
-    return _encode(weight, words, scale, zero_point, scheme, (high - low) / (2 if args.symmetric else 1)), scale, zero_point
+    steps = (high - low) / (2 if args.symmetric else 1)
+    return _encode(weight, words, scale, zero_point, scheme, global_scale, steps), scale, zero_point
 
 
-def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme) -> Tensor:
+def encode(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: QuantizationScheme,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """As [`codes.encode`]; of a float32 weight without a bfloat16 copy of it."""
     zero_point = None if zero_point is None else zero_point.contiguous()
-    return _encode(weight, _words(weight, scheme), scale.contiguous(), zero_point, scheme, _GIVEN)
+    return _encode(weight, _words(weight, scheme), scale.contiguous(), zero_point, scheme, global_scale, _GIVEN)
 
 
 def _encode(
-    weight: Tensor, words: np.ndarray, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme, steps: float
+    weight: Tensor,
+    words: np.ndarray,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: QuantizationScheme,
+    global_scale: Tensor | None,
+    steps: float,
 ) -> Tensor:
-    """Codes; `scale` and `zero_point` are overwritten by those between the extremes, unless `steps` says they are given."""
-    scales, steps = _memory(scale, np.uint16), np.float32(steps)
-    bits, packed = scheme.weights.num_bits, scheme.format == "pack-quantized"
-    if scheme.weights.type == QuantizationType.FLOAT:
+    """
+    Codes of a weight, given as [`_words`] too.
+
+    `steps` is what the range between extremes is divided by for `scale` and `zero_point`, which are overwritten, unless it is
+    `_GIVEN`.
+    """
+    bits, packed, steps = scheme.weights.num_bits, scheme.format == "pack-quantized", np.float32(steps)
+    scales = _memory(scale, np.uint16 if global_scale is None else np.uint8)
+    if global_scale is not None:
+        out = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
+        _over_rows(_float4, words, scales, _memory(out, np.uint8, words.shape), steps, np.float32(global_scale.item()))
+    elif scheme.weights.type == QuantizationType.FLOAT:
         out = torch.empty(weight.shape, dtype=FP8)
         _over_rows(_float8, words, scales, _memory(out, np.uint16, words.shape), steps)
     elif packed and bits == 4:
@@ -202,10 +225,13 @@ def _reciprocal(b: ir.IRBuilder, scale: Any, power: Any) -> Any:
     return b.fdiv(_real(1.0), b.fmul(_widened(b, scale), power))
 
 
-def _quotient(b: ir.IRBuilder, word: Any, which: int, power: Any, reciprocal: Any) -> Any:
+def _number(b: ir.IRBuilder, word: Any, which: int) -> Any:
     bits = _halves(b, word)[which]
-    bits = _to_bfloat16(b, bits) if word.type.width == 64 else bits
-    product = b.fmul(b.fmul(b.bitcast(bits, _F32), power), reciprocal)
+    return b.bitcast(_to_bfloat16(b, bits) if word.type.width == 64 else bits, _F32)
+
+
+def _quotient(b: ir.IRBuilder, word: Any, which: int, power: Any, reciprocal: Any) -> Any:
+    product = b.fmul(b.fmul(_number(b, word, which), power), reciprocal)
     return b.bitcast(b.and_(b.add(b.bitcast(product, _I32), _int(0x7FFF)), _int(0xFFFF0000)), _F32)  # there are no ties
 
 
@@ -233,21 +259,36 @@ def _nearest(b: ir.IRBuilder, x: Any, low: Any, high: Any) -> Any:
     return b.bitcast(b.fadd(_between(b, x, low, high), _real(1.5 * 2**23)), _I32)
 
 
+def _float_code(b: ir.IRBuilder, x: Any, largest: float, exponent: int, mantissa: int) -> Any:
+    """
+    Magnitude's code of the nearest float of few bits, ties to even, saturated, and the bits of `x` without -0.0.
+
+    `exponent` is the lowest one, below which the codes are as far apart as with it: by 2^(exponent - mantissa).
+    """
+    bits = b.bitcast(b.fadd(x, _real(0.0)), _I32)
+    top, bottom = (b.bitcast(_real(limit), _I32) for limit in (largest, 2.0**exponent))
+    magnitude = b.and_(bits, _int(0x7FFFFFFF))
+    magnitude = b.select(b.icmp_unsigned("<", magnitude, top), magnitude, top)
+    power = b.select(b.icmp_unsigned(">", magnitude, bottom), magnitude, bottom)
+    power = b.and_(power, _int(0x7F800000))
+    # As far apart as codes here are float32 numbers at a power of 2 that is higher by this much: adding it rounds.
+    anchor = b.add(power, _int((23 - mantissa) << 23))
+    steps = b.sub(b.bitcast(b.fadd(b.bitcast(magnitude, _F32), b.bitcast(anchor, _F32)), _I32), anchor)
+    return b.add(steps, b.sub(b.lshr(power, _int(23 - mantissa)), _int((127 + exponent) << mantissa))), bits
+
+
 @_instruction(types.uint32)
 def _float8_code(b: ir.IRBuilder, x: Any) -> Any:
-    """Bits of the nearest float8_e4m3fn number, ties to even, saturated; `codes.fp8_codes` of one number."""
-    bits = b.bitcast(b.fadd(x, _real(0.0)), _I32)
-    magnitude, largest = b.and_(bits, _int(0x7FFFFFFF)), b.bitcast(_real(FP8_MAX), _I32)
-    magnitude = b.select(b.icmp_unsigned("<", magnitude, largest), magnitude, largest)
-    # Codes of one exponent are 2^(exponent - 3) apart, below 2^-6 as above it: as far as float32 numbers with an exponent
-    # 20 higher, so that adding such a number rounds.
-    smallest = b.bitcast(_real(2.0**-6), _I32)
-    exponent = b.select(b.icmp_unsigned(">", magnitude, smallest), magnitude, smallest)
-    exponent = b.and_(exponent, _int(0x7F800000))
-    anchor = b.add(exponent, _int(20 << 23))
-    steps = b.sub(b.bitcast(b.fadd(b.bitcast(magnitude, _F32), b.bitcast(anchor, _F32)), _I32), anchor)
-    code = b.add(steps, b.sub(b.lshr(exponent, _int(20)), _int((127 - 6) << 3)))
+    """Bits of the nearest float8_e4m3fn number; `codes.fp8_codes` of one number."""
+    code, bits = _float_code(b, x, FP8_MAX, -6, 3)
     return b.or_(code, b.and_(b.lshr(bits, _int(24)), _int(0x80)))
+
+
+@_instruction(types.uint32)
+def _float4_code(b: ir.IRBuilder, x: Any) -> Any:
+    """Bits of the nearest float4_e2m1 number; a code of `codes.pack_fp4`."""
+    code, bits = _float_code(b, x, FP4_MAX, 0, 1)
+    return b.or_(code, b.and_(b.lshr(bits, _int(28)), _int(8)))
 
 
 # The largest magnitude, and the extremes of the numbers and zero, of patterns as integers: those of positive numbers are
@@ -285,6 +326,17 @@ def _extreme(b: ir.IRBuilder, bits: Any) -> Any:
 
 
 @_instruction(types.float32)
+def _first(b: ir.IRBuilder, word: Any) -> Any:
+    """The first number of a word, rounded to bfloat16."""
+    return _number(b, word, 0)
+
+
+@_instruction(types.float32)
+def _second(b: ir.IRBuilder, word: Any) -> Any:
+    return _number(b, word, 1)
+
+
+@_instruction(types.float32)
 def _over(b: ir.IRBuilder, x: Any, y: Any) -> Any:
     """The quotient, rounded to bfloat16."""
     return _rounded(b, b.fdiv(x, y))
@@ -302,10 +354,9 @@ def _float32(b: ir.IRBuilder, bits: Any) -> Any:
 
 
 @_instruction(types.uint8)
-def _two_in_a_byte(b: ir.IRBuilder, first: Any, second: Any) -> Any:
-    """Two codes of 4 bits, each plus 8, which turns the highest bit."""
+def _two_in_a_byte(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
     lower = b.and_(first, _int(15))
-    return b.trunc(b.xor(b.or_(lower, b.shl(second, _int(4))), _int(0x88)), ir.IntType(8))
+    return b.trunc(b.xor(b.or_(lower, b.shl(second, _int(4))), flip), ir.IntType(8))
 
 
 @_instruction(types.uint16)
@@ -320,6 +371,8 @@ def _two_bytes(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
 _options = {"nogil": True, "error_model": "numpy"}
 _GIVEN = 0.0
 _SCALE_OF_ZEROS = np.float32(torch.finfo(torch.bfloat16).eps)
+_FLOAT8 = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
+_FLOAT8_SCALE_OF_ZEROS = torch.tensor(0.125).to(FP8).view(torch.uint8).item()
 
 
 def _kernel(function: Callable[..., None]) -> Callable[..., None]:
@@ -390,7 +443,8 @@ def _asymmetric_scales(words, steps, scales, zeros):
 
 @_kernel
 def _packed_int4(words, scales, out, steps):
-    low, high = np.float32(-8), np.float32(7)
+    # A code has 8 added, which is its two's complement with the highest bit turned.
+    low, high, flip = np.float32(-8), np.float32(7), np.uint32(0x88)
     for row in range(words.shape[0]):
         if steps != _GIVEN:
             _symmetric_scales(words[row], steps, scales[row])
@@ -401,12 +455,13 @@ def _packed_int4(words, scales, out, steps):
                 for i in range(part.shape[0]):
                     first = _nearest(_first_steps(part[i], power, factor), low, high)
                     second = _nearest(_second_steps(part[i], power, factor), low, high)
-                    codes[i] = _two_in_a_byte(first, second)
+                    codes[i] = _two_in_a_byte(first, second, flip)
 
 
 @_kernel
 def _packed_int4_asymmetric(words, scales, zeros, out, steps):
-    low, high = np.float32(-8), np.float32(7)
+    # A code has 8 added, which is its two's complement with the highest bit turned.
+    low, high, flip = np.float32(-8), np.float32(7), np.uint32(0x88)
     for row in range(words.shape[0]):
         if steps != _GIVEN:
             _asymmetric_scales(words[row], steps, scales[row], zeros[row])
@@ -417,7 +472,7 @@ def _packed_int4_asymmetric(words, scales, zeros, out, steps):
                 for i in range(part.shape[0]):
                     first = _nearest(_plus(_first_steps(part[i], power, factor), zero), low, high)
                     second = _nearest(_plus(_second_steps(part[i], power, factor), zero), low, high)
-                    codes[i] = _two_in_a_byte(first, second)
+                    codes[i] = _two_in_a_byte(first, second, flip)
 
 
 @_kernel
@@ -447,3 +502,26 @@ def _float8(words, scales, out, steps):
                 for i in range(part.shape[0]):
                     first = _float8_code(_first_steps(part[i], power, factor))
                     codes[i] = _two_bytes(first, _float8_code(_second_steps(part[i], power, factor)), np.uint32(0))
+
+
+@_kernel
+def _float4_scales(words, steps, global_scale, scales):
+    """`calculate_qparams` below a global scale."""
+    high = np.empty(words.shape[1], np.uint32)
+    _magnitudes(words, high)
+    for column in range(words.shape[1]):
+        code = _float8_code(global_scale * _over(_extreme(high[column]), steps))
+        scales[column] = _FLOAT8_SCALE_OF_ZEROS if code == 0 else code
+
+
+@_kernel
+def _float4(words, scales, out, steps, global_scale):
+    for row in range(words.shape[0]):
+        if steps != _GIVEN:
+            _float4_scales(words[row], steps, global_scale, scales[row])
+        for column in range(words.shape[2]):
+            part, codes, unit = words[row, 0, column], out[row, 0, column], _FLOAT8[scales[row, column]] / global_scale
+            for i in range(part.shape[0]):
+                # In float32, whose quotients may lie as near to a tie as they like: no product can do.
+                first, second = _float4_code(_first(part[i]) / unit), _float4_code(_second(part[i]) / unit)
+                codes[i] = _two_in_a_byte(first, second, np.uint32(0))
