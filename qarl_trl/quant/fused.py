@@ -81,7 +81,10 @@ def _global_scales(scheme: QuantizationScheme, device: torch.device) -> list[Ten
     """Global scales under which some of [`sample`]'s own scales are in range, each for other sizes of weights."""
     if not has_global_scale(scheme):
         return [None]
-    return [torch.tensor([codes.FP8_MAX * codes.FP4_MAX / largest], device=device) for largest in (1e37, 1e15, 8.0, 1e-10, 1e-30)]
+    return [
+        torch.tensor([codes.FP8_MAX * codes.FP4_MAX / largest], device=device)
+        for largest in (1e37, 1e15, 8.0, 1e-10, 1e-30)
+    ]
 
 
 def sample(dtype: torch.dtype) -> Tensor:

@@ -232,7 +232,9 @@ def _number(b: ir.IRBuilder, word: Any, which: int) -> Any:
 
 def _quotient(b: ir.IRBuilder, word: Any, which: int, power: Any, reciprocal: Any) -> Any:
     product = b.fmul(b.fmul(_number(b, word, which), power), reciprocal)
-    return b.bitcast(b.and_(b.add(b.bitcast(product, _I32), _int(0x7FFF)), _int(0xFFFF0000)), _F32)  # there are no ties
+    return b.bitcast(
+        b.and_(b.add(b.bitcast(product, _I32), _int(0x7FFF)), _int(0xFFFF0000)), _F32
+    )  # there are no ties
 
 
 @_instruction(types.float32)

@@ -130,7 +130,9 @@ def main():
     tensors = {"master": rows, "shifted": more, "blocks": blocks}
     for scheme, label in SCHEMES:
         # The largest weight sets the scale of all others in NVFP4A16: huge ones would leave nothing of them.
-        weight = blocks if scheme in ("FP8_BLOCK", "NVFP4A16") else rows if scheme in FIRST else torch.cat((rows, more))
+        weight = (
+            blocks if scheme in ("FP8_BLOCK", "NVFP4A16") else rows if scheme in FIRST else torch.cat((rows, more))
+        )
         name = scheme if label is None else f"{scheme}-{label}"
         tensors |= {f"{name}.{key}": value for key, value in oneshot_rows(scheme, label, weight).items()}
     versions = {name: importlib.metadata.version(name) for name in ("llmcompressor", "compressed-tensors", "torch")}

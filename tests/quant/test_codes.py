@@ -10,7 +10,17 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from qarl_trl.quant import codes, fused, quantize_weight, resolve_scheme
 from qarl_trl.quant.kernels import dequantize
 from qarl_trl.quant.scheme import has_global_scale
-from quant.schemes import ALL_SCHEMES, NVFP4, SCHEMES, compressed, decompressed, normal, observed, same_bytes, same_tensors
+from quant.schemes import (
+    ALL_SCHEMES,
+    NVFP4,
+    SCHEMES,
+    compressed,
+    decompressed,
+    normal,
+    observed,
+    same_bytes,
+    same_tensors,
+)
 
 
 def many_weights(seed):
@@ -231,7 +241,9 @@ def fp4_limits(ulps):
 def test_other_limits_round_some_number_to_another_4_bit_float(numbers, monkeypatch, limits):
     assert torch.equal(codes.pack_fp4(numbers.float()), packed_by_definition(numbers))
     monkeypatch.setattr(codes, "_FP4_LIMITS", limits)
-    wide = (numbers.float().view(torch.int32).unsqueeze(-1) + torch.arange(-1, 2, dtype=torch.int32)).view(torch.float32)
+    wide = (numbers.float().view(torch.int32).unsqueeze(-1) + torch.arange(-1, 2, dtype=torch.int32)).view(
+        torch.float32
+    )
     wide = wide.nan_to_num(0.0).flatten(1)  # each number and its neighbours of float32
     assert not torch.equal(codes.pack_fp4(wide.clone()), packed_by_definition(wide))
 

@@ -165,7 +165,9 @@ def pairs(exponents):
     significands = 1 + torch.arange(128) / 128
     scales = torch.cat((FLOATS[1:127], *(significands * 2.0**e for e in (-126, -125, -20, 0, 9, 125, 126, 127))))
     sizes = scales.double().frexp().exponent - 1
-    numbers = significands.double() * 2.0 ** (sizes.unsqueeze(-1) + torch.tensor(exponents).unsqueeze(-1).unsqueeze(-1))
+    numbers = significands.double() * 2.0 ** (
+        sizes.unsqueeze(-1) + torch.tensor(exponents).unsqueeze(-1).unsqueeze(-1)
+    )
     numbers, scales = torch.broadcast_tensors(numbers, scales.double().unsqueeze(-1))
     exact = (numbers < 2.0**128) & (numbers.bfloat16().double() == numbers)
     numbers, scales = numbers[exact].bfloat16(), scales[exact].bfloat16()
@@ -212,7 +214,7 @@ def test_a_reciprocal_of_fewer_bits_gives_other_quotients(bits, other):
 def test_the_scale_of_every_number_has_the_bytes_of_the_plain_operations(scheme, dtype):
     resolved = resolve_scheme(scheme)
     resolved.weights.strategy, resolved.weights.group_size = "channel", None
-    largest = FLOATS[: 0x7F00]  # below 2^127: the range of both signs is finite
+    largest = FLOATS[:0x7F00]  # below 2^127: the range of both signs is finite
     other = largest.roll(12345)
     weight = torch.zeros(4, len(largest), 8, dtype=torch.bfloat16)
     weight[0, :, 3], weight[1, :, 6], weight[2, :, 1], weight[2, :, 2] = largest, -largest, largest, -other
@@ -222,7 +224,7 @@ def test_the_scale_of_every_number_has_the_bytes_of_the_plain_operations(scheme,
     for a, b in zip(found, expected, strict=True):
         assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert (found[1] == 2.0**-7).sum() >= 4  # of zeros
-    assert 0 < found[1].min() < 2.0**-126 < 2.0**120 < found[1].max()
+    assert 0 < found[1].min() < 2.0**-126 < 2.0**118 < found[1].max()
 
 
 @pytest.mark.parametrize("largest", [1e30, 7.0, 3e-20])
@@ -252,11 +254,11 @@ def test_scales_near_the_ends_of_the_range_give_the_bytes_of_the_plain_operation
 @pytest.mark.parametrize("bits", [0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7F810000, 0x7FFFFFFF, 0xFFFFFFFF])
 def test_a_diverged_weight_is_refused_wherever_it_is(scheme, bits):
     resolved = resolve_scheme(scheme)
-    value = torch.tensor(bits).to(torch.int32).view(torch.float32)
+    value = torch.tensor([bits]).to(torch.int32).view(torch.float32)
     for place in (0, 1, 127, 130, 255):
         for dtype in DTYPES:
             weight = normal(256, 256, dtype=dtype)
-            weight[place, place] = value if dtype == torch.float32 else value.view(torch.bfloat16)[1]
+            weight[place, place] = value[0] if dtype == torch.float32 else value.view(torch.bfloat16)[1]
             assert not weight.isfinite().all()
             with pytest.raises(ValueError, match="holds NaN or infinity"):
                 quantize_weight(weight, resolved)
