@@ -8,10 +8,9 @@ flip about one code in a hundred and cost alignment with the engine (paper Sec. 
 from __future__ import annotations
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.utils import calculate_qparams
-from torch import Tensor
+from torch import Tensor, nn
 
 from .scheme import effective_group_size
 
@@ -179,9 +178,13 @@ def pack_int8(quotient: Tensor) -> Tensor:
 
 
 def packed(values: Tensor, num_bits: int, dim: int = 1) -> Tensor:
-    """Codes int8 `(out, in)` of any size to words along `dim`, by compressed-tensors."""
-    # It cuts and transposes; with one column left `contiguous()` would keep strides that refuse a view of the bytes.
-    return pack_to_int32(values, num_bits, packed_dim=dim).clone(memory_format=torch.contiguous_format)
+    """Codes int8 `(out, in)` of any size to words int32 along `dim`, the first in the lowest bits; the last is filled up."""
+    count = 32 // num_bits
+    missing = -values.shape[dim] % count
+    lanes = nn.functional.pad(values.int() + (1 << (num_bits - 1)), (0, missing) if dim == 1 else (0, 0, 0, missing))
+    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=values.device)
+    shifted = lanes.unflatten(dim, (-1, count)) << (shifts if dim == 1 else shifts.unsqueeze(-1))
+    return shifted.sum(dim + 1, dtype=torch.int32)
 
 
 def int_codes(quotient: Tensor, num_bits: int) -> Tensor:

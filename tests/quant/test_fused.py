@@ -18,6 +18,7 @@ from quant.test_codes import many_weights, parts
 
 fused_cpu = pytest.importorskip("qarl_trl.quant.fused_cpu")  # numba comes with vLLM
 numba = pytest.importorskip("numba")
+kernels = pytest.importorskip("qarl_trl.quant.fused_cpu_kernels")
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -151,8 +152,8 @@ def quotients(numbers, scales, quotient):
     @numba.njit(error_model="numpy")
     def divided(words, scales, out):
         for i in range(len(words)):
-            power = fused_cpu._power(scales[i])
-            out[i] = quotient(words[i], power, fused_cpu._reciprocal(scales[i], power))
+            power = kernels._power(scales[i])
+            out[i] = quotient(words[i], power, kernels._reciprocal(scales[i], power))
 
     out = np.empty(len(numbers), np.float32)
     words = numbers.view(torch.int16).to(torch.int32) << 16  # the second number of a word
@@ -179,7 +180,7 @@ def test_a_product_with_the_reciprocal_is_the_quotient():
     expected = numbers / scales
     regular = expected.isfinite() & (expected.abs() >= 2.0**-126)
     assert regular.sum() > 1_500_000
-    found = quotients(numbers, scales, fused_cpu._second_steps)
+    found = quotients(numbers, scales, kernels._second_steps)
     assert torch.equal(found[regular].view(torch.int16), expected[regular].view(torch.int16))
     assert torch.equal(found.isinf(), expected.isinf())
 
@@ -189,7 +190,7 @@ def test_a_quotient_that_underflows_is_zero_where_it_has_to_be():
     numbers, scales = pairs([-140, -136, -135, -134, -133, -130, -127])
     expected = numbers / scales
     assert 1000 < (expected == 0).sum() < len(expected) - 1000
-    found = quotients(numbers, scales, fused_cpu._second_steps)
+    found = quotients(numbers, scales, kernels._second_steps)
     assert torch.equal(found == 0, expected == 0)
     assert torch.equal(found.signbit(), expected.signbit())
     assert found.abs().max() < 2.0**-125  # so that all other codes are of zero
@@ -199,10 +200,10 @@ def test_a_quotient_that_underflows_is_zero_where_it_has_to_be():
 def test_a_reciprocal_of_fewer_bits_gives_other_quotients(bits, other):
     """The control: how near to a tie quotients are. A factor that is off by 2^-18 would still do, one by 2^-16 does not."""
 
-    @fused_cpu._instruction(numba.types.float32)
+    @kernels._instruction(numba.types.float32)
     def inexact(b, word, power, reciprocal):
-        low = b.bitcast(b.add(b.bitcast(reciprocal, fused_cpu._I32), fused_cpu._int(1 << bits)), reciprocal.type)
-        return fused_cpu._quotient(b, word, 1, power, low)
+        low = b.bitcast(b.add(b.bitcast(reciprocal, kernels._I32), kernels._int(1 << bits)), reciprocal.type)
+        return kernels._quotient(b, word, 1, power, low)
 
     numbers, scales = pairs([0, 3])
     found, expected = quotients(numbers, scales, inexact), numbers / scales
