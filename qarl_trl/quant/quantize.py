@@ -133,7 +133,7 @@ def _arithmetic(weight: Tensor, scheme: QuantizationScheme) -> tuple[ModuleType,
 
 
 def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
-    if not math.isfinite(extremes.max().item()):  # which is NaN if one of them is
+    if extremes.numel() and not math.isfinite(extremes.max().item()):  # which is NaN if one of them is
         raise ValueError(
             f"A weight of shape {tuple(shape)} holds NaN or infinity, so it has no scale. The update "
             "that produced it diverged: lower the learning rate or max_grad_norm, and resume from the last checkpoint."

@@ -263,6 +263,12 @@ def test_a_diverged_weight_is_refused(scheme, group_size, value):
     quantize_weight(weight, resolved, frozen)
 
 
+@pytest.mark.parametrize("scheme", NAMES)
+def test_a_weight_without_rows_has_no_codes(scheme):
+    tensors = stored(torch.empty(0, 256), scheme, None)
+    assert all(tensor.numel() == 0 for name, tensor in tensors.items() if name != "weight_shape")
+
+
 @pytest.mark.parametrize("shape", [(128,), (2, 4, 128)])
 def test_what_is_not_a_matrix_is_refused(shape):
     with pytest.raises(ValueError, match=r"matrix \(out, in\) was needed, got shape"):
