@@ -26,7 +26,7 @@ _AGREES: dict[tuple, bool] = {}
 
 def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
     """
-    The module whose `extremes` and `encode` quantize `weight`: `fused_cpu`, `fused_cuda` or `codes`.
+    The module whose `extremes`, `quantize` and `encode` are for `weight`: `fused_cpu`, `fused_cuda` or `codes`.
 
     Args:
         weight (`Tensor`): Master weight `(out, in)`, contiguous.
@@ -65,8 +65,10 @@ def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.devi
             args = (scales, zero_point, scheme, global_scale)
             found.append(compiled.encode(weight, *args))
             expected.append(codes.encode(plain, *args))
-    pairs = [pair for pair in zip(found, expected, strict=True) if pair != (None, None)]
-    if all(torch.equal(found.view(torch.uint8), expected.view(torch.uint8)) for found, expected in pairs):
+    found.append(_finite(compiled, weight, scheme))
+    expected.append(_finite(codes, plain, scheme))
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if not a is b is None]
+    if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
         return True
     warnings.warn(
         f"The compiled quantizer {compiled.__name__} gives other bytes on {device} than the plain operations "
@@ -75,6 +77,18 @@ def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.devi
         stacklevel=2,
     )
     return False
+
+
+def _finite(arithmetic: ModuleType, weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """Which extremes and scales are finite where NaN and infinity stand in two of three rows: what a weight is refused by."""
+    weight = weight.clone()
+    for start, value in enumerate((float("nan"), float("inf"), -float("nan"), -float("inf"))):
+        weight[start::6].fill_diagonal_(value, wrap=True)
+    low, high = arithmetic.extremes(weight, scheme)
+    found = torch.maximum(high, -low)
+    if not has_global_scale(scheme):  # below one, scales are float8 and saturate
+        found = torch.stack((found, arithmetic.quantize(weight, scheme)[1]))
+    return found.isfinite()
 
 
 def _global_scales(scheme: QuantizationScheme, device: torch.device) -> list[Tensor | None]:

@@ -126,7 +126,7 @@ def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor,
 
 
 def _arithmetic(weight: Tensor, scheme: QuantizationScheme) -> tuple[ModuleType, Tensor]:
-    """The module whose `extremes` and `encode` quantize the weight, and the weight as they take it."""
+    """The module whose functions quantize the weight, and the weight as they take it."""
     weight = weight.detach().contiguous()
     arithmetic = fused.module_for(weight, scheme)
     return arithmetic, weight if weight.dtype in arithmetic.DTYPES else weight.to(MASTER_CAST_DTYPE)

@@ -314,6 +314,30 @@ def one_in_one_pass_off(which):
     return broken
 
 
+def deaf_to(value, name):
+    """The number is as good as zero."""
+
+    def broken(monkeypatch):
+        function = getattr(fused_cpu, name)
+
+        def other(weight, *args):
+            return function(
+                torch.where(torch.isnan(weight) if value != value else weight == value, 0.0, weight), *args
+            )
+
+        monkeypatch.setattr(fused_cpu, name, other)
+
+    return broken
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("scheme", "name"), [("W8A8", "quantize"), ("W4A16_ASYM", "quantize"), (NVFP4, "extremes")])
+def test_a_kernel_that_does_not_see_a_diverged_weight_is_not_used(monkeypatch, scheme, name, value):
+    deaf_to(value, name)(monkeypatch)
+    with pytest.warns(UserWarning, match="gives other bytes"):
+        assert fused.module_for(normal(256, 256), resolve_scheme(scheme)) is codes
+
+
 @pytest.mark.parametrize("broken", [one_code_off, one_extreme_off, one_in_one_pass_off(0), one_in_one_pass_off(1)])
 @pytest.mark.parametrize("scheme", [*NAMES, NVFP4])
 def test_a_kernel_with_other_bytes_is_reported_and_not_used(plain, monkeypatch, scheme, broken):
