@@ -177,6 +177,11 @@ def pack_int8(quotient: Tensor) -> Tensor:
     return quotient.clamp_(-128, 127).round_().add_(128).to(torch.uint8).view(torch.int32)
 
 
+def pack_zero_points(zero_point: Tensor) -> Tensor:
+    """Zero points int8 `(out, groups)` of 4 bits to words int32 `(ceil(out / 8), groups)`."""
+    return packed(zero_point, 4, dim=0)
+
+
 def packed(values: Tensor, num_bits: int, dim: int = 1) -> Tensor:
     """Codes int8 `(out, in)` of any size to words int32 along `dim`, the first in the lowest bits; the last is filled up."""
     count = 32 // num_bits

@@ -59,6 +59,9 @@ def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.devi
         found += compiled.quantize(weight, scheme, global_scale)
         _, scale, zero_point = quantized = codes.quantize(plain, scheme, global_scale)
         expected += quantized
+        if zero_point is not None:
+            found.append(compiled.pack_zero_points(zero_point))
+            expected.append(codes.pack_zero_points(zero_point))
         for factor in (1.0, 0.25):  # with scales of other weights codes saturate
             scales = (scale.float() * factor).to(scale.dtype).float()
             scales = torch.where(scales > 0, scales, scale.float()).to(scale.dtype)

@@ -66,6 +66,14 @@ def encode(
     return _encode(weight, _words(weight, scheme), scale.contiguous(), zero_point, scheme, global_scale, kernels.GIVEN)
 
 
+def pack_zero_points(zero_point: Tensor) -> Tensor:
+    """As [`codes.pack_zero_points`], whose few small operations take a tenth of the time of all the codes."""
+    zero_point = zero_point.contiguous()
+    out = torch.empty(-(-zero_point.shape[0] // 8), zero_point.shape[1], dtype=torch.int32)
+    kernels.words_of_rows(_memory(zero_point, np.int8), _memory(out, np.uint32))
+    return out
+
+
 def _encode(
     weight: Tensor,
     words: np.ndarray,

@@ -320,6 +320,15 @@ def _asymmetric_scales(words, steps, scales, zeros):
 
 
 @_kernel
+def words_of_rows(codes, out):
+    """Eight rows of codes of 4 bits, each plus 8, to a row of words."""
+    out[:] = 0
+    for row in range(codes.shape[0]):
+        for column in range(codes.shape[1]):
+            out[row // 8, column] |= np.uint32(codes[row, column] + 8) << np.uint32(4 * (row % 8))
+
+
+@_kernel
 def packed_int4(words, scales, out, steps):
     _wide_vectors()
     # A code has 8 added, which is its two's complement with the highest bit turned.

@@ -16,8 +16,10 @@ import triton.language as tl
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
-from .codes import FP8, qparams, rows_of_scales, width_of_scales
+from .codes import FP8, pack_zero_points, qparams, rows_of_scales, width_of_scales
 
+
+__all__ = ["DTYPES", "encode", "extremes", "pack_zero_points", "quantize", "takes"]
 
 DTYPES = (torch.bfloat16, torch.float32)
 

@@ -102,7 +102,7 @@ def quantize_weight(
     if scheme.format == "pack-quantized":
         tensors["weight_shape"] = torch.tensor(weight.shape)
     if zero_point is not None:
-        tensors["weight_zero_point"] = codes.packed(zero_point, scheme.weights.num_bits, dim=0)
+        tensors["weight_zero_point"] = arithmetic.pack_zero_points(zero_point)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
 
 

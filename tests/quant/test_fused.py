@@ -90,6 +90,14 @@ def test_frozen_scales_give_the_bytes_of_the_plain_operations(weight, plain, sch
     )  # control: other codes
 
 
+@pytest.mark.parametrize("rows", [1, 7, 8, 20])
+def test_words_of_zero_points_have_the_bytes_of_the_plain_operations(rows):
+    zero_point = torch.arange(rows * 5).remainder(16).sub(8).to(torch.int8).view(rows, 5)
+    found = fused_cpu.pack_zero_points(zero_point)
+    assert torch.equal(found, codes.pack_zero_points(zero_point))
+    assert not torch.equal(found, fused_cpu.pack_zero_points(zero_point.roll(1, 0).roll(1, 1)))  # control
+
+
 @pytest.mark.parametrize("name", ["W4A16", "FP8_BLOCK", NVFP4])
 @pytest.mark.parametrize("rows", [1, 3, 17])
 def test_parts_of_the_rows_for_several_threads_leave_none_out(plain, monkeypatch, name, rows):
