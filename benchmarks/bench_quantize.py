@@ -4,8 +4,8 @@ Claim: the same bytes, at least 5 times faster than compressed-tensors, and at m
 writes as many bytes. The tensors are compared before any ratio is printed.
 
 Both start from a bfloat16 weight and end with the tensors of the checkpoint. "float32" is ours from a float32 master, "plain"
-ours without compiled kernels, as it is where numba is missing. The copy moves half of the bytes that the quantizer reads and writes (the weight, and every stored tensor) from
-one buffer to another that exists already.
+ours without compiled kernels, as it is where numba is missing. The copy moves half of the bytes that the quantizer reads and
+writes (the weight, and every stored tensor) from one buffer to another that exists already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COPY = 3.0
 def theirs(weight: Tensor, scheme: Any) -> dict[str, Tensor]:
     """compressed-tensors: minimum and maximum as llm-compressor observes them, scales, compressor."""
     from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     args = scheme.weights
     if args.block_structure is not None:
@@ -33,8 +33,12 @@ def theirs(weight: Tensor, scheme: Any) -> dict[str, Tensor]:
         blocks = weight.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(-2)
     else:
         blocks = weight.unflatten(-1, (-1, args.group_size or weight.shape[1]))
-    scale, zero_point = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
-    tensors = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
+    low, high = blocks.amin(-1), blocks.amax(-1)
+    tensors = {"weight": weight}
+    if args.strategy == "tensor_group":
+        tensors["weight_global_scale"] = generate_gparam(low.amin().reshape(1), high.amax().reshape(1))
+    scale, zero_point = calculate_qparams(low, high, args, tensors.get("weight_global_scale"))
+    tensors |= {"weight_scale": scale, "weight_zero_point": zero_point}
     return BaseCompressor.get_value_from_registry(scheme.format.value).compress(tensors, scheme)
 
 
@@ -71,7 +75,7 @@ def main() -> None:
     master = 0.02 * torch.randn(args.outputs, args.inputs)
     weight = master.bfloat16()
     rows, headlines, all_times = [], [], {}
-    for name in (n for n in SUPPORTED if n != "NVFP4A16"):  # made by compressed-tensors itself
+    for name in SUPPORTED:
         scheme = resolve_scheme(name)
         ours = quantize_weight(weight, scheme)
         if not same_bytes(ours.tensors, theirs(weight, scheme)):

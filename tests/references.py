@@ -89,9 +89,18 @@ def float8_value(byte):
     return -size if byte & 0x80 else size
 
 
+def float4_code(x):
+    """The 4 bits of the nearest float4_e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign), ties to even, saturated."""
+    sign = 8 if math.copysign(1, x) < 0 else 0
+    x = min(abs(x), 6.0)
+    exponent = max(math.frexp(x)[1] - 1, 0) if x else 0
+    return sign | (round(x / 2.0 ** (exponent - 1)) + 2 * exponent)
+
+
 # Quantizers ---------------------------------------------------------------------------------------------------------
 
 BF16_EPS = 2.0**-7  # compressed-tensors' scale for a group of zeros
+FLOAT8_EPS = 0x20  # the same below a global scale: 0.125
 
 
 def clamped(x, bits):
@@ -152,6 +161,28 @@ def quantize_int4_asymmetric(weight, group_size=None):
             zero_points[-1].append(zero_point)
             codes[-1] += [round(clamped(bf16(bf16(x / scale) + zero_point), 4)) for x in group]
     return codes, scales, zero_points
+
+
+def quantize_float4(weight):
+    """
+    NVFP4A16 of a matrix: rows of 4-bit codes, rows of float8 bytes as scales of 16, and the global scale.
+
+    Scales of groups, amax / 6, are rounded to bfloat16, multiplied by the global scale and rounded to float8. Codes are of
+    float32 quotients, weight / (scale / global scale).
+    """
+    rows = [[bf16(x) for x in row] for row in weight.tolist()]
+    # As torch divides a number by a tensor: by a product with its reciprocal.
+    global_scale = bf16(448 * 6 * bf16(1 / max(abs(x) for row in rows for x in row)))
+    codes, scales = [], []
+    for row in rows:
+        codes.append([])
+        scales.append([])
+        for group in (row[i : i + 16] for i in range(0, len(row), 16)):
+            scale = f32(global_scale * bf16(max(abs(x) for x in group) / 6))
+            scales[-1].append(float8_byte(min(scale, 448.0)) or FLOAT8_EPS)
+            unit = f32(float8_value(scales[-1][-1]) / global_scale)
+            codes[-1] += [float4_code(f32(x / unit) + 0.0) for x in group]
+    return codes, scales, global_scale
 
 
 def pack_int(codes, bits):

@@ -8,9 +8,9 @@ flip about one code in a hundred and cost alignment with the engine (paper Sec. 
 from __future__ import annotations
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
-from torch import Tensor
+from compressed_tensors.quantization.utils import calculate_qparams
+from torch import Tensor, nn
 
 from .scheme import effective_group_size
 
@@ -19,6 +19,10 @@ DTYPES = (torch.bfloat16,)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
+FP4_MAX = 6.0
+
+# The largest float32 number that each 4-bit float but the last is nearest to: a tie goes to the one with an even code.
+_FP4_LIMITS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 
 # In [128, 256) neighbouring bfloat16 numbers are 1 apart, so adding 136 rounds a small number to the nearest integer, ties
 # to even, and leaves that integer plus 8 in the low bits of the mantissa.
@@ -32,7 +36,7 @@ def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
 
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
     """
-    Minimum and maximum of the weights that share a scale; with symmetric codes minus and plus the largest magnitude.
+    Minimum and maximum of zero and the weights that share a scale; with symmetric codes minus and plus the largest magnitude.
 
     Args:
         weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
@@ -45,23 +49,57 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     if scheme.weights.symmetric:
         high = absmax(blocks)
         return -high, high
-    return blocks.amin(-1), blocks.amax(-1)  # on CPU together faster than `aminmax`
+    # On CPU together faster than `aminmax`. Adding zero takes the sign of zero away.
+    return blocks.amin(-1).clamp_(max=0).add_(0.0), blocks.amax(-1).clamp_(min=0).add_(0.0)
 
 
-def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme) -> Tensor:
+def qparams(
+    low: Tensor, high: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Scale, bfloat16 or, below a global scale, float8_e4m3fn, and zero point, int8 or `None`, between [`extremes`]."""
+    scale, zero_point = calculate_qparams(low, high, scheme.weights, global_scale)
+    return scale.to(scheme.weights.scale_dtype or scale.dtype), None if scheme.weights.symmetric else zero_point
+
+
+def quantize(
+    weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """
+    Codes as of [`encode`], scale and zero point as of [`qparams`], between the extremes of a weight.
+
+    Args:
+        weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
+        scheme (`QuantizationScheme`): A supported scheme.
+        global_scale (`Tensor` or `None`): float32 `(1,)`, for schemes that have one.
+    """
+    scale, zero_point = qparams(*extremes(weight, scheme), scheme, global_scale)
+    return encode(weight, scale, zero_point, scheme, global_scale), scale, zero_point
+
+
+def encode(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: QuantizationScheme,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """
     Codes of a weight, as the checkpoint format of the scheme holds them.
 
     Args:
         weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
-        scale (`Tensor`): bfloat16, above zero, one entry for each block of [`as_blocks`].
+        scale (`Tensor`): As of [`qparams`], above zero, one entry for each block of [`as_blocks`].
         zero_point (`Tensor` or `None`): int8 of that shape; `None` for symmetric codes.
-        scheme (`QuantizationScheme`): A supported scheme without a global scale.
+        scheme (`QuantizationScheme`): A supported scheme.
+        global_scale (`Tensor` or `None`): float32 `(1,)`, for schemes that have one.
 
     Returns:
-        `Tensor`: Packed schemes: int32 `(out, ceil(in * bits / 32))`. Others: float8_e4m3fn or int8 `(out, in)`.
+        `Tensor`: Packed schemes: int32 `(out, ceil(in * bits / 32))`, or uint8 `(out, in / 2)` below a global scale. Others:
+        float8_e4m3fn or int8 `(out, in)`.
     """
     blocks = as_blocks(weight, scheme)
+    if global_scale is not None:
+        return pack_fp4((blocks / (scale.float() / global_scale).unsqueeze(-1)).flatten(1))  # float32, all of it
     quotient = steps(blocks, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1))
     quotient, bits = as_matrix(quotient, weight.shape, scheme), scheme.weights.num_bits
     if scheme.weights.type == QuantizationType.FLOAT:
@@ -139,10 +177,19 @@ def pack_int8(quotient: Tensor) -> Tensor:
     return quotient.clamp_(-128, 127).round_().add_(128).to(torch.uint8).view(torch.int32)
 
 
+def pack_zero_points(zero_point: Tensor) -> Tensor:
+    """Zero points int8 `(out, groups)` of 4 bits to words int32 `(ceil(out / 8), groups)`."""
+    return packed(zero_point, 4, dim=0)
+
+
 def packed(values: Tensor, num_bits: int, dim: int = 1) -> Tensor:
-    """Codes int8 `(out, in)` of any size to words along `dim`, by compressed-tensors."""
-    # It cuts and transposes; with one column left `contiguous()` would keep strides that refuse a view of the bytes.
-    return pack_to_int32(values, num_bits, packed_dim=dim).clone(memory_format=torch.contiguous_format)
+    """Codes int8 `(out, in)` of any size to words int32 along `dim`, the first in the lowest bits; the last is filled up."""
+    count = 32 // num_bits
+    missing = -values.shape[dim] % count
+    lanes = nn.functional.pad(values.int() + (1 << (num_bits - 1)), (0, missing) if dim == 1 else (0, 0, 0, missing))
+    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=values.device)
+    shifted = lanes.unflatten(dim, (-1, count)) << (shifts if dim == 1 else shifts.unsqueeze(-1))
+    return shifted.sum(dim + 1, dtype=torch.int32)
 
 
 def int_codes(quotient: Tensor, num_bits: int) -> Tensor:
@@ -155,3 +202,20 @@ def fp8_codes(quotient: Tensor) -> Tensor:
     """Round to float8_e4m3fn of the same shape; overwrites `quotient`."""
     # Adding zero turns -0.0 into 0.0, as the zero point of compressed-tensors does.
     return quotient.add_(0.0).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def pack_fp4(quotient: Tensor) -> Tensor:
+    """
+    Round to 4-bit floats (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign) and pack two to a byte, the first in the lower bits.
+
+    Args:
+        quotient (`Tensor`): float32 `(out, in)` in units of the scale; overwritten.
+
+    Returns:
+        `Tensor`: uint8 `(out, in / 2)`.
+    """
+    # As with float8: only zero itself loses its sign.
+    negative = quotient.add_(0.0).signbit()
+    codes = torch.bucketize(quotient.abs_(), torch.tensor(_FP4_LIMITS, device=quotient.device), out_int32=True)
+    codes = codes.to(torch.uint8).add_(negative, alpha=8).view(torch.int16)
+    return (codes | (codes >> 4)).to(torch.uint8)

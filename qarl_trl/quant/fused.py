@@ -14,11 +14,10 @@ from types import ModuleType
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
 from . import codes
-from .scheme import arithmetic_of
+from .scheme import arithmetic_of, has_global_scale
 
 
 _MODULES = {"cpu": "fused_cpu", "cuda": "fused_cuda"}
@@ -27,11 +26,11 @@ _AGREES: dict[tuple, bool] = {}
 
 def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
     """
-    The module whose `extremes` and `encode` quantize `weight`: `fused_cpu`, `fused_cuda` or `codes`.
+    The module whose `extremes`, `quantize` and `encode` are for `weight`: `fused_cpu`, `fused_cuda` or `codes`.
 
     Args:
         weight (`Tensor`): Master weight `(out, in)`, contiguous.
-        scheme (`QuantizationScheme`): A supported scheme without a global scale.
+        scheme (`QuantizationScheme`): A supported scheme.
     """
     compiled = _compiled(weight.device.type)
     if compiled is None or not compiled.takes(weight, scheme):
@@ -55,14 +54,24 @@ def _compiled(device_type: str) -> ModuleType | None:
 def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
     weight = sample(dtype).to(device)
     plain = weight.to(codes.DTYPES[0])
-    low, high = codes.extremes(plain, scheme)
-    scale, zero_point = calculate_qparams(low, high, scheme.weights)
-    zero_point = None if scheme.weights.symmetric else zero_point
-    pairs = list(zip(compiled.extremes(weight, scheme), (low, high), strict=True))
-    for scales in (scale, scale * 2**-2):  # with scales of other weights codes saturate
-        args = (torch.where(scales > 0, scales, scale), zero_point, scheme)
-        pairs.append((compiled.encode(weight, *args), codes.encode(plain, *args)))
-    if all(torch.equal(found.view(torch.uint8), expected.view(torch.uint8)) for found, expected in pairs):
+    found, expected = [*compiled.extremes(weight, scheme)], [*codes.extremes(plain, scheme)]
+    for global_scale in _global_scales(scheme, device):
+        found += compiled.quantize(weight, scheme, global_scale)
+        _, scale, zero_point = quantized = codes.quantize(plain, scheme, global_scale)
+        expected += quantized
+        if zero_point is not None:
+            found.append(compiled.pack_zero_points(zero_point))
+            expected.append(codes.pack_zero_points(zero_point))
+        for factor in (1.0, 0.25):  # with scales of other weights codes saturate
+            scales = (scale.float() * factor).to(scale.dtype).float()
+            scales = torch.where(scales > 0, scales, scale.float()).to(scale.dtype)
+            args = (scales, zero_point, scheme, global_scale)
+            found.append(compiled.encode(weight, *args))
+            expected.append(codes.encode(plain, *args))
+    found.append(_finite(compiled, weight, scheme))
+    expected.append(_finite(codes, plain, scheme))
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if not a is b is None]
+    if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
         return True
     warnings.warn(
         f"The compiled quantizer {compiled.__name__} gives other bytes on {device} than the plain operations "
@@ -71,6 +80,28 @@ def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.devi
         stacklevel=2,
     )
     return False
+
+
+def _finite(arithmetic: ModuleType, weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """Which extremes and scales are finite where NaN and infinity stand in two of three rows: what a weight is refused by."""
+    weight = weight.clone()
+    for start, value in enumerate((float("nan"), float("inf"), -float("nan"), -float("inf"))):
+        weight[start::6].fill_diagonal_(value, wrap=True)
+    low, high = arithmetic.extremes(weight, scheme)
+    found = torch.maximum(high, -low)
+    if not has_global_scale(scheme):  # below one, scales are float8 and saturate
+        found = torch.stack((found, arithmetic.quantize(weight, scheme)[1]))
+    return found.isfinite()
+
+
+def _global_scales(scheme: QuantizationScheme, device: torch.device) -> list[Tensor | None]:
+    """Global scales under which some of [`sample`]'s own scales are in range, each for other sizes of weights."""
+    if not has_global_scale(scheme):
+        return [None]
+    return [
+        torch.tensor([codes.FP8_MAX * codes.FP4_MAX / largest], device=device)
+        for largest in (1e37, 1e15, 8.0, 1e-10, 1e-30)
+    ]
 
 
 def sample(dtype: torch.dtype) -> Tensor:

@@ -16,13 +16,21 @@ import triton.language as tl
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
-from .codes import FP8, rows_of_scales, width_of_scales
+from .codes import FP8, pack_zero_points, qparams, rows_of_scales, width_of_scales
 
+
+__all__ = ["DTYPES", "encode", "extremes", "pack_zero_points", "quantize", "takes"]
 
 DTYPES = (torch.bfloat16, torch.float32)
 
 _WORDS_PER_PROGRAM = 2048
-_INT, _FLOAT8 = 0, 1
+_INT, _FLOAT8, _FLOAT4 = 0, 1, 2
+_KINDS = {
+    (QuantizationType.INT, 4): _INT,
+    (QuantizationType.INT, 8): _INT,
+    (QuantizationType.FLOAT, 8): _FLOAT8,
+    (QuantizationType.FLOAT, 4): _FLOAT4,
+}
 
 
 def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
@@ -45,16 +53,32 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
         low, high = low.unflatten(0, (-1, height)).amin(1), high.unflatten(0, (-1, height)).amax(1)
     if scheme.weights.symmetric:
         high = torch.maximum(high.abs(), low.abs())
-        low = -high
-    return low, high
+        return -high, high
+    return low.clamp_(max=0).add_(0.0), high.clamp_(min=0).add_(0.0)
 
 
-def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme) -> Tensor:
+def quantize(
+    weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As [`codes.quantize`]; of a float32 weight without a bfloat16 copy of it."""
+    scale, zero_point = qparams(*extremes(weight, scheme), scheme, global_scale)
+    return encode(weight, scale, zero_point, scheme, global_scale), scale, zero_point
+
+
+def encode(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: QuantizationScheme,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """As [`codes.encode`]; of a float32 weight without a bfloat16 copy of it."""
     words, scales = _words(weight, scheme), rows_of_scales(scale, scheme).float().contiguous()
+    if global_scale is not None:
+        scales = scales / global_scale
     zeros = scales if zero_point is None else zero_point.float().contiguous()
     bits, packed = scheme.weights.num_bits, scheme.format == "pack-quantized"
-    nibbles = packed and bits == 4
+    nibbles = bits == 4 and scheme.format != "int-quantized"
     # Little end first: two codes of 4 bits are a byte, two of 8 bits are 16.
     out = torch.empty(words.shape, dtype=torch.uint8 if nibbles else torch.int16, device=weight.device)
     half = 1 << (bits - 1)
@@ -66,7 +90,7 @@ def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Qua
         out,
         *words.shape,
         *tile,
-        KIND=_FLOAT8 if scheme.weights.type == QuantizationType.FLOAT else _INT,
+        KIND=_KINDS[scheme.weights.type, bits],
         ASYMMETRIC=zero_point is not None,
         LOW=float(-half),
         HIGH=float(half - 1),
@@ -74,6 +98,8 @@ def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Qua
         # In a packed word a code has half its range added, which is its two's complement with the highest bit turned.
         FLIP=half if packed else 0,
     )
+    if global_scale is not None:
+        return out.view(weight.shape[0], -1)
     if scheme.weights.type == QuantizationType.FLOAT:
         return out.view(FP8).view(weight.shape)
     return out.view(weight.shape[0], -1).view(torch.int32 if packed else torch.int8)
@@ -131,13 +157,14 @@ def _extremes(words, low, high, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def _steps(bits, scale, zero, WIDE: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """`codes.steps`: the number, its quotient and the sum are rounded to bfloat16 each."""
+def _steps(bits, scale, zero, WIDE: tl.constexpr, KIND: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """`codes.steps`: the number, its quotient and the sum are rounded to bfloat16 each; for 4-bit floats only the number."""
     if WIDE:
         bits = _to_bfloat16(bits)
     # `/` may be an approximate division.
     quotient = tl.div_rn(bits.to(tl.float32, bitcast=True), scale)
-    quotient = _to_bfloat16(quotient.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    if KIND != 2:
+        quotient = _to_bfloat16(quotient.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     if ASYMMETRIC:
         quotient = _to_bfloat16((quotient + zero).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     return quotient
@@ -161,6 +188,18 @@ def _float8(x):
     # Below 2^-6 (0x3C800000) the numbers are multiples of 2^-9, as far apart as float32 numbers from 2^14 (0x46800000) on.
     subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _float4(x):
+    """Bits of the nearest float4_e2m1 number, ties to even, saturated; a code of `codes.pack_fp4`."""
+    x = tl.minimum(tl.maximum(x + 0.0, -6.0), 6.0)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - 252  # 252: the exponent's bias, 127 - 1
+    # Below 1 (0x3F800000) the numbers are multiples of 2^-1, as far apart as float32 numbers from 2^22 (0x4A800000) on.
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
+    return tl.where(magnitude < 0x3F800000, subnormal, normal) | ((bits >> 28) & 8)
 
 
 @triton.jit
@@ -188,10 +227,12 @@ def _encode(
     scale = tl.load(scales + row, row < rows, 1.0)[:, None]
     zero = tl.load(zeros + row, row < rows, 0.0)[:, None]
     first, second = _halves(word)
-    first = _steps(first, scale, zero, word.dtype == tl.int64, ASYMMETRIC)
-    second = _steps(second, scale, zero, word.dtype == tl.int64, ASYMMETRIC)
+    first = _steps(first, scale, zero, word.dtype == tl.int64, KIND, ASYMMETRIC)
+    second = _steps(second, scale, zero, word.dtype == tl.int64, KIND, ASYMMETRIC)
     if KIND == 1:
         first, second = _float8(first), _float8(second)
+    elif KIND == 2:
+        first, second = _float4(first), _float4(second)
     else:
         first, second = _integer(first, LOW, HIGH), _integer(second, LOW, HIGH)
     last: tl.constexpr = (1 << CODE_BITS) - 1

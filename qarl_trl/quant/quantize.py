@@ -6,14 +6,14 @@ weight, in compressed-tensors' arithmetic; nothing else rounds a weight (paper S
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor
 
 from . import codes, fused
@@ -87,26 +87,30 @@ def quantize_weight(
     """
     if weight.ndim != 2:
         raise ValueError(f"A weight matrix (out, in) was needed, got shape {tuple(weight.shape)}.")
-    if has_global_scale(scheme):
-        if qparams is not None:
-            raise ValueError(
-                "Frozen scales of a scheme with a global scale (NVFP4A16) are not supported. Leave them out."
-            )
-        return _with_global_scale(weight, scheme, largest)
+    if qparams is not None and has_global_scale(scheme):
+        raise ValueError("Frozen scales of a scheme with a global scale (NVFP4A16) are not supported. Leave them out.")
     arithmetic, weight = _arithmetic(weight, scheme)
-    low, high = arithmetic.extremes(weight, scheme)
-    if qparams is None:
-        scale, zero_point = _between(low, high, weight.shape, scheme)
+    tensors = {}
+    if has_global_scale(scheme):
+        _, high = arithmetic.extremes(weight, scheme)
+        _check_finite(high, weight.shape)
+        largest = (high.max() if largest is None else largest).reshape(1)
+        global_scale = tensors["weight_global_scale"] = generate_gparam(-largest, largest)
+        encoded, scale, zero_point = arithmetic.quantize(weight, scheme, global_scale)
+    elif qparams is None:
+        encoded, scale, zero_point = arithmetic.quantize(weight, scheme)
+        _check_finite(scale, weight.shape)
     else:
+        low, high = arithmetic.extremes(weight, scheme)
         _check_finite(torch.maximum(high, -low), weight.shape)
         scale, zero_point = _checked(qparams, high.shape, scheme)
-    encoded = arithmetic.encode(weight, scale, zero_point, scheme)
+        encoded = arithmetic.encode(weight, scale, zero_point, scheme)
+    tensors["weight_scale"] = scale
+    tensors["weight_packed" if "pack" in scheme.format else "weight"] = encoded
     if scheme.format == "pack-quantized":
-        tensors = {"weight_packed": encoded, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
-    else:
-        tensors = {"weight": encoded, "weight_scale": scale}
+        tensors["weight_shape"] = torch.tensor(weight.shape)
     if zero_point is not None:
-        tensors["weight_zero_point"] = codes.packed(zero_point, scheme.weights.num_bits, dim=0)
+        tensors["weight_zero_point"] = arithmetic.pack_zero_points(zero_point)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
 
 
@@ -124,42 +128,20 @@ def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor,
         scheme (`QuantizationScheme`): A supported scheme.
     """
     arithmetic, weight = _arithmetic(weight, scheme)
-    return _between(*arithmetic.extremes(weight, scheme), weight.shape, scheme)
+    scale, zero_point = codes.qparams(*arithmetic.extremes(weight, scheme), scheme)
+    _check_finite(scale, weight.shape)
+    return scale, zero_point
 
 
 def _arithmetic(weight: Tensor, scheme: QuantizationScheme) -> tuple[ModuleType, Tensor]:
-    """The module whose `extremes` and `encode` quantize the weight, and the weight as they take it."""
+    """The module whose functions quantize the weight, and the weight as they take it."""
     weight = weight.detach().contiguous()
     arithmetic = fused.module_for(weight, scheme)
     return arithmetic, weight if weight.dtype in arithmetic.DTYPES else weight.to(MASTER_CAST_DTYPE)
 
 
-def _between(low: Tensor, high: Tensor, shape: torch.Size, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
-    _check_finite(high - low, shape)
-    scale, zero_point = calculate_qparams(low, high, scheme.weights)
-    return scale, None if scheme.weights.symmetric else zero_point
-
-
-def _with_global_scale(weight: Tensor, scheme: QuantizationScheme, largest: Tensor | None) -> LowBitWeight:
-    """NVFP4 by compressed-tensors' own functions: 4-bit floats, float8 scales of 16, one float32 scale above them."""
-    weight = weight.detach().to(MASTER_CAST_DTYPE).contiguous()
-    low, high = codes.extremes(weight, scheme)
-    _check_finite(high, weight.shape)
-    largest = (high.max() if largest is None else largest).reshape(1)
-    global_scale = generate_gparam(-largest, largest)
-    scale, zero_point = calculate_qparams(low, high, scheme.weights, global_scale)
-    given = {
-        "weight": weight,
-        "weight_scale": scale,
-        "weight_global_scale": global_scale,
-        "weight_zero_point": zero_point,
-    }
-    tensors = BaseCompressor.get_value_from_registry(scheme.format.value).compress(given, scheme)
-    return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
-
-
 def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
-    if not torch.isfinite(extremes).all():
+    if extremes.numel() and not math.isfinite(extremes.max().item()):  # which is NaN if one of them is
         raise ValueError(
             f"A weight of shape {tuple(shape)} holds NaN or infinity, so it has no scale. The update "
             "that produced it diverged: lower the learning rate or max_grad_norm, and resume from the last checkpoint."

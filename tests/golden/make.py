@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 GOLDEN = Path(__file__).with_name("quantize.safetensors")
 GROUPS = {"32": 32, "64": 64, "128": 128, "channel": -1}
 SCHEMES = [(name, label) for name in ("W4A16", "W4A16_ASYM", "W8A16", "W4A8") for label in GROUPS]
-SCHEMES += [("W4AFP8", "128"), ("FP8_DYNAMIC", None), ("W8A8", None), ("FP8_BLOCK", None)]
+SCHEMES += [("W4AFP8", "128"), ("FP8_DYNAMIC", None), ("W8A8", None), ("FP8_BLOCK", None), ("NVFP4A16", None)]
 FIRST = ("W4A16", "FP8_DYNAMIC")  # they were written before `shifted_rows`, and hold the rows of "master" alone
 SMALLEST = 2.0**-133  # the first bfloat16 above zero
 
@@ -129,7 +129,10 @@ def main():
     blocks = awkward_blocks(rows)
     tensors = {"master": rows, "shifted": more, "blocks": blocks}
     for scheme, label in SCHEMES:
-        weight = blocks if scheme == "FP8_BLOCK" else rows if scheme in FIRST else torch.cat((rows, more))
+        # The largest weight sets the scale of all others in NVFP4A16: huge ones would leave nothing of them.
+        weight = (
+            blocks if scheme in ("FP8_BLOCK", "NVFP4A16") else rows if scheme in FIRST else torch.cat((rows, more))
+        )
         name = scheme if label is None else f"{scheme}-{label}"
         tensors |= {f"{name}.{key}": value for key, value in oneshot_rows(scheme, label, weight).items()}
     versions = {name: importlib.metadata.version(name) for name in ("llmcompressor", "compressed-tensors", "torch")}

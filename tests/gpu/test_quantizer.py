@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from quant.schemes import SCHEMES, same_tensors
-from quant.test_codes import many_weights
+from quant.schemes import ALL_SCHEMES, same_tensors
+from quant.test_codes import many_weights, parts
 
 from qarl_trl.quant import codes, fused, quantize_weight, resolve_scheme
 
@@ -16,20 +16,21 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_codes_and_scales_are_those_of_the_cpu(scheme, group_size, dtype):
     resolved, weight = resolve_scheme(scheme, group_size), many_weights(0)
-    master = weight if dtype == torch.bfloat16 else fused.between(weight)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # kernels that give other bytes are reported and not used
-        assert fused.module_for(master.cuda(), resolved) is not codes
-    found = quantize_weight(master.cuda(), resolved).tensors
-    assert same_tensors({name: t.cpu() for name, t in found.items()}, quantize_weight(master, resolved).tensors)
+    for master in parts(weight if dtype == torch.bfloat16 else fused.between(weight), resolved):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # kernels that give other bytes are reported and not used
+            assert fused.module_for(master.cuda(), resolved) is not codes
+        found = quantize_weight(master.cuda(), resolved).tensors
+        assert same_tensors({name: t.cpu() for name, t in found.items()}, quantize_weight(master, resolved).tensors)
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_the_plain_operations_give_the_same_on_both_devices(monkeypatch, scheme, group_size):
     monkeypatch.setattr(fused, "module_for", lambda weight, scheme: codes)
     resolved, weight = resolve_scheme(scheme, group_size), many_weights(0)
-    found = quantize_weight(weight.cuda(), resolved).tensors
-    assert same_tensors({name: t.cpu() for name, t in found.items()}, quantize_weight(weight, resolved).tensors)
+    for master in parts(weight, resolved):
+        found = quantize_weight(master.cuda(), resolved).tensors
+        assert same_tensors({name: t.cpu() for name, t in found.items()}, quantize_weight(master, resolved).tensors)

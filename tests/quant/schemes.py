@@ -5,16 +5,17 @@ from __future__ import annotations
 import references
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from qarl_trl.quant import quantize_weight, resolve_scheme
-from qarl_trl.quant.scheme import SUPPORTED
+from qarl_trl.quant.scheme import SUPPORTED, has_global_scale
 
 
 NVFP4 = "NVFP4A16"  # its global scale belongs to several layers: tests/quant/test_nvfp4.py
 # Each with the group size of its preset.
 NAMES = [name for name in SUPPORTED if name != NVFP4]
 SCHEMES = [(name, size) for name in NAMES for size in SUPPORTED[name].group_sizes or (None,)]
+ALL_SCHEMES = [*SCHEMES, (NVFP4, None)]
 WEIGHT_ONLY = [name for name in NAMES if SUPPORTED[name].activations == "none"]
 
 
@@ -60,6 +61,14 @@ def by_definition(weight, scheme, group_size=None):
         quantize = references.quantize_float8 if scheme == "FP8_DYNAMIC" else references.quantize_float8_blocks
         codes, scales = quantize(weight)
         return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+    if scheme == NVFP4:
+        codes, scales, global_scale = references.quantize_float4(weight)
+        codes = torch.tensor(codes, dtype=torch.uint8)
+        return {
+            "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
+            "weight_scale": torch.tensor(scales, dtype=torch.uint8).view(torch.float8_e4m3fn),
+            "weight_global_scale": torch.tensor([global_scale]),
+        }
     zero_points = None
     if scheme == "W4A16_ASYM":
         codes, scales, zero_points = references.quantize_int4_asymmetric(weight, size)
@@ -78,7 +87,7 @@ def by_definition(weight, scheme, group_size=None):
 # compressed-tensors -------------------------------------------------------------------------------------------------
 
 
-def observed(weight, scheme):
+def observed(weight, scheme, global_scale=None):
     """Scale and zero point between minimum and maximum, as llm-compressor's observer finds them."""
     args = scheme.weights
     if args.block_structure is not None:
@@ -88,13 +97,17 @@ def observed(weight, scheme):
     else:
         groups = weight.reshape(weight.shape[0], -1, args.group_size or weight.shape[1])
         low, high = groups.amin(-1), groups.amax(-1)
-    return calculate_qparams(low, high, args)
+    return calculate_qparams(low, high, args, global_scale)
 
 
 def compressed(weight, scheme, qparams=None):
     """The tensors of a checkpoint, by the compressor of the scheme's format; `weight` in bfloat16."""
-    scale, zero_point = observed(weight, scheme) if qparams is None else qparams
-    tensors = {"weight": weight, "weight_scale": scale}
+    tensors = {"weight": weight}
+    if has_global_scale(scheme):
+        largest = weight.abs().max().reshape(1)
+        tensors["weight_global_scale"] = generate_gparam(-largest, largest)
+    scale, zero_point = observed(weight, scheme, tensors.get("weight_global_scale")) if qparams is None else qparams
+    tensors["weight_scale"] = scale
     if zero_point is not None:
         tensors["weight_zero_point"] = zero_point
     return _compressor(scheme).compress(tensors, scheme)

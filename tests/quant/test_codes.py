@@ -3,11 +3,24 @@
 import pytest
 import references
 import torch
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization.lifecycle.forward import quantize
 
 from qarl_trl.quant import codes, fused, quantize_weight, resolve_scheme
 from qarl_trl.quant.kernels import dequantize
-from quant.schemes import SCHEMES, compressed, decompressed, normal, observed, same_bytes, same_tensors
+from qarl_trl.quant.scheme import has_global_scale
+from quant.schemes import (
+    ALL_SCHEMES,
+    NVFP4,
+    SCHEMES,
+    compressed,
+    decompressed,
+    normal,
+    observed,
+    same_bytes,
+    same_tensors,
+)
 
 
 def many_weights(seed):
@@ -31,6 +44,11 @@ def many_weights(seed):
     return torch.cat(kinds).bfloat16()
 
 
+def parts(weight, scheme):
+    """`many_weights` as they are, or, where one scale stands above all others, kind by kind."""
+    return weight.split(128) if has_global_scale(scheme) else (weight,)
+
+
 @pytest.fixture(scope="module")
 def weight():
     return many_weights(0)
@@ -45,23 +63,24 @@ def plain(monkeypatch):
 # Many weights -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_a_million_weights_have_the_bytes_of_compressed_tensors(weight, scheme, group_size):
     resolved = resolve_scheme(scheme, group_size)
-    low_bit = quantize_weight(weight, resolved)
-    assert same_tensors(low_bit.tensors, compressed(weight, resolved))
-    assert same_bytes(dequantize(low_bit), decompressed(low_bit))
+    for part in parts(weight, resolved):
+        low_bit = quantize_weight(part, resolved)
+        assert same_tensors(low_bit.tensors, compressed(part, resolved))
+        assert same_bytes(dequantize(low_bit), decompressed(low_bit))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_ten_million_weights_have_the_bytes_of_compressed_tensors(scheme, group_size):
     resolved = resolve_scheme(scheme, group_size)
     for seed in range(1, 11):
-        weight = many_weights(seed)
-        low_bit = quantize_weight(weight, resolved)
-        assert same_tensors(low_bit.tensors, compressed(weight, resolved)), seed
-        assert same_bytes(dequantize(low_bit), decompressed(low_bit)), seed
+        for part in parts(many_weights(seed), resolved):
+            low_bit = quantize_weight(part, resolved)
+            assert same_tensors(low_bit.tensors, compressed(part, resolved)), seed
+            assert same_bytes(dequantize(low_bit), decompressed(low_bit)), seed
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "W4A8", "FP8_DYNAMIC"])
@@ -195,11 +214,43 @@ def test_fp8_codes_rounds_every_number(numbers):
     assert (found == 0x80).sum() > 10_000
 
 
+def test_pack_fp4_rounds_every_number(numbers):
+    """And the float32 numbers next to it. Only zero itself loses its sign: what rounds to zero from below stays negative."""
+    bits = numbers.float().view(torch.int32).unsqueeze(-1) + torch.arange(-1, 2, dtype=torch.int32)
+    wide = bits.view(torch.float32).nan_to_num(0.0).flatten(1)
+    found = codes.pack_fp4(wide.clone())
+    assert torch.equal(found, packed_by_definition(wide))
+    nibbles = torch.stack((found & 15, found >> 4), dim=-1).flatten(1)
+    assert nibbles[wide == 0].unique().tolist() == [0]
+    assert (nibbles == 8).sum() > 10_000
+
+
 @pytest.mark.parametrize("bias", [135.0, 137.0, 264.0])
 def test_another_bias_rounds_some_number_otherwise(numbers, monkeypatch, bias):
     expected = codes.pack_int4(numbers.clone())
     monkeypatch.setattr(codes, "_INT4_BIAS", bias)
     assert not torch.equal(codes.pack_int4(numbers.clone()), expected)
+
+
+def fp4_limits(ulps):
+    """Limits between 4-bit floats, off by some float32 numbers where a tie goes down."""
+    return tuple(limit * (1 + ulps * 2**-23) for limit in codes._FP4_LIMITS)
+
+
+@pytest.mark.parametrize("limits", [fp4_limits(1), fp4_limits(-1), (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)])
+def test_other_limits_round_some_number_to_another_4_bit_float(numbers, monkeypatch, limits):
+    assert torch.equal(codes.pack_fp4(numbers.float()), packed_by_definition(numbers))
+    monkeypatch.setattr(codes, "_FP4_LIMITS", limits)
+    wide = (numbers.float().view(torch.int32).unsqueeze(-1) + torch.arange(-1, 2, dtype=torch.int32)).view(
+        torch.float32
+    )
+    wide = wide.nan_to_num(0.0).flatten(1)  # each number and its neighbours of float32
+    assert not torch.equal(codes.pack_fp4(wide.clone()), packed_by_definition(wide))
+
+
+def packed_by_definition(numbers):
+    nibbles = torch.tensor([[references.float4_code(x + 0.0) for x in row] for row in numbers.tolist()]).byte()
+    return nibbles[:, ::2] | nibbles[:, 1::2] << 4
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "W8A8", "W4A8", "FP8_DYNAMIC"])
@@ -210,6 +261,16 @@ def test_every_number_has_the_bytes_of_compressed_tensors(numbers, scheme):
     scale = torch.ones(255, 1, dtype=torch.bfloat16)
     found = quantize_weight(weight, resolved, (scale, None)).tensors
     assert same_tensors(found, compressed(weight, resolved, (scale, torch.zeros_like(scale))))
+
+
+def test_every_number_has_the_bytes_of_compressed_tensors_below_a_global_scale(numbers):
+    """With scales of one, so that the number is the quotient."""
+    weight, scheme = numbers[:-1], resolve_scheme(NVFP4)
+    scale, one = torch.ones(255, 16), torch.ones(1)
+    quantized = quantize(weight, scale, torch.zeros_like(scale), scheme.weights, global_scale=one)
+    found = codes.encode(weight, scale.to(codes.FP8), None, scheme, one)
+    assert torch.equal(found, pack_fp4_to_uint8(quantized))
+    assert not torch.equal(found, pack_fp4_to_uint8(-quantized))  # control
 
 
 @pytest.mark.parametrize("zero_point", range(-8, 8))

@@ -12,7 +12,7 @@ from qarl_trl.quant import apply_quantization, codes, fused, iter_low_bit_weight
 from qarl_trl.quant import quantize as quantize_module
 from qarl_trl.quant.codes import as_blocks, as_matrix
 from qarl_trl.quant.quantize import min_max_qparams
-from quant.schemes import NAMES, SCHEMES, by_definition, normal, same_bytes, same_tensors
+from quant.schemes import ALL_SCHEMES, NAMES, NVFP4, SCHEMES, by_definition, normal, same_bytes, same_tensors
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantize.safetensors"
@@ -32,7 +32,7 @@ def golden():
 # The definition -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.02, 30.0])
 def test_codes_and_scales_are_those_of_the_definition(scheme, group_size, dtype, scale):
@@ -64,7 +64,7 @@ def test_another_arithmetic_gives_other_codes(divide, share):
     assert flipped(weight, "W4A16", 32, divide) > share
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_float32_and_bfloat16_masters_give_the_same_bytes(scheme, group_size, monkeypatch):
     master = normal(128, 256, seed=3)
     resolved = resolve_scheme(scheme, group_size)
@@ -109,11 +109,13 @@ def test_zero_points_of_eight_output_channels_share_a_word():
     assert references.unpack_int4(low_bit.codes, 32) == [list(range(-8, 8)) * 2] * 10
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_tensors_have_the_names_shapes_and_dtypes_of_the_checkpoint_format(scheme, group_size):
     low_bit = quantize_weight(torch.randn(128, 256), resolve_scheme(scheme, group_size))
     groups = 1 if group_size in (-1, None) else 256 // group_size
     scale = {"weight_scale": (torch.bfloat16, (1, 2) if scheme == "FP8_BLOCK" else (128, groups))}
+    if scheme == NVFP4:
+        scale = {"weight_scale": (torch.float8_e4m3fn, (128, 16))}
     packed = {
         "weight_packed": (torch.int32, (128, 64 if scheme == "W8A16" else 32)),
         "weight_shape": (torch.int64, (2,)),
@@ -127,6 +129,7 @@ def test_tensors_have_the_names_shapes_and_dtypes_of_the_checkpoint_format(schem
         "W8A8": {"weight": (torch.int8, (128, 256))},
         "W4A8": {"weight": (torch.int8, (128, 256))},
         "W4AFP8": packed,
+        NVFP4: {"weight_packed": (torch.uint8, (128, 128)), "weight_global_scale": (torch.float32, (1,))},
     }[scheme] | scale
     assert {name: (t.dtype, tuple(t.shape)) for name, t in low_bit.tensors.items()} == expected
     assert list(low_bit.tensors) == sorted(expected)
@@ -154,7 +157,7 @@ def test_a_strided_master_gives_the_bytes_of_its_copy(scheme, weight):
     assert same_tensors(stored(weight, scheme, size), stored(weight.contiguous(), scheme, size))
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_master_is_neither_changed_nor_shared(scheme, group_size, dtype):
     weight = normal(128, 256, dtype=dtype)
@@ -170,14 +173,14 @@ def test_the_master_is_neither_changed_nor_shared(scheme, group_size, dtype):
 
 def master_of(golden, scheme):
     """What `tests/golden/make.py` gave to llm-compressor."""
-    if scheme == "FP8_BLOCK":
+    if scheme in ("FP8_BLOCK", NVFP4):
         return golden["blocks"]
     if scheme in ("W4A16", "FP8_DYNAMIC"):
         return golden["master"]
     return torch.cat((golden["master"], golden["shifted"]))
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_awkward_weights_give_the_bytes_of_llm_compressor(golden, scheme, group_size):
     """`tests/golden/make.py` lists the rows: zeros, outliers, ties, denormals, huge values, codes of -8, one sign."""
     name = f"{scheme}-{'channel' if group_size == -1 else group_size}" if group_size else scheme
@@ -234,6 +237,11 @@ def test_the_shifted_golden_rows_hold_the_cases_they_are_named_for(golden):
     first, second = golden["FP8_BLOCK.weight_scale"].flatten()
     assert first > 0.01
     assert 0 < second < torch.finfo(torch.bfloat16).tiny
+    scales = golden["NVFP4A16.weight_scale"].view(torch.uint8)
+    assert (scales == references.FLOAT8_EPS).sum() > 1000  # denormals and zeros
+    assert scales.max() == 0x7E  # 448, of the largest weight
+    words = golden["NVFP4A16.weight_packed"]
+    assert torch.cat((words & 15, words >> 4)).unique().numel() == 16
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -253,6 +261,12 @@ def test_a_diverged_weight_is_refused(scheme, group_size, value):
         quantize_weight(weight, resolved, frozen)
     weight[2, 200] = 1e37
     quantize_weight(weight, resolved, frozen)
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+def test_a_weight_without_rows_has_no_codes(scheme):
+    tensors = stored(torch.empty(0, 256), scheme, None)
+    assert all(tensor.numel() == 0 for name, tensor in tensors.items() if name != "weight_shape")
 
 
 @pytest.mark.parametrize("shape", [(128,), (2, 4, 128)])
@@ -277,7 +291,7 @@ def test_a_size_that_the_group_does_not_divide_names_the_layer_and_both_remedies
 # Blocks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_as_matrix_undoes_as_blocks(scheme, group_size):
     resolved = resolve_scheme(scheme, group_size)
     weight = torch.arange(256 * 384).view(256, 384)
@@ -287,7 +301,7 @@ def test_as_matrix_undoes_as_blocks(scheme, group_size):
     if scheme == "FP8_BLOCK":
         assert torch.equal(last, weight[128:, 256:].flatten())
     else:
-        size = 384 if group_size in (None, -1) else group_size
+        size = 16 if scheme == NVFP4 else 384 if group_size in (None, -1) else group_size
         assert torch.equal(last, weight[-1, -size:])
 
 
