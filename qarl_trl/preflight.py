@@ -24,6 +24,7 @@ from .export import LOW_BIT_FOLDER, check_target
 from .lora_config import check_lora
 from .masters import QuantizedSource, quantized_source
 from .quant.hook import apply_quantization, quantized_modules
+from .quant.kernel_choice import select_kernel
 from .quant.moe import QuantExperts
 from .quant.recipe import arithmetic, match, resolve_config
 from .quant.scheme import has_global_scale
@@ -74,11 +75,29 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
     check_sharding(plan, args)
     if args.use_vllm and plan is not None:
         check_engine(plan, args)
+    if plan is not None:
+        check_kernels(plan, args)
     if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
         raise ValueError(
             "The model was made in memory and has no folder, so vLLM cannot read its config and tokenizer. Save it with "
             "model.save_pretrained(path) and tokenizer.save_pretrained(path), and pass the path."
         )
+
+
+def check_kernels(plan: QuantizationConfig, args: QaRLConfig) -> None:
+    """
+    Refuse a scheme that the learner has no kernel for on this device.
+
+    Args:
+        plan (`QuantizationConfig`): What the run quantizes, and how.
+        args (`QaRLConfig`): The run's settings.
+
+    Raises:
+        ValueError: with the scheme, the device and what to do.
+    """
+    if args.quant_learner:
+        for group in plan.config_groups.values():
+            select_kernel(group, args.device, args.learner_kernel)
 
 
 def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
@@ -139,6 +158,7 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     plan = resolve_config(args.quant_plan(source.plan()))
     if args.use_vllm:
         check_engine(plan, args)
+    check_kernels(plan, args)
     chosen = {name: scheme for name, _, scheme in match(((n, nn.Linear(1, 1, device="meta")) for n in stored), plan)}
     differing = [n for n in stored if n not in chosen or arithmetic(stored[n]) != arithmetic(chosen[n])]
     if args.quant_freeze_scales:

@@ -75,6 +75,25 @@ def test_shards_that_cannot_be_quantized_are_refused(tmp_path, monkeypatch, vers
     assert all(word in str(error.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quant_scheme": "W4A16"}, []),
+        ({"quant_scheme": "W8A16", "quant_kernel": "engine"}, ["'engine'", "W8A16", "'cpu'", "'auto'"]),
+        ({"quant_scheme": "FP8_DYNAMIC", "quant_kernel": "dequant"}, ["'dequant'", "FP8_DYNAMIC", "'auto'"]),
+        # A learner in bfloat16 calls no kernel.
+        ({"quant_scheme": "W8A16", "quant_kernel": "engine", "quant_learner": False}, []),
+    ],
+)
+def test_a_kernel_that_is_not_there_is_refused_before_a_model_loads(tmp_path, changes, words):
+    args = config(tmp_path, **changes)
+    if not words:
+        return check_arguments("org/model", args, {})
+    with pytest.raises(ValueError) as error:
+        check_arguments("org/model", args, {})
+    assert all(word in str(error.value) for word in words)
+
+
 def test_shards_on_the_cpu_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")

@@ -115,7 +115,7 @@ def _engine_product(x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Ten
     from .._compat_layer import multiply
 
     flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-    return multiply(flat, weight, _as_bfloat16(bias)).to(x.dtype).reshape(*x.shape[:-1], -1)
+    return multiply(flat, weight, _as_bfloat16(bias)).to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _as_bfloat16(bias: Tensor | None) -> Tensor | None:

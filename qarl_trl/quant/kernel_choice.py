@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from trl.import_utils import is_vllm_available
 
+from .._compat_cpu import is_cpu_engine
 from . import engine_kernels as engine
 from . import kernels as plain
 from .kernels import Kernel
@@ -98,11 +99,18 @@ def _engine_kernel(name: str, device: torch.device) -> Kernel:
     if kernel is None:
         raise ValueError(
             f"quant_kernel='engine' came with {name} on device {device.type!r}, where the engine has no kernel for it. Use "
-            "'auto' or 'dequant'."
+            "quant_kernel='auto'."
         )
     if issubclass(kernel, engine.EngineGemm | engine.EngineActivationGemm) and not is_vllm_available():
         raise ValueError(
             "quant_kernel='engine' came without vLLM, whose kernels it calls. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: "
             "make install. Or use quant_kernel='auto'."
+        )
+    if issubclass(kernel, engine.EngineGemm | engine.EngineActivationGemm) and is_cpu_engine() != (
+        device.type == "cpu"
+    ):
+        raise ValueError(
+            f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, and the installed one is for another. Use "
+            "quant_kernel='auto'."
         )
     return kernel()

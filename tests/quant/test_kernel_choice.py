@@ -48,7 +48,7 @@ def test_kernel_by_scheme_and_choice_on_cpu(scheme, choice, kernel):
     ("scheme", "device", "choice", "words"),
     [
         ("FP8_DYNAMIC", "cpu", "dequant", ["'dequant'", "activation", "'auto'"]),
-        ("W4A16", "meta", "engine", ["'engine'", "'meta'", "'auto' or 'dequant'"]),
+        ("W4A16", "meta", "engine", ["'engine'", "'meta'", "'auto'"]),
         ("W4A16", "cpu", "marlin", ["'marlin'", "'auto', 'dequant', 'engine'"]),
         ("FP8_BLOCK", "cpu", "dequant", ["'dequant'", "activation", "FP8_BLOCK"]),
         ("W8A8", "cpu", "dequant", ["'dequant'", "activation", "W8A8"]),
@@ -108,7 +108,18 @@ def test_activations_need_a_gpu_whose_engine_computes_the_same(monkeypatch, sche
 )
 def test_the_engines_kernel_on_a_gpu(monkeypatch, scheme, kernel):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernel_choice, "is_cpu_engine", lambda: False)
     assert type(select_kernel(resolve_scheme(scheme), torch.device("cuda"), "engine")) is kernel
+    monkeypatch.setattr(kernel_choice, "is_cpu_engine", lambda: True)
+    with pytest.raises(ValueError, match=r"on device 'cuda' needs a vLLM for it.*'auto'"):
+        select_kernel(resolve_scheme(scheme), torch.device("cuda"), "engine")
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_a_vllm_for_gpus_has_no_kernel_on_cpu(monkeypatch, scheme):
+    monkeypatch.setattr(kernel_choice, "is_cpu_engine", lambda: False)
+    with pytest.raises(ValueError, match=r"on device 'cpu' needs a vLLM for it.*'auto'"):
+        select_kernel(resolve_scheme(scheme), CPU, "engine")
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
