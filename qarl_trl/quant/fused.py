@@ -1,7 +1,7 @@
 """Which functions quantize a weight: kernels compiled for its device where there are any, `codes` otherwise.
 
 Invariant: a compiled kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of
-`codes` for every finite bfloat16 number; if it gave others, a warning says so and `codes` does the work. Either way the
+`codes` for every bfloat16 number below 1e37; if it gave others or none, a warning says so and `codes` does the work. Either way the
 bytes are the same, only the time is not (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
 """
 
@@ -37,7 +37,17 @@ def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
         return codes
     case = (weight.device, weight.dtype, scheme.format, arithmetic_of(scheme.weights))
     if case not in _AGREES:
-        _AGREES[case] = _agrees(compiled, scheme, weight.device, weight.dtype)
+        try:
+            _AGREES[case] = _agrees(compiled, scheme, weight.device, weight.dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of whatever compiler there is
+            warnings.warn(
+                f"The compiled quantizer {compiled.__name__} does not run on {weight.device} ({type(error).__name__}: {error}). "
+                "The plain operations are used instead: slower, with the same codes.",
+                stacklevel=2,
+            )
+            _AGREES[case] = False
     return compiled if _AGREES[case] else codes
 
 
@@ -85,8 +95,11 @@ def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.devi
 def _finite(arithmetic: ModuleType, weight: Tensor, scheme: QuantizationScheme) -> Tensor:
     """Which extremes and scales are finite where NaN and infinity stand in two of three rows: what a weight is refused by."""
     weight = weight.clone()
-    for start, value in enumerate((float("nan"), float("inf"), -float("nan"), -float("inf"))):
-        weight[start::6].fill_diagonal_(value, wrap=True)
+    # NaN and infinity of either sign, as patterns: a negative NaN does not survive a conversion.
+    shift = 0 if weight.dtype == torch.bfloat16 else 16
+    patterns = weight.view(torch.int16 if shift == 0 else torch.int32)
+    for start, value in enumerate((0x7FC0, 0x7F80, 0xFFC0 - 0x10000, 0xFF80 - 0x10000)):
+        patterns[start::6].fill_diagonal_(value << shift)
     low, high = arithmetic.extremes(weight, scheme)
     found = torch.maximum(high, -low)
     if not has_global_scale(scheme):  # below one, scales are float8 and saturate
@@ -105,15 +118,20 @@ def _global_scales(scheme: QuantizationScheme, device: torch.device) -> list[Ten
 
 
 def sample(dtype: torch.dtype) -> Tensor:
-    """Weights `(768, 256)` with every bfloat16 number below 1e37, many sizes within a row, and many ties."""
+    """Weights `(1024, 256)` with every bfloat16 number below 1e37, near ones and all sizes in a row, and many ties."""
+    with torch.device("cpu"):
+        weight = _sample()
+        return weight if dtype == torch.bfloat16 else between(weight).to(dtype)
+
+
+def _sample() -> Tensor:
     patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
     patterns = torch.where(patterns.abs() < 1e37, patterns, -0.0).view(256, 256)
     rng = torch.Generator().manual_seed(0)
     noise = torch.randn(256, 256, generator=rng) * torch.logspace(-30, 4, 256).unsqueeze(-1)
     halves = torch.randint(-16, 17, (256, 256), generator=rng) / 2
     halves[:, ::16] = 7.5  # a scale of 1 where codes have 4 bits
-    weight = torch.cat((patterns, noise, halves)).bfloat16()
-    return weight if dtype == torch.bfloat16 else between(weight).to(dtype)
+    return torch.cat((patterns, patterns.t(), noise, halves)).bfloat16()
 
 
 def between(weight: Tensor, seed: int = 0) -> Tensor:

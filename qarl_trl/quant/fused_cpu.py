@@ -83,7 +83,7 @@ def _encode(
     global_scale: Tensor | None,
     steps: float,
 ) -> Tensor:
-    """Codes of a weight, which is given as [`_words`] too; writes `scale` and `zero_point` unless they are `kernels.GIVEN`."""
+    """Codes of a weight, which is given as [`_words`] too; writes `scale` and `zero_point` unless `steps` is `kernels.GIVEN`."""
     bits, packed, steps = scheme.weights.num_bits, scheme.format == "pack-quantized", np.float32(steps)
     scales = _memory(scale, np.uint16 if global_scale is None else np.uint8)
     if global_scale is not None:
@@ -135,9 +135,21 @@ def _over_rows(kernel: Callable[..., None], *args: Any) -> None:
     first, *others = (
         [a[start:end] if isinstance(a, np.ndarray) else a for a in args] for start, end in itertools.pairwise(bounds)
     )
-    threads = [threading.Thread(target=kernel, args=part) for part in others]
+    failures: list[BaseException] = []
+
+    def run(part: list[Any]) -> None:
+        try:
+            kernel(*part)
+        except (
+            BaseException
+        ) as error:  # which a thread would only print, and the rest of the codes would be old memory
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(part,)) for part in others]
     for thread in threads:
         thread.start()
-    kernel(*first)
+    run(first)
     for thread in threads:
         thread.join()
+    if failures:
+        raise failures[0]

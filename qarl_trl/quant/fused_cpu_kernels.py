@@ -87,7 +87,8 @@ def _halves(b: ir.IRBuilder, word: Any) -> tuple[Any, Any]:
 # same number: for significands X and S of 8 bits no quotient is halfway between two bfloat16 numbers (that is M / 2^8 with
 # an odd M of 9 bits, and X = M S / 2^k would have 9 bits too), and none is nearer to it than 1 / (M S) > 2^-17 of its size,
 # while the product is off by 2^-22. Below 2^-126, where bfloat16 numbers have fewer bits, there are ties and the two may
-# differ; but both are zero at and below 2^-134, neither is above, and no code tells more of such a quotient.
+# differ; but both are zero at and below 2^-134, neither is above, and no code tells more of such a quotient. From 2^127 on the
+# product may be infinite; every code is saturated long before.
 # The reciprocal of a scale may be no float32 number: hence a power of 2, and the reciprocal of what that leaves.
 
 
@@ -248,8 +249,8 @@ def _two_bytes(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
 # `nogil` for the threads; with "numpy" a division needs no check for zero.
 _options = {"nogil": True, "error_model": "numpy"}
 _SCALE_OF_ZEROS = np.float32(torch.finfo(torch.bfloat16).eps)
-_FLOAT8 = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
-_FLOAT8_SCALE_OF_ZEROS = torch.tensor(0.125).to(FP8).view(torch.uint8).item()
+_FLOAT8 = torch.arange(256, dtype=torch.uint8, device="cpu").view(FP8).float().numpy()
+_FLOAT8_SCALE_OF_ZEROS = torch.tensor(0.125, device="cpu").to(FP8).view(torch.uint8).item()
 
 
 def _kernel(function: Callable[..., None]) -> Callable[..., None]:

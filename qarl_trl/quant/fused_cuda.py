@@ -46,7 +46,8 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     shape = weight.shape[0], words.shape[0] // weight.shape[0]
     low, high = (torch.empty(shape, dtype=torch.int32, device=weight.device) for _ in range(2))
     tile = _tile(words.shape[1])
-    _extremes[(triton.cdiv(words.shape[0], tile[0]),)](words, low, high, *words.shape, *tile)
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        _extremes[(triton.cdiv(words.shape[0], tile[0]),)](words, low, high, *words.shape, *tile)
     low, high = (bits.view(torch.float32).to(torch.bfloat16) for bits in (low, high))
     if scheme.weights.block_structure is not None:
         height = scheme.weights.block_structure[0]
@@ -83,21 +84,22 @@ def encode(
     out = torch.empty(words.shape, dtype=torch.uint8 if nibbles else torch.int16, device=weight.device)
     half = 1 << (bits - 1)
     tile = _tile(words.shape[1])
-    _encode[(triton.cdiv(words.shape[0], tile[0]), triton.cdiv(words.shape[1], tile[1]))](
-        words,
-        scales,
-        zeros,
-        out,
-        *words.shape,
-        *tile,
-        KIND=_KINDS[scheme.weights.type, bits],
-        ASYMMETRIC=zero_point is not None,
-        LOW=float(-half),
-        HIGH=float(half - 1),
-        CODE_BITS=4 if nibbles else 8,
-        # In a packed word a code has half its range added, which is its two's complement with the highest bit turned.
-        FLIP=half if packed else 0,
-    )
+    with torch.cuda.device_of(weight):
+        _encode[(triton.cdiv(words.shape[0], tile[0]), triton.cdiv(words.shape[1], tile[1]))](
+            words,
+            scales,
+            zeros,
+            out,
+            *words.shape,
+            *tile,
+            KIND=_KINDS[scheme.weights.type, bits],
+            ASYMMETRIC=zero_point is not None,
+            LOW=float(-half),
+            HIGH=float(half - 1),
+            CODE_BITS=4 if nibbles else 8,
+            # In a packed word a code has half its range added, which is its two's complement with the highest bit turned.
+            FLIP=half if packed else 0,
+        )
     if global_scale is not None:
         return out.view(weight.shape[0], -1)
     if scheme.weights.type == QuantizationType.FLOAT:

@@ -102,7 +102,7 @@ class LowBitLayer:
                     "A scheme with a global scale (NVFP4A16) needs the merged layers (q, k, v; gate, up) whole at once, and "
                     "FSDP has cut them. Use DDP, or a scheme without a global scale."
                 )
-            largest = torch.stack([largest_magnitude(w) for w in weights]).max()
+            largest = torch.stack([largest_magnitude(w, self.scheme) for w in weights]).max()
         return quantize_weight(weight, self.scheme, qparams, largest)
 
     @property

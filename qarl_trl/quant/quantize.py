@@ -93,8 +93,9 @@ def quantize_weight(
     tensors = {}
     if has_global_scale(scheme):
         _, high = arithmetic.extremes(weight, scheme)
-        _check_finite(high, weight.shape)
-        largest = (high.max() if largest is None else largest).reshape(1)
+        own = high.max() if high.numel() else high.new_zeros(())
+        largest = (own if largest is None else torch.maximum(own, largest)).reshape(1)
+        _check_finite(largest, weight.shape)
         global_scale = tensors["weight_global_scale"] = generate_gparam(-largest, largest)
         encoded, scale, zero_point = arithmetic.quantize(weight, scheme, global_scale)
     elif qparams is None:
@@ -114,9 +115,10 @@ def quantize_weight(
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
 
 
-def largest_magnitude(weight: Tensor) -> Tensor:
-    """Largest magnitude of the bfloat16 cast of `weight`, a bfloat16 scalar."""
-    return codes.absmax(weight.detach().to(MASTER_CAST_DTYPE).contiguous()).max()
+def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """Largest magnitude of the bfloat16 cast of `weight`, a bfloat16 scalar; `scheme` has symmetric codes."""
+    arithmetic, weight = _arithmetic(weight, scheme)
+    return arithmetic.extremes(weight, scheme)[1].max()
 
 
 def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:

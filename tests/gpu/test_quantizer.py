@@ -27,6 +27,14 @@ def test_codes_and_scales_are_those_of_the_cpu(scheme, group_size, dtype):
         assert same_tensors({name: t.cpu() for name, t in found.items()}, quantize_weight(master, resolved).tensors)
 
 
+@pytest.mark.parametrize(("scheme", "width"), [("W8A8", 11006), ("FP8_DYNAMIC", 11008), ("NVFP4A16", 11024)])
+def test_sizes_that_fill_no_tile(scheme, width):
+    resolved, weight = resolve_scheme(scheme), torch.randn(130, width).bfloat16()
+    assert fused.module_for(weight.cuda(), resolved) is not codes
+    found = quantize_weight(weight.cuda(), resolved).tensors
+    assert same_tensors({name: t.cpu() for name, t in found.items()}, quantize_weight(weight, resolved).tensors)
+
+
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_the_plain_operations_give_the_same_on_both_devices(monkeypatch, scheme, group_size):
     monkeypatch.setattr(fused, "module_for", lambda weight, scheme: codes)

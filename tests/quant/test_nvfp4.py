@@ -43,11 +43,18 @@ def by_compressed_tensors(weight, largest):
 def test_a_million_weights_have_the_bytes_of_compressed_tensors(scale):
     weight = normal(1024, 1024, scale=scale)
     weight[0], weight[1, :16], weight[2, 3] = 0.0, -0.0, 50 * scale
-    largest = largest_magnitude(weight)
+    largest = largest_magnitude(weight, SCHEME)
     assert largest == weight.bfloat16().abs().max()
     assert same_tensors(quantize_weight(weight, SCHEME).tensors, by_compressed_tensors(weight, largest))
-    # Control: another global scale gives other bytes.
-    assert not same_tensors(quantize_weight(weight, SCHEME).tensors, by_compressed_tensors(weight, 1.3 * largest))
+    # Control: another global scale gives other codes.
+    other = by_compressed_tensors(weight, 1.3 * largest)
+    assert not torch.equal(quantize_weight(weight, SCHEME).codes, other["weight_packed"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_diverged_layer_that_is_merged_with_this_one_is_refused(value):
+    with pytest.raises(ValueError, match=r"\(8, 64\) holds NaN or infinity"):
+        quantize_weight(normal(8, 64), SCHEME, largest=torch.tensor(value, dtype=torch.bfloat16))
 
 
 def test_values_are_those_of_the_definition():
