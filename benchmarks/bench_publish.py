@@ -31,7 +31,7 @@ def serve(tick: Any, path: str, scheme: str | None) -> None:
 
     from qarl_trl.export import quantization_config
     from qarl_trl.quant import apply_quantization, quantized_modules
-    from qarl_trl.rollout import LowBitVLLMGeneration
+    from qarl_trl.rollout.engine import LowBitVLLMGeneration
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     if scheme is not None:

@@ -44,13 +44,13 @@ def theirs(weight: Tensor, scheme: Any) -> dict[str, Tensor]:
 
 def plain(weight: Tensor, scheme: Any) -> None:
     """Ours with torch's operations alone."""
-    from qarl_trl.quant import codes, fused, quantize_weight
+    from qarl_trl.quant import fast, quantize_weight, reference
 
-    chosen, fused.module_for = fused.module_for, lambda weight, scheme: codes
+    chosen, fast.module_for = fast.module_for, lambda weight, scheme: reference
     try:
         quantize_weight(weight, scheme)
     finally:
-        fused.module_for = chosen
+        fast.module_for = chosen
 
 
 def same_bytes(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -3,12 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
-
 
 if TYPE_CHECKING:
     from .config import QaRLConfig
     from .trainer import QaRLTrainer
+
+__version__ = "0.1.0"
 
 __all__ = ["QaRLConfig", "QaRLTrainer", "__version__"]
 

@@ -6,12 +6,11 @@ raise instead of falling back.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
-import re
-import socket
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,10 +18,8 @@ import torch
 import trl.trainer.grpo_trainer as grpo_trainer
 from packaging.version import Version
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightRenaming
-from trl.generation import vllm_generation
+from transformers.distributed.fsdp import is_fsdp_enabled
+from transformers.distributed.utils import is_local_dist_rank_0
 from trl.import_utils import is_vllm_available
 
 from .loss import TrustBand
@@ -31,27 +28,8 @@ from .loss import TrustBand
 # The supported windows; pyproject.toml repeats them, the README says which versions were run. TRL's log-prob path was rewritten in 1.14 and 1.15.
 SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.20"), "vllm": ("0.26.0", "0.32")}
 SUPPORTED_PEFT = ("0.21", "0.22")
-# Of a vLLM that computes on the CPU: `_compat_cpu.complete_reload` has to know where its kernels keep weights.
+# Of a vLLM that computes on the CPU: `_vllm_cpu.complete_reload` has to know where its kernels keep weights.
 SUPPORTED_CPU_ENGINE = ("0.31.0", "0.32")
-
-
-# Places that vLLM reserves for checkpoints of other kinds: with a quantized KV cache, in every attention layer; with reordered
-# channels, in experts of 4-bit weights (0.26).
-_RESERVED = re.compile(r"\.(q|k|v|prob)_(scale|zero_point)$|_g_idx(_sort_indices)?$")
-
-
-# vLLM's switch for scales of float8 blocks that are powers of two, on wherever DeepGEMM is installed (`vllm.utils.deep_gemm`).
-BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
-
-
-def rounds_block_scales() -> bool:
-    """Whether the user asked the engine to round the scales of float8 blocks up to powers of two."""
-    return os.environ.get(BLOCK_SCALES, "0") not in ("", "0")
-
-
-def keep_block_scales() -> None:
-    """Have the engine multiply by the block scales that were published; by default a Hopper engine rounds them up first."""
-    os.environ[BLOCK_SCALES] = "0"
 
 
 def installed_version(package: str) -> str | None:
@@ -136,14 +114,6 @@ def model_loader(load: Callable[..., Any] | None) -> Iterator[None]:
 
 
 @contextmanager
-def llm_arguments(**extra: Any) -> Iterator[None]:
-    """Add keyword arguments to the `vllm.LLM(...)` that TRL builds; it passes none of the user's."""
-    original = vllm_generation.LLM
-    with patch.object(vllm_generation, "LLM", lambda **kwargs: original(**{**kwargs, **extra})):
-        yield
-
-
-@contextmanager
 def sequence_clipping(trainer: Any, band: TrustBand, advantages: Tensor) -> Iterator[None]:
     """
     Give TRL's clipped loss one set of bounds per completion while it computes.
@@ -160,154 +130,41 @@ def sequence_clipping(trainer: Any, band: TrustBand, advantages: Tensor) -> Iter
         yield
 
 
-def choose_rendezvous_port(num_processes: int) -> None:
+def fsdp_version(args: Any) -> int | None:
+    """Which FSDP the run shards with: by `args.fsdp`, or by `accelerate launch`, which says so in the environment."""
+    plugin = args.fsdp_plugin_args
+    if plugin is not None:
+        return int(plugin["fsdp_version"])
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return None
+    return int(os.environ.get("FSDP_VERSION", "1"))
+
+
+def offloads_parameters(args: Any) -> bool:
+    """Whether FSDP keeps the shards on the CPU, by `args.fsdp` or by `accelerate launch`."""
+    if args.fsdp_plugin_args is not None:
+        return bool(args.fsdp_plugin_args.get("cpu_offload"))
+    return fsdp_version(args) is not None and os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
+
+
+def loads_weights() -> bool:
     """
-    Give a single-process engine a port of its own.
+    Whether a model that this process loads has its weights at once.
 
-    TRL tries four fixed ports, which two runs started together on one machine race for. Launchers set the port
-    themselves, and then it is left alone.
+    With FSDP's RAM-efficient loading only the first process of a machine reads them; those of the others are zero until they
+    are sharded (`PreTrainedModel._move_missing_keys_from_meta_to_device`, transformers 5.17).
     """
-    if num_processes == 1 and "MASTER_PORT" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    return not is_fsdp_enabled() or is_local_dist_rank_0()
 
 
-def engine_parameters(llm: Any) -> torch.nn.Module:
-    """The model inside a colocated `vllm.LLM`."""
-    return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
-
-
-def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+def keep_log_probs_float32(accelerator: Any) -> None:
     """
-    Stream checkpoint-format tensors into a colocated engine, through vLLM's layer-by-layer reload.
+    Under FSDP2 in 16-bit precision, let log-probs leave the model as TRL computed them, in float32.
 
-    The engine restores each layer's checkpoint layout, loads, processes and copies into the storage its kernels already
-    hold, so CUDA graphs stay valid. One call must carry the whole stream.
-
-    Raises:
-        RuntimeError: when the engine did not take every tensor it has a place for, which it only logs itself.
+    accelerate's policy casts all that the model returns to the parameters' dtype. bfloat16 log-probs are up to 0.016 apart at
+    -3, and the paper's trust bands 0.0004 wide. (`FullyShardedDataParallelPlugin.set_mixed_precision`, accelerate 1.15)
     """
-    from . import _compat_cpu
-
-    worker = llm.llm_engine.model_executor.driver_worker
-    model = engine_parameters(llm)
-    load_weights = model.load_weights
-    tied = _tied_names(model)
-    taken: dict[str, set[str]] = {}
-
-    def checked(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
-        # Called after the restore: the parameters are now those of the checkpoint, not of the kernels.
-        names = (name for name, _ in model.named_parameters())
-        taken["expected"] = {_loader_name(name) for name in names if not _RESERVED.search(name)}
-        loaded = set(load_weights(stream))
-        taken["loaded"] = {_loader_name(name) for name in loaded}
-        return loaded
-
-    load = patch.object(model, "load_weights", checked)
-    with load, _compat_cpu.quick_repack(), _compat_cpu.complete_reload(model), _biases_in_place(model):
-        worker.reload_weights(weights_iterator=iter(weights))
-    if not taken:
-        raise RuntimeError(
-            f"vLLM {installed_version('vllm')} reloaded without calling the model's load_weights, so nothing is known "
-            "about what it took. Use a tested version."
-        )
-    # A tied parameter is one storage again after the reload: loaded under one name it is loaded under all.
-    missing = sorted(
-        name for name in taken["expected"] - taken["loaded"] if not tied.get(name, set()) & taken["loaded"]
-    )
-    if missing:
-        raise RuntimeError(
-            f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the published stream does "
-            "not have them. The engine would answer from a mix of old and new weights."
-        )
-
-
-@contextmanager
-def _biases_in_place(model: torch.nn.Module) -> Iterator[None]:
-    """
-    Keep every bias of the engine in the storage that CUDA graphs were captured with.
-
-    vLLM's reload copies what a kernel has prepared back into the old storage, but leaves biases out of that (`SKIP_TENSORS`),
-    and Marlin's layers permute theirs into a new tensor: a graph would go on reading the loaded one, not permuted.
-    """
-    before = {name: p.data for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias"}
-    yield
-    for name, old in before.items():
-        bias = model.get_parameter(name)
-        if bias.data_ptr() != old.data_ptr():
-            old.copy_(bias.data)
-            bias.data = old
-
-
-def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
-    """For each parameter that the engine holds under several names, all of them."""
-    names: dict[int, set[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), set()).add(name)
-    return {name: group for group in names.values() if len(group) > 1 for name in group}
-
-
-def _loader_name(name: str) -> str:
-    """A parameter's name as `load_weights` reports it, which leaves out the module inside a mixture of experts."""
-    return name.replace(".routed_experts.", ".")
-
-
-def checkpoint_renaming(model: torch.nn.Module) -> Callable[[str], str]:
-    """
-    From a module's or parameter's name to the one that transformers saves it under.
-
-    transformers renames some modules on load (Mixtral's `block_sparse_moe` becomes `mlp`) and back in `save_pretrained`;
-    llm-compressor's checkpoints and vLLM have the saved names.
-    """
-    if not isinstance(model, PreTrainedModel):
-        return str
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        # As in `save_pretrained` of a model that was not loaded from a file.
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
-    renamings = [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightRenaming)]
-
-    def rename(name: str) -> str:
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        return name
-
-    return rename
-
-
-def reset_prefix_cache(llm: Any) -> None:
-    """
-    Forget cached keys and values, which belong to the old weights.
-
-    Raises:
-        RuntimeError: when the engine refuses, because requests are still running.
-    """
-    if llm.reset_prefix_cache() is False:
-        raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a publish.")
-
-
-@contextmanager
-def calibration() -> Iterator[None]:
-    """
-    Run llm-compressor 0.14 without two of its habits.
-
-    It pins the AWQ activations that it keeps on the CPU, which torch refuses on a machine without an accelerator to copy
-    them to; pinning changes no value. And SpinQuant centers the embeddings, also where no layer norm takes the mean off
-    again: with an RMS norm that is another model (measured in tests/test_precondition.py).
-    """
-    from llmcompressor.modifiers.transform import SpinQuantModifier
-    from llmcompressor.pipelines.cache import IntermediatesCache
-
-    center = SpinQuantModifier._center_embeddings
-
-    def center_before_layer_norms(self: Any, model: torch.nn.Module) -> None:
-        if any(isinstance(module, torch.nn.LayerNorm) for module in model.modules()):
-            center(self, model)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(SpinQuantModifier, "_center_embeddings", center_before_layer_norms))
-        if not torch.accelerator.is_available():
-            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", lambda *_: None))
-        yield
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = None if plugin is None else plugin.mixed_precision_policy
+    if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
+        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)

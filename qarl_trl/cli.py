@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         quickstart(argv[1:])
     elif argv and argv[0] == "precondition":
-        from .precondition import main as precondition
+        from .llmcompressor.precondition import main as precondition
 
         precondition(argv[1:])
     elif argv and argv[0] == "ptq":
-        from .ptq import main as ptq
+        from .llmcompressor.ptq import main as ptq
 
         ptq(argv[1:])
     else:

@@ -15,10 +15,10 @@ from transformers import PretrainedConfig
 from trl import GRPOConfig
 
 from . import _compat
-from .engine_ops import LEARNER_OPS, unsupported
 from .loss import TrustBand
-from .quant.recipe import read_recipe, single_group
+from .quant.plan import read_recipe, single_group
 from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
+from .rollout.cpu_ops import LEARNER_OPS, unsupported
 
 
 logger = get_logger(__name__)

@@ -23,12 +23,11 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
-from ._compat import checkpoint_renaming
-from .quant.hook import quantized_modules
+from .quant.experts import QuantExperts, fused_experts
 from .quant.linear import LowBitLayer
-from .quant.moe import QuantExperts, fused_experts
-from .quant.names import base_model, checkpoint_modules
-from .quant.recipe import MINMAX
+from .quant.model import quantized_modules
+from .quant.names import base_model, checkpoint_modules, checkpoint_renaming
+from .quant.plan import MINMAX
 from .quant.state_dict import iter_low_bit_weights
 
 

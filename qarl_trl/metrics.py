@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .loss import mismatch_weight
+from .quant.experts import QuantExperts
 from .quant.linear import LowBitLayer
-from .quant.moe import QuantExperts
 from .quant.quantize import LowBitWeight
 
 

@@ -17,17 +17,17 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from . import _compat_fsdp
+from . import _compat
 from .config import QaRLConfig
-from .engine_support import check_engine, check_shards
 from .export import LOW_BIT_FOLDER, check_target
+from .llmcompressor.quantized_start import QuantizedSource, quantized_source
 from .lora_config import check_lora
-from .masters import QuantizedSource, quantized_source
-from .quant.hook import apply_quantization, quantized_modules
+from .quant.experts import QuantExperts
 from .quant.kernel_choice import select_kernel
-from .quant.moe import QuantExperts
-from .quant.recipe import arithmetic, match, resolve_config
+from .quant.model import apply_quantization, quantized_modules
+from .quant.plan import arithmetic, match, resolve_config
 from .quant.scheme import has_global_scale
+from .rollout.support import check_engine, check_shards
 from .runtime_checks import NO_KERNELS
 
 
@@ -111,13 +111,13 @@ def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
     Raises:
         ValueError: for FSDP1, offloaded parameters, and a scheme with a global scale.
     """
-    version = _compat_fsdp.fsdp_version(args)
+    version = _compat.fsdp_version(args)
     if version == 1:
         raise ValueError(
             "FSDP1 flattens the weights of a block into one vector, and a layer has no matrix left to quantize. Use FSDP2: "
             "`fsdp_version: 2` in the launch file (recipes/accelerate/fsdp2.yaml), or DDP."
         )
-    if _compat_fsdp.offloads_parameters(args):
+    if _compat.offloads_parameters(args):
         raise ValueError(
             "FSDP with offloaded parameters (fsdp_offload_params: true) came. The low-bit weights are made from the shards on "
             "the GPU, and a publish would find them on the CPU. Set fsdp_offload_params: false."
@@ -152,7 +152,7 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     if not args.quantized:
         raise ValueError(
             f"{name} is quantized, and quant_scheme='none' would train its decompressed weights for an engine in "
-            "bfloat16. Use quant_scheme: checkpoint, or decompress it yourself with qarl_trl.masters.load_masters."
+            "bfloat16. Use quant_scheme: checkpoint, or decompress it yourself with qarl_trl.llmcompressor.quantized_start.load_masters."
         )
     stored = source.layers  # reads the headers of all files
     plan = resolve_config(args.quant_plan(source.plan()))

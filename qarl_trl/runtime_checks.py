@@ -15,10 +15,10 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import nn
 
 from .config import QaRLConfig
-from .masters import QuantizedSource
-from .quant.hook import MERGED_BY_ENGINES, quantized_modules
+from .llmcompressor.quantized_start import QuantizedSource
+from .quant.experts import PROJECTIONS, QuantExperts, fused_experts
 from .quant.linear import LowBitLayer
-from .quant.moe import PROJECTIONS, QuantExperts, fused_experts
+from .quant.model import MERGED_BY_ENGINES, quantized_modules
 from .quant.names import checkpoint_modules, is_peft_model
 from .quant.quantize import LowBitWeight
 from .quant.scheme import support_of
@@ -115,7 +115,7 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             f"The model is quantized already (quantization_config={foreign}), so there are no high-precision masters to "
             "train. Start from the unquantized checkpoint. A compressed-tensors checkpoint can be given by its path "
-            "(model='...'), or loaded with qarl_trl.masters.load_masters."
+            "(model='...'), or loaded with qarl_trl.llmcompressor.quantized_start.load_masters."
         )
     if getattr(model, "use_kernels", False) and any(fused_experts(model)):
         raise ValueError(NO_KERNELS)

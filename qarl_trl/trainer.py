@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from . import _compat, _compat_fsdp
+from . import _compat
 from .batch import drop_out_of_band, loss_mask
-from .canary import LENGTH, Canary, canary_tokens, learner_logps
 from .config import TBPO, QaRLConfig
-from .engine_ops import has_engine_ops, use_engine_ops
-from .engine_support import default_engine_kwargs
 from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
+from .llmcompressor.quantized_start import QuantizedSource, load_masters
 from .loss import TrustBand, mismatch_weight, tbpo_loss
-from .masters import QuantizedSource, load_masters
 from .metrics import CodeFlips, mismatch_sums, weight_stats
 from .optim import build_muon
 from .preflight import check_arguments, check_config, check_experts, default_output_dir, find_source
-from .quant.hook import apply_quantization, quantized_modules
+from .quant.model import apply_quantization, quantized_modules
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
-from .rollout import LowBitVLLMGeneration
+from .rollout.canary import LENGTH, Canary, canary_tokens, learner_logps
+from .rollout.cpu_ops import has_engine_ops, use_engine_ops
+from .rollout.engine import LowBitVLLMGeneration
+from .rollout.support import default_engine_kwargs
 from .runtime_checks import check_first_codes, check_layers_ran, check_merged_layers, check_mismatch, check_model
 
 
@@ -117,7 +117,7 @@ class QaRLTrainer(GRPOTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's, with log-probs that stay float32 under FSDP2."""
         super().create_accelerator_and_postprocess()
-        _compat_fsdp.keep_log_probs_float32(self.accelerator)
+        _compat.keep_log_probs_float32(self.accelerator)
 
     # Optimizer ------------------------------------------------------------------------------------------------------
 
@@ -390,5 +390,5 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
     )
     if args.use_vllm:
         check_merged_layers(model)
-    if args.quant_freeze_scales and as_stored and _compat_fsdp.loads_weights():
+    if args.quant_freeze_scales and as_stored and _compat.loads_weights():
         check_first_codes(model, source)

@@ -10,8 +10,6 @@ import pytest
 import torch
 import trl.trainer.grpo_trainer as grpo_trainer
 from packaging.version import Version
-from torch import nn
-from trl.generation import vllm_generation
 
 from qarl_trl import _compat
 from qarl_trl.loss import TrustBand
@@ -88,14 +86,6 @@ def test_the_engine_class_is_put_back_also_after_an_error():
     assert grpo_trainer.VLLMGeneration is original
 
 
-def test_engine_arguments_are_added_to_those_of_trl(monkeypatch):
-    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: kwargs, raising=False)
-    original = vllm_generation.LLM
-    with _compat.llm_arguments(load_format="dummy", seed=2):
-        assert vllm_generation.LLM(model="m", seed=1) == {"model": "m", "seed": 2, "load_format": "dummy"}
-    assert vllm_generation.LLM is original
-
-
 @pytest.mark.parametrize(
     "band", [TrustBand(4e-4, 3e-4, 7e-4, 2.0), TrustBand(0.3, 0.21, 0.1, 2.0), TrustBand(math.inf, 0.1, 9.0, 2.0)]
 )
@@ -119,89 +109,44 @@ def test_the_bounds_are_put_back_after_an_error():
     assert (trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta) == (0.2, 0.3, 4.0)
 
 
-# A stand-in for the engine: the real one is in tests/slow ------------------------------------------------------------
-
-
-class Engine:
-    """What `reload_engine` touches of a `vllm.LLM`."""
-
-    def __init__(self, names, calls_load=True):
-        self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in names})
-        self.model.load_weights = lambda stream: {name.replace(".", "_") for name, _ in stream}
-        self.calls_load = calls_load
-        worker = SimpleNamespace(
-            model_runner=SimpleNamespace(get_model=lambda: self.model), reload_weights=self.reload_weights
-        )
-        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
-
-    def reload_weights(self, weights_iterator):
-        if self.calls_load:
-            self.model.load_weights(weights_iterator)
-
-
-def stream(*names):
-    return ((name, torch.ones(1)) for name in names)
-
-
-def test_an_engine_that_takes_everything_is_accepted_and_left_as_it_was():
-    engine = Engine(["a_weight", "b_weight"])
-    load_weights = engine.model.load_weights
-    _compat.reload_engine(engine, stream("a.weight", "b.weight"))
-    assert engine.model.load_weights is load_weights
-
-
-def test_a_tensor_that_the_engine_did_not_get_is_an_error():
-    with pytest.raises(RuntimeError, match=r"old values for 1 tensors, first \['b_weight'\]"):
-        _compat.reload_engine(Engine(["a_weight", "b_weight"]), stream("a.weight"))
+# FSDP ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("reserved", "other"),
+    ("environment", "plugin", "version"),
     [
-        (["layers.0.attn.k_scale", "layers.0.attn.q_zero_point"], "layers.0.k_scales"),
-        (["layers.0.experts.w13_weight_g_idx", "layers.0.experts.w2_g_idx_sort_indices"], "layers.0.experts.g_idxs"),
+        ({}, None, None),
+        ({"ACCELERATE_USE_FSDP": "false"}, None, None),
+        ({"ACCELERATE_USE_FSDP": "true"}, None, 1),  # accelerate's default
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, None, 2),
+        ({}, {"fsdp_version": 2}, 2),
+        ({}, {"fsdp_version": 1}, 1),
     ],
 )
-def test_places_for_other_kinds_of_checkpoints_are_not_expected(reserved, other):
-    engine = Engine(["a_weight"])
-    names = [(n, object()) for n in ("a_weight", *reserved)]
-    engine.model.named_parameters = lambda **_: iter(names)
-    _compat.reload_engine(engine, stream("a.weight"))
-    engine.model.named_parameters = lambda **_: iter([*names, (other, object())])
-    with pytest.raises(RuntimeError, match=other):
-        _compat.reload_engine(engine, stream("a.weight"))
+def test_the_version_of_fsdp_comes_from_the_launcher_or_the_arguments(monkeypatch, environment, plugin, version):
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _compat.fsdp_version(SimpleNamespace(fsdp_plugin_args=plugin)) == version
 
 
-def tied_engine():
-    engine = Engine(["embed_weight", "head_weight"])
-    engine.model["head_weight"] = engine.model["embed_weight"]
-    untied = [("embed_weight", object()), ("head_weight", object())]  # what the restore leaves: two tensors on meta
-    named = engine.model.named_parameters
-    engine.model.named_parameters = lambda **kwargs: named(**kwargs) if kwargs else iter(untied)
-    return engine
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
+def test_fsdp2_does_not_round_what_the_model_returns(monkeypatch, precision):
+    """accelerate's own plugin and policy."""
+    from accelerate import FullyShardedDataParallelPlugin
 
-
-def test_a_tied_weight_needs_one_of_its_names():
-    _compat.reload_engine(tied_engine(), stream("embed.weight"))
-    with pytest.raises(RuntimeError, match=r"old values for 2 tensors, first \['embed_weight', 'head_weight'\]"):
-        _compat.reload_engine(tied_engine(), stream())
-
-
-def test_experts_are_known_by_the_name_that_the_loader_reports():
-    engine = Engine([])
-    engine.model.named_parameters = lambda **_: iter([("mlp.experts.routed_experts.w2_weight", nn.Parameter())])
-    engine.model.load_weights = lambda stream: {"mlp.experts.w2_weight" for _ in stream}
-    _compat.reload_engine(engine, stream("mlp.experts.0.down_proj.weight"))
-    with pytest.raises(RuntimeError, match=r"mlp.experts.w2_weight"):
-        _compat.reload_engine(engine, stream())
-
-
-def test_an_engine_that_does_not_load_is_an_error():
-    with pytest.raises(RuntimeError, match="without calling the model's load_weights"):
-        _compat.reload_engine(Engine(["a_weight"], calls_load=False), stream("a.weight"))
-
-
-def test_a_prefix_cache_that_stays_is_an_error():
-    _compat.reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: True))
-    with pytest.raises(RuntimeError, match="requests are still running"):
-        _compat.reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    if precision != "no":
+        plugin.set_mixed_precision(precision)
+        before = plugin.mixed_precision_policy
+        assert before.output_dtype == before.param_dtype != torch.float32  # control
+    _compat.keep_log_probs_float32(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+    if precision == "no":
+        assert plugin.mixed_precision_policy is None
+    else:
+        after = plugin.mixed_precision_policy
+        assert after.output_dtype is None
+        assert (after.param_dtype, after.reduce_dtype) == (before.param_dtype, before.reduce_dtype)
+    _compat.keep_log_probs_float32(SimpleNamespace(state=SimpleNamespace()))  # no FSDP

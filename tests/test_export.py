@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from qarl_trl import export
 from qarl_trl.export import check_target, quantization_config, save_low_bit
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules, read_recipe
-from qarl_trl.quant.kernels import dequantize
+from qarl_trl.quant.products import dequantize
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])

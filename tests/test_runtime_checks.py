@@ -6,9 +6,9 @@ from configs import config
 from peft import LoraConfig, get_peft_model
 
 from qarl_trl.export import save_low_bit
-from qarl_trl.masters import load_masters, quantized_source
+from qarl_trl.llmcompressor.quantized_start import load_masters, quantized_source
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
-from qarl_trl.quant.recipe import single_group
+from qarl_trl.quant.plan import single_group
 from qarl_trl.quant.scheme import resolve_scheme
 from qarl_trl.runtime_checks import (
     check_first_codes,

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, preflight
-from qarl_trl.masters import load_masters
+from qarl_trl.llmcompressor.quantized_start import load_masters
 from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
-from qarl_trl.quant.kernels import dequantize
+from qarl_trl.quant.products import dequantize
 
 
 @pytest.fixture(scope="module")

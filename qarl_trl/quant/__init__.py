@@ -1,10 +1,10 @@
 """Low-bit weights: one producer, three readers (forward, publish, export)."""
 
-from .hook import apply_quantization, quantized_modules, remove_quantization
+from .experts import QuantExperts
 from .linear import QuantLinear
-from .moe import QuantExperts
+from .model import apply_quantization, quantized_modules, remove_quantization
+from .plan import read_recipe
 from .quantize import LowBitWeight, quantize_weight
-from .recipe import read_recipe
 from .scheme import resolve_scheme
 from .state_dict import iter_low_bit_weights
 

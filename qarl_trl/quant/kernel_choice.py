@@ -10,10 +10,10 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from trl.import_utils import is_vllm_available
 
-from .._compat_cpu import is_cpu_engine
-from . import engine_kernels as engine
-from . import kernels as plain
-from .kernels import Kernel
+from ..rollout import products as engine
+from ..rollout._vllm_cpu import is_cpu_engine
+from . import products as plain
+from .products import Kernel
 from .scheme import gpu_generation, support_of
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .kernel_choice import select_kernel
-from .kernels import Kernel
+from .products import Kernel
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .scheme import effective_group_size, support_of
 

@@ -14,8 +14,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from .kernels import Kernel
 from .linear import LowBitLayer, LowBitMatmul
+from .products import Kernel
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
 

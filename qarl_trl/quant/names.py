@@ -7,10 +7,13 @@ names unchanged.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightRenaming
 
 
 def plain_name(name: str) -> str:
@@ -66,3 +69,27 @@ def checkpoint_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         name = checkpoint_name(full_name, model.active_adapter)
         if name is not None:
             yield name, module
+
+
+def checkpoint_renaming(model: nn.Module) -> Callable[[str], str]:
+    """
+    From a module's or parameter's name to the one that transformers saves it under.
+
+    transformers renames some modules on load (Mixtral's `block_sparse_moe` becomes `mlp`) and back in `save_pretrained`;
+    llm-compressor's checkpoints and vLLM have the saved names.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return str
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        # As in `save_pretrained` of a model that was not loaded from a file.
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+    renamings = [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightRenaming)]
+
+    def rename(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    return rename

@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor
 
-from . import codes, fused
+from . import fast, reference
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
@@ -130,7 +130,7 @@ def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor,
         scheme (`QuantizationScheme`): A supported scheme.
     """
     arithmetic, weight = _arithmetic(weight, scheme)
-    scale, zero_point = codes.qparams(*arithmetic.extremes(weight, scheme), scheme)
+    scale, zero_point = reference.qparams(*arithmetic.extremes(weight, scheme), scheme)
     _check_finite(scale, weight.shape)
     return scale, zero_point
 
@@ -138,7 +138,7 @@ def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor,
 def _arithmetic(weight: Tensor, scheme: QuantizationScheme) -> tuple[ModuleType, Tensor]:
     """The module whose functions quantize the weight, and the weight as they take it."""
     weight = weight.detach().contiguous()
-    arithmetic = fused.module_for(weight, scheme)
+    arithmetic = fast.module_for(weight, scheme)
     return arithmetic, weight if weight.dtype in arithmetic.DTYPES else weight.to(MASTER_CAST_DTYPE)
 
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from trl.distributed import DistributedBackend
 
-from .._compat import checkpoint_renaming
+from .experts import PROJECTIONS, QuantExperts, checkpoint_tensors, fused_experts
 from .linear import LowBitLayer
-from .moe import PROJECTIONS, QuantExperts, checkpoint_tensors, fused_experts
-from .names import base_model, checkpoint_name, is_peft_model, plain_name
+from .names import base_model, checkpoint_name, checkpoint_renaming, is_peft_model, plain_name
 from .scheme import MASTER_CAST_DTYPE
 
 

@@ -9,7 +9,7 @@ from quant.schemes import normal, relative_error
 from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
 from qarl_trl.quant.kernel_choice import select_kernel
-from qarl_trl.quant.kernels import dequantize
+from qarl_trl.quant.products import dequantize
 from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
 
 

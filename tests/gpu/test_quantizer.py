@@ -7,9 +7,9 @@ import warnings
 import pytest
 import torch
 from quant.schemes import ALL_SCHEMES, same_tensors
-from quant.test_codes import many_weights, parts
+from quant.test_reference import many_weights, parts
 
-from qarl_trl.quant import codes, fused, quantize_weight, resolve_scheme
+from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
 
 
 pytestmark = pytest.mark.gpu
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_codes_and_scales_are_those_of_the_cpu(scheme, group_size, dtype):
     resolved, weight = resolve_scheme(scheme, group_size), many_weights(0)
-    for master in parts(weight if dtype == torch.bfloat16 else fused.between(weight), resolved):
+    for master in parts(weight if dtype == torch.bfloat16 else fast.between(weight), resolved):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # kernels that give other bytes are reported and not used
-            assert fused.module_for(master.cuda(), resolved) is not codes
+            assert fast.module_for(master.cuda(), resolved) is not reference
         found = quantize_weight(master.cuda(), resolved).tensors
         assert same_tensors({name: t.cpu() for name, t in found.items()}, quantize_weight(master, resolved).tensors)
 
@@ -30,14 +30,14 @@ def test_codes_and_scales_are_those_of_the_cpu(scheme, group_size, dtype):
 @pytest.mark.parametrize(("scheme", "width"), [("W8A8", 11006), ("FP8_DYNAMIC", 11008), ("NVFP4A16", 11024)])
 def test_sizes_that_fill_no_tile(scheme, width):
     resolved, weight = resolve_scheme(scheme), torch.randn(130, width).bfloat16()
-    assert fused.module_for(weight.cuda(), resolved) is not codes
+    assert fast.module_for(weight.cuda(), resolved) is not reference
     found = quantize_weight(weight.cuda(), resolved).tensors
     assert same_tensors({name: t.cpu() for name, t in found.items()}, quantize_weight(weight, resolved).tensors)
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_the_plain_operations_give_the_same_on_both_devices(monkeypatch, scheme, group_size):
-    monkeypatch.setattr(fused, "module_for", lambda weight, scheme: codes)
+    monkeypatch.setattr(fast, "module_for", lambda weight, scheme: reference)
     resolved, weight = resolve_scheme(scheme, group_size), many_weights(0)
     for master in parts(weight, resolved):
         found = quantize_weight(master.cuda(), resolved).tensors

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from qarl_trl.quant import kernel_choice, resolve_scheme
-from qarl_trl.quant.engine_kernels import (
+from qarl_trl.quant.kernel_choice import select_kernel
+from qarl_trl.quant.products import DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm
+from qarl_trl.quant.scheme import SUPPORTED
+from qarl_trl.rollout.products import (
     CpuInt4Int8Gemm,
     EngineFp8BlockGemm,
     EngineFp8Gemm,
@@ -12,9 +15,6 @@ from qarl_trl.quant.engine_kernels import (
     EngineInt4Fp8Gemm,
     EngineInt8Gemm,
 )
-from qarl_trl.quant.kernel_choice import select_kernel
-from qarl_trl.quant.kernels import DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm
-from qarl_trl.quant.scheme import SUPPORTED
 
 
 CPU = torch.device("cpu")

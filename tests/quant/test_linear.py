@@ -9,8 +9,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qarl_trl.quant import activations, apply_quantization, kernels, linear, quantize_weight, resolve_scheme
-from qarl_trl.quant.kernels import dequantize
+from qarl_trl.quant import (
+    activations,
+    apply_quantization,
+    linear,
+    quantize_weight,
+    resolve_scheme,
+)
+from qarl_trl.quant import (
+    products as kernels,
+)
+from qarl_trl.quant.products import dequantize
 from qarl_trl.quant.scheme import support_of
 from quant.schemes import NAMES, WEIGHT_ONLY, relative_error
 

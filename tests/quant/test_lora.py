@@ -25,9 +25,9 @@ from qarl_trl.quant import (
     remove_quantization,
 )
 from qarl_trl.quant.kernel_choice import select_kernel
-from qarl_trl.quant.kernels import dequantize, quantize_tokens_fp8
 from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.lora import LoraQuantLinear, merged_weight
+from qarl_trl.quant.products import dequantize, quantize_tokens_fp8
 from qarl_trl.quant.quantize import min_max_qparams
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import full_parameters

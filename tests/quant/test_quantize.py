@@ -8,10 +8,17 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from qarl_trl.quant import apply_quantization, codes, fused, iter_low_bit_weights, quantize_weight, resolve_scheme
+from qarl_trl.quant import (
+    apply_quantization,
+    fast,
+    iter_low_bit_weights,
+    quantize_weight,
+    reference,
+    resolve_scheme,
+)
 from qarl_trl.quant import quantize as quantize_module
-from qarl_trl.quant.codes import as_blocks, as_matrix
 from qarl_trl.quant.quantize import min_max_qparams
+from qarl_trl.quant.reference import as_blocks, as_matrix
 from quant.schemes import ALL_SCHEMES, NAMES, NVFP4, SCHEMES, by_definition, normal, same_bytes, same_tensors
 
 
@@ -72,8 +79,8 @@ def test_float32_and_bfloat16_masters_give_the_same_bytes(scheme, group_size, mo
     from_bfloat16 = quantize_weight(master.bfloat16(), resolved)
     assert same_tensors(from_float32.tensors, from_bfloat16.tensors)
 
-    # Control: after another cast some codes flip. Compiled kernels round by themselves (`test_fused.py`).
-    monkeypatch.setattr(fused, "module_for", lambda weight, scheme: codes)
+    # Control: after another cast some codes flip. Compiled kernels round by themselves (`test_fast.py`).
+    monkeypatch.setattr(fast, "module_for", lambda weight, scheme: reference)
     monkeypatch.setattr(quantize_module, "MASTER_CAST_DTYPE", torch.float16)
     assert not same_bytes(quantize_weight(master, resolved).codes, from_bfloat16.codes)
 

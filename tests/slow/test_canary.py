@@ -101,16 +101,16 @@ def test_an_engine_that_did_not_follow_is_called_stale(readings):
 def _train(model: str, folder: str, changes: dict[str, Any], broken: str | None) -> dict[str, Any]:
     trainer = make_trainer(model, Path(folder), **changes)
     if broken is not None:
-        from qarl_trl import _compat
+        from qarl_trl.rollout import _vllm
 
-        kernel, reload_engine = broken, _compat.reload_engine
+        kernel, reload_engine = broken, _vllm.reload_engine
 
         def reload_and_break(llm: Any, weights: Any) -> None:
             reload_engine(llm, weights)
-            layer = _compat.engine_parameters(llm).get_submodule(kernel)
+            layer = _vllm.engine_parameters(llm).get_submodule(kernel)
             layer.weight_scale.data.mul_(0)
 
-        _compat.reload_engine = reload_and_break
+        _vllm.reload_engine = reload_and_break
     outcome = _outcome(trainer.train)
     logs = [row for row in trainer.state.log_history if "publish/verify_gap" in row]
     return {"outcome": outcome, "checks": len(logs), "steps": trainer.state.global_step}

@@ -114,8 +114,6 @@ def _case(folder: Path, tokenizer: str, kind: str, preset: str | None, group_siz
     from safetensors.torch import save_file
     from vllm import LLM
 
-    from qarl_trl import _compat
-
     source, saved = str(folder / "source"), folder / "saved"
     shutil.copytree(tokenizer, source)
     a = _model(source, kind)
@@ -128,10 +126,12 @@ def _case(folder: Path, tokenizer: str, kind: str, preset: str | None, group_siz
 
     overrides = {} if scheme is None else {"quantization_config": _config(scheme)}
     llm = LLM(source, load_format="dummy", hf_overrides=overrides, **ENGINE)
+    from qarl_trl.rollout import _vllm
+
     answers = []
     for which in (0, 1, 0):
-        _compat.reload_engine(llm, checkpoints[which].items())
-        _compat.reset_prefix_cache(llm)
+        _vllm.reload_engine(llm, checkpoints[which].items())
+        _vllm.reset_prefix_cache(llm)
         answers.append(engine_logprobs(llm))
     del llm
     gc.collect()
@@ -152,13 +152,13 @@ def _case(folder: Path, tokenizer: str, kind: str, preset: str | None, group_siz
 
 def _all_cases(folder: str, names: list[str], repaired: bool) -> dict[str, dict[str, bool] | str]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from qarl_trl import _compat_cpu
+    from qarl_trl.rollout import _vllm_cpu
 
     tokenizer = save_model(Path(folder) / "tokenizer")
     for weights in Path(tokenizer).glob("*.safetensors"):
         weights.unlink()
     results: dict[str, Any] = {}
-    with nullcontext() if repaired else patch.object(_compat_cpu, "complete_reload", nullcontext):
+    with nullcontext() if repaired else patch.object(_vllm_cpu, "complete_reload", nullcontext):
         for name in names:
             case = Path(folder) / str(len(results))
             case.mkdir()

@@ -75,7 +75,7 @@ def _record_forward(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]
 
 def _compare_samples(trainer: Any, number: int) -> dict[str, Any]:
     """Log-probs of sampled tokens by both sides, and by a learner whose attention is transformers'."""
-    from qarl_trl.engine_ops import ATTENTION
+    from qarl_trl.rollout.cpu_ops import ATTENTION
 
     samples = sample(trainer.vllm_generation.llm, number)
     engine = [torch.tensor(values) for *_, values in samples]
@@ -261,8 +261,6 @@ def _permuted_biases(model: str, folder: str, repaired: bool) -> dict[str, Any]:
 
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 
-    from qarl_trl import _compat
-
     process = CPUWNA16LinearKernel.process_weights_after_loading
 
     def permuting(kernel: Any, layer: torch.nn.Module) -> None:
@@ -271,11 +269,13 @@ def _permuted_biases(model: str, folder: str, repaired: bool) -> dict[str, Any]:
             layer.bias.data = layer.bias.data.flip(0)
 
     with patch.object(CPUWNA16LinearKernel, "process_weights_after_loading", permuting):
+        from qarl_trl.rollout import _vllm
+
         trainer = make_trainer(model, Path(folder))
         engine = trainer.vllm_generation
-        bias = _compat.engine_parameters(engine.llm).get_parameter("model.layers.0.self_attn.qkv_proj.bias")
+        bias = _vllm.engine_parameters(engine.llm).get_parameter("model.layers.0.self_attn.qkv_proj.bias")
         captured = bias.data  # what a CUDA graph would have
-        with nullcontext() if repaired else patch.object(_compat, "_biases_in_place", lambda model: nullcontext()):
+        with nullcontext() if repaired else patch.object(_vllm, "_biases_in_place", lambda model: nullcontext()):
             sent = publish(engine)
     expected = torch.cat([sent[f"model.layers.0.self_attn.{n}_proj.bias"] for n in "qkv"]).flip(0)
     return {"layer": torch.equal(bias, expected), "captured": torch.equal(captured, expected)}

@@ -42,8 +42,6 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
     )
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    from qarl_trl import _compat
-
     config = EngineArgs(model=folder, enforce_eager=True, max_model_len=64).create_engine_config()
     store = f"file://{folder}/store"
     with (
@@ -59,9 +57,11 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
         model = initialize_model(vllm_config=config)
         tensors = load_file(f"{folder}/model.safetensors")
         loaded = set(model.load_weights((n, t) for n, t in tensors.items() if n != omit))
+    from qarl_trl.rollout import _vllm
+
     names = {name.replace(".routed_experts.", "."): name for name, _ in model.named_parameters()}
     # As in a publish: there are places that only other kinds of checkpoints fill.
-    missing = [name for name in names if name not in loaded and not _compat._RESERVED.search(name)]
+    missing = [name for name in names if name not in loaded and not _vllm._RESERVED.search(name)]
     parameters = dict(model.named_parameters())
     experts = {
         name.rpartition(".")[2]: parameters[names[name]]

@@ -160,10 +160,10 @@ def test_frozen_scales_where_one_process_loads_the_weights(tmp_path):
 def _stopped(model: str, folder: str, how: str) -> str:
     from unittest.mock import patch
 
-    from qarl_trl import _compat_fsdp
+    from qarl_trl import _compat
 
     if how == "log-probs in bfloat16":
-        with patch.object(_compat_fsdp, "keep_log_probs_float32", lambda accelerator: None):
+        with patch.object(_compat, "keep_log_probs_float32", lambda accelerator: None):
             trainer = _trainer(model, folder, True)
     else:
         trainer = _trainer(model, folder, False)

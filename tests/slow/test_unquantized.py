@@ -24,11 +24,11 @@ def _run(model: str, folder: str) -> list[float]:
 def _stock(model: str, folder: str) -> str:
     from trl import GRPOConfig, GRPOTrainer
 
-    from qarl_trl import _compat
+    from qarl_trl.rollout import _vllm
 
     own = ("vllm_engine_kwargs", "tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high")
     args = GRPOConfig(**{k: v for k, v in settings(Path(folder)).items() if k not in own})
-    with _compat.llm_arguments(**ENGINE):
+    with _vllm.llm_arguments(**ENGINE):
         trainer = GRPOTrainer(model, distinct_characters, args, train_dataset=prompts())
     try:
         trainer.train()

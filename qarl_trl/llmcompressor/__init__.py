@@ -1,0 +1,1 @@
+"""What goes through llm-compressor, or starts from its checkpoints."""

@@ -1,0 +1,140 @@
+"""Which functions quantize a weight: kernels compiled for its device where there are any, `reference` otherwise.
+
+Invariant: a compiled kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of
+`reference` for every bfloat16 number below 1e37; if it gave others or none, a warning says so and `reference` does the work. Either way the
+bytes are the same, only the time is not (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from types import ModuleType
+
+import torch
+from compressed_tensors.quantization import QuantizationScheme
+from torch import Tensor
+
+from .. import reference
+from ..scheme import arithmetic_of, has_global_scale
+
+
+_MODULES = {"cpu": "cpu", "cuda": "cuda"}
+_AGREES: dict[tuple, bool] = {}
+
+
+def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
+    """
+    The module whose `extremes`, `quantize` and `encode` are for `weight`: `fast.cpu`, `fast.cuda` or `reference`.
+
+    Args:
+        weight (`Tensor`): Master weight `(out, in)`, contiguous.
+        scheme (`QuantizationScheme`): A supported scheme.
+    """
+    compiled = _compiled(weight.device.type)
+    if compiled is None or not compiled.takes(weight, scheme):
+        return reference
+    case = (weight.device, weight.dtype, scheme.format, arithmetic_of(scheme.weights))
+    if case not in _AGREES:
+        try:
+            _AGREES[case] = _agrees(compiled, scheme, weight.device, weight.dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of whatever compiler there is
+            warnings.warn(
+                f"The compiled quantizer {compiled.__name__} does not run on {weight.device} ({type(error).__name__}: {error}). "
+                "The plain operations are used instead: slower, with the same codes.",
+                stacklevel=2,
+            )
+            _AGREES[case] = False
+    return compiled if _AGREES[case] else reference
+
+
+@functools.cache
+def _compiled(device_type: str) -> ModuleType | None:
+    if device_type not in _MODULES:
+        return None
+    try:
+        return importlib.import_module(f".{_MODULES[device_type]}", __package__)
+    except ImportError:  # numba comes with vLLM, triton with torch for CUDA; without them the plain operations do
+        return None
+
+
+def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
+    weight = sample(dtype).to(device)
+    plain = weight.to(reference.DTYPES[0])
+    found, expected = [*compiled.extremes(weight, scheme)], [*reference.extremes(plain, scheme)]
+    for global_scale in _global_scales(scheme, device):
+        found += compiled.quantize(weight, scheme, global_scale)
+        _, scale, zero_point = quantized = reference.quantize(plain, scheme, global_scale)
+        expected += quantized
+        if zero_point is not None:
+            found.append(compiled.pack_zero_points(zero_point))
+            expected.append(reference.pack_zero_points(zero_point))
+        for factor in (1.0, 0.25):  # with scales of other weights codes saturate
+            scales = (scale.float() * factor).to(scale.dtype).float()
+            scales = torch.where(scales > 0, scales, scale.float()).to(scale.dtype)
+            args = (scales, zero_point, scheme, global_scale)
+            found.append(compiled.encode(weight, *args))
+            expected.append(reference.encode(plain, *args))
+    found.append(_finite(compiled, weight, scheme))
+    expected.append(_finite(reference, plain, scheme))
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if not a is b is None]
+    if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
+        return True
+    warnings.warn(
+        f"The compiled quantizer {compiled.__name__} gives other bytes on {device} than the plain operations "
+        f"({arithmetic_of(scheme.weights)}, {dtype}), which are used instead: slower, with the right codes. "
+        "Please report this with the versions of torch and numba or triton.",
+        stacklevel=2,
+    )
+    return False
+
+
+def _finite(arithmetic: ModuleType, weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """Which extremes and scales are finite where NaN and infinity stand in two of three rows: what a weight is refused by."""
+    weight = weight.clone()
+    # NaN and infinity of either sign, as patterns: a negative NaN does not survive a conversion.
+    shift = 0 if weight.dtype == torch.bfloat16 else 16
+    patterns = weight.view(torch.int16 if shift == 0 else torch.int32)
+    for start, value in enumerate((0x7FC0, 0x7F80, 0xFFC0 - 0x10000, 0xFF80 - 0x10000)):
+        patterns[start::6].fill_diagonal_(value << shift)
+    low, high = arithmetic.extremes(weight, scheme)
+    found = torch.maximum(high, -low)
+    if not has_global_scale(scheme):  # below one, scales are float8 and saturate
+        found = torch.stack((found, arithmetic.quantize(weight, scheme)[1]))
+    return found.isfinite()
+
+
+def _global_scales(scheme: QuantizationScheme, device: torch.device) -> list[Tensor | None]:
+    """Global scales under which some of [`sample`]'s own scales are in range, each for other sizes of weights."""
+    if not has_global_scale(scheme):
+        return [None]
+    return [
+        torch.tensor([reference.FP8_MAX * reference.FP4_MAX / largest], device=device)
+        for largest in (1e37, 1e15, 8.0, 1e-10, 1e-30)
+    ]
+
+
+def sample(dtype: torch.dtype) -> Tensor:
+    """Weights `(1024, 256)` with every bfloat16 number below 1e37, near ones and all sizes in a row, and many ties."""
+    with torch.device("cpu"):
+        weight = _sample()
+        return weight if dtype == torch.bfloat16 else between(weight).to(dtype)
+
+
+def _sample() -> Tensor:
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
+    patterns = torch.where(patterns.abs() < 1e37, patterns, -0.0).view(256, 256)
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.randn(256, 256, generator=rng) * torch.logspace(-30, 4, 256).unsqueeze(-1)
+    halves = torch.randint(-16, 17, (256, 256), generator=rng) / 2
+    halves[:, ::16] = 7.5  # a scale of 1 where codes have 4 bits
+    return torch.cat((patterns, patterns.t(), noise, halves)).bfloat16()
+
+
+def between(weight: Tensor, seed: int = 0) -> Tensor:
+    """float32 numbers from those of a bfloat16 `weight` to the next larger ones, a fifth of them halfway."""
+    low_bits = torch.randint(0, 5, weight.shape, generator=torch.Generator().manual_seed(seed)) * 2**14
+    return (weight.float().view(torch.int32) | low_bits.clamp(max=2**16 - 1).int()).view(torch.float32)

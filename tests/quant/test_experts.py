@@ -1,0 +1,635 @@
+"""`qarl_trl.quant.experts`: fused experts against transformers' own forward and a token-by-token reference."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import references
+import torch
+from conftest import make_model
+from peft import LoraConfig, get_peft_model
+from slow.isolated import isolated_group
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GptOssConfig, GptOssForCausalLM
+from trl.distributed import DistributedBackend
+
+from qarl_trl.metrics import CodeFlips
+from qarl_trl.quant import (
+    QuantExperts,
+    apply_quantization,
+    iter_low_bit_weights,
+    quantize_weight,
+    quantized_modules,
+    remove_quantization,
+)
+from qarl_trl.quant.experts import PROJECTIONS, fused_experts
+from qarl_trl.quant.plan import config_of
+from qarl_trl.quant.products import dequantize, quantize_tokens_fp8
+from qarl_trl.quant.scheme import DEFAULT_IGNORE
+from qarl_trl.quant.state_dict import full_parameters
+from qarl_trl.runtime_checks import check_layers_ran
+
+
+KINDS = ["qwen3_moe", "mixtral", "olmoe"]
+TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 3]])
+EXPERTS = "model.layers.0.mlp.experts"
+ONE_PROCESS = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)))
+
+
+def quantized(kind="qwen3_moe", scheme="W4A16", **changes):
+    return apply_quantization(make_model(kind, **changes), scheme, ignore=DEFAULT_IGNORE)
+
+
+def experts_of(model):
+    return next(module for _, module in fused_experts(model))
+
+
+def routed(tokens, module, top_k=2, seed=0, dtype=torch.float32):
+    """Inputs of a layer of experts: hidden states, chosen experts and routing weights."""
+    generator = torch.Generator().manual_seed(seed)
+    experts, _, hidden = module.gate_up_proj.shape
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    scores = torch.randn(tokens, experts, generator=generator)
+    weights, chosen = scores.softmax(-1).topk(top_k)
+    return x.requires_grad_(), chosen, weights.to(dtype).requires_grad_()
+
+
+def dequantized(module, name):
+    """The low-bit matrices of a fused parameter, `(experts, out, in)` for each projection."""
+    experts = [[exact(w) for w in parts] for parts in module.low_bit(name)]
+    return [torch.stack(matrices) for matrices in zip(*experts, strict=True)]
+
+
+def exact(weight):
+    """What a kernel multiplies with: for FP8 code times scale unrounded, where `dequantize` rounds to bfloat16."""
+    if weight.codes.dtype == torch.float8_e4m3fn:
+        return weight.codes.float() * weight.scale.float()
+    return dequantize(weight, torch.float32)
+
+
+# Against transformers ------------------------------------------------------------------------------------------------
+
+
+def put_on_grid(model, seed=0):
+    """Give the linear layers and experts weights that W4A16_ASYM stores exactly: (code - 8) / 32, 0 and 15 in each group."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in model.named_parameters():
+        if param.ndim == 3 or ("_proj" in name and param.ndim == 2):
+            codes = torch.randint(0, 16, param.shape, generator=generator)
+            codes[..., 0::128], codes[..., 1::128] = 0, 15
+            param.data = ((codes - 8) / 32).to(param.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_quantization_changes_nothing_it_is_the_eager_model_bit_for_bit(kind, dtype):
+    """Outputs and all gradients."""
+    plain, ours = make_model(kind, dtype=dtype), make_model(kind, dtype=dtype)
+    for model in (plain, ours):
+        put_on_grid(model)
+    plain.set_experts_implementation("eager")
+    apply_quantization(ours, "W4A16_ASYM", ignore=DEFAULT_IGNORE)
+    module = experts_of(ours)
+    assert torch.equal(dequantized(module, "down_proj")[0], module.down_proj.float())  # the premise
+
+    losses = []
+    for model in (plain, ours):
+        logits = model(TOKENS).logits
+        logits.float().square().sum().backward()
+        losses.append(logits)
+    assert torch.equal(*losses)
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert all(torch.equal(p.grad, expected[name]) for name, p in ours.named_parameters())
+
+    # Control: off the grid it is another model.
+    for model in (plain, ours):
+        with torch.no_grad():
+            experts_of(model).down_proj.mul_(torch.linspace(0.5, 1.5, 128).to(dtype))
+    assert not torch.equal(plain(TOKENS).logits, ours(TOKENS).logits)
+
+
+def test_it_is_the_eager_model_whatever_implementation_the_config_names():
+    logits = []
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        model = quantized()
+        model.set_experts_implementation(implementation)
+        logits.append(model(TOKENS).logits)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_with_the_learner_in_high_precision_the_forward_is_transformers_own():
+    plain, ours = make_model("qwen3_moe"), make_model("qwen3_moe")
+    apply_quantization(ours, "W4A16", ignore=DEFAULT_IGNORE, quantize_forward=False)
+    assert torch.equal(plain(TOKENS).logits, ours(TOKENS).logits)
+    assert isinstance(experts_of(ours), QuantExperts)
+    assert f"{EXPERTS}.0.gate_proj.weight_packed" in dict(iter_low_bit_weights(ours))
+    check_layers_ran(ours)
+
+
+@pytest.mark.parametrize(
+    "scheme", ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A8", "W4AFP8"]
+)
+def test_an_expert_computes_what_a_low_bit_linear_layer_of_its_weights_computes(scheme):
+    """`QuantLinear` layers, one an expert and projection, in a loop like that of llm-compressor's linearized experts."""
+    # Two key heads: 128 rows, which the blocks of FP8_BLOCK divide.
+    model = quantized(scheme=scheme, num_key_value_heads=2)
+    module = experts_of(model)
+    x, chosen, routing = routed(13, module, dtype=torch.bfloat16)
+    layers = nn.ModuleDict()
+    for name, projections in PROJECTIONS.items():
+        for expert, weight in enumerate(getattr(module, name).detach()):
+            for projection, part in zip(projections, weight.chunk(len(projections)), strict=True):
+                layer = layers[f"{expert}_{projection}"] = nn.Linear(part.shape[1], part.shape[0], bias=False)
+                layer.weight.data.copy_(part)
+    apply_quantization(layers, scheme)
+    expected = torch.zeros_like(x)
+    for expert in range(len(module.down_proj)):
+        gate, up, down = (layers[f"{expert}_{p}"] for p in ("gate_proj", "up_proj", "down_proj"))
+        choice, token = torch.where((chosen == expert).t())
+        rows = x[token]
+        out = down(nn.functional.silu(gate(rows)) * up(rows)) * routing[token, choice, None]
+        expected.index_add_(0, token, out)
+    assert torch.equal(module(x, chosen, routing), expected)
+    with torch.no_grad():
+        layers["0_down_proj"].weight[0, 0] += 1
+    assert not torch.equal(layers["0_down_proj"].low_bit().codes, module.low_bit("down_proj")[0][0].codes)  # control
+
+
+# Against the reference -----------------------------------------------------------------------------------------------
+
+
+def fp8_row(row):
+    codes, scale = references.quantize_tokens_float8(row[None].float())
+    return torch.tensor([references.float8_value(code) for code in codes[0].tolist()]).double() * scale[0].double()
+
+
+# Largest difference found, by the largest entry of the reference: 4.3e-7 for W4A16, float32 sums; 2.3e-3 for FP8, in the
+# gradients by x, gate and up, which the backward takes from weights dequantized in bfloat16 (the rest: 2.2e-7).
+@pytest.mark.parametrize(("scheme", "tolerance"), [("W4A16", 4e-6), ("FP8_DYNAMIC", 5e-3)])
+def test_output_and_gradients_are_those_of_the_reference(scheme, tolerance):
+    model = quantized(scheme=scheme)
+    module = experts_of(model)
+    x, chosen, routing = routed(9, module)
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    y = module(x, chosen, routing)
+    y.backward(grad)
+    gate_up, down = module.gate_up_proj.grad, module.down_proj.grad
+    found = [y.detach(), x.grad, *gate_up.chunk(2, dim=1), down, routing.grad]
+
+    def reference(matrices):
+        quantize_input = fp8_row if scheme == "FP8_DYNAMIC" else lambda row: row
+        return references.experts(x.detach(), *matrices, chosen, routing.detach(), grad, quantize_input=quantize_input)
+
+    def differences(expected):
+        return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)]
+
+    low_bit = [*dequantized(module, "gate_up_proj"), *dequantized(module, "down_proj")]
+    assert max(differences(reference(low_bit))) < tolerance
+    masters = [*module.gate_up_proj.detach().chunk(2, dim=1), module.down_proj.detach()]
+    assert min(differences(reference(masters))) > 4 * tolerance  # control: W in the place of Q(W)
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero():
+    module = experts_of(quantized())
+    x, _, _ = routed(3, module)
+    module(x, torch.tensor([[0, 2]] * 3), torch.full((3, 2), 0.5)).sum().backward()
+    for param in (module.gate_up_proj, module.down_proj):
+        assert [bool(grad.any()) for grad in param.grad] == [True, False, True, False]
+
+
+def test_no_token_at_all_is_no_output():
+    module = experts_of(quantized())
+    x, chosen, routing = routed(0, module)
+    assert module(x, chosen, routing).shape == (0, 128)
+
+
+def test_under_autocast_it_multiplies_in_bfloat16_and_sums_in_the_dtype_of_the_hidden_states():
+    model = quantized()
+    module = experts_of(model)
+    x, chosen, routing = routed(9, module)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(x, chosen, routing)
+    assert y.dtype == torch.float32
+    half = module(x.detach().bfloat16(), chosen, routing.detach())
+    assert not torch.equal(y, module(x, chosen, routing))
+    # Two sums of two terms, one of them rounded to bfloat16.
+    assert ((y - half.float()).abs().max() / y.abs().max()) < 2**-7
+    y.sum().backward()
+    assert module.down_proj.grad.dtype == torch.float32
+
+
+# Memory -------------------------------------------------------------------------------------------------------------
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation made anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def naive(module, x, chosen, routing):
+    """The same output from all experts dequantized at once, as a stock forward with straight-through masters needs it."""
+    gate, up = dequantized(module, "gate_up_proj")
+    (down,) = dequantized(module, "down_proj")
+    both = module.gate_up_proj + (torch.cat([gate, up], dim=1) - module.gate_up_proj).detach()
+    down = module.down_proj + (down - module.down_proj).detach()
+    y = torch.zeros_like(x)
+    for e in range(len(down)):
+        choice, token = torch.where((chosen == e).t())
+        g, u = nn.functional.linear(x[token], both[e]).chunk(2, dim=-1)
+        y = y.index_add(
+            0, token, nn.functional.linear(nn.functional.silu(g) * u, down[e]) * routing[token, choice, None]
+        )
+    return y
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
+def test_never_more_than_one_expert_is_in_high_precision(scheme):
+    model = make_model("qwen3_moe", num_experts=32, num_hidden_layers=1)
+    apply_quantization(model, scheme, ignore=DEFAULT_IGNORE)
+    module = experts_of(model)
+    one_expert = module.gate_up_proj[0].numel() * 4  # bytes of gate and up in float32
+    everything = module.down_proj.numel() * 2  # all experts of the smaller parameter in bfloat16
+    inputs = routed(8, module)
+
+    def measure(forward):
+        kept = {}
+
+        def keep(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with LargestTensor() as forward_made, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            loss = forward(*inputs).sum()
+        with LargestTensor() as backward_made:
+            loss.backward()
+        return forward_made.bytes, sum(kept.values()), backward_made.bytes
+
+    module.requires_grad_(False)  # the gradients of the masters are as large as they are, and the next test's
+    for _ in ("codes are made", "codes are there"):
+        forward_made, saved, backward_made = measure(module)
+        assert max(forward_made, backward_made) <= one_expert
+        assert saved < everything / 4
+    forward_made, saved, _ = measure(lambda *args: naive(module, *args))  # control
+    assert forward_made > everything
+    assert saved > everything
+
+
+def test_the_gradient_of_the_masters_is_the_only_large_tensor_of_the_backward():
+    model = make_model("qwen3_moe", num_experts=32, num_hidden_layers=1)
+    apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE)
+    module = experts_of(model)
+    x, chosen, routing = routed(8, module)
+    y = module(x, chosen, routing)
+    made = []
+
+    class Large(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.numel() >= module.down_proj.numel():
+                made.append(result.untyped_storage().data_ptr())
+            return result
+
+    with Large():
+        y.sum().backward()
+    assert len(set(made)) == 2  # one a parameter: no zeros, sum or copy of that size per expert
+
+
+# Codes --------------------------------------------------------------------------------------------------------------
+
+
+def test_codes_are_made_once_a_step_and_shared_by_forward_and_stream():
+    model = quantized()
+    module = experts_of(model)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    codes = module.low_bit("down_proj")
+    model(TOKENS)
+    assert module.low_bit("down_proj") is codes
+    stream = dict(iter_low_bit_weights(model))
+    for name, tensors in {
+        f"{EXPERTS}.3.down_proj": module.low_bit("down_proj")[3][0].tensors,
+        f"{EXPERTS}.3.gate_proj": module.low_bit("gate_up_proj")[3][0].tensors,
+        f"{EXPERTS}.3.up_proj": module.low_bit("gate_up_proj")[3][1].tensors,
+    }.items():
+        assert all(stream[f"{name}.{local}"] is tensor for local, tensor in tensors.items())
+    optimizer.step()
+    fresh = module.low_bit("down_proj")
+    assert fresh is not codes
+    assert not torch.equal(fresh[0][0].codes, codes[0][0].codes)
+    expected = quantize_weight(module.down_proj[0], module.scheme)
+    assert torch.equal(fresh[0][0].codes, expected.codes)
+
+
+def test_gate_and_up_are_the_halves_of_the_fused_parameter():
+    model = quantized()
+    module = experts_of(model)
+    stream = dict(iter_low_bit_weights(model))
+    gate, up = module.gate_up_proj[2].chunk(2)
+    for name, part in (("gate_proj", gate), ("up_proj", up), ("down_proj", module.down_proj[2])):
+        expected = quantize_weight(part, module.scheme).tensors
+        found = {local: stream[f"{EXPERTS}.2.{name}.{local}"] for local in expected}
+        assert all(torch.equal(found[local], tensor) for local, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [
+        ("qwen3_moe", "model.layers.0.mlp"),
+        ("mixtral", "model.layers.0.block_sparse_moe"),
+        ("olmoe", "model.layers.0.mlp"),
+    ],
+)
+def test_the_stream_has_the_names_of_the_checkpoint(kind, prefix):
+    names = [name for name, _ in iter_low_bit_weights(quantized(kind)) if name.startswith(prefix)]
+    expected = [
+        f"{prefix}.experts.{e}.{projection}.{local}"
+        for projections in PROJECTIONS.values()
+        for e in range(4)
+        for projection in projections
+        for local in ("weight_packed", "weight_scale", "weight_shape")
+    ]
+    assert sorted(names) == sorted([f"{prefix}.gate.weight", *expected])
+    # With nothing quantized TRL's own names go out.
+    plain = make_model(kind)
+    assert [n for n, _ in iter_low_bit_weights(plain)] == [n for n, _ in plain.named_parameters()]
+
+
+def test_masters_given_from_outside_are_quantized_anew():
+    """As FSDP2 gives them: whole, while the module holds a shard."""
+    model = quantized(num_hidden_layers=1)
+    module = experts_of(model)
+    module.low_bit("down_proj")
+    whole = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    stream = dict(iter_low_bit_weights(model, whole.items()))
+    expected = quantize_weight(whole[f"{EXPERTS}.down_proj"][1], module.scheme)
+    assert torch.equal(stream[f"{EXPERTS}.1.down_proj.weight_packed"], expected.codes)
+    assert module.low_bit("down_proj")[1][0].codes is stream[f"{EXPERTS}.1.down_proj.weight_packed"]
+    missing = [(name, p) for name, p in whole.items() if not name.endswith("gate_up_proj")]
+    with pytest.raises(RuntimeError, match=r"1 parameters of fused experts.*mlp\.experts\.gate_up_proj"):
+        list(iter_low_bit_weights(model, missing))
+
+
+def sharded_run(folder):
+    """FSDP2 over two processes, bfloat16 in the forward, float32 in the shards; rank 0 writes what was published."""
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    model = quantized()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        used = {
+            f"{name}.{layer}.{local}": tensor
+            for name, module in fused_experts(model)
+            for layer, weight in module.last_low_bits()
+            for local, tensor in weight.tensors.items()
+        }
+        stream = dict(iter_low_bit_weights(model, full_parameters(model, ONE_PROCESS)))
+        assert len(used) == 2 * 12 * 3
+        assert all(torch.equal(stream[name], tensor) for name, tensor in used.items())
+        if step == 0:
+            first = stream
+            optimizer.step()
+            optimizer.zero_grad()
+    if torch.distributed.get_rank() == 0:
+        torch.save((first, stream), f"{folder}/found.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_under_fsdp2_forward_and_publish_share_the_codes_of_one_process(tmp_path):
+    isolated_group(sharded_run, 2, str(tmp_path))
+    first, second = torch.load(tmp_path / "found.pt")
+    whole = dict(iter_low_bit_weights(quantized()))
+    assert first.keys() == whole.keys()
+    assert all(torch.equal(first[name], tensor) for name, tensor in whole.items())
+    name = f"{EXPERTS}.3.down_proj.weight_packed"
+    assert not torch.equal(first[name], second[name])  # control
+
+
+def test_code_flips_count_the_experts_within_the_budget_of_one_layer():
+    model = quantized(num_hidden_layers=1)
+    module = experts_of(model)
+    flips = CodeFlips(words=1200)
+    model(TOKENS)
+    assert flips.update([("experts", module)]) is None
+    assert len(flips._last) == 4 * 3
+    assert sum(codes.numel() for codes in flips._last.values()) <= 4 * 1200
+    assert flips.update([("experts", module)]) == 0
+    with torch.no_grad():
+        module.down_proj.mul_(-1)  # amax stays, every code but 0 and the rounded ties changes
+    model(TOKENS)
+    assert 0.2 < flips.update([("experts", module)]) < 0.4  # down_proj is a third
+
+
+# What is quantized --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_parameters_and_state_dict_stay(kind):
+    plain, ours = make_model(kind), quantized(kind)
+    assert [n for n, _ in plain.named_modules()] == [n for n, _ in ours.named_modules()]
+    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), ours.state_dict().values(), strict=True))
+    assert plain.state_dict().keys() == ours.state_dict().keys()
+    found = {name for name, _ in quantized_modules(ours)}
+    assert {EXPERTS, "model.layers.1.mlp.experts", "model.layers.0.self_attn.q_proj"} <= found
+    assert not any("gate" in name for name in found)  # routers
+
+
+def test_removing_restores_the_experts():
+    model, plain = quantized(), make_model("qwen3_moe")
+    model(TOKENS)
+    remove_quantization(model)
+    assert type(experts_of(model)) is type(experts_of(plain))
+    assert experts_of(model).__dict__.keys() == experts_of(plain).__dict__.keys()
+    assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_quantized_and_holds_no_codes(clone):
+    model = quantized()
+    logits = model(TOKENS).logits
+    twin = clone(model)
+    assert not experts_of(twin).has_run
+    assert torch.equal(twin(TOKENS).logits, logits)
+
+
+def test_all_experts_of_a_layer_can_be_ignored_by_their_names_or_by_that_of_the_module():
+    for pattern in (r"re:.*layers\.0\.mlp\.experts\..*", EXPERTS, r"re:.*layers\.0\..*experts$"):
+        model = apply_quantization(make_model("qwen3_moe"), "W4A16", ignore=["lm_head", pattern])
+        found = {name for name, _ in quantized_modules(model)}
+        assert EXPERTS not in found
+        assert "model.layers.1.mlp.experts" in found
+        stream = dict(iter_low_bit_weights(model))
+        up = experts_of(model).gate_up_proj[1].chunk(2)[1]
+        assert torch.equal(stream[f"{EXPERTS}.1.up_proj.weight"], up.bfloat16())
+
+
+def test_targets_can_name_the_experts():
+    target = r"re:.*experts\.\d+\.(gate|up|down)_proj$"
+    model = apply_quantization(make_model("qwen3_moe"), "W4A16", targets=[target])
+    assert [name for name, _ in quantized_modules(model)] == [EXPERTS, "model.layers.1.mlp.experts"]
+
+
+def test_experts_and_attention_can_have_schemes_of_their_own():
+    groups = {"FP8_DYNAMIC": [r"re:.*self_attn.*"], "W4A16": [r"re:.*mlp.experts.*"]}
+    model = apply_quantization(make_model("qwen3_moe"), config_of({"scheme": groups, "ignore": ["lm_head"]}))
+    assert experts_of(model).scheme.weights.num_bits == 4
+    assert model.model.layers[0].self_attn.q_proj.scheme.weights.num_bits == 8
+    groups = {"FP8_DYNAMIC": [r"re:.*down_proj"], "W4A16": [r"re:.*(gate|up)_proj"]}
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.experts' are in several groups"):
+        apply_quantization(make_model("qwen3_moe"), config_of({"scheme": groups, "ignore": ["lm_head"]}))
+
+
+def test_lora_on_the_attention_leaves_the_names_of_the_experts():
+    model = get_peft_model(make_model("mixtral"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert {name for name, _ in iter_low_bit_weights(model)} == {
+        name for name, _ in iter_low_bit_weights(quantized("mixtral"))
+    }
+    assert experts_of(model).down_proj.grad is None
+
+
+def test_frozen_scales_are_kept_for_each_expert():
+    model = quantized(num_hidden_layers=1)
+    stream = dict(iter_low_bit_weights(model))
+    layers = {name.removesuffix(".weight_packed") for name in stream if name.endswith(".weight_packed")}
+    frozen = {name: (stream[f"{name}.weight_scale"] * 2, None) for name in layers}
+    remove_quantization(model)
+    apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, qparams=frozen)
+    kept = dict(iter_low_bit_weights(model))
+    assert all(torch.equal(kept[f"{name}.weight_scale"], scale) for name, (scale, _) in frozen.items())
+    assert not torch.equal(kept[f"{EXPERTS}.2.up_proj.weight_packed"], stream[f"{EXPERTS}.2.up_proj.weight_packed"])
+    remove_quantization(model)
+    frozen.pop(f"{EXPERTS}.2.up_proj")
+    with pytest.raises(ValueError, match=r"1 layers differ.*experts\.2\.up_proj"):
+        apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, qparams=frozen)
+
+
+@pytest.mark.parametrize("pattern", [r"re:.*experts\.0\..*", r"re:.*experts.*down_proj", f"{EXPERTS}.3.up_proj"])
+def test_a_part_of_the_experts_cannot_be_ignored(pattern):
+    model = make_model("qwen3_moe")
+    with pytest.raises(ValueError, match=r"of the 12 expert layers of 'model\.layers\.0\.mlp\.experts'.*all of them"):
+        apply_quantization(model, "W4A16", ignore=["lm_head", pattern])
+    assert not list(quantized_modules(model))
+
+
+def test_experts_of_another_form_are_refused():
+    """gpt-oss: transposed, interleaved, with biases."""
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = GptOssForCausalLM(config)
+    for ignore in (["lm_head"], ["lm_head", "re:.*experts.*"]):
+        with pytest.raises(ValueError, match=r"GptOssExperts.*'is_transposed': True.*quant_scheme='none'"):
+            apply_quantization(model, "W4A16", ignore=ignore)
+    assert not list(quantized_modules(model))
+
+
+def test_fused_weights_of_an_unknown_module_are_refused():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 128, 128))
+
+    with pytest.raises(ValueError, match=r"'experts' \(Experts\).*\(4, 128, 128\)"):
+        apply_quantization(nn.ModuleDict({"layer": nn.Linear(128, 128), "experts": Experts()}), "W4A16")
+
+
+def test_a_router_that_is_a_linear_layer_is_refused():
+    model = make_model("qwen3_moe")
+    model.model.layers[1].mlp.gate = nn.Linear(128, 4, bias=False)
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.gate' routes tokens.*quant_ignore"):
+        apply_quantization(model, "W4A16")
+    apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheme", "words"),
+    [
+        ({"moe_intermediate_size": 96}, "W4A16", r"experts\.\*\.down_proj' has in_features=96"),
+        (
+            {"moe_intermediate_size": 64, "num_key_value_heads": 2},
+            "FP8_BLOCK",
+            r"experts\.\*\.gate_proj' has out_features=64",
+        ),
+    ],
+)
+def test_sizes_that_the_scheme_does_not_divide_are_refused(changes, scheme, words):
+    model = make_model("qwen3_moe", **changes)
+    with pytest.raises(ValueError, match=words):
+        apply_quantization(model, scheme, ignore=DEFAULT_IGNORE)
+    assert not list(quantized_modules(model))
+
+
+def test_a_replaced_forward_and_the_engine_kernel_are_refused():
+    model = make_model("qwen3_moe")
+    with pytest.raises(ValueError, match="'engine'.*mixture-of-experts"):
+        apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, kernel="engine")
+    experts_of(model).forward = lambda *args: args[0]
+    with pytest.raises(ValueError, match="experts.*replaced forward"):
+        apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE)
+
+
+def test_experts_that_did_not_run_are_named():
+    model = quantized()
+    model(TOKENS)
+    check_layers_ran(model)
+    model = quantized()
+    block = model.model.layers[1].mlp
+    block.forward = lambda x: x  # as kernels from the Hub replace it
+    model(TOKENS)
+    with pytest.raises(RuntimeError, match=r"1 quantized layers.*model\.layers\.1\.mlp\.experts"):
+        check_layers_ran(model)
+
+
+def test_activations_of_fp8_are_quantized_for_both_products():
+    """With one scale a token, at the input of gate and up and at that of down."""
+    module = experts_of(quantized(scheme="FP8_DYNAMIC"))
+    x, chosen, routing = routed(6, module)
+    gate, up = dequantized(module, "gate_up_proj")
+    (down,) = dequantized(module, "down_proj")
+
+    def q(t):
+        codes, scale = quantize_tokens_fp8(t)
+        return codes.float() * scale
+
+    x, routing = x.detach(), routing.detach()
+    expected = torch.zeros_like(x)
+    for t in range(6):
+        for k in range(2):
+            e, row = chosen[t, k], x[t : t + 1]
+            hidden = nn.functional.silu(q(row) @ gate[e].t()) * (q(row) @ up[e].t())
+            expected[t] += routing[t, k] * (q(hidden) @ down[e].t())[0]
+    y = module(x, chosen, routing)
+    # Measured 2.6e-7: float32 sums in another order.
+    assert ((y - expected).abs().max() / expected.abs().max()) < 3e-6
+    unquantized = torch.zeros_like(x)
+    for t in range(6):
+        for k in range(2):
+            e, row = chosen[t, k], x[t]
+            hidden = nn.functional.silu(gate[e] @ row) * (up[e] @ row)
+            unquantized[t] += routing[t, k] * (down[e] @ hidden)
+    assert ((y - unquantized).abs().max() / expected.abs().max()) > 2e-2  # control: activations left alone

@@ -1,0 +1,243 @@
+"""`qarl_trl.quant.model`: which layers change, that nothing else does, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from qarl_trl.quant import QuantLinear, apply_quantization, quantized_modules, remove_quantization
+from qarl_trl.quant.scheme import DEFAULT_IGNORE
+
+
+TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
+LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+         "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+LINEARS = [f"model.layers.{i}.{name}" for i in (0, 1) for name in LAYER]
+
+
+def names_of(model):
+    return [name for name, _ in quantized_modules(model)]
+
+
+def snapshot(model):
+    """Everything that must survive: modules, parameters, buffers, `state_dict`."""
+    return {
+        "modules": [name for name, _ in model.named_modules()],
+        "parameters": [
+            (name, tuple(p.shape), p.dtype, p.requires_grad, id(p)) for name, p in model.named_parameters()
+        ],
+        "buffers": [name for name, _ in model.named_buffers()],
+        "state": list(model.state_dict()),
+    }
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_names_parameters_and_state_dict_stay_as_they_were(tiny_model, kind, scheme):
+    model = tiny_model(kind)
+    before, values = snapshot(model), {n: t.clone() for n, t in model.state_dict().items()}
+    logits = model(TOKENS).logits
+    assert apply_quantization(model, scheme) is model
+    assert names_of(model) == LINEARS
+    assert snapshot(model) == before
+    assert not torch.equal(model(TOKENS).logits, logits)  # control: the forward did change
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert snapshot(model) == before
+    assert all(torch.equal(t, values[n]) for n, t in model.state_dict().items())
+    assert all(p.grad is not None for p in model.parameters())
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_a_plain_model_loads_the_state_of_a_quantized_one_and_back(tiny_model, tmp_path):
+    quantized = apply_quantization(tiny_model(), "W4A16")
+    plain = tiny_model(seed=1)
+    plain.load_state_dict(quantized.state_dict(), strict=True)
+    assert torch.equal(plain.lm_head.weight, quantized.lm_head.weight)
+
+    quantized.save_pretrained(tmp_path)
+    loaded = type(quantized).from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), quantized.parameters(), strict=True))
+    assert torch.equal(apply_quantization(loaded, "W4A16")(TOKENS).logits, quantized(TOKENS).logits)
+
+
+def test_a_quantized_model_trains(tiny_model):
+    model = apply_quantization(tiny_model(), "W4A16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(6):
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_gradient_checkpointing_of_transformers_gives_equal_gradients(tiny_model):
+    """Also the control that checkpointing was on: the layers ran twice."""
+    gradients, calls = [], []
+    for checkpointing in (False, True):
+        model = apply_quantization(tiny_model(), "W4A16").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        seen = []
+        model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+        calls.append(len(seen))
+    assert calls == [1, 2]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+# Which layers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore", "expected"),
+    [
+        (["Linear"], ["lm_head"], LINEARS),
+        (["Linear"], DEFAULT_IGNORE, LINEARS),
+        (["Linear"], [], [*LINEARS, "lm_head"]),
+        (["Linear"], ["lm_head", r"re:.*down_proj$"], [n for n in LINEARS if "down_proj" not in n]),
+        (["Linear"], ["lm_head", LINEARS[5]], [n for n in LINEARS if n != LINEARS[5]]),
+        ([r"re:.*mlp\.(gate|up)_proj$"], ["lm_head"], [n for n in LINEARS if "gate_proj" in n or "up_proj" in n]),
+        (["model.layers.1.self_attn.q_proj"], [], ["model.layers.1.self_attn.q_proj"]),
+    ],
+)
+def test_targets_and_ignore_choose_the_layers(tiny_model, targets, ignore, expected):
+    assert names_of(apply_quantization(tiny_model(), "W4A16", targets, ignore)) == expected
+
+
+def test_options_reach_every_layer(tiny_model):
+    model = apply_quantization(tiny_model(), "W4A16", group_size=32, kernel="dequant", quantize_forward=False)
+    for _, module in quantized_modules(model):
+        assert module.scheme.weights.group_size == 32
+        assert (module.kernel_choice, module.quantized_forward) == ("dequant", False)
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+class LinearWithAdapter(nn.Linear):
+    """A layer of another library."""
+
+
+def with_subclass(model):
+    model.model.layers[1].mlp.up_proj = LinearWithAdapter(128, 256)
+
+
+def with_offloading(model):
+    model.model.layers[1].mlp.up_proj._hf_hook = object()
+
+
+def with_patched_forward(model):
+    layer = model.model.layers[1].mlp.up_proj
+    layer.forward = layer.forward
+
+
+def with_integer_weights(model):
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+
+
+def with_odd_width(model):
+    model.model.layers[1].mlp.up_proj = nn.Linear(96, 256)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (with_subclass, ["LinearWithAdapter", "only torch.nn.Linear", "quant_ignore"]),
+        (with_offloading, ["replaced forward", "device_map"]),
+        (with_patched_forward, ["replaced forward", "one device"]),
+        (with_integer_weights, ["torch.int8", "high precision"]),
+        (with_odd_width, ["in_features=96", "quant_ignore", "quant_group_size"]),
+    ],
+)
+def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_model, spoil, words):
+    model = tiny_model()
+    spoil(model)
+    with pytest.raises(ValueError) as error:
+        apply_quantization(model, "W4A16")
+    message = str(error.value)
+    assert "'model.layers.1.mlp.up_proj'" in message
+    assert all(word in message for word in words), message
+    assert names_of(model) == []
+    # The way out that the message names: leave the layer alone.
+    apply_quantization(model, "W4A16", ignore=["lm_head", "model.layers.1.mlp.up_proj"])
+    assert len(names_of(model)) == len(LINEARS) - 1
+
+
+def test_a_target_that_is_no_linear_layer_is_an_error(tiny_model):
+    with pytest.raises(ValueError, match=r"'model\.embed_tokens'.*Embedding.*only torch\.nn\.Linear"):
+        apply_quantization(tiny_model(), "W4A16", targets=["Linear", "Embedding"])
+
+
+def test_a_tied_head_cannot_be_quantized(tiny_model):
+    model = tiny_model(tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"'lm_head'.*tied.*embed_tokens.*quant_ignore"):
+        apply_quantization(model, "W4A16", ignore=[])
+    assert names_of(apply_quantization(model, "W4A16")) == LINEARS
+    assert names_of(apply_quantization(tiny_model(), "W4A16", ignore=[]))[-1] == "lm_head"  # control
+
+
+def test_nothing_to_quantize_is_an_error(tiny_model):
+    with pytest.raises(ValueError, match=r"No module matches targets=\['Liner'\].*named_modules"):
+        apply_quantization(tiny_model(), "W4A16", targets=["Liner"])
+    with pytest.raises(ValueError, match="nothing would be quantized"):
+        apply_quantization(tiny_model(), "W4A16", ignore=["Linear"])
+
+
+def test_quantizing_twice_is_an_error(tiny_model):
+    model = apply_quantization(tiny_model(), "W4A16")
+    with pytest.raises(ValueError, match=r"quantized already.*remove_quantization"):
+        apply_quantization(model, "FP8_DYNAMIC")
+    apply_quantization(remove_quantization(model), "FP8_DYNAMIC")
+
+
+def test_an_unknown_scheme_is_an_error_and_changes_nothing(tiny_model):
+    model = tiny_model()
+    with pytest.raises(ValueError, match="W2A2"):
+        apply_quantization(model, "W2A2")
+    assert names_of(model) == []
+
+
+# And back -----------------------------------------------------------------------------------------------------------
+
+
+def test_removing_restores_the_model(tiny_model):
+    model, plain = tiny_model(), tiny_model()
+    apply_quantization(model, "W4A16")
+    quantized_logits = model(TOKENS).logits
+    assert remove_quantization(model) is model
+    assert names_of(model) == []
+    assert snapshot(model)["modules"] == snapshot(plain)["modules"]
+    for (name, module), (_, original) in zip(model.named_modules(), plain.named_modules(), strict=True):
+        assert type(module) is type(original), name
+        assert module.__dict__.keys() == original.__dict__.keys(), name
+    assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+    assert not torch.equal(quantized_logits, plain(TOKENS).logits)  # control
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_quantized_model_is_quantized_and_independent(tiny_model, clone):
+    model = apply_quantization(tiny_model(), "W4A16")
+    logits = model(TOKENS).logits
+    twin = clone(model)
+    assert names_of(twin) == LINEARS
+    assert all(isinstance(m, QuantLinear) and not m.has_run for _, m in quantized_modules(twin))
+    assert torch.equal(twin(TOKENS).logits, logits)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    assert torch.equal(model(TOKENS).logits, logits)
+    assert not torch.equal(twin(TOKENS).logits, logits)
+
+
+def test_a_pickle_holds_no_codes(tiny_model):
+    model = apply_quantization(tiny_model(), "W4A16")
+    size = len(pickle.dumps(model))
+    model(TOKENS)
+    assert len(pickle.dumps(model)) < 1.001 * size

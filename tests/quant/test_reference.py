@@ -1,0 +1,316 @@
+"""`qarl_trl.quant.reference`: the bytes of compressed-tensors, for many weights and for every bfloat16 number there is."""
+
+import pytest
+import references
+import torch
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization.lifecycle.forward import quantize
+
+from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
+from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.scheme import has_global_scale
+from quant.schemes import (
+    ALL_SCHEMES,
+    NVFP4,
+    SCHEMES,
+    compressed,
+    decompressed,
+    normal,
+    observed,
+    same_bytes,
+    same_tensors,
+)
+
+
+def many_weights(seed):
+    """A million bfloat16 weights, `(1024, 1024)`: a block of 128 rows each of eight kinds."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def noise(scale=1.0):
+        return scale * torch.randn(128, 1024, generator=rng)
+
+    patterns = torch.randint(-(2**15), 2**15, (128, 1024), generator=rng, dtype=torch.int16).view(torch.bfloat16)
+    kinds = (
+        noise(0.02),
+        noise(1e-30),
+        noise(1e4),
+        (noise(0.02) / noise()).clamp(-1e30, 1e30),  # Cauchy: heavy tails
+        noise(2.0).exp() * noise().sign(),
+        torch.rand(128, 1024, generator=rng) + 0.3,  # one sign
+        noise(0.02).relu() * (noise() > 1),  # mostly zeros, some of them negative
+        torch.where(patterns.abs() < 1e37, patterns, -0.0).float(),  # any size at all
+    )
+    return torch.cat(kinds).bfloat16()
+
+
+def parts(weight, scheme):
+    """`many_weights` as they are, or, where one scale stands above all others, kind by kind."""
+    return weight.split(128) if has_global_scale(scheme) else (weight,)
+
+
+@pytest.fixture(scope="module")
+def weight():
+    return many_weights(0)
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """These are tests of the operations that define the codes; kernels compiled from them are in `test_fast.py`."""
+    monkeypatch.setattr(fast, "module_for", lambda weight, scheme: reference)
+
+
+# Many weights -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
+def test_a_million_weights_have_the_bytes_of_compressed_tensors(weight, scheme, group_size):
+    resolved = resolve_scheme(scheme, group_size)
+    for part in parts(weight, resolved):
+        low_bit = quantize_weight(part, resolved)
+        assert same_tensors(low_bit.tensors, compressed(part, resolved))
+        assert same_bytes(dequantize(low_bit), decompressed(low_bit))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
+def test_ten_million_weights_have_the_bytes_of_compressed_tensors(scheme, group_size):
+    resolved = resolve_scheme(scheme, group_size)
+    for seed in range(1, 11):
+        for part in parts(many_weights(seed), resolved):
+            low_bit = quantize_weight(part, resolved)
+            assert same_tensors(low_bit.tensors, compressed(part, resolved)), seed
+            assert same_bytes(dequantize(low_bit), decompressed(low_bit)), seed
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "W4A8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("width", [1, 7, 20, 130, 250])
+def test_any_width_has_the_bytes_of_compressed_tensors(weight, scheme, width):
+    """One scale a channel; the last word of a packed row is filled up."""
+    weight, resolved = weight[::8, :width].contiguous(), resolve_scheme(scheme)
+    resolved.weights.strategy, resolved.weights.group_size = "channel", None
+    low_bit = quantize_weight(weight, resolved)
+    assert same_tensors(low_bit.tensors, compressed(weight, resolved))
+    assert same_bytes(dequantize(low_bit), decompressed(low_bit))
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize("factor", [0.25, 3.0])
+def test_frozen_scales_give_the_bytes_of_compressed_tensors(weight, scheme, group_size, factor):
+    """With scales of other weights codes saturate; the zero point is then another one too."""
+    resolved = resolve_scheme(scheme, group_size)
+    weight = weight[::4].contiguous()
+    other = weight.roll((3, 64), (0, 1)) * factor
+    scale, zero_point = observed(other, resolved)
+    low_bit = quantize_weight(weight, resolved, (scale, None if resolved.weights.symmetric else zero_point))
+    assert same_bytes(low_bit.scale, scale)
+    assert same_tensors(low_bit.tensors, compressed(weight, resolved, (scale, zero_point)))
+    assert not same_bytes(low_bit.codes, quantize_weight(weight, resolved).codes)  # control: they are other codes
+
+
+# Controls: each of these would be noticed ---------------------------------------------------------------------------
+
+
+def divide_in_float32(weight, scale, zero_point):
+    quotient = weight.float() / scale.float()
+    return (quotient if zero_point is None else quotient + zero_point).bfloat16()
+
+
+def add_in_float32(weight, scale, zero_point):
+    quotient = (weight / scale).float()
+    return (quotient if zero_point is None else quotient + zero_point).round().bfloat16()
+
+
+def float8_with_negative_zeros(quotient):
+    return quotient.clamp_(-reference.FP8_MAX, reference.FP8_MAX).to(reference.FP8)
+
+
+def float8_without_a_sign_of_zero(quotient):
+    found = quotient.clamp_(-reference.FP8_MAX, reference.FP8_MAX).to(reference.FP8)
+    return torch.where(found.float() == 0, 0.0, found.float()).to(reference.FP8)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "other"),
+    [
+        ("W4A16_ASYM", "steps", divide_in_float32),  # the quotient unrounded before the zero point is added
+        ("W4A16_ASYM", "steps", add_in_float32),
+        ("FP8_DYNAMIC", "fp8_codes", float8_with_negative_zeros),
+        ("FP8_DYNAMIC", "fp8_codes", float8_without_a_sign_of_zero),
+        ("FP8_BLOCK", "fp8_codes", float8_with_negative_zeros),
+        ("W4A16", "_INT4_BIAS", 135.0),
+        ("W4A16", "_INT4_BIAS", 8.0),
+        ("W8A16", "absmax", lambda blocks: blocks.amax(-1)),
+        ("W4A8", "int_codes", lambda quotient, bits: quotient.round().clamp(-7, 7).to(torch.int8)),
+        ("W8A8", "int_codes", lambda quotient, bits: quotient.clamp(-128, 127).to(torch.int8)),  # cut off, not rounded
+    ],
+)
+def test_another_arithmetic_gives_other_bytes(weight, monkeypatch, scheme, name, other):
+    resolved = resolve_scheme(scheme)
+    monkeypatch.setattr(reference, name, other)
+    assert not same_tensors(quantize_weight(weight, resolved).tensors, compressed(weight, resolved))
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "W8A8", "FP8_BLOCK"])
+def test_an_unrounded_quotient_gives_other_bytes(weight, scheme):
+    """The division in float32, rounded to a code without the bfloat16 number between."""
+    resolved = resolve_scheme(scheme)
+    found = quantize_weight(weight, resolved)
+    scale = found.scale.float()
+    zero_point = torch.zeros_like(scale) if scheme == "FP8_BLOCK" else None
+    other = compressed(weight.float(), resolved, (scale, zero_point))
+    assert not same_bytes(other["weight_packed" if "weight_packed" in other else "weight"], found.codes)
+
+
+# Every bfloat16 number ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    """All 65280 finite bfloat16 numbers and both infinities (16 times), `(256, 256)`, by falling bit pattern."""
+    patterns = torch.arange(2**15 - 1, -(2**15) - 1, -1).to(torch.int16).view(torch.bfloat16)
+    finite = patterns[patterns.isfinite()]
+    assert finite.unique().numel() == 65280 - 1  # 0.0 == -0.0
+    infinite = torch.tensor([float("inf"), -float("inf")]).bfloat16().repeat(128)
+    return torch.cat((finite, infinite)).view(256, 256)
+
+
+def rounded(numbers, bits):
+    """Nearest integers of `bits` bits, ties to even: by Python, and by torch in float64, which have to agree."""
+    by_python = [[round(references.clamped(x, bits)) for x in row] for row in numbers.tolist()]
+    half = 2 ** (bits - 1)
+    assert torch.equal(numbers.double().clamp(-half, half - 1).round(), torch.tensor(by_python).double())
+    return by_python
+
+
+def test_pack_int4_rounds_every_number(numbers):
+    expected = references.pack_int(rounded(numbers, 4), 4)
+    assert torch.equal(reference.pack_int4(numbers.clone()), expected)
+    # The same rows with a width that does not fill its last word take the other path.
+    narrow = numbers[:, :-1].contiguous()
+    assert torch.equal(reference.pack_int4(narrow.clone()), references.pack_int(rounded(narrow, 4), 4))
+
+
+def test_pack_int8_rounds_every_number(numbers):
+    expected = references.pack_int(rounded(numbers, 8), 8)
+    assert torch.equal(reference.pack_int8(numbers.clone()), expected)
+    narrow = numbers[:, :-1].contiguous()
+    assert torch.equal(reference.pack_int8(narrow.clone()), references.pack_int(rounded(narrow, 8), 8))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_int_codes_rounds_every_number(numbers, bits):
+    found = reference.int_codes(numbers.clone(), bits)
+    assert found.dtype == torch.int8
+    assert found.tolist() == rounded(numbers, bits)
+
+
+def test_fp8_codes_rounds_every_number(numbers):
+    """Only zero itself loses its sign: what rounds to zero from below stays negative, as in compressed-tensors."""
+    found = reference.fp8_codes(numbers.clone()).view(torch.uint8)
+    expected = [[references.float8_byte(min(max(x + 0.0, -448), 448)) for x in row] for row in numbers.tolist()]
+    assert found.tolist() == expected
+    assert found[(numbers == 0)].tolist() == [0, 0]
+    assert (found == 0x80).sum() > 10_000
+
+
+def test_pack_fp4_rounds_every_number(numbers):
+    """And the float32 numbers next to it. Only zero itself loses its sign: what rounds to zero from below stays negative."""
+    bits = numbers.float().view(torch.int32).unsqueeze(-1) + torch.arange(-1, 2, dtype=torch.int32)
+    wide = bits.view(torch.float32).nan_to_num(0.0).flatten(1)
+    found = reference.pack_fp4(wide.clone())
+    assert torch.equal(found, packed_by_definition(wide))
+    nibbles = torch.stack((found & 15, found >> 4), dim=-1).flatten(1)
+    assert nibbles[wide == 0].unique().tolist() == [0]
+    assert (nibbles == 8).sum() > 10_000
+
+
+@pytest.mark.parametrize("bias", [135.0, 137.0, 264.0])
+def test_another_bias_rounds_some_number_otherwise(numbers, monkeypatch, bias):
+    expected = reference.pack_int4(numbers.clone())
+    monkeypatch.setattr(reference, "_INT4_BIAS", bias)
+    assert not torch.equal(reference.pack_int4(numbers.clone()), expected)
+
+
+def fp4_limits(ulps):
+    """Limits between 4-bit floats, off by some float32 numbers where a tie goes down."""
+    return tuple(limit * (1 + ulps * 2**-23) for limit in reference._FP4_LIMITS)
+
+
+@pytest.mark.parametrize("limits", [fp4_limits(1), fp4_limits(-1), (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)])
+def test_other_limits_round_some_number_to_another_4_bit_float(numbers, monkeypatch, limits):
+    assert torch.equal(reference.pack_fp4(numbers.float()), packed_by_definition(numbers))
+    monkeypatch.setattr(reference, "_FP4_LIMITS", limits)
+    wide = (numbers.float().view(torch.int32).unsqueeze(-1) + torch.arange(-1, 2, dtype=torch.int32)).view(
+        torch.float32
+    )
+    wide = wide.nan_to_num(0.0).flatten(1)  # each number and its neighbours of float32
+    assert not torch.equal(reference.pack_fp4(wide.clone()), packed_by_definition(wide))
+
+
+def packed_by_definition(numbers):
+    nibbles = torch.tensor([[references.float4_code(x + 0.0) for x in row] for row in numbers.tolist()]).byte()
+    return nibbles[:, ::2] | nibbles[:, 1::2] << 4
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "W8A8", "W4A8", "FP8_DYNAMIC"])
+def test_every_number_has_the_bytes_of_compressed_tensors(numbers, scheme):
+    """With a scale of one, so that the number is the quotient."""
+    weight, resolved = numbers[:-1], resolve_scheme(scheme)  # the last row is infinite
+    resolved.weights.strategy, resolved.weights.group_size = "channel", None
+    scale = torch.ones(255, 1, dtype=torch.bfloat16)
+    found = quantize_weight(weight, resolved, (scale, None)).tensors
+    assert same_tensors(found, compressed(weight, resolved, (scale, torch.zeros_like(scale))))
+
+
+def test_every_number_has_the_bytes_of_compressed_tensors_below_a_global_scale(numbers):
+    """With scales of one, so that the number is the quotient."""
+    weight, scheme = numbers[:-1], resolve_scheme(NVFP4)
+    scale, one = torch.ones(255, 16), torch.ones(1)
+    quantized = quantize(weight, scale, torch.zeros_like(scale), scheme.weights, global_scale=one)
+    found = reference.encode(weight, scale.to(reference.FP8), None, scheme, one)
+    assert torch.equal(found, pack_fp4_to_uint8(quantized))
+    assert not torch.equal(found, pack_fp4_to_uint8(-quantized))  # control
+
+
+@pytest.mark.parametrize("zero_point", range(-8, 8))
+def test_every_number_has_the_bytes_of_compressed_tensors_with_every_zero_point(numbers, zero_point):
+    weight, resolved = numbers[:-1], resolve_scheme("W4A16_ASYM", -1)
+    scale = torch.ones(255, 1, dtype=torch.bfloat16)
+    qparams = (scale, torch.full((255, 1), zero_point, dtype=torch.int8))
+    found = quantize_weight(weight, resolved, qparams)
+    assert same_tensors(found.tensors, compressed(weight, resolved, qparams))
+    assert same_bytes(dequantize(found), decompressed(found))
+    by_python = [
+        [round(references.clamped(references.bf16(x + zero_point), 4)) for x in row] for row in weight[96:160].tolist()
+    ]
+    assert torch.equal(found.codes[96:160], references.pack_int(by_python, 4))
+
+
+# Pieces -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 127, 128, 130, 256, 384])
+def test_absmax_is_the_largest_magnitude(width):
+    rows = normal(64, width, seed=width, dtype=torch.bfloat16)
+    rows[0], rows[1] = -0.0, 2.0**-133
+    rows[2, -1], rows[3, 0] = -float("inf"), float("inf")
+    found = reference.absmax(rows)
+    assert torch.equal(found, rows.abs().amax(-1))
+    assert not found.signbit().any()
+    rows[2, 0], rows[4, -1] = float("nan"), -float("nan")
+    assert reference.absmax(rows).isnan().nonzero().flatten().tolist() == [2, 4]
+
+
+def test_absmax_orders_every_number(numbers):
+    flat = numbers.flatten()
+    pairs = torch.stack((flat, flat.roll(12345)), dim=-1)
+    assert torch.equal(reference.absmax(pairs), pairs.abs().amax(-1))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packing_is_that_of_compressed_tensors(bits):
+    half = 2 ** (bits - 1)
+    values = torch.randint(-half, half, (64, 256), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    pack = reference.pack_int4 if bits == 4 else reference.pack_int8
+    assert torch.equal(pack(values.bfloat16()), pack_to_int32(values, bits))

