@@ -38,7 +38,7 @@ def changed_codes(found, stored):
     return (found.contiguous().view(torch.uint8) != stored.contiguous().view(torch.uint8)).sum().item()
 
 
-def calibration():
+def calibration_rows():
     torch.manual_seed(0)
     rows = torch.randint(2, 40, (16, 32))
     return Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()})
@@ -87,7 +87,7 @@ def checkpoints(tmp_path_factory):
                 oneshot(
                     model=model,
                     recipe=modifiers(method),
-                    dataset=calibration() if method.startswith(("gptq", "awq")) else None,
+                    dataset=calibration_rows() if method.startswith(("gptq", "awq")) else None,
                     max_seq_length=32,
                     num_calibration_samples=16,
                     output_dir=str(folder / method),
