@@ -1,7 +1,6 @@
-"""`QaRLConfig`: the settings of the method, on top of TRL's `GRPOConfig`.
+"""`QaRLConfig`: the settings of the method, on top of TRL's `GRPOConfig` (paper Sec. 3 and Table 2).
 
-Invariant: whatever would silently bias the method is refused here, before a model loads, with what came, what was
-needed and what to do (paper Sec. 3 and Table 2).
+What would silently bias the method is refused here, before a model loads.
 """
 
 from __future__ import annotations
@@ -27,69 +26,37 @@ TBPO = "tbpo"
 STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 # Set by TRL from its own fields, or by the rollout so that engine and learner agree.
 OWNED_ENGINE_ARGUMENTS = (
-    "model",
-    "load_format",
-    "dtype",
-    "hf_overrides",
-    "quantization",
-    "logprobs_mode",
-    "seed",
-    "max_model_len",
-    "max_num_seqs",
-    "tensor_parallel_size",
-    "gpu_memory_utilization",
-    "enable_sleep_mode",
-    "distributed_executor_backend",
-    "trust_remote_code",
+    *("model", "load_format", "dtype", "hf_overrides", "quantization", "logprobs_mode", "seed", "max_model_len"),
+    *("max_num_seqs", "tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode"),
+    *("distributed_executor_backend", "trust_remote_code"),
 )
 # `quant_scheme` that stands for the scheme, targets and ignore list of a quantized `model`.
 FROM_CHECKPOINT = "checkpoint"
 SCHEME_FIELDS = ("quant_scheme", "quant_group_size", "quant_targets", "quant_ignore")
 HUB_STRATEGIES_OF_MASTERS = ("checkpoint", "all_checkpoints")
-# Stock settings of the ratio and the weight; TBPO has its own.
-REPLACED_BY_TBPO = (
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
+# Of the engine's sampling parameters: what leaves the distribution of a token alone, and the values that do.
+HARMLESS_SAMPLING = (
+    *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "detokenize"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
 )
+NEUTRAL_SAMPLING = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_tokens": (0,),
+    "n": (1,),
+}
 
 
 @dataclass
 class QaRLConfig(GRPOConfig):
     """
-    Configuration of [`QaRLTrainer`].
+    Configuration of [`QaRLTrainer`]: the fields of [`~trl.GRPOConfig`] with TRL's meaning, and those below.
 
-    Only the settings that [`~trl.GRPOConfig`] lacks are listed here; every other one keeps TRL's meaning.
-
-    Args:
-        loss_type (`str`, *optional*, defaults to `"tbpo"`): `"tbpo"`, or any loss of TRL (whose default is `"dapo"`).
-        quant_scheme (`str`, *optional*, defaults to `"W4A16"`): Weights and activations of the rollout and of the
-            learner's forward. `None` or `"none"` is plain GRPO.
-        quant_group_size (`int`, *optional*): Weights that share one scale.
-        quant_targets (`list[str]`, *optional*, defaults to `["Linear"]`): Modules to quantize.
-        quant_ignore (`list[str]`, *optional*): Modules to leave alone. Default: `lm_head` and MoE routers.
-        quant_recipe (`str`, *optional*): llm-compressor recipe, in place of the four fields above.
-        quant_freeze_scales (`bool`, *optional*, defaults to `False`): Keep the scales of a quantized `model`.
-        quant_learner (`bool`, *optional*, defaults to `True`): `False` is the quantized-rollout baseline.
-        quant_kernel (`str`, *optional*, defaults to `"auto"`): GEMM of the learner's forward.
-        learner_ops (`str`, *optional*, defaults to `"auto"`): Norms, rotary embedding and attention of the learner.
-        tbpo_epsilon_high (`float`, *optional*, defaults to `4e-4`): eps_h.
-        tbpo_delta_low (`float`, *optional*, defaults to `3e-4`): delta_l.
-        tbpo_delta_high (`float`, *optional*, defaults to `7e-4`): delta_h.
-        tbpo_mismatch_cap (`float`, *optional*, defaults to `2.0`): c.
-        tbpo_out_of_band (`str`, *optional*, defaults to `"clip"`): `"clip"` or `"drop"`.
-        mismatch_abort_threshold (`float`, *optional*): Largest mean log-prob gap that the run survives.
-        optim_muon (`bool`, *optional*, defaults to `False`): Muon for matrices, AdamW for the rest.
-        muon_adamw_learning_rate (`float`, *optional*): Learning rate of the AdamW part.
-        muon_momentum (`float`, *optional*, defaults to `0.95`): Momentum of Muon.
-        muon_ns_steps (`int`, *optional*, defaults to `5`): Newton-Schulz steps.
-        muon_adjust_lr (`str`, *optional*, defaults to `"match_rms_adamw"`): How a matrix's shape scales its rate.
-        publish_verify (`str`, *optional*, defaults to `"first"`): `"off"`, `"first"`, or every so many publishes.
-        vllm_engine_kwargs (`dict`, *optional*): More keyword arguments for `vllm.LLM`.
-        export_low_bit (`bool`, *optional*, defaults to `True`): Write `low_bit/` into every training checkpoint.
+    `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
@@ -149,18 +116,18 @@ class QaRLConfig(GRPOConfig):
         default="auto",
         metadata={
             "help": "GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the "
-            "rollout engine's own kernel (on GPUs, where it was not run, not for experts; on CPU: W4A16, W4A16_ASYM, W4A8, W8A8, "
-            "FP8_DYNAMIC); 'auto' is 'engine' beside a CPU engine, and otherwise the scheme's own form in torch, which for "
+            "rollout engine's own kernel (dense layers only; untested on GPUs; on CPU: W4A16, W4A16_ASYM, W4A8, W8A8, "
+            "FP8_DYNAMIC); 'auto' is 'engine' beside a CPU engine, otherwise torch's own product of the scheme, which for "
             "weight-only schemes is 'dequant'."
         },
     )
     learner_ops: Literal["auto", "stock", "engine"] = field(
         default="auto",
         metadata={
-            "help": "Norms, residual sums, rotary embedding and attention of the learner: 'stock' is transformers', 'engine' "
-            "rounds where the CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2 and Qwen3 beside a "
-            "colocated CPU engine that is not compiled, which then is the default of enforce_eager), 'auto' is 'engine' where a "
-            "low-bit learner can have it, otherwise 'stock'."
+            "help": "Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'engine': rounds "
+            "where the CPU engine rounds, so that log-probs are bitwise equal (Llama, Qwen2 and Qwen3 beside a colocated CPU "
+            "engine; enforce_eager is then on by default). 'auto': 'engine' where a low-bit learner can have it, otherwise "
+            "'stock'."
         },
     )
     tbpo_epsilon_high: float = field(
@@ -176,21 +143,13 @@ class QaRLConfig(GRPOConfig):
     tbpo_delta_high: float = field(
         default=7e-4,
         metadata={
-            "help": "Negative advantage: sequence ratio <= 1 + this. delta_h (Table 2, neg_seq_clip_ratio_high)."
+            "help": "Negative advantage: sequence ratio <= 1 + this, at least tbpo_epsilon_high. delta_h (Table 2, neg_seq_clip_ratio_high)."
         },
     )
     tbpo_mismatch_cap: float = field(
         default=2.0,
         metadata={
             "help": "The sequence mismatch weight is kept in [1/c, c]. c (Eq. 5; Table 2, seq_tis_imp_ratio_cap)."
-        },
-    )
-    tbpo_out_of_band: Literal["clip", "drop"] = field(
-        default="clip",
-        metadata={
-            "help": "Completions outside their band have no gradient either way: 'clip' keeps them in the mean (the "
-            "paper's formula), 'drop' takes them out of it (the paper's text). The mean is that of a micro-batch, "
-            "so with per_device_train_batch_size=1 the two are the same."
         },
     )
     mismatch_abort_threshold: float | None = field(
@@ -256,8 +215,14 @@ class QaRLConfig(GRPOConfig):
         return isinstance(self.quant_scheme, str) and self.quant_scheme.strip().lower() == FROM_CHECKPOINT
 
     @property
-    def _beside_cpu_engine(self) -> bool:
-        return self.use_vllm and self.vllm_mode == "colocate" and self.device.type == "cpu"
+    def trust_band(self) -> TrustBand:
+        """The TBPO bounds of this run."""
+        return TrustBand(self.tbpo_epsilon_high, self.tbpo_delta_low, self.tbpo_delta_high, self.tbpo_mismatch_cap)
+
+    @property
+    def weighs_mismatch(self) -> bool:
+        """Whether a weight corrects the loss for the difference between engine and learner."""
+        return self.use_vllm and self.vllm_importance_sampling_correction
 
     @property
     def learner_kernel(self) -> str:
@@ -265,6 +230,10 @@ class QaRLConfig(GRPOConfig):
         if self.quant_kernel == "auto" and self.quantized and self._beside_cpu_engine:
             return "engine"
         return self.quant_kernel
+
+    @property
+    def _beside_cpu_engine(self) -> bool:
+        return self.use_vllm and self.vllm_mode == "colocate" and self.device.type == "cpu"
 
     def engine_ops_for(self, config: PretrainedConfig) -> bool:
         """
@@ -280,24 +249,21 @@ class QaRLConfig(GRPOConfig):
             return False
         if self.learner_ops == "auto" and not (self.quantized and self.quant_learner):
             return False  # the baselines are TRL's learner
-        reason = self._other_arithmetic() or unsupported(config)
+        reason = self._other_roundings() or unsupported(config)
         if reason is not None and self.learner_ops == "auto":
             logger.warning("Learner and CPU engine round at different places, because %s.", reason)
         if reason is not None and self.learner_ops == "engine":
             raise ValueError(
-                f"learner_ops='engine' came with a model that cannot follow the engine's roundings: {reason}. Use "
+                f"learner_ops='engine' needs a model and settings that follow the engine's roundings, but {reason}. Use "
                 "learner_ops='auto' or 'stock'."
             )
         return reason is None
 
-    def _other_arithmetic(self) -> str | None:
+    def _other_roundings(self) -> str | None:
         """Why, whatever the model, the engine's operations in the learner would not give the engine's log-probs."""
         engine = self.vllm_engine_kwargs or {}
-        changed = [
-            name
-            for name, default in {"enforce_eager": True, "compilation_config": None, "kv_cache_dtype": "auto"}.items()
-            if engine.get(name, default) != default
-        ]
+        defaults = {"enforce_eager": True, "compilation_config": None, "kv_cache_dtype": "auto"}
+        changed = [name for name, default in defaults.items() if engine.get(name, default) != default]
         reasons = {
             "bf16 is off, so the learner computes in float32": not self.bf16,
             "quant_kernel='dequant' is not the engine's product": self.quantized and self.quant_kernel == "dequant",
@@ -328,17 +294,6 @@ class QaRLConfig(GRPOConfig):
         scheme = resolve_scheme(self.quant_scheme, self.quant_group_size)
         return single_group(scheme, self.quant_targets, self.quant_ignore)
 
-    @property
-    def trust_band(self) -> TrustBand:
-        """The TBPO bounds of this run."""
-        return TrustBand(
-            self.tbpo_epsilon_high,
-            self.tbpo_delta_low,
-            self.tbpo_delta_high,
-            self.tbpo_mismatch_cap,
-            self.tbpo_out_of_band,
-        )
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.loss_type not in (TBPO, *STOCK_LOSSES):
@@ -347,50 +302,57 @@ class QaRLConfig(GRPOConfig):
                 f"{TBPO!r} or one of TRL's: {', '.join(STOCK_LOSSES)}."
             )
         if self.loss_type == TBPO:
-            _checked_band(self)
-            _check_replaced(self)
+            _check_tbpo(self)
         if self.quantized:
-            _check_sources(self)
+            _check_one_source(self)
             self.quant_plan()
             _check_quantized(self)
+            _check_low_bit_saves(self)
         elif self.quant_freeze_scales:
             raise ValueError("quant_freeze_scales=True with quantization off: set quant_scheme: checkpoint.")
         if self.quantized or self.loss_type == TBPO:
-            _check_mismatch_weight(self)
+            _check_sampling(self)
             if self.use_liger_kernel:
                 raise ValueError(
                     "use_liger_kernel=True replaces layers after they were quantized and computes its own loss, so "
                     "neither the low-bit forward nor TBPO would run. Set use_liger_kernel=False."
                 )
-        if self.use_vllm:
-            _compat.require_vllm()
-        if self.learner_ops not in LEARNER_OPS:
-            raise ValueError(f"learner_ops={self.learner_ops!r} is not known. Use one of {', '.join(LEARNER_OPS)}.")
-        if self.learner_ops == "engine" and not self._beside_cpu_engine:
-            raise ValueError(
-                f"learner_ops='engine' came with use_vllm={self.use_vllm} on device {self.device.type!r}: only the kernels of "
-                "a colocated CPU engine can be followed bit for bit. Use learner_ops='auto' or 'stock'."
-            )
-        owned = sorted(set(self.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
-        if owned:
-            raise ValueError(
-                f"vllm_engine_kwargs sets {owned}, which the trainer sets itself. Remove them: the scheme comes from "
-                "quant_scheme, the rest from the fields of the same name that start with vllm_."
-            )
-        if self.optim_muon and self.deepspeed:
-            raise ValueError(
-                "optim_muon=True with DeepSpeed: ZeRO cuts matrices into flat pieces, which Muon cannot orthogonalize. Use "
-                "DDP or FSDP2, or optim_muon=False."
-            )
-        self.publish_verify = _checked_verify(self.publish_verify)
-        _check_threshold(self)
-        if self.muon_ns_steps < 1 or not 0 <= self.muon_momentum < 1:
-            raise ValueError(
-                f"muon_ns_steps={self.muon_ns_steps} must be >= 1 and muon_momentum={self.muon_momentum} in [0, 1)."
-            )
+        _check_rollout(self)
+        _check_muon(self)
 
 
-def _check_sources(args: QaRLConfig) -> None:
+def _check_tbpo(args: QaRLConfig) -> None:
+    try:
+        band = args.trust_band
+    except ValueError as error:
+        raise ValueError(f"tbpo_{error}") from None
+    if band.delta_high < band.epsilon_high:
+        raise ValueError(
+            f"tbpo_delta_high={band.delta_high} must be at least tbpo_epsilon_high={band.epsilon_high}: the loss runs as TRL's "
+            "two-sided clip, which lets negative samples keep their gradient up to the larger of the two."
+        )
+    # Values of the stock ratio and weight, and the bound that the trainer itself sets.
+    used = {"delta": 1 + band.delta_high}
+    weight = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
+    defaults = {f.name: f.default for f in fields(args)}
+    given = {name: getattr(args, name) for name in ("epsilon", "epsilon_high", "delta", *weight)}
+    changed = {name: value for name, value in given.items() if value not in (defaults[name], used.get(name))}
+    if changed:
+        raise ValueError(
+            f"loss_type='tbpo' does not use {changed}: its bounds are tbpo_epsilon_high, tbpo_delta_low and "
+            "tbpo_delta_high, its weight is capped by tbpo_mismatch_cap. Remove them, or choose a stock loss_type."
+        )
+    updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+    if updates <= 1:
+        logger.warning_once(
+            f"loss_type='tbpo' with steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations} / "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} = {updates:g} update per rollout batch: every "
+            "ratio is 1 and no trust band can bind. Set steps_per_generation to gradient_accumulation_steps times the "
+            "number of updates (the paper: 8)."
+        )
+
+
+def _check_one_source(args: QaRLConfig) -> None:
     """A recipe, a checkpoint or the scheme fields: one of them says what is quantized."""
     own = args.from_checkpoint and "quant_scheme: checkpoint"
     if args.quant_recipe is None and not own:
@@ -414,47 +376,6 @@ def _default_of(args: QaRLConfig, name: str) -> Any:
     return found.default_factory() if callable(found.default_factory) else found.default
 
 
-def _checked_verify(value: Any) -> str | int:
-    """`"off"`, `"first"` or an `int`: YAML makes `False` of a bare `off`, the command line a string of a number."""
-    if value is False:
-        return "off"
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if value in ("off", "first") or (type(value) is int and value >= 1):
-        return value
-    raise ValueError(f"publish_verify={value!r} must be 'off', 'first' or a number of publishes >= 1.")
-
-
-def _check_threshold(args: QaRLConfig) -> None:
-    threshold = args.mismatch_abort_threshold
-    if threshold is None:
-        return
-    if not (args.use_vllm and args.vllm_importance_sampling_correction):
-        raise ValueError(
-            f"mismatch_abort_threshold={threshold} is set, but nothing is measured without use_vllm=True and "
-            "vllm_importance_sampling_correction=True. Set both, or unset the threshold."
-        )
-    if not threshold > 0:
-        raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
-
-
-def _check_replaced(args: QaRLConfig) -> None:
-    defaults = {f.name: f.default for f in fields(args) if f.name in REPLACED_BY_TBPO}
-    changed = {name: getattr(args, name) for name in REPLACED_BY_TBPO if getattr(args, name) != defaults[name]}
-    if changed:
-        raise ValueError(
-            f"loss_type='tbpo' does not use {changed}: its bounds are tbpo_epsilon_high, tbpo_delta_low and "
-            "tbpo_delta_high, its weight is capped by tbpo_mismatch_cap. Remove them, or choose a stock loss_type."
-        )
-
-
-def _checked_band(args: QaRLConfig) -> TrustBand:
-    try:
-        return args.trust_band
-    except ValueError as error:
-        raise ValueError(f"tbpo_{error}") from None
-
-
 def _check_quantized(args: QaRLConfig) -> None:
     if not args.quant_targets:
         raise ValueError(
@@ -469,16 +390,6 @@ def _check_quantized(args: QaRLConfig) -> None:
         )
     if args.fp16:
         raise ValueError("fp16=True: the engine computes in bfloat16 and the learner must too. Use bf16=True.")
-    if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) in HUB_STRATEGIES_OF_MASTERS:
-        raise ValueError(
-            f"hub_strategy={args.hub_strategy!r} uploads training checkpoints, and a low-bit repository cannot hold "
-            "master weights. Use hub_strategy='every_save' or 'end'."
-        )
-    if args.push_to_hub and not args.export_low_bit:
-        raise ValueError(
-            "push_to_hub=True with export_low_bit=False: pushes during training send the low-bit model of the last "
-            "checkpoint, and there would be none. Set export_low_bit=True."
-        )
     if args.use_transformers_continuous_batching:
         raise ValueError(
             "use_transformers_continuous_batching casts the master weights to bfloat16 in place, which loses small "
@@ -492,36 +403,95 @@ def _check_quantized(args: QaRLConfig) -> None:
             "set quant_scheme='none'."
         )
     device_map = init_kwargs.get("device_map")
-    if (isinstance(device_map, dict) and len(set(device_map.values())) > 1) or device_map in (
-        "balanced",
-        "sequential",
-    ):
+    several = isinstance(device_map, dict) and len(set(device_map.values())) > 1
+    if several or device_map in ("balanced", "sequential"):
         raise ValueError(
             f"device_map={device_map!r} spreads the model over several devices through replaced forwards, which the "
             "low-bit forward would be hidden by. Use one device a process (accelerate launch with DDP or FSDP2)."
         )
 
 
-def _check_mismatch_weight(args: QaRLConfig) -> None:
-    """The engine's log-probs are those of the truncated distribution; the learner's are not (trl issue 6789)."""
-    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+def _check_low_bit_saves(args: QaRLConfig) -> None:
+    strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
+    if args.push_to_hub and strategy in HUB_STRATEGIES_OF_MASTERS:
+        raise ValueError(
+            f"hub_strategy={args.hub_strategy!r} uploads training checkpoints, and a low-bit repository cannot hold "
+            "master weights. Use hub_strategy='every_save' or 'end'."
+        )
+    if args.push_to_hub and not args.export_low_bit:
+        raise ValueError(
+            "push_to_hub=True with export_low_bit=False: pushes during training send the low-bit model of the last "
+            "checkpoint, and there would be none. Set export_low_bit=True."
+        )
+
+
+def _check_sampling(args: QaRLConfig) -> None:
+    """The engine's log-probs are those of the distribution it samples from; the learner's are not (trl issue 6789)."""
+    if not args.weighs_mismatch:
         return
-    neutral = {
-        "top_p": (1.0, None),
-        "top_k": (0, -1, None),
-        "min_p": (0.0, None),
-        "repetition_penalty": (1.0, None),
-        "presence_penalty": (0.0, None),
-        "frequency_penalty": (0.0, None),
+    extra = args.generation_kwargs or {}
+    if "temperature" in extra:
+        raise ValueError("Set `temperature` itself: inside generation_kwargs the learner would not know of it.")
+    given = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    given |= {"vllm_structured_outputs_regex": args.vllm_structured_outputs_regex} | extra
+    biased = {
+        name: value
+        for name, value in given.items()
+        if name not in HARMLESS_SAMPLING and value is not None and value not in NEUTRAL_SAMPLING.get(name, ())
     }
-    given = {k: getattr(args, k) for k in ("top_p", "top_k", "min_p", "repetition_penalty")}
-    given |= args.generation_kwargs or {}
-    biased = {k: v for k, v in given.items() if k in neutral and v not in neutral[k]}
     if biased:
         raise ValueError(
             f"{biased} changes the distribution that is sampled from, and the mismatch weight would then be wrong by "
-            "the probability mass that was cut. Use top_p=1.0, top_k=0, min_p=0.0 and no penalties, or set "
-            "vllm_importance_sampling_correction=False."
+            "the probability mass that was moved. Use top_p=1.0, top_k=0, min_p=0.0, no penalties, and in generation_kwargs "
+            f"only {', '.join(HARMLESS_SAMPLING)}; or set vllm_importance_sampling_correction=False."
         )
-    if "temperature" in (args.generation_kwargs or {}):
-        raise ValueError("Set `temperature` itself: inside generation_kwargs the learner would not know of it.")
+
+
+def _check_rollout(args: QaRLConfig) -> None:
+    if args.use_vllm:
+        _compat.require_vllm()
+    if args.learner_ops not in LEARNER_OPS:
+        raise ValueError(f"learner_ops={args.learner_ops!r} must be one of {', '.join(LEARNER_OPS)}.")
+    if args.learner_ops == "engine" and not args._beside_cpu_engine:
+        raise ValueError(
+            f"learner_ops='engine' needs a colocated CPU engine to follow, got use_vllm={args.use_vllm} on device "
+            f"{args.device.type!r}. Use learner_ops='auto' or 'stock'."
+        )
+    owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
+    if owned:
+        raise ValueError(
+            f"vllm_engine_kwargs sets {owned}, which the trainer sets itself. Remove them: the scheme comes from "
+            "quant_scheme, the rest from the fields of the same name that start with vllm_."
+        )
+    args.publish_verify = _checked_verify(args.publish_verify)
+    threshold = args.mismatch_abort_threshold
+    if threshold is not None and not args.weighs_mismatch:
+        raise ValueError(
+            f"mismatch_abort_threshold={threshold} is set, but nothing is measured without use_vllm=True and "
+            "vllm_importance_sampling_correction=True. Set both, or unset the threshold."
+        )
+    if threshold is not None and not threshold > 0:
+        raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
+
+
+def _checked_verify(value: Any) -> str | int:
+    """`"off"`, `"first"` or an `int`: YAML makes `False` of a bare `off`, the command line a string of a number."""
+    if value is False:
+        return "off"
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if value in ("off", "first") or (type(value) is int and value >= 1):
+        return value
+    raise ValueError(f"publish_verify={value!r} must be 'off', 'first' or a number of publishes >= 1.")
+
+
+def _check_muon(args: QaRLConfig) -> None:
+    if args.optim_muon and (args.deepspeed or getattr(args, "deepspeed_plugin", None)):
+        raise ValueError(
+            "optim_muon=True with DeepSpeed: ZeRO cuts matrices into flat pieces, which Muon cannot orthogonalize. Use "
+            "DDP or FSDP2, or optim_muon=False."
+        )
+    if args.muon_ns_steps < 1 or not 0 <= args.muon_momentum < 1:
+        raise ValueError(
+            f"muon_ns_steps={args.muon_ns_steps} must be >= 1 and muon_momentum={args.muon_momentum} in [0, 1)."
+        )

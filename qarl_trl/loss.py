@@ -1,14 +1,13 @@
-"""TBPO, the trust-band objective, as pure functions in float32.
+"""TBPO, the trust-band objective, as pure functions in float32 (paper Sec. 3.2, Eq. 5 and Appendix E; docs/paper_map.md).
 
-Invariant: a completion counts only through one number, its geometric-mean ratio `r`; outside its band `r` is constant
-in the parameters, so the completion has no gradient at all (paper Sec. 3.2, Eq. 5 and Appendix E; docs/paper_map.md).
+A completion counts only through its geometric-mean ratio `r`; outside its band `r` is constant, so it has no gradient at all.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ class TrustBand:
         delta_low (`float`): Advantage < 0: ratio at least `1 - delta_low`. The paper's delta_l, 3e-4.
         delta_high (`float`): Advantage < 0: ratio at most `1 + delta_high`. The paper's delta_h, 7e-4.
         mismatch_cap (`float`): The mismatch weight stays in `[1 / mismatch_cap, mismatch_cap]`. The paper's c, 2.
-        out_of_band (`"clip"` or `"drop"`, *optional*, defaults to `"clip"`): `"clip"` keeps completions outside the
-            band in the mean, as in the paper's formula; `"drop"` takes them out of it, as in the paper's text.
 
     Raises:
         ValueError: for bounds that leave no band.
@@ -35,7 +32,6 @@ class TrustBand:
     delta_low: float
     delta_high: float
     mismatch_cap: float
-    out_of_band: Literal["clip", "drop"] = "clip"
 
     def __post_init__(self) -> None:
         for name in ("epsilon_high", "delta_low", "delta_high"):
@@ -45,8 +41,6 @@ class TrustBand:
             raise ValueError(f"delta_low={self.delta_low} must be < 1: ratios are positive, so 1 - delta_low is too.")
         if not (self.mismatch_cap > 1 and math.isfinite(self.mismatch_cap)):
             raise ValueError(f"mismatch_cap={self.mismatch_cap} must be finite and > 1: the weight is in [1/c, c].")
-        if self.out_of_band not in ("clip", "drop"):
-            raise ValueError(f"out_of_band={self.out_of_band!r} must be 'clip' or 'drop'.")
 
     def bounds(self, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """Lower and upper bound of the ratio, float32 in the shape of `advantages`."""
@@ -54,6 +48,12 @@ class TrustBand:
         low = torch.where(negative, 1.0 - self.delta_low, 0.0)
         high = torch.where(negative, 1.0 + self.delta_high, 1.0 + self.epsilon_high)
         return low.float(), high.float()
+
+
+def loss_mask(inputs: dict[str, Any]) -> Tensor:
+    """Which tokens of TRL's batch count in its loss: completion mask times tool mask, `(B, T)`."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def sequence_log_ratio(logps: Tensor, base_logps: Tensor, mask: Tensor) -> Tensor:
@@ -100,12 +100,6 @@ def mismatch_weight(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap
     return log_weight.clamp(-math.log(cap), math.log(cap)).exp().detach()
 
 
-def in_band(ratio: Tensor, advantages: Tensor, band: TrustBand) -> Tensor:
-    """Which completions are inside their band, `(B,)` bool; a zero advantage has no band to leave."""
-    low, high = band.bounds(advantages)
-    return ((ratio >= low) & (ratio <= high)) | (advantages == 0)
-
-
 def tbpo_loss(
     logps: Tensor,
     old_logps: Tensor,
@@ -136,12 +130,7 @@ def tbpo_loss(
     else:
         weight = mismatch_weight(old_logps, sampling_logps, mask, band.mismatch_cap)
     low, high = band.bounds(advantages)
-    surrogate = weight * torch.clamp(ratio, low, high) * advantages
-    if band.out_of_band == "drop":
-        kept = in_band(ratio, advantages, band)
-        loss = -(surrogate * kept).sum() / kept.sum().clamp(min=1)
-    else:
-        loss = -surrogate.mean()
+    loss = -(weight * torch.clamp(ratio, low, high) * advantages).mean()
     return loss, band_metrics(ratio, advantages, band) | {"seq_weight_mean": weight.mean()}
 
 

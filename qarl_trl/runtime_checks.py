@@ -14,7 +14,6 @@ from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import nn
 
-from .config import QaRLConfig
 from .llmcompressor.quantized_start import QuantizedSource
 from .quant.experts import PROJECTIONS, QuantExperts, fused_experts
 from .quant.linear import LowBitLayer
@@ -149,46 +148,3 @@ def check_merged_layers(model: nn.Module) -> None:
 def _group_of(scheme: QuantizationScheme) -> str:
     size = scheme.weights.group_size
     return f" in groups of {size}" if size else ""
-
-
-def check_mismatch(gap: float, args: QaRLConfig) -> None:
-    """
-    Stop when engine and learner disagree more than `args.mismatch_abort_threshold`.
-
-    Args:
-        gap (`float`): Mean absolute log-prob difference, nats per token. NaN stops too.
-
-    Raises:
-        RuntimeError: with the usual causes in the order of their likelihood.
-    """
-    threshold = args.mismatch_abort_threshold
-    if threshold is None or gap <= threshold:
-        return
-    hints = [
-        "stale engine: does the gap grow with every update? Compare publish/bytes and quant/code_flip_frac in the log;",
-        f"wrong scheme: the engine and the learner must both run {args.quant_name!r}"
-        + ("" if args.quant_learner else " (quant_learner=False: this gap is what the method removes)")
-        + ";",
-        f"sampling parameters: temperature={args.temperature}, top_p={args.top_p}, top_k={args.top_k}, "
-        f"min_p={args.min_p} must describe the distribution that the learner scores;",
-        "kernels: another attention implementation or dtype in the learner than in the engine.",
-    ]
-    raise RuntimeError(
-        f"The mean log-prob gap between engine and learner is {gap:.4f} nats per token, above "
-        f"mismatch_abort_threshold={threshold}. Likely causes:\n  - " + "\n  - ".join(hints)
-    )
-
-
-def check_layers_ran(model: nn.Module) -> None:
-    """
-    After the first step: every low-bit layer must have computed something.
-
-    Raises:
-        RuntimeError: naming the layers whose low-bit forward was bypassed.
-    """
-    bypassed = [name for name, m in quantized_modules(model) if m.quantized_forward and not m.has_run]
-    if bypassed:
-        raise RuntimeError(
-            f"{len(bypassed)} quantized layers did not run in the first step (first: {bypassed[0]!r}): another library "
-            "replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is intended."
-        )

@@ -1,11 +1,11 @@
-"""`QaRLTrainer`: TRL's `GRPOTrainer` with low-bit rollouts, a low-bit learner and the TBPO loss.
+"""`QaRLTrainer`: TRL's `GRPOTrainer` with low-bit rollouts, a low-bit learner and the TBPO loss (paper Sec. 3, Fig. 2).
 
-A table of contents: each override hands over to the module that holds the idea. Invariant: with the scheme off and a
-stock loss this class is `GRPOTrainer`, and every hook it relies on is checked to have run (paper Sec. 3, Fig. 2).
+A table of contents: each override hands over to the module that holds the idea.
 """
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import textwrap
 import time
@@ -19,14 +19,13 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from . import _compat
-from .batch import drop_out_of_band, loss_mask
 from .config import TBPO, QaRLConfig
 from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
 from .llmcompressor.quantized_start import QuantizedSource, load_masters
-from .loss import TrustBand, mismatch_weight, tbpo_loss
-from .metrics import CodeFlips, mismatch_sums, weight_stats
+from .loss import TrustBand, band_metrics, loss_mask, mismatch_weight, sequence_ratio
+from .metrics import CodeFlips, check_mismatch, mismatch_sums, reduce_stats, weight_stats
 from .optim import build_muon
-from .preflight import check_arguments, check_config, check_experts, default_output_dir, find_source
+from .preflight import check_run, default_output_dir
 from .quant.model import apply_quantization, quantized_modules
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
@@ -34,11 +33,10 @@ from .rollout.canary import LENGTH, Canary, canary_tokens, learner_logps
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
 from .rollout.support import default_engine_kwargs
-from .runtime_checks import check_first_codes, check_layers_ran, check_merged_layers, check_mismatch, check_model
+from .runtime_checks import check_first_codes, check_merged_layers, check_model
 
 
-# Measured over the first batches of the tests: TRL's arithmetic and `tbpo_loss` differ in float32 rounding only.
-LOSS_TOLERANCE = 1e-5
+# Two passes of one model over one batch shape agree to float32 rounding.
 FIRST_RATIO_TOLERANCE = 1e-6
 
 logger = get_logger(__name__)
@@ -50,7 +48,8 @@ class QaRLTrainer(GRPOTrainer):
 
     Takes what [`~trl.GRPOTrainer`] takes, with a [`QaRLConfig`]. The changes with respect to it: the linear layers of
     the policy are quantized in place, the colocated vLLM engine runs in the same scheme and receives the packed tensors,
-    `loss_type="tbpo"` adds the trust-band objective, and `save_model` writes the low-bit checkpoint.
+    `loss_type="tbpo"` adds the trust-band objective, and `save_model` writes the low-bit checkpoint. With the scheme off and a
+    stock loss it is [`~trl.GRPOTrainer`], loss by loss.
     """
 
     _tag_names = ["trl", "grpo", "qarl"]
@@ -80,16 +79,14 @@ class QaRLTrainer(GRPOTrainer):
     ) -> None:
         _compat.check_versions()
         args = QaRLConfig(default_output_dir(model)) if args is None else args
-        check_arguments(model, args, kwargs)
-        source = find_source(model, args)
-        check_experts(model, args, source)
-        check_config(model, args, source)
+        given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
+        source = check_run(model, args, given.arguments)
         as_stored = isinstance(model, str)  # masters given as an object may have been changed
-        self._band: TrustBand | None = args.trust_band if args.loss_type == TBPO else None
-        self._in_loss: dict[str, Any] | None = None
-        self._loss_logps: Tensor | None = None
         self._saving_masters = False
         self._code_flips = CodeFlips()
+        self._current_logps: Tensor | None = None
+        self._step_of_rollout = -1
+        self._warned_of_first_ratio = False
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
@@ -109,17 +106,15 @@ class QaRLTrainer(GRPOTrainer):
             self.vllm_generation.canary = self._build_canary()
         else:
             _prepare(self.model, args, source, as_stored)
-        if self._band is not None:
-            # TRL's sequence-level clipped loss is the TBPO surrogate once each completion has its own bounds.
-            self.loss_type, self.importance_sampling_level = "grpo", "sequence"
+        self._tbpo = args.loss_type == TBPO
+        if self._tbpo:
+            self._clip_to(args.trust_band)
         self.add_callback(_StepClock(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's, with log-probs that stay float32 under FSDP2."""
         super().create_accelerator_and_postprocess()
         _compat.keep_log_probs_float32(self.accelerator)
-
-    # Optimizer ------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Muon for matrices and AdamW for the rest with `optim_muon`, otherwise TRL's."""
@@ -144,103 +139,85 @@ class QaRLTrainer(GRPOTrainer):
         return Canary(tokens, self.args.publish_verify, score, self.accelerator.gather, self._log_value)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's, with the capped sequence mismatch weight of TBPO in place of TRL's, and the gap logged (Eq. 5)."""
+        if self._mode == "train":
+            self._step_of_rollout = self.state.global_step
         output = super()._generate_and_score_completions(inputs)
         if self.use_vllm and self.vllm_importance_sampling_correction:
-            old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
-            mask = loss_mask(output)
-            self._log_mismatch(old, sampling, mask)
-            if self._band is not None:
-                weight = mismatch_weight(old, sampling, mask, self._band.mismatch_cap)
+            old, sampling, mask = output["old_per_token_logps"], output["sampling_per_token_logps"], loss_mask(output)
+            if self._tbpo:
+                weight = mismatch_weight(old, sampling, mask, self.args.tbpo_mismatch_cap)
                 output["importance_sampling_ratio"] = weight.unsqueeze(1)
+            self._log_mismatch(old, sampling, mask)
         return output
 
     def _log_mismatch(self, old: Tensor, sampling: Tensor, mask: Tensor) -> None:
-        sums = {k: self.accelerator.gather(v) for k, v in mismatch_sums(old, sampling, mask).items()}
-        tokens = sums["tokens"].sum().clamp(min=1)
-        gap = (sums["gap_sum"].sum() / tokens).item()
-        self._log_value("mismatch/logp_gap_mean", gap)
-        self._log_value("mismatch/logp_gap_max", sums["gap_max"].max().item())
-        self._log_value("mismatch/kl_k3", (sums["k3_sum"].sum() / tokens).item())
-        if self._band is not None:
-            stats = weight_stats(old, sampling, mask, self._band.mismatch_cap)
-            stats = {k: self._reduce(k, v) for k, v in stats.items()}
-            for name, value in stats.items():
-                self._log_value(f"mismatch/{name}", value)
+        stats = mismatch_sums(old, sampling, mask)
+        if self._tbpo:
+            stats |= weight_stats(old, sampling, mask, self.args.tbpo_mismatch_cap)
+        stats = reduce_stats(stats, self.accelerator.gather)
+        tokens = max(stats.pop("tokens_sum"), 1)
+        gap = stats.pop("gap_sum") / tokens
+        stats = {
+            "logp_gap_mean": gap,
+            "logp_gap_max": stats.pop("gap_max"),
+            "kl_k3": stats.pop("k3_sum") / tokens,
+            **stats,
+        }
+        for name, value in stats.items():
+            self._log_value(f"mismatch/{name}", value)
+        if self._tbpo:
             for name in ("min", "mean", "max"):
                 # TRL logged its own weight here, which this loss does not use.
-                self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"][-1] = stats[
-                    f"seq_weight_{name}"
-                ]
+                logged = self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"]
+                logged[-1] = stats[f"seq_weight_{name}"]
         check_mismatch(gap, self.args)
 
     # Loss -----------------------------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._in_loss is not None:
-            self._loss_logps = result[0].detach()
-            if self._band.out_of_band == "drop":
-                drop_out_of_band(self._in_loss, self._loss_logps, self._band)
+        self._current_logps = result[0].detach()
         return result
 
+    def _clip_to(self, band: TrustBand) -> None:
+        """TBPO is TRL's two-sided sequence clip, with the bounds below and `mismatch_weight` in place of TRL's (Eq. 5)."""
+        self.loss_type, self.importance_sampling_level = "grpo", "sequence"
+        self.epsilon_low, self.epsilon_high = band.delta_low, band.epsilon_high
+        self.args.delta = 1 + band.delta_high
+
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if self._band is None:
-            return super()._compute_loss(model, inputs)
-        self._in_loss, self._loss_logps = dict(inputs), None
-        try:
-            with _compat.sequence_clipping(self, self._band, inputs["advantages"]):
-                loss = super()._compute_loss(model, self._in_loss)
-        finally:
-            self._in_loss = None
-        self._check_and_log_tbpo(inputs, loss.detach())
+        """TRL's, and the band metrics of TBPO; that it equals `loss.tbpo_loss` is shown in tests/test_loss.py."""
+        loss = super()._compute_loss(model, inputs)
+        if self._tbpo:
+            self._log_band(inputs)
+        self._current_logps = None
         return loss
 
-    @torch.no_grad()
-    def _check_and_log_tbpo(self, inputs: dict[str, Any], loss: Tensor) -> None:
-        """Recompute the policy loss with the package's own `tbpo_loss`: the run stops if TRL's no longer is that."""
-        logps, self._loss_logps = self._loss_logps, None
+    def _log_band(self, inputs: dict[str, Any]) -> None:
+        logps = self._current_logps
         if logps is None:
             raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
         old = inputs.get("old_per_token_logps", logps)
-        sampling = inputs.get("sampling_per_token_logps") if "importance_sampling_ratio" in inputs else None
-        mask = loss_mask(inputs)
-        # A completion without a token that counts has ratio 1: a constant in the formula, nothing in TRL's token sum.
-        advantages = inputs["advantages"] * mask.bool().any(-1)
-        expected, metrics = tbpo_loss(logps, old, sampling, advantages, mask, self._band)
-        if self._policy_loss_only():
-            scale = self.current_gradient_accumulation_steps if self._mode == "train" else 1
-            difference = (loss * scale - expected).abs().item()
-            both_nan = bool(loss.isnan() & expected.isnan())  # a diverged model, not another formula
-            if not (difference <= LOSS_TOLERANCE * (1 + expected.abs().item()) or both_nan):
-                raise RuntimeError(
-                    f"TRL's loss {loss.item() * scale:.8f} is not the TBPO loss {expected.item():.8f}. Its arithmetic "
-                    "changed; use a tested TRL version."
-                )
-        metrics.pop("seq_weight_mean")
-        self._check_first_ratio(metrics)
+        ratio = sequence_ratio(logps, old, loss_mask(inputs))
+        metrics = band_metrics(ratio, inputs["advantages"].float(), self.args.trust_band)
+        metrics = reduce_stats(metrics, self.accelerator.gather)
         for name, value in metrics.items():
-            self._log_value(f"tbpo/{name}", self._reduce(name, value))
-
-    def _check_first_ratio(self, metrics: dict[str, Tensor]) -> None:
-        """Before the first update of a rollout batch `logps` and `old` are the same model: the ratio must be 1."""
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        if self._mode == "train" and self._step % generate_every < self.current_gradient_accumulation_steps:
-            off = max(abs(metrics["ratio_min"].item() - 1), abs(metrics["ratio_max"].item() - 1))
+            self._log_value(f"tbpo/{name}", value)
+        # No optimizer step since the rollout: `logps` and `old` are of the same weights, so the ratio must be 1.
+        if (
+            self._mode == "train"
+            and self.state.global_step == self._step_of_rollout
+            and not self._warned_of_first_ratio
+        ):
+            off = max(abs(metrics["ratio_min"] - 1), abs(metrics["ratio_max"] - 1))
             if off > FIRST_RATIO_TOLERANCE:
-                logger.warning_once(
+                self._warned_of_first_ratio = True
+                logger.warning(
                     "The sequence ratio is off by %.1e before any update of this rollout batch: `old` and current "
                     "log-probs come from different kernels or batch shapes, and the trust band clips that noise.",
                     off,
                 )
-
-    def _policy_loss_only(self) -> bool:
-        return (
-            self.beta == 0.0
-            and not self._entropy_bonus_enabled
-            and not self.aux_loss_enabled
-            and self.off_policy_mask_threshold is None
-            and self.top_entropy_quantile >= 1.0
-        )
 
     # Saving ---------------------------------------------------------------------------------------------------------
 
@@ -287,9 +264,8 @@ class QaRLTrainer(GRPOTrainer):
         folder = Path(checkpoint_folder)
         if self.args.quantized and is_peft_model(self._unwrapped):
             if self.is_world_process_zero():
-                shutil.copytree(
-                    folder / LOW_BIT_FOLDER, Path(self.args.output_dir) / LOW_BIT_FOLDER, dirs_exist_ok=True
-                )
+                target = Path(self.args.output_dir) / LOW_BIT_FOLDER
+                shutil.copytree(folder / LOW_BIT_FOLDER, target, dirs_exist_ok=True)
         elif self.args.quantized:
             folder /= LOW_BIT_FOLDER
         super()._push_from_checkpoint(str(folder))
@@ -314,11 +290,16 @@ class QaRLTrainer(GRPOTrainer):
     def _log_value(self, name: str, value: float) -> None:
         self._metrics[self._mode][name].append(value)
 
-    def _reduce(self, name: str, value: Tensor) -> float:
-        """One number over all processes: the extreme for `*_min` and `*_max`, otherwise the mean."""
-        gathered = self.accelerator.gather(value.float())
-        reduce = gathered.min if name.endswith("_min") else gathered.max if name.endswith("_max") else gathered.mean
-        return reduce().item()
+    def _check_layers_ran(self) -> None:
+        """After the first step: every low-bit layer of every process must have computed something."""
+        bypassed = [name for name, m in quantized_modules(self._unwrapped) if m.quantized_forward and not m.has_run]
+        numbers = self.accelerator.gather(torch.tensor([len(bypassed)], device=self.accelerator.device))
+        if numbers.any():  # on any process, so that all of them stop
+            raise RuntimeError(
+                f"{int(numbers.max())} quantized layers did not run in the first step (first: {bypassed[:1]}): another "
+                "library replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is "
+                "intended."
+            )
 
 
 class _StepClock(TrainerCallback):
@@ -351,7 +332,7 @@ class _StepClock(TrainerCallback):
         trainer._log_value("time/update", total - rollout - publish)
         if not self._checked:
             self._checked = True
-            check_layers_ran(trainer._unwrapped)
+            trainer._check_layers_ran()
 
 
 def _prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
@@ -370,23 +351,17 @@ def _prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None,
 
 def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
     check_model(model)
-    plan = args.quant_plan(None if source is None else source.plan())
-    if args.quant_recipe is not None or args.from_checkpoint:
-        scheme, settings = plan, {}
-    else:
-        scheme = args.quant_scheme
-        settings = {
-            "targets": args.quant_targets,
-            "ignore": args.quant_ignore,
-            "group_size": args.quant_group_size,
-        }
+    plan, fields = args.quant_plan(None if source is None else source.plan()), {}
+    if args.quant_recipe is None and not args.from_checkpoint:
+        plan = args.quant_scheme
+        fields = {"targets": args.quant_targets, "ignore": args.quant_ignore, "group_size": args.quant_group_size}
     apply_quantization(
         model,
-        scheme,
+        plan,
+        **fields,
         kernel=args.learner_kernel,
         quantize_forward=args.quant_learner,
         qparams=source.qparams() if args.quant_freeze_scales else None,
-        **settings,
     )
     if args.use_vllm:
         check_merged_layers(model)

@@ -20,9 +20,7 @@ def mismatch_weight(old, sampling, mask, cap):
     return math.exp(min(max(log_weight, -math.log(cap)), math.log(cap)))
 
 
-def tbpo(
-    logps, old, sampling, advantages, mask, *, epsilon_high, delta_low, delta_high, cap, out_of_band="clip", tie=2e-7
-):
+def tbpo(logps, old, sampling, advantages, mask, *, epsilon_high, delta_low, delta_high, cap, tie=2e-7):
     """
     Loss and its gradient by `logps`, both in Python floats.
 
@@ -42,9 +40,8 @@ def tbpo(
             clipped = ratio
         inside = abs(clipped - ratio) <= tie
         rows.append((tokens, length, ratio, weight, clipped, inside, advantage))
-    kept = [row for row in rows if row[5]] if out_of_band == "drop" else rows
-    count = max(len(kept), 1)
-    loss = -sum(weight * clipped * advantage for _, _, _, weight, clipped, _, advantage in kept) / count
+    count = len(rows)
+    loss = -sum(weight * clipped * advantage for _, _, _, weight, clipped, _, advantage in rows) / count
     gradient = [[0.0] * len(mask[i]) for i in range(len(rows))]
     for i, (tokens, length, ratio, weight, _, inside, advantage) in enumerate(rows):
         for t in tokens if inside else ():

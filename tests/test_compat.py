@@ -1,6 +1,5 @@
 """`qarl_trl._compat`: versions, rebindings that are undone, and an engine that must take every tensor."""
 
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -12,7 +11,6 @@ import trl.trainer.grpo_trainer as grpo_trainer
 from packaging.version import Version
 
 from qarl_trl import _compat
-from qarl_trl.loss import TrustBand
 
 
 def test_the_installed_versions_are_supported():
@@ -84,29 +82,6 @@ def test_the_engine_class_is_put_back_also_after_an_error():
         assert grpo_trainer.VLLMGeneration is dict
         raise KeyError
     assert grpo_trainer.VLLMGeneration is original
-
-
-@pytest.mark.parametrize(
-    "band", [TrustBand(4e-4, 3e-4, 7e-4, 2.0), TrustBand(0.3, 0.21, 0.1, 2.0), TrustBand(math.inf, 0.1, 9.0, 2.0)]
-)
-def test_trl_gets_the_bounds_of_the_band_bit_for_bit(band):
-    """TRL adds the epsilons to 1 again; a bound that moved by one step would give another gradient on a tie."""
-    args = SimpleNamespace(delta=None)
-    trainer = SimpleNamespace(epsilon_low=0.2, epsilon_high=0.2, args=args)
-    advantages = torch.tensor([1.0, -1.0, 0.0])
-    low, high = (bound.unsqueeze(1) for bound in band.bounds(advantages))
-    with _compat.sequence_clipping(trainer, band, advantages):
-        assert torch.equal(1 - trainer.epsilon_low, low)
-        assert torch.equal(1 + trainer.epsilon_high, high)
-        assert torch.equal(args.delta, torch.where(advantages[:, None] < 0, high, torch.inf))
-    assert (trainer.epsilon_low, trainer.epsilon_high, args.delta) == (0.2, 0.2, None)
-
-
-def test_the_bounds_are_put_back_after_an_error():
-    trainer = SimpleNamespace(epsilon_low=0.2, epsilon_high=0.3, args=SimpleNamespace(delta=4.0))
-    with pytest.raises(KeyError), _compat.sequence_clipping(trainer, TrustBand(1.0, 0.5, 1.0, 2.0), torch.ones(2)):
-        raise KeyError
-    assert (trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta) == (0.2, 0.3, 4.0)
 
 
 # FSDP ----------------------------------------------------------------------------------------------------------------

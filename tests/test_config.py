@@ -8,7 +8,7 @@ from transformers import MistralConfig, Qwen3Config
 from trl import GRPOConfig, TrlParser
 
 from qarl_trl import QaRLConfig, _compat
-from qarl_trl.config import STOCK_LOSSES
+from qarl_trl.config import STOCK_LOSSES, logger
 from qarl_trl.loss import TrustBand
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
@@ -37,7 +37,7 @@ def test_defaults_are_those_of_the_paper(config):
         True,
         "auto",
     )
-    assert (args.loss_type, args.tbpo_out_of_band, args.optim_muon) == ("tbpo", "clip", False)
+    assert (args.loss_type, args.optim_muon) == ("tbpo", False)
     assert args.trust_band == TrustBand(epsilon_high=4e-4, delta_low=3e-4, delta_high=7e-4, mismatch_cap=2.0)
     assert (args.quant_targets, args.quant_ignore) == (["Linear"], list(DEFAULT_IGNORE))
     assert args.mismatch_abort_threshold is None
@@ -73,7 +73,8 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"tbpo_delta_low": 1.5}, ["tbpo_delta_low=1.5", "must be < 1"]),
         ({"tbpo_delta_high": float("nan")}, ["tbpo_delta_high=nan", "must be > 0"]),
         ({"tbpo_mismatch_cap": 1.0}, ["tbpo_mismatch_cap=1.0", "> 1"]),
-        ({"tbpo_out_of_band": "mask"}, ["tbpo_out_of_band='mask'", "'clip' or 'drop'"]),
+        ({"tbpo_delta_high": 1e-4}, ["tbpo_delta_high=0.0001", "at least tbpo_epsilon_high=0.0004", "two-sided clip"]),
+        ({"tbpo_epsilon_high": float("inf")}, ["at least tbpo_epsilon_high=inf"]),
         ({"epsilon": 0.1}, ["{'epsilon': 0.1}", "tbpo_epsilon_high", "stock loss_type"]),
         ({"delta": 2.0}, ["{'delta': 2.0}", "tbpo_delta_high"]),
         ({"vllm_importance_sampling_mode": "token_mask"}, ["token_mask", "tbpo_mismatch_cap"]),
@@ -83,6 +84,11 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         (VLLM | {"repetition_penalty": 1.1}, ["{'repetition_penalty': 1.1}", "no penalties"]),
         (VLLM | {"generation_kwargs": {"top_p": 0.5}}, ["{'top_p': 0.5}"]),
         (VLLM | {"generation_kwargs": {"presence_penalty": 1.0}}, ["presence_penalty"]),
+        (VLLM | {"generation_kwargs": {"min_tokens": 4}}, ["{'min_tokens': 4}", "only seed, stop"]),
+        (VLLM | {"generation_kwargs": {"logit_bias": {3: 5.0}}}, ["logit_bias"]),
+        (VLLM | {"generation_kwargs": {"bad_words": ["no"]}}, ["bad_words"]),
+        (VLLM | {"generation_kwargs": {"a_parameter_of_tomorrow": 1}}, ["a_parameter_of_tomorrow"]),
+        (VLLM | {"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex"]),
         (VLLM | {"generation_kwargs": {"temperature": 0.7}}, ["Set `temperature` itself"]),
         (VLLM | {"vllm_mode": "server"}, ["vllm_mode='server'", "'colocate'"]),
         (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, ["['quantization']", "quant_scheme"]),
@@ -116,6 +122,8 @@ def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words
     [
         VLLM | {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
         VLLM | {"top_k": -1, "generation_kwargs": {"top_p": 1.0, "seed": 3}},
+        VLLM | {"generation_kwargs": {"stop": ["\n"], "min_tokens": 0, "logit_bias": None, "ignore_eos": True}},
+        VLLM | {"generation_kwargs": {"min_tokens": 4}, "vllm_importance_sampling_correction": False},
         VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},  # no weight, no bias
         {"top_p": 0.9},  # sampled by the learner itself
         VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},  # plain TRL stays plain TRL
@@ -124,8 +132,7 @@ def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words
         {"quant_scheme": " None "},
         {"quant_scheme": "fp8_dynamic"},
         {"quant_group_size": -1},
-        {"tbpo_delta_high": 1e-4},  # below epsilon_high: any bounds work
-        {"tbpo_epsilon_high": float("inf")},
+        {"tbpo_delta_high": 4e-4},  # as epsilon_high
         {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0, "tbpo_delta_low": -1.0},  # bounds of the loss that is used
         {"model_init_kwargs": {"device_map": {"": 0}}},
         {"model_init_kwargs": {"device_map": None, "dtype": "float32"}},
@@ -139,6 +146,32 @@ def test_what_biases_nothing_is_accepted(config, settings):
     config(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "updates"),
+    [
+        (VLLM, "steps_per_generation=1 x num_iterations=1 / gradient_accumulation_steps=1 = 1 update"),
+        (
+            {"gradient_accumulation_steps": 4},
+            "steps_per_generation=4 x num_iterations=1 / gradient_accumulation_steps=4 = 1",
+        ),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "= 0.5 update"),
+        ({"steps_per_generation": 8}, None),
+        ({"num_iterations": 2}, None),
+        ({"loss_type": "grpo"}, None),
+    ],
+)
+def test_a_band_that_can_never_bind_is_named_with_the_arithmetic(config, caplog, settings, updates):
+    logger.warning_once.cache_clear()
+    config(**settings)
+    if updates is None:
+        assert "no trust band can bind" not in caplog.text
+        return
+    assert updates in caplog.text and "no trust band can bind" in caplog.text
+    caplog.clear()
+    config(**settings)
+    assert not caplog.text  # said once
+
+
 def test_vllm_must_be_installed_before_a_model_loads(config, monkeypatch):
     monkeypatch.setattr(_compat, "is_vllm_available", lambda: False)
     with pytest.raises(ImportError, match=r"pip install 'qarl_trl\[vllm\]'.*use_vllm=False"):
@@ -148,9 +181,9 @@ def test_vllm_must_be_installed_before_a_model_loads(config, monkeypatch):
 
 def test_muon_refuses_deepspeed(config, monkeypatch):
     monkeypatch.setattr(GRPOConfig, "__post_init__", lambda self: None)  # it would load DeepSpeed
-    config(optim_muon=False, deepspeed="zero3.json")
+    config(loss_type="grpo", optim_muon=False, deepspeed="zero3.json")
     with pytest.raises(ValueError, match=r"optim_muon=True with DeepSpeed.*FSDP2"):
-        config(optim_muon=True, deepspeed="zero3.json")
+        config(loss_type="grpo", optim_muon=True, deepspeed="zero3.json")
 
 
 @pytest.mark.parametrize("loss_type", ["tbpo", *STOCK_LOSSES])
@@ -229,7 +262,6 @@ CHANGED = {
     "tbpo_delta_low": 0.04,
     "tbpo_delta_high": 0.07,
     "tbpo_mismatch_cap": 1.5,
-    "tbpo_out_of_band": "drop",
     "mismatch_abort_threshold": 0.05,
     "optim_muon": True,
     "muon_adamw_learning_rate": 2e-6,

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,9 @@ from conftest import make_model, make_tokenizer
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from qarl_trl import QaRLConfig, QaRLTrainer, _compat
-from qarl_trl.batch import loss_mask
+from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.config import STOCK_LOSSES
-from qarl_trl.loss import TrustBand, in_band, mismatch_weight, sequence_ratio, tbpo_loss
+from qarl_trl.loss import TrustBand, loss_mask, mismatch_weight, sequence_ratio, tbpo_loss
 
 
 PAPER = {"epsilon_high": 4e-4, "delta_low": 3e-4, "delta_high": 7e-4, "mismatch_cap": 2.0}
@@ -80,18 +80,16 @@ def with_tie(batch, band):
     return band
 
 
-def reference(batch, band, out_of_band="clip"):
+def reference(batch, band):
     settings = {k: v for k, v in band.items() if k != "mismatch_cap"} | {"cap": band["mismatch_cap"]}
     arguments = (batch.logps, batch.old, batch.sampling, batch.advantages, batch.mask)
-    loss, gradient = references.tbpo(*(a.tolist() for a in arguments), **settings, out_of_band=out_of_band)
+    loss, gradient = references.tbpo(*(a.tolist() for a in arguments), **settings)
     return loss, torch.tensor(gradient)
 
 
-def own(batch, band, out_of_band="clip"):
+def own(batch, band):
     logps = batch.logps.clone().requires_grad_()
-    loss, metrics = tbpo_loss(
-        logps, batch.old, batch.sampling, batch.advantages, batch.mask, TrustBand(**band, out_of_band=out_of_band)
-    )
+    loss, metrics = tbpo_loss(logps, batch.old, batch.sampling, batch.advantages, batch.mask, TrustBand(**band))
     loss.backward()
     return loss.item(), logps.grad, metrics
 
@@ -106,17 +104,16 @@ def worst(pairs):
 # Against Python floats ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("out_of_band", ["clip", "drop"])
 @pytest.mark.parametrize("band", BANDS)
-def test_loss_and_gradient_are_those_of_python_floats(band, out_of_band):
+def test_loss_and_gradient_are_those_of_python_floats(band):
     pairs, moved = [], []
     for seed in SEEDS:
         batch = random_batch(seed, band)
         tied = with_tie(batch, band)
-        expected = reference(batch, tied, out_of_band)
-        pairs.append((own(batch, tied, out_of_band), expected))
+        expected = reference(batch, tied)
+        pairs.append((own(batch, tied), expected))
         swapped = tied | {"delta_low": tied["delta_high"], "delta_high": tied["delta_low"]}
-        moved.append((own(batch, swapped, out_of_band), expected))
+        moved.append((own(batch, swapped), expected))
     assert worst(pairs) < TOLERANCE
     assert worst(moved) > 100 * TOLERANCE  # control: the two bounds of a negative advantage exchanged
 
@@ -264,33 +261,6 @@ def test_metrics_carry_no_graph():
     assert not any(value.requires_grad for value in metrics.values())
 
 
-@pytest.mark.parametrize(
-    ("out_of_band", "expected"), [("clip", -(1.0 + 1.0004 - 1.0) / 3), ("drop", -(1.0 - 1.0) / 2)]
-)
-def test_dropped_completions_leave_the_mean(out_of_band, expected):
-    """Ratios 1, 1.01 and 1 with advantages 1, 1 and -1: the second is out of its band."""
-    old = torch.full((3, 2), -1.0)
-    logps = old + torch.tensor([[0.0], [math.log(1.01)], [0.0]])
-    advantages = torch.tensor([1.0, 1.0, -1.0])
-    loss, _ = tbpo_loss(logps, old, None, advantages, torch.ones(3, 2), TrustBand(**PAPER, out_of_band=out_of_band))
-    assert loss.item() == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_zero_advantage_is_never_out_of_band():
-    ratio = torch.tensor([0.5, 1.0, 2.0])
-    assert in_band(ratio, torch.zeros(3), TrustBand(**PAPER)).all()
-    assert in_band(ratio, torch.ones(3), TrustBand(**PAPER)).tolist() == [True, True, False]
-
-
-def test_a_batch_dropped_whole_has_a_loss_of_zero():
-    old, mask = torch.full((2, 2), -1.0), torch.ones(2, 2)
-    logps = (old + 0.1).requires_grad_()
-    loss, _ = tbpo_loss(logps, old, None, torch.tensor([1.0, -1.0]), mask, TrustBand(**PAPER, out_of_band="drop"))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert not logps.grad.any()
-
-
 def test_an_empty_completion_has_ratio_and_weight_one_and_no_gradient():
     mask = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
     old = torch.tensor([[math.nan, -1.0], [-1.0, -1.0]])
@@ -330,7 +300,6 @@ def test_mismatch_weight_does_not_grow_with_length():
         ({"delta_low": 1.0}, ["delta_low=1.0", "< 1"]),
         ({"mismatch_cap": 1.0}, ["mismatch_cap=1.0", "> 1"]),
         ({"mismatch_cap": math.inf}, ["mismatch_cap=inf", "finite"]),
-        ({"out_of_band": "mask"}, ["'mask'", "'clip' or 'drop'"]),
     ],
 )
 def test_a_band_that_leaves_nothing_to_train_is_refused(changes, words):
@@ -424,42 +393,48 @@ def test_loss_and_gradient_are_those_of_stock_trl_with_the_same_bounds(trainers,
     assert worst(other_level) > 100 * TOLERANCE  # control: TRL's default level is another loss
 
 
-@pytest.mark.parametrize("out_of_band", ["clip", "drop"])
-@pytest.mark.parametrize("band", BANDS)
-def test_the_trainer_computes_tbpo_loss(trainers, compute, band, out_of_band):
+@pytest.mark.parametrize("band", BANDS[:2])  # `QaRLConfig` refuses the third
+def test_the_trainer_computes_tbpo_loss(trainers, compute, band):
     band = band | {"mismatch_cap": 2.0}
     trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
-    pairs, static = [], []
+    pairs, single = [], []
     for seed in SEEDS:
         batch = without_empty(random_batch(seed, band))
         tied = with_tie(batch, band)
-        trainer._band = TrustBand(**tied, out_of_band=out_of_band)
-        pairs.append((compute(trainer, batch), own(batch, tied, out_of_band)))
-        static.append((compute(trainer, batch), own(batch, band | {"epsilon_high": band["delta_high"]}, out_of_band)))
+        if tied["delta_high"] < tied["epsilon_high"]:
+            tied = band
+        trainer._clip_to(TrustBand(**tied))
+        pairs.append((compute(trainer, batch), own(batch, tied)))
+        single.append((compute(trainer, batch), own(batch, band | {"epsilon_high": band["delta_high"]})))
     assert worst(pairs) < TOLERANCE
-    assert worst(static) > 100 * TOLERANCE  # control: one upper bound for both signs
-    assert (trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta) == (0.2, 0.2, None)
+    assert worst(single) > 100 * TOLERANCE  # control: one upper bound for both signs
+
+
+def test_the_trainer_clips_to_the_bounds_of_its_config(trainers):
+    trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none", tbpo_delta_high=9e-4)
+    assert (trainer.loss_type, trainer.importance_sampling_level) == ("grpo", "sequence")
+    assert (trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta) == (3e-4, 4e-4, 1.0009)
+    names = {f.name for f in fields(QaRLConfig)} - {"generation_batch_size"}
+    again = QaRLConfig(**{name: getattr(trainer.args, name) for name in names})  # as from a file
+    assert again.trust_band == trainer.args.trust_band
+
+
+def test_a_band_that_trl_cannot_clip_to_is_another_loss(trainers, compute):
+    """Control of the refusal of `delta_high < epsilon_high`: there TRL keeps the larger bound for negative samples."""
+    trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
+    trainer._clip_to(TrustBand(**BANDS[2]))
+    batches = [without_empty(random_batch(seed, BANDS[2])) for seed in SEEDS]
+    assert worst([(compute(trainer, batch), own(batch, BANDS[2])) for batch in batches]) > 100 * TOLERANCE
+    trainer._clip_to(TrustBand(**PAPER))
 
 
 def test_accumulation_divides_the_trainers_loss(trainers, compute):
     trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
-    trainer._band = TrustBand(**PAPER)
+    trainer._clip_to(TrustBand(**PAPER))
     batch = without_empty(random_batch(6))
     one, four = compute(trainer, batch), compute(trainer, batch, accumulation=4)
     assert four[0] == pytest.approx(one[0] / 4, abs=1e-7)
     assert torch.allclose(four[1], one[1] / 4, rtol=0, atol=1e-8)
-
-
-def test_the_trainer_notices_when_trl_computes_another_loss(trainers, compute, monkeypatch):
-    """The control of the check at run time: were the bounds not handed over, the run would stop."""
-    trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
-    trainer._band = TrustBand(**PAPER)
-    batch = without_empty(random_batch(8))
-    compute(trainer, batch)
-    real = _compat.sequence_clipping
-    monkeypatch.setattr(_compat, "sequence_clipping", lambda t, band, a: real(t, TrustBand(1.0, 0.5, 1.0, 2.0), a))
-    with pytest.raises(RuntimeError, match="is not the TBPO loss"):
-        compute(trainer, batch)
 
 
 @pytest.mark.parametrize("loss_type", STOCK_LOSSES)
@@ -471,7 +446,7 @@ def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute
     assert found[0] == expected[0]
     assert torch.equal(found[1], expected[1])
     tbpo = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
-    tbpo._band = TrustBand(**PAPER)
+    tbpo._clip_to(TrustBand(**PAPER))
     assert compute(tbpo, batch)[0] != expected[0]  # control
 
 

@@ -5,10 +5,12 @@ import math
 import pytest
 import references
 import torch
+from configs import config
 from torch import nn
 
-from qarl_trl.metrics import CodeFlips, mismatch_sums, weight_stats
+from qarl_trl.metrics import CodeFlips, check_mismatch, mismatch_sums, reduce_stats, weight_stats
 from qarl_trl.quant import apply_quantization, quantized_modules
+from qarl_trl.quant.scheme import SUPPORTED
 
 
 def random_gap(seed, size):
@@ -30,7 +32,7 @@ def test_mismatch_sums_are_those_of_python_floats(size):
         if m and not math.isnan(s)
     ]
     k3 = [math.expm1(gap) - gap for gap in gaps]
-    assert found["tokens"] == len(gaps) < mask.sum()
+    assert found["tokens_sum"] == len(gaps) < mask.sum()
     assert found["gap_sum"] == pytest.approx(sum(abs(gap) for gap in gaps), rel=1e-5)
     assert found["gap_max"] == pytest.approx(max(abs(gap) for gap in gaps), rel=1e-5)
     assert found["k3_sum"] == pytest.approx(sum(k3), rel=1e-3)  # measured 2e-4 at 1e-3: d itself is rounded by 6e-8
@@ -74,6 +76,48 @@ def test_a_weight_just_inside_its_cap_is_not_counted_as_capped(cap):
     assert weight_stats(old, inside / 0.98, mask, cap)["seq_weight_capped_frac"].item() == 1
 
 
+def test_statistics_of_all_processes_come_in_one_collective():
+    calls = []
+
+    def gather(row):
+        calls.append(row)
+        return torch.cat([row, torch.tensor([[1.0, 2.0, 3.0, 4.0]])])
+
+    stats = {
+        "a_sum": torch.tensor(5.0),
+        "b_min": torch.tensor(5),
+        "c_max": torch.tensor(5.0),
+        "d_frac": torch.tensor(5.0),
+    }
+    assert reduce_stats(stats, gather) == {"a_sum": 6.0, "b_min": 2.0, "c_max": 5.0, "d_frac": 4.5}
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("gap", "stops"), [(0.09, False), (0.1, False), (0.11, True), (float("nan"), True)])
+def test_a_gap_above_the_threshold_stops_the_run_with_its_likely_causes(tmp_path, gap, stops):
+    args = config(tmp_path, use_vllm=True, mismatch_abort_threshold=0.1, temperature=0.7)
+    if not stops:
+        return check_mismatch(gap, args)
+    with pytest.raises(RuntimeError) as error:
+        check_mismatch(gap, args)
+    message = str(error.value)
+    for cause in ("stale engine", "wrong scheme", "sampling parameters", "kernels"):
+        assert cause in message
+    for fact in ("mismatch_abort_threshold=0.1", "must both run 'W4A16'", "temperature=0.7", f"{gap:.4f} nats"):
+        assert fact in message
+    assert "quant_learner=False" not in message
+
+
+def test_the_baseline_is_told_that_its_gap_is_the_point(tmp_path):
+    args = config(tmp_path, use_vllm=True, mismatch_abort_threshold=0.1, quant_learner=False)
+    with pytest.raises(RuntimeError, match=r"quant_learner=False: this gap is what the method removes"):
+        check_mismatch(1.0, args)
+
+
+def test_without_a_threshold_no_gap_stops(tmp_path):
+    check_mismatch(float("nan"), config(tmp_path))
+
+
 # Code flips ---------------------------------------------------------------------------------------------------------
 
 
@@ -89,22 +133,25 @@ def publish(model):
 
 
 def codes_of(module):
-    low_bit = module.low_bit()
-    if "weight_packed" in low_bit.tensors:
-        return torch.tensor(references.unpack_int4(low_bit.codes, module.in_features))
+    """One number for each code, whatever the layout."""
+    low_bit, bits = module.low_bit(), module.scheme.weights.num_bits
+    if "weight_packed" in low_bit.tensors and bits == 4:
+        stored = low_bit.codes.view(torch.uint8)
+        return torch.stack((stored & 0xF, stored >> 4), -1).flatten(1)
     return low_bit.codes.view(torch.uint8)
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("scheme", list(SUPPORTED))
 def test_code_flips_count_the_codes_that_changed(scheme):
-    model, counter = layers(scheme), CodeFlips()
+    model, counter = layers(scheme, out_features=128), CodeFlips()
     assert counter.update(publish(model)) is None
     assert counter.update(publish(model)) == 0.0
     before = [codes_of(module) for module in model]
     with torch.no_grad():
         model[0].weight += 0.003 * torch.randn_like(model[0].weight)
-    expected = sum((codes_of(m) != b).sum().item() for m, b in zip(model, before, strict=True)) / (2 * 16 * 128)
-    assert 0.05 < expected < 0.5
+    assert sum(codes.numel() for codes in before) == 2 * 128 * 128  # control: bytes would be half or twice as many
+    expected = sum((codes_of(m) != b).sum().item() for m, b in zip(model, before, strict=True)) / (2 * 128 * 128)
+    assert 0.02 < expected < 0.5
     assert counter.update(publish(model)) == expected
     assert counter.update(publish(model)) == 0.0
 
@@ -115,7 +162,7 @@ def test_both_nibbles_of_a_byte_count():
     counter.update(publish(model))
     with torch.no_grad():
         model[0].weight.neg_()
-    changed = (codes_of(model[0]) != -codes_of(model[0])).sum().item()  # a code and its opposite differ unless 0
+    changed = (codes_of(model[0]) != 16 - codes_of(model[0])).sum().item()  # a code and its opposite differ unless 0
     share = counter.update(publish(model))
     assert share > 0.4
     assert share == pytest.approx(changed / (2 * 16 * 128), abs=0.01)  # -8 has no opposite code

@@ -109,7 +109,7 @@ def test_shards_on_the_cpu_are_refused(tmp_path, monkeypatch):
     ("kind", "stage", "refused"), [("qwen3_moe", 3, True), ("qwen3_moe", 2, False), ("qwen3", 3, False)]
 )
 def test_experts_in_flat_pieces_are_refused(tmp_path, tiny_model, kind, stage, refused):
-    model, args = tiny_model(kind, num_hidden_layers=1), config(tmp_path)
+    model, args = tiny_model(kind, num_hidden_layers=1).config, config(tmp_path)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
     if not refused:
         return check_experts(model, args, None)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from configs import config
 from peft import LoraConfig, get_peft_model
 
 from qarl_trl.export import save_low_bit
@@ -12,9 +11,7 @@ from qarl_trl.quant.plan import single_group
 from qarl_trl.quant.scheme import resolve_scheme
 from qarl_trl.runtime_checks import (
     check_first_codes,
-    check_layers_ran,
     check_merged_layers,
-    check_mismatch,
     check_model,
 )
 
@@ -35,51 +32,6 @@ def test_adapters_without_a_peft_model_around_them_are_refused(tiny_model):
     with pytest.raises(ValueError, match="LoRA layers without a PeftModel"):
         apply_quantization(model, "W4A16")
     check_model(get_peft_model(tiny_model(num_hidden_layers=1), adapter))
-
-
-@pytest.mark.parametrize(("gap", "stops"), [(0.09, False), (0.1, False), (0.11, True), (float("nan"), True)])
-def test_a_gap_above_the_threshold_stops_the_run_with_its_likely_causes(tmp_path, gap, stops):
-    args = config(tmp_path, use_vllm=True, mismatch_abort_threshold=0.1, temperature=0.7)
-    if not stops:
-        return check_mismatch(gap, args)
-    with pytest.raises(RuntimeError) as error:
-        check_mismatch(gap, args)
-    message = str(error.value)
-    for cause in ("stale engine", "wrong scheme", "sampling parameters", "kernels"):
-        assert cause in message
-    for fact in ("mismatch_abort_threshold=0.1", "must both run 'W4A16'", "temperature=0.7", f"{gap:.4f} nats"):
-        assert fact in message
-    assert "quant_learner=False" not in message
-
-
-def test_the_baseline_is_told_that_its_gap_is_the_point(tmp_path):
-    args = config(tmp_path, use_vllm=True, mismatch_abort_threshold=0.1, quant_learner=False)
-    with pytest.raises(RuntimeError, match=r"quant_learner=False: this gap is what the method removes"):
-        check_mismatch(1.0, args)
-
-
-def test_without_a_threshold_no_gap_stops(tmp_path):
-    check_mismatch(float("nan"), config(tmp_path))
-
-
-def test_a_bypassed_layer_is_named(tiny_model):
-    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
-    tokens = torch.tensor([[3, 4, 5]])
-    model(tokens)
-    check_layers_ran(model)
-
-    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
-    layer = model.model.layers[0].mlp.up_proj
-    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
-    model(tokens)
-    with pytest.raises(RuntimeError, match=r"1 quantized layers.*model\.layers\.0\.mlp\.up_proj.*quant_ignore"):
-        check_layers_ran(model)
-
-
-def test_the_baseline_has_no_low_bit_forward_to_miss(tiny_model):
-    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16", quantize_forward=False)
-    model(torch.tensor([[3, 4, 5]]))
-    check_layers_ran(model)
 
 
 # First codes from a quantized checkpoint ------------------------------------------------------------------------------

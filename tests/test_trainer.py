@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, preflight
 from qarl_trl.llmcompressor.quantized_start import load_masters
+from qarl_trl.loss import TrustBand, loss_mask, tbpo_loss
 from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.products import dequantize
 
@@ -262,12 +264,69 @@ def test_a_lost_loss_hook_stops_the_run(model, tmp_path, monkeypatch):
         trainer.train()
 
 
-def test_a_changed_loss_arithmetic_stops_the_run(model, tmp_path, monkeypatch):
-    trainer = make(model, tmp_path)
-    original = GRPOTrainer._compute_loss
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *args: original(*args) * 1.01)
-    with pytest.raises(RuntimeError, match="is not the TBPO loss"):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 8, "max_steps": 2},
+        {"num_iterations": 2},
+        {"steps_per_generation": 3, "gradient_accumulation_steps": 2},  # a rollout batch ends inside an update
+        {"mask_truncated_completions": True, "learning_rate": 1e-2},
+        {"tbpo_epsilon_high": 1e-4, "tbpo_delta_low": 1e-4, "tbpo_delta_high": 1e-4},
+        {"quant_scheme": "FP8_DYNAMIC"},
+        {"quant_learner": False},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_what_trains_is_the_tbpo_loss(model, tmp_path, changes):
+    """Every micro-batch of a real run, by the formula; the control is the formula with the bounds exchanged."""
+    trainer = make(model, tmp_path, **changes)
+    seen, original = [], trainer._compute_loss
+
+    def compare(called, inputs):
+        forward = trainer._get_per_token_logps_and_entropies
+        logps = []
+        trainer._get_per_token_logps_and_entropies = lambda *a, **k: logps.append(forward(*a, **k)) or logps[-1]
+        loss = original(called, inputs).item() * trainer.current_gradient_accumulation_steps
+        trainer._get_per_token_logps_and_entropies = forward
+        new, mask, band = logps[0][0].detach(), loss_mask(inputs), trainer.args.trust_band
+        # A completion without a token that counts is a constant in the formula and nothing in TRL's sum of tokens.
+        advantages = inputs["advantages"] * mask.bool().any(-1)
+        arguments = new, inputs.get("old_per_token_logps", new), None, advantages, mask
+        wrong = TrustBand(band.delta_low * 3, band.epsilon_high * 3, band.delta_high * 3, 2.0)
+        seen.append([loss, *(tbpo_loss(*arguments, b)[0].item() for b in (band, wrong))])
+        return original(called, inputs)
+
+    trainer._compute_loss = compare
+    trainer.train()
+    assert len(seen) >= 4
+    assert (
+        max(abs(loss - expected) for loss, expected, _ in seen) < 1e-6
+    )  # measured 2e-7: float32 sums in another order
+    if "quant_learner" not in changes and "mask_truncated_completions" not in changes:
+        assert max(abs(expected - wrong) for _, expected, wrong in seen) > 1e-5
+
+
+@pytest.mark.parametrize(("steps", "accumulation"), [(2, 1), (3, 2), (4, 2)])
+def test_a_first_ratio_that_is_not_one_is_named_once(model, tmp_path, caplog, steps, accumulation):
+    """And only before the first update: with 3 micro-batches and an update every 2 a rollout batch begins in the middle."""
+    shape = {"steps_per_generation": steps, "gradient_accumulation_steps": accumulation, "max_steps": 6}
+    with caplog.at_level("WARNING"):
+        make(model, tmp_path / "a", **shape).train()
+    assert "before any update" not in caplog.text
+    trainer = make(model, tmp_path / "b", **shape)
+    forward, calls = trainer._get_per_token_logps_and_entropies, []
+
+    def shifted(*args, **kwargs):
+        calls.append(args)
+        result = forward(*args, **kwargs)
+        trainer._current_logps = result[0].detach() + (1e-3 if torch.is_grad_enabled() else 0.0)
+        return result
+
+    trainer._get_per_token_logps_and_entropies = shifted
+    with caplog.at_level("WARNING"):
         trainer.train()
+    assert caplog.text.count("before any update") == 1
 
 
 def test_a_bypassed_layer_stops_the_run(model, tmp_path):
@@ -276,14 +335,6 @@ def test_a_bypassed_layer_stops_the_run(model, tmp_path):
     layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
     with pytest.raises(RuntimeError, match=r"1 quantized layers did not run.*mlp\.up_proj"):
         trainer.train()
-
-
-def test_drop_and_clip_train_differently_once_completions_leave_the_band(model, tmp_path):
-    narrow = {"tbpo_epsilon_high": 1e-4, "tbpo_delta_low": 1e-4, "tbpo_delta_high": 1e-4}
-    clip = losses(make(model, tmp_path / "a", **narrow))
-    drop = losses(make(model, tmp_path / "b", tbpo_out_of_band="drop", **narrow))
-    assert clip[0] == drop[0]  # every ratio is 1 on the first update
-    assert clip[1] != drop[1]
 
 
 def test_metrics_are_logged_under_their_stable_names(model, tmp_path):
@@ -307,6 +358,11 @@ def test_arguments_that_cannot_work_are_refused_before_a_model_loads(tmp_path, k
     kwargs = {"args": QaRLConfig(str(tmp_path), use_cpu=True, bf16=False)} | kwargs
     with pytest.raises(error, match=words):
         QaRLTrainer("no/such-model", distinct_characters, train_dataset=prompts(), **kwargs)
+    by_name = {"train_dataset": prompts()} | kwargs
+    order = list(inspect.signature(GRPOTrainer.__init__).parameters)[3:]
+    positional = [by_name.get(name, () if name == "optimizers" else None) for name in order]
+    with pytest.raises(error, match=words):
+        QaRLTrainer("no/such-model", distinct_characters, *positional)
 
 
 def test_a_model_without_a_folder_cannot_start_an_engine(model, tmp_path):
