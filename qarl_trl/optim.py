@@ -1,15 +1,9 @@
-"""
-The paper's optimizer (QaRL, Sec. 4 "Training Setup" and Table 2): Muon for the hidden matrices, AdamW for the rest.
+"""The paper's optimizer (Sec. 4 and Table 2): torch's Muon for the hidden matrices, torch's AdamW for the rest.
 
-The arithmetic is torch's own, [`torch.optim.Muon`] and [`torch.optim.AdamW`]; this file only decides which parameter
-goes where and makes the two look like one optimizer to the Trainer, the scheduler and the checkpoint.
-
-Invariant: each trainable parameter is in exactly one group, and one step of [`MuonWithAdamW`] equals, bit for bit, one
-step of the two torch optimizers run side by side.
-
-Two properties of Muon to know. Its step has the same size whatever the size of the gradient, so with momentum in store
-it moves even where TBPO drops every response. And at the paper's rate of 1e-6 the masters must be float32: a bfloat16
-master of normal(0, 0.02) weights changed in 0.2% of its entries in one step.
+This file decides which parameter goes where, and makes the two one optimizer to the Trainer, the scheduler and the checkpoint.
+Two properties of Muon to know. Its step has the same size whatever the size of the gradient, so with momentum in store it moves
+even where TBPO drops every response. And at the paper's rate of 1e-6 the masters must be float32: a bfloat16 master of
+normal(0, 0.02) weights changed in 0.2% of its entries in one step.
 """
 
 import contextlib
@@ -36,16 +30,11 @@ _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)\.")
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """
-    One optimizer out of a [`torch.optim.Muon`] and a [`torch.optim.AdamW`] that share its groups and its state.
+    A [`torch.optim.Muon`] and a [`torch.optim.AdamW`] over different parameters, which share its groups and its state.
 
-    `param_groups` holds Muon's groups first, so a logged learning rate is Muon's; `use_muon` marks them. A step fires
-    torch's *global* step hooks three times, for Muon, for AdamW and last for this optimizer, when all weights are new.
-
-    Args:
-        muon ([`torch.optim.Muon`]):
-            Optimizer of the hidden matrices.
-        adamw ([`torch.optim.AdamW`]):
-            Optimizer of all other parameters. The two may not share a parameter.
+    `param_groups` holds Muon's groups first, so a logged learning rate is Muon's; `use_muon` marks them. One step equals, bit
+    for bit, a step of the two side by side. It fires torch's *global* step hooks three times, for Muon, for AdamW and last for
+    this optimizer, when all weights are new.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
@@ -57,16 +46,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """
-        Performs one step of both optimizers.
-
-        Args:
-            closure (`Callable`, *optional*):
-                Reevaluates the model and returns the loss; called once.
-
-        Returns:
-            `float` or `None`: The closure's loss.
-        """
+        """One step of both optimizers; `closure` is called once, and its loss is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -93,18 +73,10 @@ def _embedding_and_head_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 def split_parameters(model: nn.Module) -> tuple[list[str], list[str]]:
     """
-    Splits the trainable parameters into Muon's and AdamW's.
+    Names of the trainable parameters that are Muon's and that are AdamW's, as in `named_parameters()`.
 
     Muon gets the 2-D weights, except embeddings, output heads, mixture-of-experts routers and whatever the Trainer
     would not decay (norms, and biases of any shape). Fused experts (3-D) are AdamW's: torch's Muon takes matrices only.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model to optimize.
-
-    Returns:
-        `tuple[list[str], list[str]]`: Names of the hidden matrices and of all others, as in `named_parameters()`: a
-        tied weight appears once.
     """
     decay = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
     excluded = _embedding_and_head_parameters(model)
@@ -118,31 +90,15 @@ def split_parameters(model: nn.Module) -> tuple[list[str], list[str]]:
 
 def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
     """
-    Builds the optimizer of `optim_muon=True`.
+    The optimizer of `optim_muon=True`: one group of Muon, then AdamW with and AdamW without weight decay.
 
-    DDP and FSDP2 are supported; DeepSpeed and FSDP1, which hand the optimizer flat pieces of a matrix, are refused.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model to optimize, wrapped or not.
-        args ([`QaRLConfig`]):
-            Source of `learning_rate`, `muon_adamw_learning_rate`, `weight_decay`, `muon_*` and `adam_*`.
-
-    Returns:
-        [`MuonWithAdamW`]: Three groups: Muon's matrices, AdamW with and AdamW without weight decay.
+    A DTensor (FSDP2) is whole to Muon: it calls only tensor operations, which DTensor defines on the whole matrix. DeepSpeed,
+    which hands out flat pieces, is refused by [`QaRLConfig`].
 
     Raises:
-        ValueError: If the model is run by DeepSpeed, or has no hidden matrix to train.
+        ValueError: when the model has no hidden matrix to train.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    # A DTensor (FSDP2, tensor parallel) needs no refusal: torch's Muon calls only tensor operations, which DTensor
-    # defines on the whole matrix (it gathers and reduces inside), so Newton-Schulz sees all of it. A DeepSpeed shard
-    # is a plain flat tensor and carries no such meaning.
-    if args.deepspeed_plugin is not None or any(hasattr(param, "ds_id") for param in params.values()):
-        raise ValueError(
-            "optim_muon=True came with DeepSpeed, which hands the optimizer flat pieces of the weights; Muon needs "
-            "whole matrices. Use DDP or FSDP2, or set optim_muon=False."
-        )
     matrices, others = split_parameters(model)
     if not matrices:
         raise ValueError(

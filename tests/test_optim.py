@@ -348,16 +348,6 @@ def test_a_sharded_matrix_is_orthogonalised_whole(tmp_path):
     assert (sharded - torch.cat(shards)).norm() / travelled > 0.1
 
 
-@pytest.mark.parametrize("zero3", [False, True])
-def test_deepspeed_is_refused(zero3):
-    model = make_model()
-    if zero3:
-        for param in model.parameters():
-            param.ds_id = 0  # what zero.Init leaves on a partitioned parameter
-    with pytest.raises(ValueError, match="DeepSpeed.*Use DDP or FSDP2, or set optim_muon=False"):
-        build_muon(model, make_args(deepspeed_plugin=None if zero3 else object()))
-
-
 def test_a_model_without_hidden_matrices_is_refused():
     model = make_model()
     for name, param in model.named_parameters():
