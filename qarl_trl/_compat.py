@@ -87,6 +87,22 @@ def require_vllm() -> None:
 
 
 @contextmanager
+def rebound(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` inside the block, also where it is inherited; an unknown name raises."""
+    getattr(owner, name)
+    inherited = object()
+    old = vars(owner).get(name, inherited)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if old is inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, old)
+
+
+@contextmanager
 def generation_backend(factory: Callable[..., Any]) -> Iterator[None]:
     """
     Make `GRPOTrainer.__init__` build its engine with `factory`.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from trl.generation import vllm_generation
 
-from .._compat import installed_version
+from .._compat import installed_version, rebound
 from . import _vllm_cpu
 
 
@@ -38,10 +37,22 @@ def keep_block_scales() -> None:
 
 
 @contextmanager
-def llm_arguments(**extra: Any) -> Iterator[None]:
-    """Add keyword arguments to the `vllm.LLM(...)` that TRL builds; it passes none of the user's."""
+def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -> Iterator[None]:
+    """
+    Add keyword arguments to the `vllm.LLM(...)` that TRL builds, and to dictionaries that it passes itself.
+
+    `built` is called with the engine before TRL does anything with it.
+    """
     original = vllm_generation.LLM
-    with patch.object(vllm_generation, "LLM", lambda **kwargs: original(**{**kwargs, **extra})):
+
+    def build(**kwargs: Any) -> Any:
+        merged = {k: {**kwargs[k], **v} if isinstance(v, dict) and kwargs.get(k) else v for k, v in extra.items()}
+        llm = original(**kwargs | merged)
+        if built is not None:
+            built(llm)
+        return llm
+
+    with rebound(vllm_generation, "LLM", build):
         yield
 
 
@@ -58,7 +69,7 @@ def choose_rendezvous_port(num_processes: int) -> None:
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
-def engine_parameters(llm: Any) -> torch.nn.Module:
+def engine_model(llm: Any) -> torch.nn.Module:
     """The model inside a colocated `vllm.LLM`."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
 
@@ -74,7 +85,7 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         RuntimeError: when the engine did not take every tensor it has a place for, which it only logs itself.
     """
     worker = llm.llm_engine.model_executor.driver_worker
-    model = engine_parameters(llm)
+    model = engine_model(llm)
     load_weights = model.load_weights
     tied = _tied_names(model)
     taken: dict[str, set[str]] = {}
@@ -87,7 +98,7 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         taken["loaded"] = {_loader_name(name) for name in loaded}
         return loaded
 
-    load = patch.object(model, "load_weights", checked)
+    load = rebound(model, "load_weights", checked)
     with load, _vllm_cpu.quick_repack(), _vllm_cpu.complete_reload(model), _biases_in_place(model):
         worker.reload_weights(weights_iterator=iter(weights))
     if not taken:

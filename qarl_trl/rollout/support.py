@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
 from transformers import PretrainedConfig
 
 from ..config import QaRLConfig
 from ..quant.experts import QuantExperts
+from ..quant.linear import LowBitLayer
+from ..quant.model import MERGED_BY_ENGINES
 from ..quant.plan import match
 from ..quant.scheme import SchemeSupport, effective_group_size, gpu_generation, support_of
 from . import _vllm
@@ -86,6 +88,32 @@ def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLC
                 f"{width / ranks:g}, and groups of {size} weights do not divide them. Use fewer ranks, or a smaller "
                 "quant_group_size."
             )
+
+
+def check_merged_layers(model: nn.Module) -> None:
+    """
+    Refuse layers that vLLM merges into one and that are quantized in different ways; it would say so after a model loaded.
+
+    Raises:
+        ValueError: naming the layers and what each has.
+    """
+    for parent_name, parent in model.named_modules():
+        for names in MERGED_BY_ENGINES:
+            layers = [getattr(parent, name, None) for name in names]
+            schemes = [layer.scheme if isinstance(layer, LowBitLayer) else None for layer in layers]
+            if None not in layers and any(scheme != schemes[0] for scheme in schemes):
+                found = ", ".join(f"{name} {_describe(scheme)}" for name, scheme in zip(names, schemes, strict=True))
+                raise ValueError(
+                    f"The engine merges {', '.join(names)} of {parent_name!r} into one layer, which has one scheme; got "
+                    f"{found}. Give them one scheme, or ignore all of them."
+                )
+
+
+def _describe(scheme: QuantizationScheme | None) -> str:
+    if scheme is None:
+        return "high precision"
+    size = scheme.weights.group_size
+    return support_of(scheme).name + (f" in groups of {size}" if size else "")
 
 
 def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _train(model: str, folder: str, changes: dict[str, Any], broken: str | None)
 
         def reload_and_break(llm: Any, weights: Any) -> None:
             reload_engine(llm, weights)
-            layer = _vllm.engine_parameters(llm).get_submodule(kernel)
+            layer = _vllm.engine_model(llm).get_submodule(kernel)
             layer.weight_scale.data.mul_(0)
 
         _vllm.reload_engine = reload_and_break
