@@ -342,7 +342,7 @@ class _StepClock(TrainerCallback):
         if trainer.use_vllm:
             engine = trainer.vllm_generation
             rollout, publish = engine.rollout_seconds, engine.publish_seconds
-            if rollout:  # by a publish of this step, or of an evaluation just before it
+            if rollout and engine.last_publish:  # of this step, or of an evaluation just before it
                 trainer._log_value("publish/bytes", float(engine.last_publish.num_bytes))
                 flips = trainer._code_flips.update(quantized_modules(trainer._unwrapped))
                 if flips is not None:

@@ -148,13 +148,11 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.rollout_seconds = self.publish_seconds = 0.0
 
     def _check_names(self, names: tuple[str, ...]) -> None:
-        if self._published_names is None:
-            self._published_names = names
-        if names != self._published_names:
-            changed = sorted(set(names) ^ set(self._published_names))
+        first = self._published_names = self._published_names or names
+        if names != first:
             raise RuntimeError(
-                f"This publish sent {len(names)} tensors, the first one {len(self._published_names)}; they differ in "
-                f"{changed[:3]}. A layer was quantized, un-quantized or replaced during training."
+                f"This publish sent {len(names)} tensors, the first one {len(first)}; they differ in "
+                f"{sorted(set(names) ^ set(first))[:3]}. A layer was quantized, un-quantized or replaced during training."
             )
 
 

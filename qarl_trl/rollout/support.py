@@ -1,8 +1,4 @@
-"""Whether the colocated engine can sample in a scheme on this device, with the arithmetic of the learner.
-
-Invariant: an engine that has no kernel for a scheme, or would compute it in another way than the learner, is refused before a
-model loads (paper Sec. 3.1: both run the same low-bit forward).
-"""
+"""What the colocated engine can run as the learner does: it refuses here what it would refuse late, or compute otherwise."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ logger = get_logger(__name__)
 
 def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
     """
-    Refuse a scheme that vLLM has no kernel for on this device; the engine would say so only after a model is loaded.
-
-    Args:
-        plan (`QuantizationConfig`): What the run quantizes, and how.
-        args (`QaRLConfig`): The run's settings.
+    Refuse a scheme that vLLM has no kernel for on this device, before a model loads.
 
     Raises:
         ValueError: with the scheme, the reason and what to do.
@@ -59,12 +51,7 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
 
 def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLConfig) -> None:
     """
-    Refuse an engine over several ranks whose parts of a layer the groups do not divide; it would say so after a model loaded.
-
-    Args:
-        config (`PretrainedConfig`): Of the model.
-        plan (`QuantizationConfig`): What the run quantizes, and how.
-        args (`QaRLConfig`): The run's settings.
+    Refuse an engine over several ranks whose parts of a layer the groups do not divide, before a model loads.
 
     Raises:
         ValueError: with the layer, its sizes and what to do.
@@ -92,7 +79,7 @@ def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLC
 
 def check_merged_layers(model: nn.Module) -> None:
     """
-    Refuse layers that vLLM merges into one and that are quantized in different ways; it would say so after a model loaded.
+    Refuse layers that vLLM merges into one and that are quantized in different ways, before it loads the model.
 
     Raises:
         ValueError: naming the layers and what each has.
