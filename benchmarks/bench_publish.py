@@ -57,7 +57,7 @@ def serve(tick: Any, path: str, scheme: str | None) -> None:
         kept = sum(a == b for a, b in zip(before, after, strict=True))
         if kept != (len(before) if request == "cached" else 0):
             raise RuntimeError(f"{kept} of {len(before)} layers kept their codes in a publish {request!r}")
-        publish = engine.publishes[-1]
+        publish = engine.last_publish
         request = tick((publish.seconds, publish.num_bytes, publish.num_tensors))
 
 

@@ -70,13 +70,18 @@ def require_vllm() -> None:
 
 @contextmanager
 def rebound(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside of the block; a name that is not there is an `AttributeError`."""
-    original = getattr(owner, name)
+    """`owner.name` is `value` inside the block, also where it is inherited; an unknown name raises."""
+    getattr(owner, name)
+    inherited = object()
+    old = vars(owner).get(name, inherited)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if old is inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, old)
 
 
 @contextmanager

@@ -17,10 +17,9 @@ from torch import nn
 from .llmcompressor.quantized_start import QuantizedSource
 from .quant.experts import PROJECTIONS, QuantExperts, fused_experts
 from .quant.linear import LowBitLayer
-from .quant.model import MERGED_BY_ENGINES, quantized_modules
+from .quant.model import quantized_modules
 from .quant.names import checkpoint_modules, is_peft_model
 from .quant.quantize import LowBitWeight
-from .quant.scheme import support_of
 
 
 logger = get_logger(__name__)
@@ -118,33 +117,3 @@ def check_model(model: nn.Module) -> None:
         )
     if getattr(model, "use_kernels", False) and any(fused_experts(model)):
         raise ValueError(NO_KERNELS)
-
-
-def check_merged_layers(model: nn.Module) -> None:
-    """
-    Refuse what vLLM would refuse while it starts: layers that it merges into one, quantized in different ways.
-
-    Raises:
-        ValueError: naming the layers and what each has.
-    """
-    for parent_name, parent in model.named_modules():
-        for names in MERGED_BY_ENGINES:
-            layers = [getattr(parent, name, None) for name in names]
-            if None in layers:
-                continue
-            schemes = [layer.scheme if isinstance(layer, LowBitLayer) else None for layer in layers]
-            if any(scheme != schemes[0] for scheme in schemes):
-                kinds = [
-                    "high precision" if scheme is None else support_of(scheme).name + _group_of(scheme)
-                    for scheme in schemes
-                ]
-                found = ", ".join(f"{name} {kind}" for name, kind in zip(names, kinds, strict=True))
-                raise ValueError(
-                    f"The engine merges {', '.join(names)} of {parent_name!r} into one layer, which has one scheme; they "
-                    f"came as {found}. Give them one scheme, or ignore all of them."
-                )
-
-
-def _group_of(scheme: QuantizationScheme) -> str:
-    size = scheme.weights.group_size
-    return f" in groups of {size}" if size else ""

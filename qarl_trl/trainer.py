@@ -29,11 +29,12 @@ from .preflight import check_run, default_output_dir
 from .quant.model import apply_quantization, quantized_modules
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
-from .rollout.canary import LENGTH, Canary, canary_tokens, learner_logps
+from .rollout.canary import Canary
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
+from .rollout.scores import LENGTH, Scores, canary_tokens, learner_logps
 from .rollout.support import default_engine_kwargs
-from .runtime_checks import check_first_codes, check_merged_layers, check_model
+from .runtime_checks import check_first_codes, check_model
 
 
 # Two passes of one model over one batch shape agree to float32 rounding.
@@ -95,6 +96,7 @@ class QaRLTrainer(GRPOTrainer):
                 model,
                 quantization_config=quantization_config(model),
                 engine_kwargs=default_engine_kwargs(model) | (args.vllm_engine_kwargs or {}),
+                canary=self._build_canary(),
                 **engine_args,
             )
 
@@ -103,7 +105,6 @@ class QaRLTrainer(GRPOTrainer):
         if self.use_vllm:
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
-            self.vllm_generation.canary = self._build_canary()
         else:
             _prepare(self.model, args, source, as_stored)
         self._tbpo = args.loss_type == TBPO
@@ -132,9 +133,9 @@ class QaRLTrainer(GRPOTrainer):
         longest = self.args.vllm_max_model_length or LENGTH + 1
         tokens = canary_tokens(tokenizer, self.model.config.get_text_config().vocab_size, min(LENGTH, longest - 1))
 
-        def score() -> tuple[Tensor, Tensor]:
+        def score(with_wrong: bool) -> Scores:
             with self.accelerator.autocast():
-                return learner_logps(self._unwrapped, tokens)
+                return learner_logps(self._unwrapped, tokens, with_wrong)
 
         return Canary(tokens, self.args.publish_verify, score, self.accelerator.gather, self._log_value)
 
@@ -321,9 +322,9 @@ class _StepClock(TrainerCallback):
         rollout = publish = 0.0
         if trainer.use_vllm:
             engine = trainer.vllm_generation
-            rollout, publish = engine.rollout_seconds, sum(p.seconds for p in engine.publishes)
-            if engine.publishes:
-                trainer._log_value("publish/bytes", float(engine.publishes[-1].num_bytes))
+            rollout, publish = engine.rollout_seconds, engine.publish_seconds
+            if rollout and engine.last_publish:  # of this step, or of an evaluation just before it
+                trainer._log_value("publish/bytes", float(engine.last_publish.num_bytes))
                 flips = trainer._code_flips.update(quantized_modules(trainer._unwrapped))
                 if flips is not None:
                     trainer._log_value("quant/code_flip_frac", flips)
@@ -363,7 +364,5 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
         quantize_forward=args.quant_learner,
         qparams=source.qparams() if args.quant_freeze_scales else None,
     )
-    if args.use_vllm:
-        check_merged_layers(model)
     if args.quant_freeze_scales and as_stored and _compat.loads_weights():
         check_first_codes(model, source)

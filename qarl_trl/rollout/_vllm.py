@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from trl.generation import vllm_generation
 
-from .._compat import installed_version
+from .._compat import installed_version, rebound
 from . import _vllm_cpu
 
 
@@ -38,67 +37,70 @@ def keep_block_scales() -> None:
 
 
 @contextmanager
-def llm_arguments(**extra: Any) -> Iterator[None]:
-    """Add keyword arguments to the `vllm.LLM(...)` that TRL builds; it passes none of the user's."""
+def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -> Iterator[None]:
+    """
+    Add keyword arguments to the `vllm.LLM(...)` that TRL builds, and to dictionaries that it passes itself.
+
+    `built` is called with the engine before TRL does anything with it.
+    """
     original = vllm_generation.LLM
-    with patch.object(vllm_generation, "LLM", lambda **kwargs: original(**{**kwargs, **extra})):
+
+    def build(**kwargs: Any) -> Any:
+        merged = {k: {**kwargs[k], **v} if isinstance(v, dict) and kwargs.get(k) else v for k, v in extra.items()}
+        llm = original(**kwargs | merged)
+        if built is not None:
+            built(llm)
+        return llm
+
+    with rebound(vllm_generation, "LLM", build):
         yield
 
 
 def choose_rendezvous_port(num_processes: int) -> None:
-    """
-    Give a single-process engine a port of its own.
-
-    TRL tries four fixed ports, which two runs started together on one machine race for. Launchers set the port
-    themselves, and then it is left alone.
-    """
+    """Give a single-process engine a port of its own: two runs race for TRL's four. A launcher's port is left alone."""
     if num_processes == 1 and "MASTER_PORT" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
-def engine_parameters(llm: Any) -> torch.nn.Module:
+def engine_model(llm: Any) -> torch.nn.Module:
     """The model inside a colocated `vllm.LLM`."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
 
 
 def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """
-    Stream checkpoint-format tensors into a colocated engine, through vLLM's layer-by-layer reload.
+    Stream tensors of a checkpoint into a colocated engine; one call must carry all of them.
 
-    The engine restores each layer's checkpoint layout, loads, processes and copies into the storage its kernels already
-    hold, so CUDA graphs stay valid. One call must carry the whole stream.
+    vLLM restores each layer's checkpoint layout, loads, processes and copies into the storage its kernels already hold, so
+    CUDA graphs stay valid.
 
     Raises:
         RuntimeError: when the engine did not take every tensor it has a place for, which it only logs itself.
     """
-    worker = llm.llm_engine.model_executor.driver_worker
-    model = engine_parameters(llm)
-    load_weights = model.load_weights
-    tied = _tied_names(model)
-    taken: dict[str, set[str]] = {}
+    model = engine_model(llm)
+    load_weights, tied = model.load_weights, _tied_names(model)
+    expected: set[str] = set()
+    loaded: set[str] = set()
 
     def checked(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
         # Called after the restore: the parameters are now those of the checkpoint, not of the kernels.
-        names = (name for name, _ in model.named_parameters())
-        taken["expected"] = {_loader_name(name) for name in names if not _RESERVED.search(name)}
-        loaded = set(load_weights(stream))
-        taken["loaded"] = {_loader_name(name) for name in loaded}
-        return loaded
+        expected.update(_loader_name(name) for name, _ in model.named_parameters() if not _RESERVED.search(name))
+        names = set(load_weights(stream))
+        loaded.update(map(_loader_name, names))
+        return names
 
-    load = patch.object(model, "load_weights", checked)
+    load = rebound(model, "load_weights", checked)
     with load, _vllm_cpu.quick_repack(), _vllm_cpu.complete_reload(model), _biases_in_place(model):
-        worker.reload_weights(weights_iterator=iter(weights))
-    if not taken:
+        llm.llm_engine.model_executor.driver_worker.reload_weights(weights_iterator=iter(weights))
+    if not expected:
         raise RuntimeError(
             f"vLLM {installed_version('vllm')} reloaded without calling the model's load_weights, so nothing is known "
             "about what it took. Use a tested version."
         )
     # A tied parameter is one storage again after the reload: loaded under one name it is loaded under all.
-    missing = sorted(
-        name for name in taken["expected"] - taken["loaded"] if not tied.get(name, set()) & taken["loaded"]
-    )
+    missing = sorted(name for name in expected - loaded if not tied.get(name, set()) & loaded)
     if missing:
         raise RuntimeError(
             f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the published stream does "
@@ -137,11 +139,6 @@ def _loader_name(name: str) -> str:
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """
-    Forget cached keys and values, which belong to the old weights.
-
-    Raises:
-        RuntimeError: when the engine refuses, because requests are still running.
-    """
+    """Forget cached keys and values, which belong to the old weights; an engine that refuses raises."""
     if llm.reset_prefix_cache() is False:
         raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a publish.")

@@ -1,60 +1,74 @@
 """The canary: does the engine answer with the weights that were just published?
 
-After a publish, engine and learner score the same fixed tokens. Invariant: the verdict has no threshold in nats. The gap is
-measured against what one more rounding per layer does to the learner's own log-probs (`rounding_noise`), a yardstick that
-grows with depth, vocabulary and activation quantization as honest kernel differences do (paper Sec. 3.1: rollout and
-learner run the same low-bit model).
+Engine and learner score one fixed prompt, before the first publish of a run (the engine then holds random weights) and after
+it. What stops a run is measured in that run: how much of the first gap is left, and whether a wrong model explains the rest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from accelerate.logging import get_logger
+from torch import Tensor
 
-from ..quant.linear import LowBitLayer
+from .scores import Scores, engine_logps
 
 
-LENGTH = 128
-SEED = 20260408
-# bfloat16 keeps 8 significant bits: two kernels that round one sum differently are this far apart, relatively.
-ROUNDING = 2.0**-8
-# Measured on toy models, in yardsticks (docs/numerics.md): honest engines 0.98 to 1.33, and one wrong v, o, gate, up or
-# down layer at least 5.3 (FP8_DYNAMIC) to 35 (W4A16).
-ALLOWED = 3.0
-# The movement of the learner since the anchor must stand out this far before the engine's is measured along it.
-VISIBLE = 8.0
+logger = get_logger(__name__)
+
+# Gaps in yardsticks. Healthy engines had at most 1.4 (docs/numerics.md): above USUAL is a warning. Up to TENFOLD, kernels ten
+# times as far apart, size stops no run, and later gaps may be GROWTH times the first.
+USUAL, TENFOLD, GROWTH = 3.0, 13.0, 3.0
+# Share of the squared gap that a wrong model has to explain. Healthy engines, however noisy: about 0 at most.
+EXPLAINED = 0.25
+# The learner's movement since the anchor must stand out this far before the engine's is measured along it.
+VISIBLE = 12.0
 
 
 @dataclass(frozen=True)
 class Reading:
     """
-    What one check found on this process.
+    What one check found on this process. Gaps are mean absolute log-prob differences in nats per token.
 
     Attributes:
-        gap (`float`): Mean absolute log-prob difference of engine and learner, nats per token.
-        allowed (`float`): Largest honest gap, nats per token.
+        gap (`float`): Between engine and learner.
+        yardstick (`float`): Between the learner without and with rounding noise.
+        limit (`float`): Largest gap that passes; infinite where the model's answers allow no verdict.
+        before (`float`): The gap before the first publish; NaN in later checks.
+        explained (`float`): Share of the squared gap that the most similar wrong model explains.
+        suspect (`int`): Which of `Scores.wrong` that is.
         followed (`float`): Share of the learner's movement since the anchor that the engine made too: 1 for an engine
             with the new weights, 0 for one with the old. NaN where the learner has not moved visibly.
     """
 
     gap: float
-    allowed: float
-    followed: float = float("nan")
-
-    @property
-    def corrupted(self) -> bool:
-        """NaN counts as too large."""
-        return not self.gap <= self.allowed
+    yardstick: float
+    limit: float
+    before: float = math.nan
+    explained: float = -math.inf
+    suspect: int = 0
+    followed: float = math.nan
 
     @property
     def stale(self) -> bool:
         return self.followed < 0.5
+
+    @property
+    def wrong(self) -> bool:
+        """A gap of NaN counts as too large."""
+        return self.stale or self.explained > EXPLAINED or not self.gap <= self.limit
+
+
+class Anchor(NamedTuple):
+    """Log-probs of engine and learner at a check that passed, and the first gap of the run in yardsticks, at least 1."""
+
+    engine: Tensor
+    learner: Tensor
+    ratio: float = 1.0
 
 
 class Canary:
@@ -62,176 +76,147 @@ class Canary:
     Checks an engine against the learner after its publishes.
 
     Args:
-        token_ids (`Sequence[int]`): The fixed prompt, see [`canary_tokens`].
+        token_ids (`Sequence[int]`): The fixed prompt, see [`~qarl_trl.rollout.scores.canary_tokens`].
         every (`str` or `int`): `"first"`, or every so many publishes, the first one included.
-        score (`Callable[[], tuple[Tensor, Tensor]]`): Learner log-probs `(T - 1,)` of the prompt, without and with
-            [`rounding_noise`]; collective where the model is sharded.
+        score (`Callable[[bool], Scores]`): The prompt by the learner, with wrong models if asked; collective where the model
+            is sharded.
         gather (`Callable[[Tensor], Tensor]`): Values of all processes, so that all of them stop together.
-        report (`Callable[[str, float], None]`): Takes `publish/verify_gap` and `publish/verify_allowed`.
+        report (`Callable[[str, float], None]`): Takes `publish/verify_gap`, `..._yardstick` and `..._allowed`.
     """
 
     def __init__(
         self,
         token_ids: Sequence[int],
         every: str | int,
-        score: Callable[[], tuple[Tensor, Tensor]],
+        score: Callable[[bool], Scores],
         gather: Callable[[Tensor], Tensor],
         report: Callable[[str, float], None],
     ) -> None:
         self.token_ids = list(token_ids)
         self.every = every
         self._score, self._gather, self._report = score, gather, report
-        self._anchor: Tensor | None = None
+        self._before: Tensor | None = None
+        self._anchor: Anchor | None = None
 
     def due(self, publishes: int) -> bool:
         """Whether the engine is to be checked after this many publishes."""
         return publishes == 1 if self.every == "first" else (publishes - 1) % self.every == 0
+
+    def look_before(self, llm: Any) -> None:
+        """Score the prompt by an engine that nothing was published to."""
+        self._before = engine_logps(llm, self.token_ids)
 
     def check(self, llm: Any, publishes: int) -> Reading:
         """
         Compare engine and learner now. Every process has to call this.
 
         Raises:
-            RuntimeError: on all processes when the engine of any is stale or corrupted.
+            RuntimeError: on all processes when the engine of any is wrong or stale.
         """
-        engine = engine_logps(llm, self.token_ids)
-        learner, noisy = self._score()
-        reading = read(engine.to(learner.device), learner, noisy, self._anchor)
-        numbers = [reading.gap, reading.allowed, reading.followed, float(reading.corrupted or reading.stale)]
-        rows = self._gather(torch.tensor([numbers], device=learner.device)).cpu()
-        worst = rows[rows[:, 3].argmax()]
-        self._report("publish/verify_gap", rows[:, 0].max().item())
-        self._report("publish/verify_allowed", rows[:, 1].min().item())
-        if worst[3]:
-            raise RuntimeError(diagnosis(Reading(*worst[:3].tolist()), publishes, int(rows[:, 3].sum()), len(rows)))
-        if self._anchor is None or not math.isnan(reading.followed):
+        first = self._anchor is None
+        learner = self._score(first)
+        engine = engine_logps(llm, self.token_ids).to(learner.plain.device)
+        reading = read_first(engine, learner, self._before) if first else read_later(engine, learner, self._anchor)
+        gathered = self._gather(torch.tensor([astuple(reading)], device=engine.device)).tolist()
+        rows = [Reading(*row[:5], int(row[5]), row[6]) for row in gathered]
+        worst = max(rows, key=lambda row: (row.wrong, row.gap))
+        for name, value in (("gap", worst.gap), ("yardstick", worst.yardstick), ("allowed", worst.limit)):
+            if value < math.inf:
+                self._report(f"publish/verify_{name}", value)
+        if worst.wrong:
+            suspect = list(learner.wrong)[worst.suspect] if worst.explained > EXPLAINED else ""
+            raise RuntimeError(diagnosis(worst, suspect, publishes, sum(row.wrong for row in rows), len(rows)))
+        if first:
+            _warn(worst)
+            ratio = max(1.0, reading.gap / (reading.yardstick or math.inf))
+            self._anchor = Anchor(engine, learner.plain, ratio)
+        elif not math.isnan(reading.followed):
             # Kept until the learner has moved visibly, so that small updates add up to a verdict.
-            self._anchor = learner
+            self._anchor = Anchor(engine, learner.plain, self._anchor.ratio)
         return reading
 
 
-def read(engine: Tensor, learner: Tensor, noisy: Tensor, anchor: Tensor | None = None) -> Reading:
+def read_first(engine: Tensor, learner: Scores, before: Tensor | None) -> Reading:
     """
-    Judge log-probs of the same tokens, all `(T,)`.
+    Judge the first publish of a run.
 
     Args:
-        engine (`Tensor`): By the engine.
-        learner (`Tensor`): By the learner's low-bit model.
-        noisy (`Tensor`): By the same model with one more rounding per layer.
-        anchor (`Tensor`, *optional*): By the learner at an earlier check, when the engine had its weights.
+        engine (`Tensor`): Log-probs `(T - 1,)` by the engine after the publish.
+        learner (`Scores`): By the learner, with wrong models.
+        before (`Tensor`, *optional*): By the engine before the publish. Without it, or with NaN, size gives no verdict.
     """
-    engine, learner, noisy = engine.double(), learner.double(), noisy.double()
-    noise = noisy - learner
-    gap, allowed = (engine - learner).abs().mean().item(), ALLOWED * noise.abs().mean().item()
-    if anchor is None:
-        return Reading(gap, allowed)
-    moved = learner - anchor.double()
-    # The standard deviation of the share below is at most that of the noise, per token, over the length of the way.
-    if not moved.norm() > VISIBLE * noise.square().mean().sqrt():
-        return Reading(gap, allowed)
-    return Reading(gap, allowed, ((engine - anchor.double()) @ moved / (moved @ moved)).item())
+    gap, yardstick = _gaps(engine, learner)
+    gap_before = math.nan if before is None else (before.to(engine.device) - learner.plain).abs().mean().item()
+    limit = max(TENFOLD * yardstick, gap_before / 2)
+    own = (engine - learner.plain).square().sum().item()
+    left = [(engine - other).square().sum().item() / own if own else math.inf for other in learner.wrong.values()]
+    suspect = min(range(len(left)), key=left.__getitem__, default=0)
+    explained = 1 - left[suspect] if left else -math.inf
+    return Reading(gap, yardstick, limit if limit < gap_before else math.inf, gap_before, explained, suspect)
 
 
-def diagnosis(reading: Reading, publishes: int, failed: int, processes: int) -> str:
-    """What to tell the user about a failed check."""
-    found = (
-        f"After publish {publishes} the engine's log-probs of the canary prompt are {reading.gap:.4f} nats per token from "
-        f"the learner's; kernels explain at most {reading.allowed:.4f}."
-    )
-    if processes > 1:
-        found += f" ({failed} of {processes} processes; the worst is shown.)"
+def read_later(engine: Tensor, learner: Scores, anchor: Anchor) -> Reading:
+    """Judge the log-probs `(T - 1,)` of a later publish by the first of the run and by the learner's movement."""
+    gap, yardstick = _gaps(engine, learner)
+    moved = learner.plain - anchor.learner
+    noise = max((learner.noisy - learner.plain).norm().item(), (anchor.engine - anchor.learner).norm().item())
+    # The share has the standard deviation of this noise in one direction, twice, over the length of the way.
+    visible = moved.norm().item() > VISIBLE * noise / math.sqrt(len(moved))
+    followed = ((engine - anchor.engine) @ moved / (moved @ moved)).item() if visible else math.nan
+    return Reading(gap, yardstick, GROWTH * anchor.ratio * yardstick, followed=followed)
+
+
+def _gaps(engine: Tensor, learner: Scores) -> tuple[float, float]:
+    return tuple((other - learner.plain).abs().mean().item() for other in (engine, learner.noisy))
+
+
+def diagnosis(reading: Reading, suspect: str, publishes: int, failed: int, processes: int) -> str:
+    """What to tell the user about a failed check; `suspect` says what the wrong model leaves out that explains the gap."""
+    of_all = f" ({failed} of {processes} processes; the worst is shown)" if processes > 1 else ""
     if reading.stale:
         cause = (
-            f" It followed {100 * reading.followed:.0f} % of the learner's movement since the last clear check: the engine "
+            f"It followed {100 * reading.followed:.0f} % of the learner's movement since the last clear check: the engine "
             "is stale and answers from earlier weights."
+        )
+    elif suspect:
+        cause = (
+            f"They are nearer to those of the learner {suspect}: the engine does not compute with what was published."
+        )
+    elif not math.isnan(reading.before):
+        cause = (
+            f"Before it, with random weights, the gap was {reading.before:.4f}, and at most {reading.limit:.4f} should be "
+            "left: some layers of the engine hold other weights than the published ones."
         )
     else:
         cause = (
-            " Some layer of the engine holds other weights than the published ones, or runs another scheme, rotary "
-            "setting or attention variant than the learner."
+            f"Judged by the first publish of this run, kernels explain at most {reading.limit:.4f}: some layer of the "
+            "engine holds other weights than the published ones."
         )
     return (
-        found + cause + " Rollouts from it would be off-policy without a word. Repeat with vllm_engine_kwargs="
+        f"After publish {publishes} the engine's log-probs of the canary prompt are {reading.gap:.4f} nats per token from "
+        f"the learner's{of_all}. {cause} Rollouts from it would be off-policy. Repeat with vllm_engine_kwargs="
         "{'enforce_eager': true} to see whether compiled code is at fault, compare with quant_scheme='none', and report the "
         "model and versions. publish_verify='off' skips this check."
     )
 
 
-def canary_tokens(tokenizer: Any, vocab_size: int, length: int = LENGTH) -> list[int]:
-    """
-    A fixed prompt: ordinary tokens of the vocabulary, drawn by a fixed seed.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Its special and added tokens are left out, since an engine may act on them.
-        vocab_size (`int`): Rows of the embedding.
-        length (`int`, *optional*, defaults to 128): Number of tokens.
-    """
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    ordinary = [token for token in range(min(vocab_size, len(tokenizer))) if token not in special]
-    generator = torch.Generator().manual_seed(SEED)
-    return [ordinary[i] for i in torch.randint(len(ordinary), (length,), generator=generator).tolist()]
-
-
-def engine_logps(llm: Any, token_ids: Sequence[int]) -> Tensor:
-    """Log-probs `(T - 1,)`, float32, of a prompt's tokens after the first, by the engine at temperature 1."""
-    from vllm import SamplingParams
-
-    # A prompt whose log-probs are asked for is computed anew, never read from the prefix cache.
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    (output,) = llm.generate([{"prompt_token_ids": list(token_ids)}], params, use_tqdm=False)
-    steps = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
-    return torch.tensor([step[token].logprob for step, token in steps])
-
-
-@torch.no_grad()
-def learner_logps(model: nn.Module, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """
-    Log-probs `(T - 1,)`, float32, of the same tokens by the learner's low-bit model, without and with rounding noise.
-
-    Call inside the learner's autocast. The low-bit forward runs also where training does not use it.
-    """
-    ids = torch.tensor([token_ids], device=next(model.parameters()).device)
-    training = model.training
-    model.eval()
-    try:
-        with low_bit_forward(model):
-            plain = _forward(model, ids)
-            with rounding_noise(model):
-                return plain, _forward(model, ids)
-    finally:
-        model.train(training)
-
-
-def _forward(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    return logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-
-
-@contextmanager
-def low_bit_forward(model: nn.Module) -> Iterator[None]:
-    """Run quantized layers in low bits, whatever training does (`quant_learner=False`)."""
-    off = [m for m in model.modules() if isinstance(m, LowBitLayer) and not m.quantized_forward]
-    for module in off:
-        module.quantized_forward = True
-    try:
-        yield
-    finally:
-        for module in off:
-            module.quantized_forward = False
-
-
-@contextmanager
-def rounding_noise(model: nn.Module) -> Iterator[None]:
-    """Scale each output of each linear layer by `1 + u`, `u` uniform in one bfloat16 rounding; the same on every call."""
-    generator = torch.Generator().manual_seed(SEED)
-
-    def disturb(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        u = torch.rand(output.shape, generator=generator) * (2 * ROUNDING) - ROUNDING
-        return (output.float() * (1 + u).to(output.device)).to(output.dtype)
-
-    hooks = [m.register_forward_hook(disturb) for m in model.modules() if isinstance(m, (nn.Linear, LowBitLayer))]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _warn(reading: Reading) -> None:
+    """Say of a first publish that passed what could not be judged, or is unusual."""
+    if reading.limit == math.inf:
+        logger.warning(
+            "publish_verify can tell little about the first publish: before it the engine's log-probs of the canary prompt "
+            "were %.4f nats per token from the learner's, and rounding alone moves them by %.4f. The model answers nearly "
+            "uniformly, so its weights look like random ones. Watch mismatch/logp_gap_mean.",
+            reading.before,
+            reading.yardstick,
+        )
+    elif reading.gap > USUAL * reading.yardstick:
+        logger.warning(
+            "After the first publish the engine's log-probs of the canary prompt are %.4f nats per token from the learner's, "
+            "%.1f times what one more rounding per layer does; %g times is the most expected. No missing layer explains it. "
+            "Another scheme, rotary setting or attention variant in the engine would look like this, or much coarser "
+            "kernels: compare mismatch/logp_gap_mean with a run of quant_scheme='none'.",
+            reading.gap,
+            reading.gap / reading.yardstick,
+            USUAL,
+        )

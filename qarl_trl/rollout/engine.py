@@ -1,14 +1,14 @@
 """The low-bit vLLM engine: started from a scheme, fed with published tensors.
 
-Invariant: the engine never reads weights from disk and never quantizes; every byte it computes with came through
-`publish` from the learner's own low-bit tensors (paper Sec. 3.1, steps 1 and 3).
+Invariant: the engine never reads weights from disk and never quantizes; every byte it computes with came through a publish
+of the learner's own low-bit tensors (paper Sec. 3.1, steps 1 and 3).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils.memory import clear_device_cache
@@ -20,6 +20,7 @@ from ..quant.names import is_peft_model
 from ..quant.state_dict import full_parameters, iter_low_bit_weights
 from . import _vllm, _vllm_cpu, _vllm_layer
 from .canary import Canary
+from .support import check_merged_layers
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,14 @@ class LowBitVLLMGeneration(VLLMGeneration):
         quantization_config (`dict` or `None`): compressed-tensors configuration for the engine; `None` runs it in
             bfloat16.
         engine_kwargs (`dict`, *optional*): More arguments for `vllm.LLM`.
+        canary ([`~qarl_trl.rollout.canary.Canary`], *optional*): Checks a publish before anything is sampled with it.
         kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
 
     Attributes:
-        rollout_seconds (`float`): Time spent generating since it was last set to 0.
-        publishes (`list[Publish]`): Publishes since the list was last cleared.
+        rollout_seconds (`float`): Time spent generating since `reset_clock`, without publishes.
+        publish_seconds (`float`): Time spent publishing and checking since `reset_clock`.
+        last_publish (`Publish`, *optional*): The publish that the engine samples with.
         num_publishes (`int`): All publishes so far.
-        canary ([`~qarl_trl.rollout.canary.Canary`], *optional*): Checks a publish before anything is sampled with it.
     """
 
     def __init__(
@@ -53,29 +55,32 @@ class LowBitVLLMGeneration(VLLMGeneration):
         *args: Any,
         quantization_config: dict[str, Any] | None,
         engine_kwargs: dict[str, Any] | None = None,
+        canary: Canary | None = None,
         **kwargs: Any,
     ) -> None:
         self.quantization_config = quantization_config
         self.engine_kwargs = engine_kwargs or {}
-        self.rollout_seconds = 0.0
-        self.publishes: list[Publish] = []
-        self.num_publishes = 0
-        self.canary: Canary | None = None
-        self._checked = 0
+        self.canary = canary
+        self.last_publish: Publish | None = None
+        self.num_publishes = self._checked = 0
         self._published_names: tuple[str, ...] | None = None
+        self.reset_clock()
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
-        # Dummy weights are safe: TRL publishes before the first generation, also after a resume.
-        overrides: dict[str, Any] = {**self.engine_kwargs, "load_format": "dummy", "dtype": "bfloat16"}
-        overrides["hf_overrides"] = changed_positions(self.model.config, self.trust_remote_code)
+        overrides = changed_positions(self.model.config, self.trust_remote_code)
         if self.quantization_config is not None:
-            overrides["hf_overrides"]["quantization_config"] = self.quantization_config
+            check_merged_layers(self.model)
+            overrides["quantization_config"] = self.quantization_config
         _vllm_cpu.keep_activations_unquantized()
         _vllm_cpu.let_kernel_scan_pass()
         _vllm.keep_block_scales()
         _vllm.choose_rendezvous_port(self.accelerator.num_processes)
-        with _vllm.llm_arguments(**overrides):
+        # TRL puts the engine to sleep as soon as it is built, so the canary looks at its random weights before that.
+        look = None if self.canary is None else self.canary.look_before
+        # Random weights are safe: TRL publishes before the first generation, also after a resume.
+        settings = self.engine_kwargs | {"load_format": "dummy", "dtype": "bfloat16", "hf_overrides": overrides}
+        with _vllm.llm_arguments(look, **settings):
             super()._init_vllm()
         if self.mode == "colocate":
             _vllm_layer.use_settings_of(self.llm)
@@ -110,21 +115,21 @@ class LowBitVLLMGeneration(VLLMGeneration):
         _vllm.reload_engine(self.llm, counted())
         self._check_names(tuple(names))
         _vllm.reset_prefix_cache(self.llm)
-        self.publishes.append(Publish(time.perf_counter() - start, sum(sizes), len(names)))
+        self.last_publish = Publish(time.perf_counter() - start, sum(sizes), len(names))
+        self.publish_seconds += self.last_publish.seconds
         self.num_publishes += 1
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """TRL's `generate` on a checked publish, timed without the publishes inside it."""
         if self.canary is not None and self.mode == "colocate":
             self._check_publish(self.canary)
-        start, published = time.perf_counter(), len(self.publishes)
+        start, published = time.perf_counter(), self.publish_seconds
         result = super().generate(*args, **kwargs)
-        inside = sum(p.seconds for p in self.publishes[published:])
-        self.rollout_seconds += time.perf_counter() - start - inside
+        self.rollout_seconds += time.perf_counter() - start - (self.publish_seconds - published)
         return result
 
     def _check_publish(self, canary: Canary) -> None:
-        """Let the canary look at a publish it has not seen, and count the time as part of that publish."""
+        """Let the canary look at a publish it has not seen, and count the time as publishing."""
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
         # More than one when nothing was sampled in between.
@@ -132,27 +137,22 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self._checked = self.num_publishes
         if not any(canary.due(number) for number in new):
             return
+        start = time.perf_counter()
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
-        start = time.perf_counter()
         canary.check(self.llm, self.num_publishes)
-        if self.publishes:
-            last = self.publishes[-1]
-            self.publishes[-1] = replace(last, seconds=last.seconds + time.perf_counter() - start)
+        self.publish_seconds += time.perf_counter() - start
 
     def reset_clock(self) -> None:
         """Start measuring anew."""
-        self.rollout_seconds = 0.0
-        self.publishes.clear()
+        self.rollout_seconds = self.publish_seconds = 0.0
 
     def _check_names(self, names: tuple[str, ...]) -> None:
-        if self._published_names is None:
-            self._published_names = names
-        if names != self._published_names:
-            changed = sorted(set(names) ^ set(self._published_names))
+        first = self._published_names = self._published_names or names
+        if names != first:
             raise RuntimeError(
-                f"This publish sent {len(names)} tensors, the first one {len(self._published_names)}; they differ in "
-                f"{changed[:3]}. A layer was quantized, un-quantized or replaced during training."
+                f"This publish sent {len(names)} tensors, the first one {len(first)}; they differ in "
+                f"{sorted(set(names) ^ set(first))[:3]}. A layer was quantized, un-quantized or replaced during training."
             )
 
 

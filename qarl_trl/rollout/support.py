@@ -1,8 +1,4 @@
-"""Whether the colocated engine can sample in a scheme on this device, with the arithmetic of the learner.
-
-Invariant: an engine that has no kernel for a scheme, or would compute it in another way than the learner, is refused before a
-model loads (paper Sec. 3.1: both run the same low-bit forward).
-"""
+"""What the colocated engine can run as the learner does: it refuses here what it would refuse late, or compute otherwise."""
 
 from __future__ import annotations
 
@@ -10,12 +6,14 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
 from transformers import PretrainedConfig
 
 from ..config import QaRLConfig
 from ..quant.experts import QuantExperts
+from ..quant.linear import LowBitLayer
+from ..quant.model import MERGED_BY_ENGINES
 from ..quant.plan import match
 from ..quant.scheme import SchemeSupport, effective_group_size, gpu_generation, support_of
 from . import _vllm
@@ -28,11 +26,7 @@ logger = get_logger(__name__)
 
 def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
     """
-    Refuse a scheme that vLLM has no kernel for on this device; the engine would say so only after a model is loaded.
-
-    Args:
-        plan (`QuantizationConfig`): What the run quantizes, and how.
-        args (`QaRLConfig`): The run's settings.
+    Refuse a scheme that vLLM has no kernel for on this device, before a model loads.
 
     Raises:
         ValueError: with the scheme, the reason and what to do.
@@ -57,12 +51,7 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
 
 def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLConfig) -> None:
     """
-    Refuse an engine over several ranks whose parts of a layer the groups do not divide; it would say so after a model loaded.
-
-    Args:
-        config (`PretrainedConfig`): Of the model.
-        plan (`QuantizationConfig`): What the run quantizes, and how.
-        args (`QaRLConfig`): The run's settings.
+    Refuse an engine over several ranks whose parts of a layer the groups do not divide, before a model loads.
 
     Raises:
         ValueError: with the layer, its sizes and what to do.
@@ -86,6 +75,32 @@ def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLC
                 f"{width / ranks:g}, and groups of {size} weights do not divide them. Use fewer ranks, or a smaller "
                 "quant_group_size."
             )
+
+
+def check_merged_layers(model: nn.Module) -> None:
+    """
+    Refuse layers that vLLM merges into one and that are quantized in different ways, before it loads the model.
+
+    Raises:
+        ValueError: naming the layers and what each has.
+    """
+    for parent_name, parent in model.named_modules():
+        for names in MERGED_BY_ENGINES:
+            layers = [getattr(parent, name, None) for name in names]
+            schemes = [layer.scheme if isinstance(layer, LowBitLayer) else None for layer in layers]
+            if None not in layers and any(scheme != schemes[0] for scheme in schemes):
+                found = ", ".join(f"{name} {_describe(scheme)}" for name, scheme in zip(names, schemes, strict=True))
+                raise ValueError(
+                    f"The engine merges {', '.join(names)} of {parent_name!r} into one layer, which has one scheme; got "
+                    f"{found}. Give them one scheme, or ignore all of them."
+                )
+
+
+def _describe(scheme: QuantizationScheme | None) -> str:
+    if scheme is None:
+        return "high precision"
+    size = scheme.weights.group_size
+    return support_of(scheme).name + (f" in groups of {size}" if size else "")
 
 
 def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:

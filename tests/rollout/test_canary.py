@@ -1,119 +1,208 @@
-"""`qarl_trl.rollout.canary`: the verdict, the prompt, and the learner's side of the comparison."""
+"""`qarl_trl.rollout.canary`: the verdict and the schedule."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
-from qarl_trl.quant import apply_quantization
 from qarl_trl.rollout.canary import (
-    ALLOWED,
-    LENGTH,
+    EXPLAINED,
+    GROWTH,
+    TENFOLD,
+    USUAL,
+    Anchor,
     Canary,
     Reading,
-    canary_tokens,
     diagnosis,
-    engine_logps,
-    learner_logps,
-    read,
-    rounding_noise,
+    read_first,
+    read_later,
 )
+from qarl_trl.rollout.scores import LENGTH, Scores
 
 
 NOISE = 0.01
 
 
+def noise(size=1.0):
+    return size * NOISE * torch.randn(LENGTH - 1)
+
+
+class Case:
+    """An engine that answers uniformly before the first publish, and a learner of which three faults are known."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.before = torch.full((LENGTH - 1,), -4.0)
+        self.plain = self.before + torch.randn(LENGTH - 1)
+        self.faults = {f"without {name}": self.plain + 0.2 * torch.randn(LENGTH - 1) for name in ("a", "b", "c")}
+        self.learner = Scores(self.plain, self.plain + noise(), self.faults)
+
+
 @pytest.fixture
-def logps():
-    """Learner log-probs before and after an update of 0.1 nats a token, and the later ones with rounding noise."""
-    torch.manual_seed(0)
-    old = -5 * torch.rand(LENGTH - 1)
-    new = old + 0.1 * torch.randn(LENGTH - 1)
-    return SimpleNamespace(old=old, new=new, noisy=new + NOISE * torch.randn(LENGTH - 1))
+def case():
+    return Case()
 
 
-# The verdict --------------------------------------------------------------------------------------------------------
+# The first publish --------------------------------------------------------------------------------------------------
 
 
-def test_the_gap_is_the_mean_absolute_difference_and_the_yardstick_the_noise(logps):
-    reading = read(logps.old, logps.new, logps.noisy)
-    assert reading.gap == pytest.approx((logps.old - logps.new).abs().mean().item(), rel=1e-6)
-    assert reading.allowed == pytest.approx(ALLOWED * (logps.noisy - logps.new).abs().mean().item(), rel=1e-5)
+def test_the_gap_is_the_mean_absolute_difference_and_the_yardstick_the_noise(case):
+    reading = read_first(case.before, case.learner, case.before)
+    assert reading.gap == reading.before == pytest.approx((case.before - case.plain).abs().mean().item())
+    assert reading.yardstick == pytest.approx((case.learner.noisy - case.plain).abs().mean().item())
+    assert reading.limit == pytest.approx(reading.before / 2)
     assert math.isnan(reading.followed)
 
 
-@pytest.mark.parametrize(("size", "corrupted"), [(0.0, False), (1.0, False), (2.0, False), (5.0, True), (50.0, True)])
-def test_a_gap_well_above_the_noise_is_a_wrong_engine(logps, size, corrupted):
-    engine = logps.new + size * NOISE * torch.randn(LENGTH - 1)
-    assert read(engine, logps.new, logps.noisy).corrupted is corrupted
+@pytest.mark.parametrize(
+    ("left", "wrong"), [(0.0, False), (0.02, False), (0.4, False), (0.6, True), (1.0, True), (2.0, True)]
+)
+def test_a_publish_must_remove_most_of_the_gap(case, left, wrong):
+    """The rest has the size given and no direction that a fault would have."""
+    rest = (case.before - case.plain).abs() * (2 * torch.randint(2, case.plain.shape) - 1)
+    assert read_first(case.plain + left * rest, case.learner, case.before).wrong is wrong
+
+
+@pytest.mark.parametrize("size", [1, 3, 10, 12])
+def test_kernels_ten_times_as_far_apart_are_no_fault(case, size):
+    """Also where that is more than half of the first gap."""
+    flat = Scores(case.plain / 6, case.plain / 6 + noise(), {k: v / 6 for k, v in case.faults.items()})
+    for learner, before in ((case.learner, case.before), (flat, case.before / 6)):
+        for _ in range(50):
+            assert not read_first(learner.plain + noise(size), learner, before).wrong
+
+
+@pytest.mark.parametrize("size", [1, 10])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_an_engine_that_answers_like_a_wrong_model_is_wrong_and_named(case, name, size):
+    """Its gap is far below the limit of size."""
+    reading = read_first(case.faults[f"without {name}"] + noise(size), case.learner, case.before)
+    assert reading.gap < 0.6 * reading.limit
+    assert reading.wrong
+    assert list(case.faults)[reading.suspect] == f"without {name}"
+    assert reading.explained > (0.9 if size == 1 else 0.5) > EXPLAINED
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_log_prob_that_is_no_number_is_a_wrong_engine(logps, value):
-    engine = logps.new.clone()
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_log_prob_that_is_no_number_is_a_wrong_engine(case, value, judged):
+    engine = case.plain.clone()
     engine[3] = value
-    assert read(engine, logps.new, logps.noisy).corrupted
+    assert read_first(engine, case.learner, case.before if judged else None).wrong or (
+        value == torch.inf and not judged
+    )
+    assert read_later(engine, case.learner, Anchor(case.plain, case.plain)).wrong
 
 
-def test_identical_answers_pass_also_without_any_noise(logps):
-    assert not read(logps.new, logps.new, logps.new).corrupted
-    assert read(logps.new + 1e-3, logps.new, logps.new).corrupted
+def test_identical_answers_pass_also_without_any_noise(case):
+    silent = Scores(case.plain, case.plain)
+    assert not read_first(case.plain, silent, case.before).wrong
+    assert not read_first(case.plain, case.learner, case.before).wrong
+    assert not read_later(case.plain, silent, Anchor(case.plain, case.plain)).wrong
+    assert read_later(case.plain + 1e-3, silent, Anchor(case.plain, case.plain)).wrong
 
 
-def test_an_engine_with_the_old_weights_has_not_followed(logps):
-    honest = read(logps.new + NOISE * torch.randn(LENGTH - 1), logps.new, logps.noisy, logps.old)
-    assert honest.followed == pytest.approx(1, abs=0.05)
-    assert not honest.stale
-    stale = read(logps.old + NOISE * torch.randn(LENGTH - 1), logps.new, logps.noisy, logps.old)
-    assert stale.followed == pytest.approx(0, abs=0.05)
+@pytest.mark.parametrize("before", [None, "nan", "near"])
+def test_without_a_visible_first_gap_size_gives_no_verdict(case, before):
+    """No look before, an engine that gave no numbers, or a learner as uniform as random weights."""
+    answers = {None: None, "nan": case.before * math.nan, "near": case.plain + noise(0.9 * TENFOLD)}[before]
+    for engine in (case.plain + noise(), case.plain + noise(40)):
+        reading = read_first(engine, case.learner, answers)
+        assert reading.limit == math.inf
+        assert not reading.wrong
+    assert read_first(case.faults["without b"], case.learner, answers).wrong  # a known fault still shows
+
+
+# Later publishes ----------------------------------------------------------------------------------------------------
+
+
+def moved(case, size, anchor_noise=1.0):
+    """A learner that moved by so many times the noise, and the anchor from before that."""
+    new = case.plain + size * NOISE * torch.randn(LENGTH - 1)
+    return Scores(new, new + noise()), Anchor(case.plain + noise(anchor_noise), case.plain)
+
+
+@pytest.mark.parametrize(("ratio", "size", "wrong"), [(1, 2, False), (1, 5, True), (5, 12, False), (5, 20, True)])
+def test_a_later_gap_is_compared_with_the_first(case, ratio, size, wrong):
+    reading = read_later(case.plain + noise(size), case.learner, Anchor(case.plain, case.plain, ratio))
+    assert reading.limit == pytest.approx(GROWTH * ratio * reading.yardstick)
+    assert reading.wrong is wrong
+
+
+def test_an_engine_with_the_old_weights_has_not_followed(case):
+    learner, anchor = moved(case, 10)
+    honest = read_later(learner.plain + noise(), learner, anchor)
+    assert honest.followed == pytest.approx(1, abs=0.1)
+    assert not honest.wrong
+    stale = read_later(anchor.engine, learner, anchor)
+    assert stale.followed == 0
+    assert stale.stale and stale.wrong
+
+
+def test_a_small_update_hides_from_the_gap_but_not_from_the_direction(case):
+    """Within the limit of size, and yet the engine did not move."""
+    learner, anchor = moved(case, 2)
+    stale = read_later(anchor.engine, learner, anchor)
+    assert stale.gap < stale.limit
     assert stale.stale
 
 
-def test_a_small_update_hides_from_the_gap_but_not_from_the_direction(logps):
-    """1.5 times the noise: the gap of the stale engine is honest, its lack of movement is not."""
-    new = logps.old + 1.5 * NOISE * torch.randn(LENGTH - 1)
-    noisy = new + NOISE * torch.randn(LENGTH - 1)
-    stale = read(logps.old + 0.1 * NOISE * torch.randn(LENGTH - 1), new, noisy, logps.old)
-    assert stale.stale
-    assert not stale.corrupted
+@pytest.mark.parametrize("anchor_noise", [1, 10])
+def test_a_movement_within_the_noise_gives_no_verdict(case, anchor_noise):
+    """The noise of the learner's roundings, or that of the engine at the anchor where it is larger."""
+    learner, anchor = moved(case, 0.5 * anchor_noise, anchor_noise)
+    assert math.isnan(read_later(anchor.engine, learner, anchor).followed)
+    learner, anchor = moved(case, 2 * anchor_noise, anchor_noise)
+    assert read_later(anchor.engine, learner, anchor).stale
+    for _ in range(50):
+        assert not read_later(learner.plain + noise(anchor_noise), learner, anchor).stale
 
 
-def test_a_movement_within_the_noise_gives_no_verdict(logps):
-    new = logps.old + 0.3 * NOISE * torch.randn(LENGTH - 1)
-    assert math.isnan(read(logps.old, new, new + NOISE * torch.randn(LENGTH - 1), logps.old).followed)
+# Messages -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("reading", "words"), [(Reading(0.5, 0.1), "Some layer of the engine"), (Reading(0.5, 0.1, 0.02), "followed 2 %")]
+    ("reading", "suspect", "words"),
+    [
+        (Reading(0.5, 0.01, 0.1), "", "Judged by the first publish of this run, kernels explain at most 0.1000"),
+        (Reading(0.5, 0.01, 0.1, followed=0.02), "", "It followed 2 % of the learner's movement"),
+        (
+            Reading(0.5, 0.01, 0.4, before=0.8),
+            "",
+            "with random weights, the gap was 0.8000, and at most 0.4000 should be",
+        ),
+        (Reading(0.5, 0.01, 0.9, 1.8, 0.6), "without x.mlp", "nearer to those of the learner without x.mlp"),
+    ],
 )
-def test_the_diagnosis_tells_stale_from_corrupted(reading, words):
-    text = diagnosis(reading, 7, 1, 1)
+def test_the_diagnosis_tells_the_faults_apart(reading, suspect, words):
+    text = diagnosis(reading, suspect, 7, 1, 1)
     assert "After publish 7" in text
     assert "0.5000 nats" in text
     assert words in text
     assert "processes" not in text
-    assert "(2 of 8 processes" in diagnosis(reading, 7, 2, 8)
+    assert "(2 of 8 processes" in diagnosis(reading, suspect, 7, 2, 8)
 
 
 # The schedule -------------------------------------------------------------------------------------------------------
 
 
-def canary(monkeypatch, engine, learner, every=1, others=()):
+def canary(monkeypatch, engine, learner, every=1, others=(), faults=None):
     """A canary whose engine and learner answer from the lists given, in turn."""
-    engine, learner, reported = iter(engine), iter(learner), []
+    engine, learner, reported, asked = iter(engine), iter(learner), [], []
     monkeypatch.setattr("qarl_trl.rollout.canary.engine_logps", lambda llm, ids: next(engine))
-    noise = NOISE * torch.randn(LENGTH - 1, generator=torch.Generator().manual_seed(7))
+    rounding = NOISE * torch.randn(LENGTH - 1, generator=torch.Generator().manual_seed(7))
 
-    def score():
+    def score(with_wrong):
+        asked.append(with_wrong)
         plain = next(learner)
-        return plain, plain + noise
+        return Scores(plain, plain + rounding, (faults or {}) if with_wrong else {})
 
     def gather(row):
         return torch.cat([row, *(torch.tensor([r]) for r in others)])
 
-    return Canary([1], every, score, gather, lambda *value: reported.append(value)), reported
+    check = Canary([1], every, score, gather, lambda *value: reported.append(value))
+    check.asked = asked
+    return check, reported
 
 
 @pytest.mark.parametrize(("every", "due"), [("first", [1]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 4, 7]), (100, [1])])
@@ -121,83 +210,79 @@ def test_which_publishes_are_checked(monkeypatch, every, due):
     assert [n for n in range(1, 8) if canary(monkeypatch, [], [], every)[0].due(n)] == due
 
 
-def test_a_healthy_engine_is_reported_and_passes(monkeypatch, logps):
-    check, reported = canary(monkeypatch, [logps.new], [logps.new])
-    check.check(None, 1)
-    assert [name for name, _ in reported] == ["publish/verify_gap", "publish/verify_allowed"]
+def test_a_healthy_engine_is_reported_and_passes(monkeypatch, caplog, case):
+    check, reported = canary(monkeypatch, [case.before, case.plain, case.plain], [case.plain] * 2)
+    check.look_before(None)
+    first, later = check.check(None, 1), check.check(None, 2)
+    assert first.before > 0 and math.isnan(later.before)
+    assert [name for name, _ in reported] == [f"publish/verify_{n}" for n in ("gap", "yardstick", "allowed")] * 2
+    assert check.asked == [True, False]  # wrong models are scored for the first publish alone
+    assert not caplog.text
 
 
-def test_small_updates_add_up_until_a_stale_engine_shows(monkeypatch):
+def test_an_engine_that_the_first_publish_did_not_reach_stops_the_run(monkeypatch, case):
+    """In a resumed run and after an evaluation too: what counts is the engine's first publish, whichever number it has."""
+    check, _ = canary(monkeypatch, [case.before, case.before], [case.plain])
+    check.look_before(None)
+    with pytest.raises(RuntimeError, match="After publish 2 .*with random weights, the gap was"):
+        check.check(None, 2)
+
+
+def test_a_missing_layer_is_named(monkeypatch, case):
+    check, _ = canary(monkeypatch, [case.before, case.faults["without b"]], [case.plain], faults=case.faults)
+    check.look_before(None)
+    with pytest.raises(RuntimeError, match="nearer to those of the learner without b"):
+        check.check(None, 1)
+
+
+def test_the_first_gap_of_the_run_is_what_later_ones_may_grow_from(monkeypatch, case):
+    """Kernels eight times as far apart as rounding pass for ever; those that get worse do not."""
+    answers = [case.before, *(case.plain + noise(8) for _ in range(4))]
+    check, _ = canary(monkeypatch, [*answers, case.plain + noise(40)], [case.plain] * 5)
+    check.look_before(None)
+    for number in range(4):
+        check.check(None, number + 1)
+    with pytest.raises(RuntimeError, match="Judged by the first publish of this run"):
+        check.check(None, 5)
+
+
+def test_small_updates_add_up_until_a_stale_engine_shows(monkeypatch, case):
     """Each step moves a third of the noise: no single one is visible, and the anchor waits."""
-    torch.manual_seed(3)
-    start, step = -5 * torch.rand(LENGTH - 1), torch.randn(LENGTH - 1)
-    learner = [start + k * NOISE / 3 * step for k in range(6)]
-    healthy, _ = canary(monkeypatch, learner, learner)
+    step = torch.randn(LENGTH - 1)
+    learner = [case.plain + k * NOISE / 3 * step for k in range(6)]
+    healthy, _ = canary(monkeypatch, [case.before, *learner], learner)
+    healthy.look_before(None)
     for number in range(6):
         healthy.check(None, number + 1)
-    stale, _ = canary(monkeypatch, [start] * 6, learner)
+    stale, _ = canary(monkeypatch, [case.before, *[case.plain] * 6], learner)
+    stale.look_before(None)
     with pytest.raises(RuntimeError, match="stale") as error:
         for number in range(6):
             stale.check(None, number + 1)
     assert "After publish 1 " not in str(error.value)
 
 
-def test_a_process_stops_for_the_engine_of_another(monkeypatch, logps):
-    check, reported = canary(monkeypatch, [logps.new], [logps.new], others=[[3.0, 0.1, math.nan, 1.0]])
+def test_what_cannot_be_judged_is_said_once_and_stops_nothing(monkeypatch, caplog, case):
+    check, reported = canary(monkeypatch, [case.plain + 0.5 * NOISE, *[case.plain] * 3], [case.plain] * 3)
+    check.look_before(None)
+    for number in range(3):
+        check.check(None, number + 1)
+    assert caplog.text.count("publish_verify can tell little about the first publish") == 1
+    assert all(math.isfinite(value) for _, value in reported)
+
+
+@pytest.mark.parametrize(("size", "said"), [(1, False), (5, True)])
+def test_an_unusual_gap_is_a_warning(monkeypatch, caplog, case, size, said):
+    check, _ = canary(monkeypatch, [case.before, case.plain + noise(size)], [case.plain])
+    check.look_before(None)
+    check.check(None, 1)
+    assert (f"{USUAL:g} times is the most expected" in caplog.text) is said
+
+
+def test_a_process_stops_for_the_engine_of_another(monkeypatch, case):
+    other = [3.0, 0.1, 0.5, 1.0, -5.0, 0.0, math.nan]
+    check, reported = canary(monkeypatch, [case.before, case.plain], [case.plain], others=[other])
+    check.look_before(None)
     with pytest.raises(RuntimeError, match=r"3.0000 nats per token.*\(1 of 2 processes"):
         check.check(None, 1)
     assert reported[0] == ("publish/verify_gap", 3.0)
-
-
-# The two sides ------------------------------------------------------------------------------------------------------
-
-
-def test_the_prompt_is_fixed_and_ordinary(tiny_tokenizer):
-    tokens = canary_tokens(tiny_tokenizer, vocab_size=64)
-    assert tokens == canary_tokens(tiny_tokenizer, vocab_size=64)
-    assert len(tokens) == LENGTH
-    assert 1 < min(tokens) <= max(tokens) < len(tiny_tokenizer)
-    assert max(canary_tokens(tiny_tokenizer, vocab_size=8)) < 8
-    assert len(canary_tokens(tiny_tokenizer, 64, length=9)) == 9
-
-
-def test_the_engine_is_read_at_the_tokens_of_the_prompt():
-    step = {5: SimpleNamespace(logprob=-1.5), 9: SimpleNamespace(logprob=-0.5)}
-    llm = SimpleNamespace(
-        generate=lambda prompts, params, use_tqdm: [SimpleNamespace(prompt_logprobs=[None, step, step])]
-    )
-    pytest.importorskip("vllm")
-    assert engine_logps(llm, [9, 5, 9]).tolist() == [-1.5, -0.5]
-
-
-@pytest.mark.parametrize("learner", [True, False])
-def test_the_learner_is_read_in_low_bits_and_left_as_it_was(tiny_model, learner):
-    model = apply_quantization(tiny_model(), "W4A16", quantize_forward=learner).train()
-    ids = torch.randint(2, 64, (12,)).tolist()
-    with torch.autocast("cpu", torch.bfloat16):
-        plain, noisy = learner_logps(model, ids)
-        again, again_noisy = learner_logps(model, ids)
-    assert torch.equal(plain, again)
-    assert torch.equal(noisy, again_noisy)
-    assert not torch.equal(plain, noisy)
-    assert model.training
-    assert all(m.quantized_forward is learner for _, m in model.named_modules() if hasattr(m, "quantized_forward"))
-    assert not any(m._forward_hooks for m in model.modules())
-
-    low_bit = apply_quantization(tiny_model(), "W4A16").eval()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        logits = low_bit(input_ids=torch.tensor([ids])).logits[0].float()
-    expected = torch.stack([logits[t].log_softmax(-1)[ids[t + 1]] for t in range(11)])
-    torch.testing.assert_close(plain, expected, rtol=0, atol=0)
-
-
-def test_the_noise_is_one_rounding_of_each_output():
-    layer = nn.Linear(64, 4096)
-    x = torch.randn(2, 64)
-    with torch.no_grad():
-        clean = layer(x)
-        with rounding_noise(layer):
-            relative = (layer(x) / clean - 1).abs()
-        assert torch.equal(layer(x), clean)
-    assert 0.9 * 2**-8 < relative.max() <= 1.01 * 2**-8
-    assert relative.mean().item() == pytest.approx(2**-9, rel=0.1)

@@ -273,7 +273,7 @@ def _permuted_biases(model: str, folder: str, repaired: bool) -> dict[str, Any]:
 
         trainer = make_trainer(model, Path(folder))
         engine = trainer.vllm_generation
-        bias = _vllm.engine_parameters(engine.llm).get_parameter("model.layers.0.self_attn.qkv_proj.bias")
+        bias = _vllm.engine_model(engine.llm).get_parameter("model.layers.0.self_attn.qkv_proj.bias")
         captured = bias.data  # what a CUDA graph would have
         with nullcontext() if repaired else patch.object(_vllm, "_biases_in_place", lambda model: nullcontext()):
             sent = publish(engine)
