@@ -33,8 +33,9 @@ from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout.canary import LENGTH, Canary, canary_tokens, learner_logps
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
+from .rollout.products import PRODUCTS
 from .rollout.support import default_engine_kwargs
-from .runtime_checks import check_first_codes, check_layers_ran, check_merged_layers, check_mismatch, check_model
+from .runtime_checks import check_first_codes, check_layers_ran, check_merged_layers, check_mismatch
 
 
 # Measured over the first batches of the tests: TRL's arithmetic and `tbpo_loss` differ in float32 rounding only.
@@ -369,7 +370,6 @@ def _prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None,
 
 
 def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
-    check_model(model)
     plan = args.quant_plan(None if source is None else source.plan())
     if args.quant_recipe is not None or args.from_checkpoint:
         scheme, settings = plan, {}
@@ -383,7 +383,7 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
     apply_quantization(
         model,
         scheme,
-        kernel=args.learner_kernel,
+        product=PRODUCTS[args.learner_kernel],
         quantize_forward=args.quant_learner,
         qparams=source.qparams() if args.quant_freeze_scales else None,
         **settings,
