@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qarl_trl.quant import apply_quantization, quantized_modules
+from qarl_trl.rollout.products import PRODUCTS
 
 
 BASE = "bf16"
-ARMS = {  # name: (scheme, kernel)
+ARMS = {  # name: (scheme, quant_kernel)
     BASE: None,
     "W4A16 dequant": ("W4A16", "dequant"),
     "W4A16 engine": ("W4A16", "engine"),
@@ -65,7 +66,7 @@ class Arm:
     def __init__(self, model: nn.Module, x: Tensor, grad: Tensor, setting: tuple[str, str] | None) -> None:
         self.model, self.x, self.grad = copy.deepcopy(model), x, grad
         if setting is not None:
-            apply_quantization(self.model, setting[0], ignore=(), kernel=setting[1])
+            apply_quantization(self.model, setting[0], ignore=(), product=PRODUCTS[setting[1]])
         self.layers = [module for _, module in quantized_modules(self.model)]
 
     def forget_codes(self) -> None:

@@ -23,7 +23,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
-from .quant.experts import QuantExperts, fused_experts
+from .quant.experts import QuantExperts, expert_modules
 from .quant.linear import LowBitLayer
 from .quant.model import quantized_modules
 from .quant.names import base_model, checkpoint_modules, checkpoint_renaming
@@ -81,7 +81,7 @@ def _ignored(model: nn.Module) -> list[str]:
     Routers are listed although transformers gives them classes of their own: an engine makes them linear layers.
     """
     rename = checkpoint_renaming(base_model(model))
-    experts = dict(fused_experts(model))
+    experts = dict(expert_modules(model))
     names: list[str] = []
     for name, module in checkpoint_modules(model):
         if name in experts and not isinstance(module, QuantExperts):

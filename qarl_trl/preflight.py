@@ -19,13 +19,13 @@ from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .llmcompressor.quantized_start import QuantizedSource, quantized_source
 from .lora_config import check_lora
+from .quant.checks import NO_HUB_KERNELS
 from .quant.experts import QuantExperts
-from .quant.kernel_choice import select_kernel
 from .quant.model import apply_quantization, quantized_modules
 from .quant.plan import arithmetic, match, resolve_config
 from .quant.scheme import has_global_scale
+from .rollout.products import PRODUCTS
 from .rollout.support import check_engine, check_shards
-from .runtime_checks import NO_KERNELS
 
 
 logger = get_logger(__name__)
@@ -115,7 +115,7 @@ def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
         check_engine(plan, args)
     if args.quant_learner:
         for group in plan.config_groups.values():
-            select_kernel(group, args.device, args.learner_kernel)
+            PRODUCTS[args.learner_kernel](group, args.device)
 
 
 def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
@@ -198,7 +198,7 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
     if not args.quantized or not _num_experts(config):
         return
     if isinstance(args.model_init_kwargs, dict) and args.model_init_kwargs.get("use_kernels"):
-        raise ValueError(NO_KERNELS)
+        raise ValueError(NO_HUB_KERNELS)
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         raise ValueError(
             "A mixture of experts cannot train under DeepSpeed ZeRO-3, which leaves a flat piece of each fused parameter: the "
@@ -211,7 +211,7 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
         else:
             skeleton = architecture(config)
     plan = args.quant_plan(None if source is None else source.plan())
-    apply_quantization(skeleton, plan, kernel=args.quant_kernel)
+    apply_quantization(skeleton, plan, product=PRODUCTS[args.quant_kernel])
     low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(skeleton))
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError(

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import nn
 
 from .llmcompressor.quantized_start import QuantizedSource
-from .quant.experts import PROJECTIONS, QuantExperts, fused_experts
+from .quant.experts import PROJECTIONS, QuantExperts
 from .quant.linear import LowBitLayer
 from .quant.model import quantized_modules
 from .quant.names import checkpoint_modules, is_peft_model
@@ -23,11 +23,6 @@ from .quant.quantize import LowBitWeight
 
 
 logger = get_logger(__name__)
-
-NO_KERNELS = (
-    "use_kernels=True replaces the forward of mixture-of-experts blocks by kernels from the Hub, and the low-bit experts "
-    "would never run. Load the model without it."
-)
 
 
 def check_first_codes(model: nn.Module, source: QuantizedSource) -> None:
@@ -93,27 +88,3 @@ def _low_bit_weights(model: nn.Module) -> Iterator[tuple[str, LowBitWeight]]:
 
 def _is_int8(scheme: QuantizationScheme) -> bool:
     return scheme.weights.num_bits == 8 and scheme.weights.type == QuantizationType.INT
-
-
-def check_model(model: nn.Module) -> None:
-    """
-    Refuse a loaded model that is quantized by another library, whose adapters are not held by a `PeftModel`, or whose
-    experts run in kernels of the Hub.
-
-    Raises:
-        ValueError: naming what was found.
-    """
-    if hasattr(model, "peft_config") and not is_peft_model(model):
-        raise ValueError(
-            "The model carries adapters that transformers loaded, which neither TRL nor the publish would see. Wrap it "
-            "with peft: peft.PeftModel.from_pretrained(base_model, adapter, is_trainable=True), or pass `peft_config`."
-        )
-    foreign = getattr(model.config, "quantization_config", None)
-    if foreign is not None or getattr(model, "is_quantized", False):
-        raise ValueError(
-            f"The model is quantized already (quantization_config={foreign}), so there are no high-precision masters to "
-            "train. Start from the unquantized checkpoint. A compressed-tensors checkpoint can be given by its path "
-            "(model='...'), or loaded with qarl_trl.llmcompressor.quantized_start.load_masters."
-        )
-    if getattr(model, "use_kernels", False) and any(fused_experts(model)):
-        raise ValueError(NO_KERNELS)

@@ -32,9 +32,10 @@ from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout.canary import Canary
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
+from .rollout.products import PRODUCTS
 from .rollout.scores import LENGTH, Scores, canary_tokens, learner_logps
 from .rollout.support import default_engine_kwargs
-from .runtime_checks import check_first_codes, check_model
+from .runtime_checks import check_first_codes
 
 
 # Two passes of one model over one batch shape agree to float32 rounding.
@@ -351,7 +352,6 @@ def _prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None,
 
 
 def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
-    check_model(model)
     plan, fields = args.quant_plan(None if source is None else source.plan()), {}
     if args.quant_recipe is None and not args.from_checkpoint:
         plan = args.quant_scheme
@@ -360,7 +360,7 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
         model,
         plan,
         **fields,
-        kernel=args.learner_kernel,
+        product=PRODUCTS[args.learner_kernel],
         quantize_forward=args.quant_learner,
         qparams=source.qparams() if args.quant_freeze_scales else None,
     )

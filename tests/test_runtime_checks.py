@@ -9,29 +9,10 @@ from qarl_trl.llmcompressor.quantized_start import load_masters, quantized_sourc
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 from qarl_trl.quant.plan import single_group
 from qarl_trl.quant.scheme import resolve_scheme
+from qarl_trl.rollout.support import check_merged_layers
 from qarl_trl.runtime_checks import (
     check_first_codes,
-    check_merged_layers,
-    check_model,
 )
-
-
-def test_a_model_that_is_quantized_already_is_refused(tiny_model):
-    model = tiny_model(num_hidden_layers=1)
-    check_model(model)
-    model.config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(ValueError, match=r"gptq.*Start from the unquantized checkpoint"):
-        check_model(model)
-
-
-def test_adapters_without_a_peft_model_around_them_are_refused(tiny_model):
-    model, adapter = tiny_model(num_hidden_layers=1), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model.add_adapter(adapter)
-    with pytest.raises(ValueError, match=r"Wrap it with peft: peft\.PeftModel"):
-        check_model(model)
-    with pytest.raises(ValueError, match="LoRA layers without a PeftModel"):
-        apply_quantization(model, "W4A16")
-    check_model(get_peft_model(tiny_model(num_hidden_layers=1), adapter))
 
 
 # First codes from a quantized checkpoint ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..quant import apply_quantization, quantized_modules, remove_quantization
-from ..quant.experts import fused_experts
+from ..quant.experts import expert_modules
 from ..quant.products import dequantize
 from .calibration import calibration_set, make_parser, read_plan, run_oneshot
 
@@ -93,7 +93,7 @@ def check_dense(model: PreTrainedModel) -> None:
     Raises:
         ValueError: naming the first module with experts.
     """
-    name = next((name for name, _ in fused_experts(model)), None)
+    name = next((name for name, _ in expert_modules(model)), None)
     if name is not None:
         raise ValueError(
             f"{type(model).__name__} has fused experts ({name!r}), and the transforms are not tested on them. Train from the "

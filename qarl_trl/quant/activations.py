@@ -1,7 +1,6 @@
-"""Dynamic activation quantization, as the rollout engine does it before a low-bit matrix product.
+"""Dynamic activation quantization: scale, rounding and clamping of vLLM's kernels, bit for bit (paper Sec. 3.1, step 2).
 
-Invariant: scale, rounding and clamping are those of vLLM's kernels bit for bit, because a code that falls on the other side
-costs a step of 1/16 (float8) where a rounding costs 1/256 (paper Sec. 3.1, step 2).
+A code that falls on the other side costs a step of 1/16 (float8) where a rounding costs 1/256.
 """
 
 from __future__ import annotations
@@ -19,15 +18,7 @@ FP8_GROUP_MIN = 1e-10
 
 
 def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    Dynamic per-token float8 activations.
-
-    Args:
-        x (`Tensor`): Activations `(tokens, in)`.
-
-    Returns:
-        `tuple[Tensor, Tensor]`: codes float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, 1)`.
-    """
+    """Per-token float8: `x` `(tokens, in)` to codes float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, 1)`."""
     amax = x.abs().amax(dim=-1, keepdim=True).float()
     scale = _divided(amax, FP8_MAX).clamp(min=FP8_MIN_SCALE)
     # vLLM multiplies by the reciprocal instead of dividing; the two differ in the last bit of some codes.
@@ -35,31 +26,14 @@ def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
-    """
-    Dynamic float8 activations with one scale for each token and group of `group_size` inputs.
-
-    Args:
-        x (`Tensor`): Activations `(tokens, in)`.
-        group_size (`int`, *optional*, defaults to 128): Inputs per scale.
-
-    Returns:
-        `tuple[Tensor, Tensor]`: codes float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, in / group_size)`.
-    """
+    """Float8 with one scale for each token and group: `x` to codes `(tokens, in)`, scale float32 `(tokens, in / group_size)`."""
     groups = x.float().unflatten(-1, (-1, group_size))
     scale = _divided(groups.abs().amax(dim=-1).clamp(min=FP8_GROUP_MIN), FP8_MAX)
     return (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(-2), scale
 
 
 def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    Dynamic symmetric per-token int8 activations.
-
-    Args:
-        x (`Tensor`): Activations `(tokens, in)`.
-
-    Returns:
-        `tuple[Tensor, Tensor]`: codes int8 `(tokens, in)` and scale float32 `(tokens, 1)`; a token of zeros has scale 0.
-    """
+    """Symmetric per-token int8: `x` to codes int8 `(tokens, in)` and scale float32 `(tokens, 1)`, 0 for a token of zeros."""
     x = x.float()
     amax = x.abs().amax(dim=-1, keepdim=True)
     scale = _divided(amax, 127.0)
@@ -71,14 +45,9 @@ def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Dynamic asymmetric per-token int8 activations of the CPU engine's 4-bit kernel, whatever the scheme says of symmetry.
+    Asymmetric per-token int8 of the CPU engine's 4-bit kernel, whatever the scheme says of symmetry.
 
-    Args:
-        x (`Tensor`): Activations `(tokens, in)`.
-
-    Returns:
-        `tuple[Tensor, Tensor]`: code minus zero point, float32 `(tokens, in)` of whole numbers in [-255, 255], and scale
-        float32 `(tokens, 1)`.
+    Returns code minus zero point, float32 `(tokens, in)` of whole numbers in [-255, 255], and scale float32 `(tokens, 1)`.
     """
     x = x.float()
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)

@@ -15,7 +15,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from .linear import LowBitLayer, LowBitMatmul
-from .products import Kernel
+from .products import Product
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
 
@@ -45,7 +45,7 @@ def merged_weight(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float
 class LoraMatmul(torch.autograd.Function):
     """
     `y = x Q(W + s B A)^T + b`, straight through: the gradient of `Q(.)` is given to `W + s B A` unchanged, hence by the chain
-    rule to A and B. Through the rank, so the `(out, in)` gradient itself is never made.
+    rule to A and B. It goes through the rank, so the `(out, in)` gradient itself is never made.
     """
 
     @staticmethod
@@ -57,10 +57,10 @@ class LoraMatmul(torch.autograd.Function):
         bias: Tensor | None,
         scaling: float,
         weight: LowBitWeight,
-        kernel: Kernel,
+        product: Product,
     ) -> Tensor:
-        y, saved = kernel.forward(x, weight, None if bias is None else bias.to(x.dtype))
-        ctx.weight, ctx.kernel, ctx.scaling = weight, kernel, scaling
+        y, saved = product.forward(x, weight, None if bias is None else bias.to(x.dtype))
+        ctx.weight, ctx.product, ctx.scaling = weight, product, scaling
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(lora_A, lora_B, *saved)
         return y
@@ -70,9 +70,9 @@ class LoraMatmul(torch.autograd.Function):
         lora_A, lora_B, *saved = ctx.saved_tensors
         grad_x = grad_A = grad_B = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ ctx.kernel.matrix_from(ctx.weight, grad.dtype)
+            grad_x = grad @ ctx.product.matrix_from(ctx.weight, grad.dtype)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            x = ctx.kernel.input_from(tuple(saved), grad.dtype).flatten(0, -2)
+            x = ctx.product.input_from(tuple(saved), grad.dtype).flatten(0, -2)
             scaled = grad.flatten(0, -2) * ctx.scaling
             # The values that were merged, not the masters they were rounded from.
             used_A, used_B = (t.to(MASTER_CAST_DTYPE).to(grad.dtype) for t in (lora_A, lora_B))
@@ -91,12 +91,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
     """
 
     def sources(self) -> tuple[str, ...]:
-        """
-        The base weight and the active adapter's two factors.
-
-        Raises:
-            RuntimeError: when adapters are disabled: the policy is not what would be read.
-        """
+        """The base weight and the active adapter's two factors; an error while adapters are disabled."""
         if self.disable_adapters:
             raise RuntimeError(
                 "The adapters are disabled, so a publish or an export would hold the base model instead of the policy. "
@@ -109,7 +104,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         self, weight: Tensor | None = None, lora_A: Tensor | None = None, lora_B: Tensor | None = None
     ) -> LowBitWeight:
         """
-        The low-bit merged weight, quantized when base, A, B, scaling or the active adapter changed since the last call.
+        The low-bit merged weight of the active adapter, or that of the base where none is active.
 
         Args:
             weight (`Tensor`, *optional*): The full base weight `(out, in)` where the layer holds a shard of it.
@@ -126,18 +121,17 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
                 "rewrites the base. Call `model.unmerge_adapter()`; for a merged model use `save_model` or "
                 "`qarl-trl export`, which merge out of place."
             )
-        adapter = self._slot
+        adapter, base = self._slot, self.base_layer.weight
         if not adapter:
-            whole = None if weight is None else (weight,)
-            return self._cached_low_bit((self.base_layer.weight,), whole, self._quantize)
-        own = (self.base_layer.weight, self.lora_A[adapter].weight, self.lora_B[adapter].weight)
+            return self._code_cache.get(adapter, (base,), None if weight is None else (weight,), self._quantize)
+        own = (base, self.lora_A[adapter].weight, self.lora_B[adapter].weight)
+        gathered = None if weight is None else (weight, lora_A, lora_B)
         scaling = self.scaling[adapter]
-        return self._cached_low_bit(
-            own,
-            None if weight is None else (weight, lora_A, lora_B),
-            lambda w, a, b: self._quantize(merged_weight(w, a, b, scaling)),
-            constants=(scaling,),
-        )
+
+        def quantize(*sources: Tensor) -> LowBitWeight:
+            return self._quantize(merged_weight(*sources, scaling))
+
+        return self._code_cache.get(adapter, own, gathered, quantize, others=(scaling,))
 
     @property
     def _slot(self) -> str:
@@ -166,21 +160,16 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
                 f"The base weight is partitioned (shape {tuple(base.weight.shape)}), as under DeepSpeed ZeRO-3, and the "
                 "merged weight needs all of it. Use DDP or FSDP2."
             )
-        x, kernel, adapter = self._compute_input(x), self._get_kernel(x.device), self._slot
+        x, product, adapter = self._compute_input(x), self._get_product(x.device), self._slot
         with torch.autocast(x.device.type, enabled=False):
             if adapter:
                 factors = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-                return LoraMatmul.apply(x, *factors, base.bias, self.scaling[adapter], self.low_bit(), kernel)
-            return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), kernel)
+                return LoraMatmul.apply(x, *factors, base.bias, self.scaling[adapter], self.low_bit(), product)
+            return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), product)
 
 
 def check_lora_layer(name: str, layer: nn.Module) -> None:
-    """
-    Refuse an adapter layer whose forward is not `x (W + s B A)^T`.
-
-    Raises:
-        ValueError: naming the layer and what to change.
-    """
+    """Refuse an adapter layer whose forward is not `x (W + s B A)^T`."""
     if type(layer) is not lora.Linear:
         raise ValueError(
             f"Layer {name!r} carries a {type(layer).__module__}.{type(layer).__name__} adapter; only plain LoRA on "
@@ -205,16 +194,7 @@ def check_lora_layer(name: str, layer: nn.Module) -> None:
 
 
 def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:
-    """
-    Refuse adapters outside of the layers to quantize.
-
-    Args:
-        model (`nn.Module`): The model below the `PeftModel`.
-        matched (`dict[str, nn.Module]`): The layers to quantize, by checkpoint name.
-
-    Raises:
-        ValueError: naming the layer and what to change.
-    """
+    """Refuse adapters in the base `model` outside of the layers to quantize, which are given by checkpoint name."""
     quantized = {id(module) for module in matched.values()}
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and id(module) not in quantized:

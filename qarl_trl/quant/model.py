@@ -1,4 +1,4 @@
-"""`apply_quantization`: turn the linear layers of a model into low-bit layers, in place.
+"""`apply_quantization`: turn the linear layers of a model into low-bit layers, in place, and back.
 
 Invariant: a layer that matches the targets is quantized or the call fails; parameter names, `state_dict` and the
 module tree stay as they were, because only `module.__class__` changes.
@@ -9,22 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from torch import Tensor, nn
+from torch import nn
 
-from .experts import (
-    QuantExperts,
-    check_experts,
-    check_quantizable,
-    checkpoint_layers,
-    fused_experts,
-    quantize_experts,
-    whole_experts,
-)
-from .kernel_choice import KERNELS
-from .linear import LowBitLayer, QuantLinear
-from .names import base_model, checkpoint_modules, is_peft_model
+from .checks import check_layers, check_model, check_qparams
+from .experts import QuantExperts, checkpoint_layers, stacked_qparams, whole_experts
+from .linear import LowBitLayer, QParams, QuantLinear
+from .names import checkpoint_modules
 from .plan import match, resolve_config, single_group
-from .scheme import check_divisible, has_global_scale, resolve_scheme
+from .products import ProductChoice, plain_product
+from .scheme import DEFAULT_IGNORE, has_global_scale, resolve_scheme
 
 
 # What vLLM loads into one matrix, with one global scale.
@@ -40,18 +33,18 @@ def apply_quantization(
     model: nn.Module,
     scheme: str | QuantizationScheme | QuantizationConfig,
     targets: Sequence[str] = ("Linear",),
-    ignore: Sequence[str] = ("lm_head",),
+    ignore: Sequence[str] = DEFAULT_IGNORE,
     *,
     group_size: int | None = None,
-    kernel: str = "auto",
+    product: ProductChoice = plain_product,
     quantize_forward: bool = True,
-    qparams: Mapping[str, tuple[Tensor, Tensor | None]] | None = None,
+    qparams: Mapping[str, QParams] | None = None,
 ) -> nn.Module:
     """
     Give the matching linear layers of `model` a low-bit forward with straight-through gradients.
 
     In a `PeftModel` a layer with a LoRA adapter computes with its quantized merged weight, one without as usual.
-    Fused experts count as one linear layer per expert and projection, under the names of the checkpoint.
+    Experts count as one linear layer per expert and projection, under the names of the checkpoint.
 
     Args:
         model (`nn.Module`): Modified in place. Masters keep their dtype; quantization starts from their bfloat16 cast.
@@ -61,9 +54,11 @@ def apply_quantization(
             targets, ignore list and group sizes: those arguments are then not read.
         targets (`Sequence[str]`, *optional*, defaults to `("Linear",)`): Class names, module names, or `re:` patterns,
             as in compressed-tensors.
-        ignore (`Sequence[str]`, *optional*, defaults to `("lm_head",)`): Modules left alone, same syntax.
+        ignore (`Sequence[str]`, *optional*): Modules left alone, same syntax. Defaults to `lm_head` and routers, as in
+            `QaRLConfig`.
         group_size (`int`, *optional*): Weights per scale for a preset with groups; `-1` is per channel.
-        kernel (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"dequant"` or `"engine"`.
+        product (`ProductChoice`, *optional*): Takes scheme and device and returns what multiplies. Defaults to torch's own
+            products; the engine's are in `qarl_trl.rollout.products`.
         quantize_forward (`bool`, *optional*, defaults to `True`): `False` keeps the forward in high precision.
         qparams (`Mapping`, *optional*): Frozen scale and zero point of every quantized layer, by its name
             ([`~qarl_trl.llmcompressor.quantized_start.QuantizedSource.qparams`]). Without it they follow the weights.
@@ -73,82 +68,35 @@ def apply_quantization(
 
     Raises:
         ValueError: when a target cannot be quantized, when nothing matches, when `qparams` are of other layers, when
-            fused experts have another form or are matched in part, when an adapter cannot be merged out of place, or when
-            the model was quantized before.
+            experts have another form or are matched in part, when an adapter cannot be merged out of place, or when the
+            model was quantized before.
     """
     if isinstance(scheme, QuantizationConfig):
         plan = resolve_config(scheme)
     else:
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel={kernel!r} must be one of {KERNELS}.")
-    if any(isinstance(m, LowBitLayer) for m in model.modules()):
-        raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
-    if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
-        raise ValueError(
-            "The model carries LoRA layers without a PeftModel around them, so their names and adapters are not known. "
-            "Wrap it with peft: get_peft_model(model, config) or PeftModel.from_pretrained(base_model, adapter)."
-        )
-    for name, module in fused_experts(model):
-        check_experts(name, module)
-    found = match(checkpoint_layers(model, plan.ignore or ()), plan)
+    check_model(model)
+    experts, linears = _matched(model, plan, qparams)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
-    if qparams is not None:
-        _check_qparams({name for name, _, _ in found}, set(qparams))
-    experts, linears = whole_experts(model, found)
-    modules = dict(checkpoint_modules(model))
-    matched = [(name, modules[name], layer_scheme) for name, _, layer_scheme in linears]
-    for name, module, layer_scheme in matched:
-        _check_layer(name, module, layer_scheme)
-    _check_tied(model, [(name, module) for name, module, _ in matched])
-    _check_routers(model, [(name, module) for name, module, _ in matched])
-    if is_peft_model(model):
-        from .lora import check_adapters
-
-        check_adapters(base_model(model), {name: module for name, module, _ in matched})
-    merged = list(_merged_layers(model, {id(module): layer_scheme for _, module, layer_scheme in matched}))
-    for name, module, layer_scheme in [*matched, *experts]:
-        plain = not hasattr(module, "base_layer") and qparams is None and isinstance(module, nn.Linear)
-        if has_global_scale(layer_scheme) and not plain:
-            raise ValueError(
-                f"Layer {name!r}: a scheme with a global scale (NVFP4A16) does not go with frozen scales, LoRA or experts. "
-                "Choose another scheme."
-            )
+    check_layers(model, experts, linears, product, frozen=qparams is not None)
+    merged = list(_merged_layers(model, {id(module): layer_scheme for _, module, layer_scheme in linears}))
     for name, module, layer_scheme in experts:
-        check_quantizable(name, module, layer_scheme, kernel)
-    for name, module, layer_scheme in experts:
-        quantize_experts(name, module, layer_scheme, kernel, quantize_forward, qparams)
-    for name, module, layer_scheme in matched:
-        module.__class__ = _low_bit_class(module)
-        module.scheme = layer_scheme
-        module.frozen_qparams = None if qparams is None else qparams[name]
-        module.kernel_choice = kernel
-        module.quantized_forward = quantize_forward
+        frozen = {} if qparams is None else stacked_qparams(name, module, qparams)
+        QuantExperts.convert(module, layer_scheme, product, quantize_forward, frozen)
+    for name, module, layer_scheme in linears:
+        frozen = {} if qparams is None else {"weight": qparams[name]}
+        _low_bit_class(module).convert(module, layer_scheme, product, quantize_forward, frozen)
     for layers in merged:
         for layer in layers:
-            layer.fused = tuple(other for other in layers if other is not layer)
+            layer.merged_with = tuple(other for other in layers if other is not layer)
     return model
 
 
 def remove_quantization(model: nn.Module) -> nn.Module:
     """Turn every low-bit layer of `model` back into the class it had. Masters are untouched."""
     for _, module in quantized_modules(model):
-        for attribute in (
-            "scheme",
-            "frozen_qparams",
-            "fused",
-            "kernel_choice",
-            "quantized_forward",
-            "_cached",
-            "_sharded",
-            "_kernel",
-        ):
-            module.__dict__.pop(attribute, None)
-        if isinstance(module, QuantExperts):
-            module.__class__ = module.__dict__.pop("high_precision_class")
-        else:
-            module.__class__ = type(module).__bases__[1]
+        module.restore()
     return model
 
 
@@ -157,14 +105,18 @@ def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LowBitLayer))
 
 
-def _merged_layers(model: nn.Module, schemes: Mapping[int, QuantizationScheme]) -> Iterable[list[nn.Module]]:
-    """
-    Layers that engines merge into one, where their scheme has a global scale.
+def _matched(model: nn.Module, plan: QuantizationConfig, qparams: Mapping[str, QParams] | None) -> tuple[list, list]:
+    """The experts and the linear layers that `plan` quantizes, each with name, module and scheme."""
+    found = match(checkpoint_layers(model, plan.ignore or ()), plan)
+    if qparams is not None:
+        check_qparams({name for name, _, _ in found}, set(qparams))
+    experts, linears = whole_experts(model, found)
+    modules = dict(checkpoint_modules(model))  # adapter layers, in the place of what they wrap
+    return experts, [(name, modules[name], scheme) for name, _, scheme in linears]
 
-    Args:
-        model (`nn.Module`): The model.
-        schemes (`Mapping[int, QuantizationScheme]`): Scheme of each layer to quantize, by its `id`.
-    """
+
+def _merged_layers(model: nn.Module, schemes: Mapping[int, QuantizationScheme]) -> Iterable[list[nn.Module]]:
+    """Layers that engines merge into one, where their scheme has a global scale; `schemes` by the `id` of the layer."""
     if not any(map(has_global_scale, schemes.values())):
         return
     for parent_name, parent in model.named_modules():
@@ -188,60 +140,3 @@ def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:
     from .lora import LoraQuantLinear
 
     return LoraQuantLinear
-
-
-def _check_qparams(layers: set[str], frozen: set[str]) -> None:
-    if layers != frozen:
-        raise ValueError(
-            f"{len(layers ^ frozen)} layers differ between what is quantized and what has frozen scales, first "
-            f"{sorted(layers ^ frozen)[:3]}. The checkpoint's own targets and ignore list keep them the same "
-            "(quant_scheme: checkpoint)."
-        )
-
-
-def _check_layer(name: str, module: nn.Module, scheme: QuantizationScheme) -> None:
-    if hasattr(module, "base_layer"):
-        from .lora import check_lora_layer
-
-        check_lora_layer(name, module)
-        module = module.base_layer
-    # A subclass may compute something else in its forward, which the swap would silently drop.
-    if type(module) is not nn.Linear:
-        raise ValueError(
-            f"Layer {name!r} is a {type(module).__module__}.{type(module).__name__}, and only torch.nn.Linear can be "
-            f"quantized. Add {name!r} to `quant_ignore` if it may stay in high precision."
-        )
-    if "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
-        raise ValueError(
-            f"Layer {name!r} has a replaced forward (device_map offloading, or a patch), so its quantized forward "
-            "would never run. Load the model on one device: model_init_kwargs={'device_map': None}."
-        )
-    if not module.weight.is_floating_point():
-        raise ValueError(f"Layer {name!r} holds {module.weight.dtype} weights. Load the model in high precision.")
-    check_divisible(name, module.in_features, scheme, module.out_features)
-
-
-def _check_tied(model: nn.Module, matched: Iterable[tuple[str, nn.Module]]) -> None:
-    """A checkpoint stores a tied weight once, under one name: it cannot be both codes and an embedding."""
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    for name, module in matched:
-        tied = names[id(getattr(module, "base_layer", module).weight)]
-        if len(tied) > 1:
-            raise ValueError(
-                f"Layer {name!r} cannot be quantized: its weight is tied ({' = '.join(tied)}). Add {name!r} to "
-                "`quant_ignore`, or untie the model (config.tie_word_embeddings=False)."
-            )
-
-
-def _check_routers(model: nn.Module, matched: Iterable[tuple[str, nn.Module]]) -> None:
-    """A router beside fused experts stays in high precision: a flipped choice sends a token to another expert."""
-    blocks = {name.rpartition(".")[0]: len(next(module.parameters())) for name, module in fused_experts(model)}
-    for name, module in matched:
-        block = name.rpartition(".")[0]
-        if getattr(module, "base_layer", module).weight.shape[0] == blocks.get(block):
-            raise ValueError(
-                f"Layer {name!r} routes tokens to the experts of {block!r}, and routers are never quantized. Add "
-                f"{name!r} to `quant_ignore`."
-            )

@@ -1,8 +1,4 @@
-"""Names of modules and parameters as the checkpoint knows them, below the wrappers of training.
-
-Invariant: what activation checkpointing and peft put into a name is known here only; a model without them keeps its
-names unchanged.
-"""
+"""Names of modules and parameters as the checkpoint knows them, below activation checkpointing and peft."""
 
 from __future__ import annotations
 
@@ -36,9 +32,7 @@ def checkpoint_name(name: str, adapter: str) -> str | None:
     """
     The base model's name for a parameter of a `PeftModel`, `None` for one that its checkpoint does not have.
 
-    Args:
-        name (`str`): As in `named_parameters()` of the `PeftModel` or of the model below it.
-        adapter (`str`): The active adapter, whose `modules_to_save` count.
+    `adapter` is the active one, whose `modules_to_save` count.
     """
     parts = plain_name(name).removeprefix("base_model.model.").split(".")
     if "original_module" in parts or any(part.startswith("lora_") for part in parts):
@@ -52,12 +46,7 @@ def checkpoint_name(name: str, adapter: str) -> str | None:
 
 
 def checkpoint_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """
-    The modules of the base model under their checkpoint names; an adapter layer stands for the layer it wraps.
-
-    Args:
-        model (`nn.Module`): A model, or a `PeftModel`.
-    """
+    """The modules of the (base) model under their checkpoint names; an adapter layer stands for the layer it wraps."""
     if not is_peft_model(model):
         yield from ((plain_name(name), module) for name, module in model.named_modules())
         return

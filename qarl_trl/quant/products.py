@@ -1,53 +1,69 @@
-"""The arithmetic of a low-bit layer in torch, one class a kind of scheme.
-
-A kernel computes `y = x @ W_low_bit^T` the way the rollout engine does and gives back what the backward needs.
-`kernel_choice` says which one runs; `engine_kernels` has those that call the engine.
-Invariant: `dequantize` is bit for bit compressed-tensors' own decompression (paper Sec. 3.1, step 2).
-"""
+"""The low-bit matrix products in torch, one class per scheme family, and which of them a scheme takes on a device."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
-from .activations import FP8, quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
+from .activations import (
+    FP8,
+    quantize_groups_fp8,
+    quantize_tokens_fp8,
+    quantize_tokens_int8,
+    quantize_tokens_int8_asymmetric,
+)
 from .quantize import LowBitWeight
 from .reference import as_blocks, as_matrix
-from .scheme import has_global_scale
+from .scheme import effective_group_size, gpu_generation, has_global_scale, support_of
 
 
-class Kernel(Protocol):
+# What a product keeps of its input for the backward.
+Saved = tuple[Tensor, ...]
+
+
+class Product:
     """
-    A low-bit matrix product. `saved` holds tensors only; `input_from` turns them back into the input used.
+    `y = x @ W_low_bit^T + b` as the rollout engine computes it, and what the backward needs of it.
 
-    A bias is added where the engine adds it, to the float32 sums or to the rounded output.
+    A bias is added where the engine adds it: to the float32 sums, or to the rounded output.
     """
 
-    name: str
-
-    def forward(
-        self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
         """
-        `x` (..., in) to `y` (..., out) in `x.dtype`, and the tensors to keep for the backward. `bias` `(out,)` comes in
-        `x.dtype`.
-        """
+        The product, and the tensors to keep for the backward.
 
-    def input_from(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The input that was multiplied, (..., in) in `dtype`."""
+        Args:
+            x (`Tensor`): `(..., in)`.
+            weight (`LowBitWeight`): Of `(out, in)`.
+            bias (`Tensor`, *optional*): `(out,)` in `x.dtype`.
+
+        Returns:
+            `tuple[Tensor, Saved]`: `y` `(..., out)` in `x.dtype`, and what `input_from` takes.
+        """
+        raise NotImplementedError
+
+    def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
+        """The input that was multiplied, `(..., in)` in `dtype`."""
+        return saved[0].to(dtype)
 
     def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
-        """The weight that it was multiplied by, (out, in) in `dtype`."""
+        """The weight that it was multiplied by, `(out, in)` in `dtype`."""
+        return dequantize(weight, dtype)
+
+
+# Chooses the product of a scheme on a device, or raises ValueError.
+ProductChoice = Callable[[QuantizationScheme, torch.device], Product]
 
 
 def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """
-    The matrix that the low-bit tensors stand for, `(out, in)`.
+    The matrix `(out, in)` that the low-bit tensors stand for, bit for bit as compressed-tensors decompresses it.
 
     Codes (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to
     `dtype`.
@@ -62,52 +78,37 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     return as_matrix(blocks.mul_(weight.scale.unsqueeze(-1)), codes.shape, weight.scheme).to(dtype)
 
 
-class DequantGemm:
+class DequantGemm(Product):
     """
-    Weight-only schemes in plain torch: codes dequantized layer by layer into a GEMM in the compute dtype.
+    Weight-only schemes: the codes are dequantized layer by layer into a GEMM in the compute dtype.
 
     The bias is added to the rounded output, as Marlin and Machete do.
     """
 
-    name = "dequant"
-
-    def forward(
-        self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
         y = F.linear(x, dequantize(weight, x.dtype))
         return y if bias is None else y + bias, (x,)
 
-    def input_from(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        return saved[0].to(dtype)
 
-    def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
-        return dequantize(weight, dtype)
+class ActivationGemm(Product):
+    """Base of the products that quantize activations: they keep the codes of the input instead of the input."""
 
-
-class ActivationGemm:
-    """Base of the kernels that quantize activations: they keep the codes of the input instead of the input."""
-
-    def forward(
-        self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
         codes, scale = self.quantize(x.reshape(-1, x.shape[-1]))
         y = self.matmul(codes, scale, weight, bias, x.dtype)
-        return y.reshape(*x.shape[:-1], -1), (codes.reshape(x.shape), scale.reshape(*x.shape[:-1], -1))
+        return y.reshape(*x.shape[:-1], -1), rows_of(x, codes, scale)
 
-    def input_from(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
         codes, scale = saved
         groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.unsqueeze(-1)).flatten(-2).to(dtype)
-
-    def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
-        return dequantize(weight, dtype)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Codes `(tokens, in)` and scale `(tokens, groups)` of the input."""
         raise NotImplementedError
 
     def matmul(
-        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+        self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """`(tokens, in)` codes times the weight plus the bias, `(tokens, out)` in `dtype`."""
         raise NotImplementedError
@@ -115,8 +116,6 @@ class ActivationGemm:
 
 class Fp8Gemm(ActivationGemm):
     """FP8 weights and per-token FP8 activations, accumulated in float32 (`(x_q W_q^T) s_x s_w + b`)."""
-
-    name = "scaled_mm"
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_tokens_fp8(x)
@@ -126,7 +125,7 @@ class Fp8Gemm(ActivationGemm):
         return weight.codes, weight.scale.float()
 
     def matmul(
-        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+        self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         w, w_scale = self.operand(weight)
         if x.device.type == "cuda":
@@ -134,7 +133,7 @@ class Fp8Gemm(ActivationGemm):
             return torch._scaled_mm(
                 x,
                 w.t(),
-                scale_a=x_scale,
+                scale_a=scale,
                 scale_b=w_scale.t().contiguous(),
                 bias=bias,
                 out_dtype=dtype,
@@ -142,7 +141,7 @@ class Fp8Gemm(ActivationGemm):
             )
         one = torch.ones(1, device=x.device)
         product = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-        return add_bias(product * x_scale * w_scale.t(), bias).to(dtype)
+        return add_bias(product * scale * w_scale.t(), bias).to(dtype)
 
 
 class Int4Fp8Gemm(Fp8Gemm):
@@ -154,8 +153,6 @@ class Int4Fp8Gemm(Fp8Gemm):
     the codes, so the weight that it multiplies by is not the one that the checkpoint decompresses to.
     """
 
-    name = "table_mm"
-
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
         scale, channel_scale = quantize_tokens_fp8(weight.scale)
         # An eighth of it, so that the largest entry, 8 scales, is a float8 number.
@@ -164,9 +161,9 @@ class Int4Fp8Gemm(Fp8Gemm):
         return (groups * scale.float().unsqueeze(-1)).to(FP8).flatten(-2), channel_scale
 
     def matmul(
-        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+        self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        y = super().matmul(x, x_scale, weight, None, dtype)
+        y = super().matmul(x, scale, weight, None, dtype)
         return y if bias is None else y + bias
 
     def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
@@ -176,53 +173,137 @@ class Int4Fp8Gemm(Fp8Gemm):
 
 class Fp8BlockGemm(ActivationGemm):
     """
-    FP8 weights in blocks of 128 x 128 and FP8 activations in groups of 128, one float32 product a block column.
+    FP8 weights in blocks of 128 x 128 and FP8 activations in groups of 128: one float32 product per block column.
 
     vLLM adds the bias to the rounded output of its block kernels.
     """
-
-    name = "block_mm"
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_groups_fp8(x)
 
     def matmul(
-        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+        self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         height, width = weight.scheme.weights.block_structure
         w_scale = weight.scale.float().repeat_interleave(height, dim=0)
         y = torch.zeros(x.shape[0], weight.codes.shape[0], device=x.device)
         for i, (a, b) in enumerate(zip(x.split(width, dim=1), weight.codes.split(width, dim=1), strict=True)):
-            y += (a.float() @ b.float().t()) * x_scale[:, i : i + 1] * w_scale[:, i]
+            y += (a.float() @ b.float().t()) * scale[:, i : i + 1] * w_scale[:, i]
         return y.to(dtype) if bias is None else y.to(dtype) + bias
 
 
 class Int8Gemm(ActivationGemm):
     """INT8 weights and per-token INT8 activations, accumulated exactly in int32."""
 
-    name = "int_mm"
-
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_tokens_int8(x)
 
     def matmul(
-        self, x: Tensor, x_scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
+        self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        product = _int_mm(x, weight.codes).float() * weight.scale.float().t() * x_scale
-        return add_bias(product, bias).to(dtype)
+        tokens = x.shape[0]
+        if x.device.type == "cuda" and tokens <= 16:  # cuBLAS wants more rows
+            x = F.pad(x, (0, 0, 0, 17 - tokens))
+        sums = torch._int_mm(x, weight.codes.t())[:tokens]
+        return add_bias(sums.float() * weight.scale.float().t() * scale, bias).to(dtype)
+
+
+class CpuInt4Int8Gemm(ActivationGemm):
+    """INT4 weights and asymmetric per-token INT8 activations: torch's own 4-bit kernel, which the CPU engine calls."""
+
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
+        flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)  # as the activations and the bias of the engine are
+        y = self._multiply(flat, weight, None if bias is None else bias.to(torch.bfloat16))
+        return y.to(x.dtype).reshape(*x.shape[:-1], -1), rows_of(x, *self.quantize(flat))
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = quantize_tokens_int8_asymmetric(x)
+        return codes.to(torch.int16), scale
+
+    def _multiply(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tensor:
+        out_features, in_features = weight.codes.shape
+        group_size = effective_group_size(weight.scheme) or in_features
+        # A single group is one scale a channel also to vLLM, and then the kernel sums, scales and rounds otherwise.
+        one_group = group_size == in_features
+        # The kernel keeps its bias among the packed codes. With groups it gives float32 out, and the bias can be added
+        # behind it.
+        inside = bias.detach().float() if one_group and bias is not None else torch.empty(0)
+        packed, packed_bias = weight.prepared.get("dyn_quant_4bit", (None, None))
+        if packed is None or not torch.equal(packed_bias, inside):
+            unsigned = weight.codes + 8
+            pairs = (unsigned[:, 1::2] << 4 | unsigned[:, ::2]).to(torch.uint8)
+            scale = weight.scale.float() if one_group else weight.scale
+            packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
+                pairs, scale, inside if len(inside) else None, group_size, in_features, out_features
+            )
+            weight.prepared["dyn_quant_4bit"] = packed, inside
+        x = x if one_group else x.float()  # which the kernel demands with groups
+        y = torch.ops.aten._dyn_quant_matmul_4bit(x, packed, group_size, in_features, out_features)
+        return (y if one_group else add_bias(y, bias)).to(torch.bfloat16)
+
+
+_PRODUCTS: dict[str, type[Product]] = {
+    "W4A16": DequantGemm,
+    "W4A16_ASYM": DequantGemm,
+    "W8A16": DequantGemm,
+    "NVFP4A16": DequantGemm,
+    "FP8_DYNAMIC": Fp8Gemm,
+    "FP8_BLOCK": Fp8BlockGemm,
+    "W8A8": Int8Gemm,
+    "W4A8": CpuInt4Int8Gemm,
+    "W4AFP8": Int4Fp8Gemm,
+}
+
+
+def plain_product(scheme: QuantizationScheme, device: torch.device) -> Product:
+    """
+    Torch's own product for `scheme` on `device`.
+
+    Raises:
+        ValueError: when this device has no product that is also the engine's.
+    """
+    support = support_of(scheme)
+    if device.type == "cuda" and not support.gpus:
+        raise ValueError(
+            f"{support.name} has no kernel on GPUs, neither in vLLM nor here. Use one of the schemes that `qarl-trl schemes` "
+            "lists for a GPU."
+        )
+    if device.type == "cuda" and support.activations != "none":
+        capability = torch.cuda.get_device_capability(device)
+        if gpu_generation(capability) not in support.gpus:
+            raise ValueError(
+                f"{support.name} needs a GPU of one of the generations {', '.join(support.gpus)}, got compute capability "
+                f"{capability}. Use quant_scheme='W4A16' on this device."
+            )
+    if support.name == "W4A8" and device.type != "cpu":
+        raise ValueError(f"{support.name} has no product on device {device.type!r}. Use a CPU, or another scheme.")
+    return _PRODUCTS[support.name]()
+
+
+def dequant_product(scheme: QuantizationScheme, device: torch.device) -> Product:
+    """
+    [`plain_product`] of a scheme that leaves activations alone.
+
+    Raises:
+        ValueError: for a scheme that quantizes activations.
+    """
+    support = support_of(scheme)
+    if support.activations != "none":
+        raise ValueError(
+            f"quant_kernel='dequant' would leave out the activation quantization of {support.name}, which the engine does. "
+            "Use quant_kernel='auto'."
+        )
+    return plain_product(scheme, device)
+
+
+def rows_of(x: Tensor, *tensors: Tensor) -> Saved:
+    """`tensors` with one row for each token, `(tokens, n)`, in the shape of `x`: `(..., n)`."""
+    return tuple(tensor.reshape(*x.shape[:-1], -1) for tensor in tensors)
 
 
 def add_bias(sums: Tensor, bias: Tensor | None) -> Tensor:
     """The bias on float32 sums, before they are rounded."""
     return sums if bias is None else sums + bias.float()
-
-
-def _int_mm(x: Tensor, w: Tensor) -> Tensor:
-    """`(tokens, in)` times `(out, in)`, both int8, exact in int32."""
-    tokens = x.shape[0]
-    if x.device.type == "cuda" and tokens <= 16:  # cuBLAS wants more rows
-        x = F.pad(x, (0, 0, 0, 17 - tokens))
-    return torch._int_mm(x, w.t())[:tokens]
 
 
 def _unpack(weight: LowBitWeight) -> Tensor:

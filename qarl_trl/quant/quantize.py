@@ -1,7 +1,7 @@
 """The one quantizer: a weight to the tensors that are computed with, published and saved.
 
 Invariant: every low-bit tensor in this package comes out of `quantize_weight`, from the bfloat16 cast of the master
-weight, in compressed-tensors' arithmetic; nothing else rounds a weight (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
+weight, as compressed-tensors would round it (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor
 
-from . import fast, reference
+from . import reference
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
+
+
+try:
+    from . import fast  # the same bytes, compiled
+except ImportError:
+    fast = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,24 @@ class LowBitWeight:
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
+    def split(self, rows: int) -> list[LowBitWeight]:
+        """
+        The weights of `rows` rows each, from the first to the last, as if each had been quantized by itself.
+
+        Raises:
+            ValueError: when rows of two of them share a scale (blocks), a word of zero points (of 8) or a global scale.
+        """
+        (out_features, in_features), blocks = self.shape, self.scheme.weights.block_structure
+        unit = blocks[0] if blocks is not None else 8 if "weight_zero_point" in self.tensors else 1
+        if out_features % rows or rows % unit or has_global_scale(self.scheme):
+            raise ValueError(f"{out_features} rows in the scheme {self.scheme} cannot be split into {rows} each.")
+        count = out_features // rows
+        # Copies, because files and engines take tensors that own their storage.
+        parts = {name: [t.clone() for t in tensor.chunk(count)] for name, tensor in self.tensors.items()}
+        if "weight_shape" in parts:
+            parts["weight_shape"] = [torch.tensor((rows, in_features)) for _ in range(count)]
+        return [LowBitWeight({name: parts[name][i] for name in parts}, self.scheme) for i in range(count)]
+
 
 @torch.no_grad()
 def quantize_weight(
@@ -75,7 +99,7 @@ def quantize_weight(
         weight (`Tensor`): Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first.
         scheme (`QuantizationScheme`): A scheme of `qarl_trl.quant.scheme`, with `format` set.
         qparams (`tuple[Tensor, Tensor | None]`, *optional*): Frozen scale, bfloat16, and zero point, int8 (`None` for
-            symmetric schemes), in the shape [`min_max_qparams`] gives. Codes beyond the range saturate.
+            symmetric schemes), `(out, groups)` or as blocks have it. Codes beyond the range saturate.
         largest (`Tensor`, *optional*): For schemes with a global scale, the largest magnitude of all weights that share it,
             bfloat16 scalar: an engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
 
@@ -86,60 +110,46 @@ def quantize_weight(
         ValueError: when the weight is not a matrix, holds a NaN or an infinity, or does not fit `qparams`.
     """
     if weight.ndim != 2:
-        raise ValueError(f"A weight matrix (out, in) was needed, got shape {tuple(weight.shape)}.")
+        raise ValueError(f"The weight must be a matrix (out, in), got shape {tuple(weight.shape)}.")
     if qparams is not None and has_global_scale(scheme):
         raise ValueError("Frozen scales of a scheme with a global scale (NVFP4A16) are not supported. Leave them out.")
-    arithmetic, weight = _arithmetic(weight, scheme)
+    quantizer, weight = _quantizer(weight, scheme)
     tensors = {}
     if has_global_scale(scheme):
-        _, high = arithmetic.extremes(weight, scheme)
+        _, high = quantizer.extremes(weight, scheme)
         own = high.max() if high.numel() else high.new_zeros(())
         largest = (own if largest is None else torch.maximum(own, largest)).reshape(1)
         _check_finite(largest, weight.shape)
         global_scale = tensors["weight_global_scale"] = generate_gparam(-largest, largest)
-        encoded, scale, zero_point = arithmetic.quantize(weight, scheme, global_scale)
+        encoded, scale, zero_point = quantizer.quantize(weight, scheme, global_scale)
     elif qparams is None:
-        encoded, scale, zero_point = arithmetic.quantize(weight, scheme)
+        encoded, scale, zero_point = quantizer.quantize(weight, scheme)
         _check_finite(scale, weight.shape)
     else:
-        low, high = arithmetic.extremes(weight, scheme)
+        low, high = quantizer.extremes(weight, scheme)
         _check_finite(torch.maximum(high, -low), weight.shape)
         scale, zero_point = _checked(qparams, high.shape, scheme)
-        encoded = arithmetic.encode(weight, scale, zero_point, scheme)
+        encoded = quantizer.encode(weight, scale, zero_point, scheme)
     tensors["weight_scale"] = scale
     tensors["weight_packed" if "pack" in scheme.format else "weight"] = encoded
     if scheme.format == "pack-quantized":
         tensors["weight_shape"] = torch.tensor(weight.shape)
     if zero_point is not None:
-        tensors["weight_zero_point"] = arithmetic.pack_zero_points(zero_point)
+        tensors["weight_zero_point"] = quantizer.pack_zero_points(zero_point)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
 
 
 def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
     """Largest magnitude of the bfloat16 cast of `weight`, a bfloat16 scalar; `scheme` has symmetric codes."""
-    arithmetic, weight = _arithmetic(weight, scheme)
-    return arithmetic.extremes(weight, scheme)[1].max()
+    quantizer, weight = _quantizer(weight, scheme)
+    return quantizer.extremes(weight, scheme)[1].max()
 
 
-def min_max_qparams(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor | None]:
-    """
-    Scale, bfloat16 `(out, groups)`, and zero point, int8 of that shape or `None`, between minimum and maximum.
-
-    Args:
-        weight (`Tensor`): Master weight `(out, in)`.
-        scheme (`QuantizationScheme`): A supported scheme.
-    """
-    arithmetic, weight = _arithmetic(weight, scheme)
-    scale, zero_point = reference.qparams(*arithmetic.extremes(weight, scheme), scheme)
-    _check_finite(scale, weight.shape)
-    return scale, zero_point
-
-
-def _arithmetic(weight: Tensor, scheme: QuantizationScheme) -> tuple[ModuleType, Tensor]:
+def _quantizer(weight: Tensor, scheme: QuantizationScheme) -> tuple[ModuleType, Tensor]:
     """The module whose functions quantize the weight, and the weight as they take it."""
     weight = weight.detach().contiguous()
-    arithmetic = fast.module_for(weight, scheme)
-    return arithmetic, weight if weight.dtype in arithmetic.DTYPES else weight.to(MASTER_CAST_DTYPE)
+    module = reference if fast is None else fast.module_for(weight, scheme)
+    return module, weight.to(MASTER_CAST_DTYPE) if module is reference else weight
 
 
 def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
@@ -153,7 +163,7 @@ def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
 def _checked(
     qparams: tuple[Tensor, Tensor | None], shape: torch.Size, scheme: QuantizationScheme
 ) -> tuple[Tensor, Tensor | None]:
-    """`qparams` if they have the `shape` and the dtypes that [`min_max_qparams`] would give."""
+    """`qparams` if they have the `shape` and the dtypes of the scheme's own."""
     scale, zero_point = qparams
     for name, tensor, dtype, needed in (
         ("scale", scale, torch.bfloat16, True),
@@ -167,7 +177,7 @@ def _checked(
             )
     if not (torch.isfinite(scale) & (scale > 0)).all():
         raise ValueError(
-            f"Frozen scales between {scale.min().item()} and {scale.max().item()} came, finite ones above zero were needed: "
-            "there are no codes in units of anything else. The checkpoint they are from is damaged."
+            f"Frozen scales must be finite and above zero, got {scale.min().item()} to {scale.max().item()}. The checkpoint "
+            "they are from is damaged."
         )
     return scale, zero_point

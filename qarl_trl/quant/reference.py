@@ -1,8 +1,7 @@
-"""Codes of a weight, in as few passes over it as plain tensor operations allow.
+"""Codes of a weight in plain tensor operations, in few passes over it: what the kernels of `fast` are compared with.
 
-Invariant: these operations define the arithmetic; what is quicker (`fused`) is compared with them. They give the bytes of compressed-tensors' compressors (CPU), which `tests/quant/test_codes.py` compares
-on golden rows and 10^7 random weights per scheme. The division is rounded to bfloat16, as theirs is: in float32 it would
-flip about one code in a hundred and cost alignment with the engine (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
+Invariant: the bytes of compressed-tensors' compressors (CPU). The division is rounded to bfloat16, as theirs is: in float32
+it would flip about one code in a hundred and cost alignment with the engine (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 from .scheme import effective_group_size
 
 
-DTYPES = (torch.bfloat16,)
+# Throughout, `weight` is bfloat16 `(out, in)` and contiguous, `scheme` is a supported scheme, and `global_scale` is float32
+# `(1,)`, or `None` for a scheme without one.
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -29,21 +29,11 @@ _FP4_LIMITS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 _INT4_BIAS = 136.0
 
 
-def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
-    """Whether these functions can quantize the weight: all of them do, once it is bfloat16."""
-    return weight.dtype in DTYPES
-
-
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
     """
     Minimum and maximum of zero and the weights that share a scale; with symmetric codes minus and plus the largest magnitude.
 
-    Args:
-        weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
-        scheme (`QuantizationScheme`): A supported scheme.
-
-    Returns:
-        `tuple[Tensor, Tensor]`: bfloat16, one entry for each scale. NaN and infinity in a weight come out as such.
+    Both are bfloat16 with one entry for each scale. NaN and infinity in a weight come out as such.
     """
     blocks = as_blocks(weight, scheme)
     if scheme.weights.symmetric:
@@ -64,14 +54,7 @@ def qparams(
 def quantize(
     weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """
-    Codes as of [`encode`], scale and zero point as of [`qparams`], between the extremes of a weight.
-
-    Args:
-        weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
-        scheme (`QuantizationScheme`): A supported scheme.
-        global_scale (`Tensor` or `None`): float32 `(1,)`, for schemes that have one.
-    """
+    """Codes as of [`encode`], scale and zero point as of [`qparams`], between the extremes of a weight."""
     scale, zero_point = qparams(*extremes(weight, scheme), scheme, global_scale)
     return encode(weight, scale, zero_point, scheme, global_scale), scale, zero_point
 
@@ -86,16 +69,8 @@ def encode(
     """
     Codes of a weight, as the checkpoint format of the scheme holds them.
 
-    Args:
-        weight (`Tensor`): bfloat16 `(out, in)`, contiguous.
-        scale (`Tensor`): As of [`qparams`], above zero, one entry for each block of [`as_blocks`].
-        zero_point (`Tensor` or `None`): int8 of that shape; `None` for symmetric codes.
-        scheme (`QuantizationScheme`): A supported scheme.
-        global_scale (`Tensor` or `None`): float32 `(1,)`, for schemes that have one.
-
-    Returns:
-        `Tensor`: Packed schemes: int32 `(out, ceil(in * bits / 32))`, or uint8 `(out, in / 2)` below a global scale. Others:
-        float8_e4m3fn or int8 `(out, in)`.
+    Packed schemes: int32 `(out, ceil(in * bits / 32))`, or uint8 `(out, in / 2)` below a global scale. Others: float8_e4m3fn
+    or int8 `(out, in)`. Scale and zero point are as of [`qparams`]; the scale is above zero.
     """
     blocks = as_blocks(weight, scheme)
     if global_scale is not None:
@@ -157,11 +132,7 @@ def pack_int4(quotient: Tensor) -> Tensor:
     """
     Round to 4-bit codes in [-8, 7] and pack eight to a word, the first in the lowest bits, each plus 8.
 
-    Args:
-        quotient (`Tensor`): bfloat16 `(out, in)` in units of the scale; overwritten.
-
-    Returns:
-        `Tensor`: int32 `(out, ceil(in / 8))`.
+    From bfloat16 `(out, in)` in units of the scale, which is overwritten, to int32 `(out, ceil(in / 8))`.
     """
     if quotient.shape[-1] % 8:
         return packed(int_codes(quotient, 4), 4)
@@ -208,11 +179,7 @@ def pack_fp4(quotient: Tensor) -> Tensor:
     """
     Round to 4-bit floats (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign) and pack two to a byte, the first in the lower bits.
 
-    Args:
-        quotient (`Tensor`): float32 `(out, in)` in units of the scale; overwritten.
-
-    Returns:
-        `Tensor`: uint8 `(out, in / 2)`.
+    From float32 `(out, in)` in units of the scale, which is overwritten, to uint8 `(out, in / 2)`.
     """
     # As with float8: only zero itself loses its sign.
     negative = quotient.add_(0.0).signbit()

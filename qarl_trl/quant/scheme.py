@@ -1,9 +1,4 @@
-"""Names to quantization schemes: what a scheme means, and where it runs.
-
-A scheme is compressed-tensors' own `QuantizationScheme`; this module only resolves preset names and says which schemes
-the learner can run. Invariant: `SUPPORTED` is the single table by which the code decides, so that a scheme which is not
-in it is refused before a model loads (paper Sec. 3.1: W4A16 and FP8 W8A8).
-"""
+"""Names to compressed-tensors' `QuantizationScheme`s, and the one table of what the learner can run, and where."""
 
 from __future__ import annotations
 
@@ -122,7 +117,7 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
     The row of `SUPPORTED` that `scheme` is an instance of.
 
     Raises:
-        ValueError: when no row fits, naming the arguments that came.
+        ValueError: when no row fits, naming the arguments.
     """
     weights, activations = scheme.weights, scheme.input_activations
     if scheme.output_activations is None and weights is not None and _is_round_to_nearest(weights):
@@ -154,12 +149,7 @@ def has_global_scale(scheme: QuantizationScheme) -> bool:
 
 
 def check_divisible(name: str, in_features: int, scheme: QuantizationScheme, out_features: int | None = None) -> None:
-    """
-    Refuse a layer whose size the scheme's groups or blocks do not divide.
-
-    Raises:
-        ValueError: naming the layer and the two remedies.
-    """
+    """Refuse a layer whose size the scheme's groups or blocks do not divide."""
     if scheme.weights.block_structure is not None:
         height, width = scheme.weights.block_structure
         # Blocks padded at the edge are stored alike, but engines that merge layers (q, k, v) cannot load them.
@@ -202,18 +192,18 @@ def _is_round_to_nearest(weights: QuantizationArgs) -> bool:
 def _fits(weights: QuantizationArgs, activations: QuantizationArgs | None, row: SchemeSupport) -> bool:
     """Whether the arguments are those of the row's preset, but for the choice of groups."""
     preset = preset_name_to_scheme(row.name, targets=["Linear"])
-    if arithmetic_of(activations) != arithmetic_of(preset.input_activations):
+    if codes_key(activations) != codes_key(preset.input_activations):
         return False
     groups = (weights.strategy, weights.group_size)
     if row.group_sizes and groups in {_strategy_of(size) for size in row.group_sizes}:
         weights = weights.model_copy(
             update={"strategy": preset.weights.strategy, "group_size": preset.weights.group_size}
         )
-    return arithmetic_of(weights) == arithmetic_of(preset.weights)
+    return codes_key(weights) == codes_key(preset.weights)
 
 
-def arithmetic_of(args: QuantizationArgs | None) -> tuple | None:
-    """The arguments that change the codes, as a key; `None` for no quantization."""
+def codes_key(args: QuantizationArgs | None) -> tuple | None:
+    """The arguments that decide the codes, as a key; `None` for no quantization."""
     if args is None:
         return None
     blocks = None if args.block_structure is None else tuple(args.block_structure)

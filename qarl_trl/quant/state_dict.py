@@ -7,15 +7,30 @@ forward multiplies with, everything else is a fresh bfloat16 copy (paper Sec. 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from trl.distributed import DistributedBackend
 
-from .experts import PROJECTIONS, QuantExperts, checkpoint_tensors, fused_experts
+from .experts import PROJECTIONS, checkpoint_tensors, expert_modules
 from .linear import LowBitLayer
 from .names import base_model, checkpoint_name, checkpoint_renaming, is_peft_model, plain_name
 from .scheme import MASTER_CAST_DTYPE
+
+
+if TYPE_CHECKING:
+    from trl.distributed import DistributedBackend
+
+
+@dataclass
+class _Producer:
+    """Parameters that become other tensors of the checkpoint, once all of them have been seen."""
+
+    sources: tuple[str, ...]
+    tensors_of: Callable[..., Iterable[tuple[str, Tensor]]]
+    seen: dict[str, Tensor] = field(default_factory=dict)
 
 
 def iter_low_bit_weights(
@@ -31,53 +46,38 @@ def iter_low_bit_weights(
             `model`'s own are sharded. Defaults to `model.named_parameters()`.
 
     Yields:
-        `tuple[str, Tensor]`: checkpoint name (as transformers saves it) and tensor: `X.weight_packed`, `X.weight_scale`, `X.weight_shape` for a
-        W4A16 layer `X`; `X.weight` (float8) and `X.weight_scale` for FP8; otherwise the parameter in bfloat16.
-        The fused experts of a quantized model come as one layer per expert and projection, quantized or not.
+        `tuple[str, Tensor]`: checkpoint name (as transformers saves it) and tensor: `X.weight_packed`, `X.weight_scale`,
+        `X.weight_shape` for a W4A16 layer `X`; `X.weight` (float8) and `X.weight_scale` for FP8; otherwise the parameter
+        in bfloat16. The experts of a quantized model come as one layer per expert and projection, quantized or not.
         Persistent buffers follow, in their own dtype.
+
+    Raises:
+        RuntimeError: when `named_params` lack parameters of a quantized layer or of experts.
     """
     name_of = _naming(model)
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, LowBitLayer) and not isinstance(module, QuantExperts)
-    }
-    experts = _fused_parameters(model)
-    rename = checkpoint_renaming(base_model(model)) if layers or experts else str
-    part_of = {plain_name(f"{name}.{local}"): name for name, module in layers.items() for local in module.sources()}
-    collected: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
+    quantized = any(isinstance(module, LowBitLayer) for module in model.modules())
+    rename = checkpoint_renaming(base_model(model)) if quantized else str
+    producers = _producers(model, name_of, rename) if quantized else {}
+    waiting = {source: producer for producer in producers.values() for source in producer.sources}
     for full_name, param in model.named_parameters() if named_params is None else named_params:
-        layer = part_of.get(plain_name(full_name))
-        if layer is not None:
-            module, parts = layers[layer], collected[layer]
-            parts[plain_name(full_name)] = param
-            sources = [plain_name(f"{layer}.{local}") for local in module.sources()]
-            if len(parts) == len(sources):
-                low_bit = module.low_bit(*(parts[source] for source in sources))
-                prefix = rename(name_of(sources[0])).removesuffix("weight")
-                yield from ((prefix + local, tensor) for local, tensor in low_bit.tensors.items())
-                del collected[layer]
-            continue
-        name = name_of(full_name)
-        if name in experts:
-            holder, fused, local = experts.pop(name)
-            yield from ((rename(n), tensor) for n, tensor in checkpoint_tensors(holder, fused, local, param))
+        producer, name = waiting.pop(plain_name(full_name), None), name_of(full_name)
+        if producer is not None:
+            producer.seen[plain_name(full_name)] = param
+            if len(producer.seen) == len(producer.sources):
+                sources = [producer.seen.pop(source) for source in producer.sources]
+                yield from producer.tensors_of(*sources)
         elif name is not None:
             # A copy even when the dtype fits: the engine keeps references until a layer is complete.
             tensor = param.detach()
             copied = tensor.to(MASTER_CAST_DTYPE, copy=True) if tensor.is_floating_point() else tensor.clone()
             yield rename(name), copied
-    if experts:
+    missing = {name: p for name, p in producers.items() if not waiting.keys().isdisjoint(p.sources)}
+    if missing:
+        name, producer = next(iter(missing.items()))
         raise RuntimeError(
-            f"{len(experts)} parameters of fused experts were not among the parameters given (first: "
-            f"{next(iter(experts))!r}), so the engine or the checkpoint would miss them."
-        )
-    if collected:
-        first = next(iter(collected))
-        raise RuntimeError(
-            f"{len(collected)} quantized layers were not whole among the parameters given (first: {first!r}, "
-            f"{len(collected[first])} of {list(layers[first].sources())}), so the engine or the checkpoint would miss "
-            "them. Parameter names changed between TRL or torch versions?"
+            f"{len(missing)} quantized layers or experts were not whole among the parameters given (first: {name!r}, "
+            f"{len(producer.seen)} of {list(producer.sources)}), so the engine or the checkpoint would miss them. "
+            "Parameter names changed between TRL or torch versions?"
         )
     persistent = model.state_dict(keep_vars=True)
     parameters = {id(p) for p in model.parameters()}
@@ -85,13 +85,6 @@ def iter_low_bit_weights(
         name = name_of(full_name)
         if full_name in persistent and id(buffer) not in parameters and name is not None:
             yield rename(name), buffer.detach().clone()
-
-
-def _fused_parameters(model: nn.Module) -> dict[str, tuple[str, nn.Module, str]]:
-    """Fused expert parameters by checkpoint name, as (module name, module, parameter); none where nothing is quantized."""
-    if not any(isinstance(module, LowBitLayer) for module in model.modules()):
-        return {}
-    return {f"{name}.{local}": (name, module, local) for name, module in fused_experts(model) for local in PROJECTIONS}
 
 
 def full_parameters(model: nn.Module, dist: DistributedBackend) -> Iterator[tuple[str, Tensor]]:
@@ -118,6 +111,29 @@ def full_parameters(model: nn.Module, dist: DistributedBackend) -> Iterator[tupl
         with dist.gather_params(list(group.values())):
             for name, param in group.items():
                 yield plain_name(name), param.full_tensor() if isinstance(param, DTensor) else param.data
+
+
+def _producers(
+    model: nn.Module, name_of: Callable[[str], str | None], rename: Callable[[str], str]
+) -> dict[str, _Producer]:
+    """The low-bit layers and the experts of a quantized `model`, by the names of layers and of parameters."""
+    producers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LowBitLayer) and module.sources():
+            sources = tuple(plain_name(f"{name}.{local}") for local in module.sources())
+            prefix = rename(name_of(sources[0])).removesuffix("weight")
+            producers[name] = _Producer(sources, partial(_layer_tensors, module, prefix))
+    places = {id(module): plain_name(name) for name, module in model.named_modules()}
+    for name, module in expert_modules(model):
+        for parameter in PROJECTIONS:
+            source = f"{places[id(module)]}.{parameter}"
+            tensors_of = partial(checkpoint_tensors, name, module, parameter, rename)
+            producers[source] = _Producer((source,), tensors_of)
+    return producers
+
+
+def _layer_tensors(layer: LowBitLayer, prefix: str, *sources: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield from ((prefix + local, tensor) for local, tensor in layer.low_bit(*sources).tensors.items())
 
 
 def _naming(model: nn.Module) -> Callable[[str], str | None]:

@@ -1,8 +1,7 @@
 """The rollout engine's own linear layer, holding a low-bit weight of the learner.
 
-Invariant: vLLM makes the layer out of checkpoint tensors as it does while it loads a model: it chooses the kernel, repacks the
-weight and multiplies. Nothing here knows one of its kernels, so a learner that multiplies by this layer follows the engine to
-another GPU and another vLLM (paper Sec. 3.1, step 2).
+vLLM makes it out of checkpoint tensors as it does while it loads a model, and chooses the kernel: a learner that multiplies by
+this layer follows the engine to another GPU and another vLLM.
 """
 
 from __future__ import annotations
@@ -11,19 +10,16 @@ import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import Tensor, nn
 
-from ..quant.scheme import arithmetic_of
+from ..quant.quantize import LowBitWeight
+from ..quant.scheme import codes_key
 from . import _vllm, _vllm_cpu
-
-
-if TYPE_CHECKING:
-    from ..quant.quantize import LowBitWeight
 
 
 _engine_settings: Any = None
@@ -76,8 +72,7 @@ def engine_layer(weight: LowBitWeight) -> nn.Module:
                 return_bias=False,
                 disable_tp=True,
             )
-        except ValueError as error:
-            # The engine's layer can be wider: it merges q, k and v.
+        except ValueError as error:  # the engine's layer can be wider: it merges q, k and v
             raise ValueError(
                 f"vLLM has no kernel for a layer of {in_features} inputs and {out_features} outputs in this scheme ({error}). "
                 "Use quant_kernel='auto'."
@@ -86,7 +81,7 @@ def engine_layer(weight: LowBitWeight) -> nn.Module:
         if parameters.keys() != weight.tensors.keys():
             raise RuntimeError(
                 f"vLLM's layer holds {sorted(parameters)}, and the low-bit weight has {sorted(weight.tensors)}: this vLLM "
-                "loads the scheme otherwise than the tested version. Use quant_kernel='auto' and report the version."
+                "loads the scheme in another way than the tested version. Use quant_kernel='auto' and report the version."
             )
         for name, tensor in weight.tensors.items():
             parameters[name].weight_loader(parameters[name], tensor)
@@ -100,7 +95,7 @@ def engine_layer(weight: LowBitWeight) -> nn.Module:
 
 @contextmanager
 def _loading(device: torch.device) -> Iterator[None]:
-    """The surroundings in which vLLM makes a layer: its settings, one rank, the device, and bfloat16 for new tensors."""
+    """What vLLM makes a layer in: its settings, one rank, the device, and bfloat16 for new tensors."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -131,7 +126,7 @@ def _settings() -> Any:
 
 
 def _not_compiled(settings: Any) -> Any:
-    """The same settings, but operations that an engine compiles with its model run as they are: a learner has none to do it."""
+    """The same settings without compilation: an engine compiles these operations with its model, and a learner does not."""
     from vllm.config import CompilationMode
 
     settings = copy.copy(settings)
@@ -165,7 +160,7 @@ def _quant_config(scheme: QuantizationScheme) -> Any:
     """vLLM's reading of a checkpoint whose layers all have this scheme."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-    key = scheme.format, arithmetic_of(scheme.weights), arithmetic_of(scheme.input_activations)
+    key = scheme.format, codes_key(scheme.weights), codes_key(scheme.input_activations)
     if key not in _quant_configs:
         group = scheme.model_copy(update={"targets": ["Linear"]})  # a recipe's may be names of layers
         whole = QuantizationConfig(

@@ -8,9 +8,9 @@ from quant.schemes import normal, relative_error
 
 from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
-from qarl_trl.quant.kernel_choice import select_kernel
-from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.products import dequantize, plain_product
 from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
+from qarl_trl.rollout.products import engine_product
 
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ def needs(scheme):
 def layer(scheme, tokens=64):
     low_bit = quantize_weight(normal(256, 512).cuda(), resolve_scheme(scheme))
     x, bias = normal(tokens, 512, seed=1, dtype=DTYPE).cuda(), normal(256, seed=2, dtype=DTYPE).cuda()
-    return low_bit, x, bias, select_kernel(low_bit.scheme, x.device).forward(x, low_bit, bias)[0]
+    return low_bit, x, bias, plain_product(low_bit.scheme, x.device).forward(x, low_bit, bias)[0]
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
@@ -97,9 +97,9 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
     needs(scheme)
     low_bit, x, bias, _ = layer(scheme, tokens)
     bias = bias if with_bias else None
-    y, saved = select_kernel(low_bit.scheme, x.device).forward(x, low_bit, bias)
+    y, saved = plain_product(low_bit.scheme, x.device).forward(x, low_bit, bias)
     before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
-    engine, engine_saved = select_kernel(low_bit.scheme, x.device, "engine").forward(x, low_bit, bias)
+    engine, engine_saved = engine_product(low_bit.scheme, x.device).forward(x, low_bit, bias)
     assert relative_error(engine, y) < ENGINE[scheme]
     assert all(
         torch.equal(a.float(), b.float()) for a, b in zip(saved, engine_saved, strict=True)
@@ -108,7 +108,7 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
     assert all(torch.equal(low_bit.tensors[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before)
     # Control: 4-bit weights in float8 activations are a table, not what the checkpoint decompresses to (3.2 % on a CPU).
     if scheme == "W4AFP8":
-        quantized = select_kernel(low_bit.scheme, x.device).input_from(saved, torch.float32)
+        quantized = plain_product(low_bit.scheme, x.device).input_from(saved, torch.float32)
         other = quantized @ dequantize(low_bit, torch.float32).t()
         assert relative_error(engine.float() - (0 if bias is None else bias.float()), other) > 2 * ONE_ROUNDING
 
@@ -117,7 +117,7 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
 def test_a_changed_weight_has_a_layer_of_its_own(scheme):
     needs(scheme)
     low_bit, x, _, _ = layer(scheme)
-    kernel = select_kernel(low_bit.scheme, x.device, "engine")
+    kernel = engine_product(low_bit.scheme, x.device)
     before, _ = kernel.forward(x, low_bit)
     other = quantize_weight(normal(256, 512, seed=7).cuda(), low_bit.scheme)
     after, _ = kernel.forward(x, other)

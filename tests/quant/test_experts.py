@@ -23,16 +23,19 @@ from qarl_trl.quant import (
     QuantExperts,
     apply_quantization,
     iter_low_bit_weights,
+    linear,
     quantize_weight,
     quantized_modules,
     remove_quantization,
 )
-from qarl_trl.quant.experts import PROJECTIONS, fused_experts
+from qarl_trl.quant.experts import PROJECTIONS, expert_modules
 from qarl_trl.quant.plan import config_of
 from qarl_trl.quant.products import dequantize, quantize_tokens_fp8
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import full_parameters
+from qarl_trl.rollout.products import engine_product
 from qarl_trl.runtime_checks import check_layers_ran
+from quant.schemes import NAMES, same_tensors
 
 
 KINDS = ["qwen3_moe", "mixtral", "olmoe"]
@@ -46,7 +49,7 @@ def quantized(kind="qwen3_moe", scheme="W4A16", **changes):
 
 
 def experts_of(model):
-    return next(module for _, module in fused_experts(model))
+    return next(module for _, module in expert_modules(model))
 
 
 def routed(tokens, module, top_k=2, seed=0, dtype=torch.float32):
@@ -228,7 +231,7 @@ def test_under_autocast_it_multiplies_in_bfloat16_and_sums_in_the_dtype_of_the_h
 
 
 class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation made anew."""
+    """Bytes of the largest tensor that an operation made anew in high precision (codes are not)."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +241,8 @@ class LargestTensor(TorchDispatchMode):
         known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+            precise = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.itemsize > 1
+            if precise and tensor.untyped_storage().data_ptr() not in known:
                 self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
         return result
 
@@ -348,6 +352,39 @@ def test_gate_and_up_are_the_halves_of_the_fused_parameter():
         assert all(torch.equal(found[local], tensor) for local, tensor in expected.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", NAMES)
+def test_all_experts_in_one_call_have_the_bytes_of_one_call_for_each(monkeypatch, scheme, dtype):
+    # Two key heads: 128 rows, which the blocks of FP8_BLOCK divide.
+    model = quantized(scheme=scheme, num_key_value_heads=2, num_hidden_layers=1, dtype=dtype)
+    module, calls = experts_of(model), []
+    with torch.no_grad():
+        for parameter in (module.gate_up_proj, module.down_proj):  # so that a scale of another expert would be seen
+            parameter.mul_(torch.logspace(-2, 2, len(parameter), dtype=dtype).view(-1, 1, 1))
+    monkeypatch.setattr(linear, "quantize_weight", lambda *args: calls.append(1) or quantize_weight(*args))
+    for name, projections in PROJECTIONS.items():
+        for master, parts in zip(getattr(module, name).detach(), module.low_bit(name), strict=True):
+            expected = [quantize_weight(matrix, module.scheme) for matrix in master.chunk(len(projections))]
+            assert all(same_tensors(a.tensors, b.tensors) for a, b in zip(parts, expected, strict=True))
+            assert [part.shape for part in parts] == [b.shape for b in expected]
+            assert all(
+                len({t.untyped_storage().nbytes(), t.nbytes}) == 1 for part in parts for t in part.tensors.values()
+            )
+    assert len(calls) == 2
+    first, second = module.low_bit("down_proj")[:2]
+    assert not same_tensors(first[0].tensors, second[0].tensors)  # control
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "W4A16"])
+def test_zero_points_of_two_experts_are_not_put_into_one_word(scheme):
+    changes = {"moe_intermediate_size": 132}
+    model = make_model("qwen3_moe", num_hidden_layers=1, **changes)
+    if scheme == "W4A16":  # control: without zero points rows are on their own
+        return apply_quantization(model, scheme, group_size=-1)
+    with pytest.raises(ValueError, match=r"gate_proj' have out_features=132.*zero points.*symmetric"):
+        apply_quantization(model, scheme, group_size=-1)
+
+
 @pytest.mark.parametrize(
     ("kind", "prefix"),
     [
@@ -382,7 +419,7 @@ def test_masters_given_from_outside_are_quantized_anew():
     assert torch.equal(stream[f"{EXPERTS}.1.down_proj.weight_packed"], expected.codes)
     assert module.low_bit("down_proj")[1][0].codes is stream[f"{EXPERTS}.1.down_proj.weight_packed"]
     missing = [(name, p) for name, p in whole.items() if not name.endswith("gate_up_proj")]
-    with pytest.raises(RuntimeError, match=r"1 parameters of fused experts.*mlp\.experts\.gate_up_proj"):
+    with pytest.raises(RuntimeError, match=r"1 quantized layers or experts.*mlp\.experts\.gate_up_proj"):
         list(iter_low_bit_weights(model, missing))
 
 
@@ -400,7 +437,7 @@ def sharded_run(folder):
         model(TOKENS, labels=TOKENS).loss.backward()
         used = {
             f"{name}.{layer}.{local}": tensor
-            for name, module in fused_experts(model)
+            for name, module in expert_modules(model)
             for layer, weight in module.last_low_bits()
             for local, tensor in weight.tensors.items()
         }
@@ -562,7 +599,7 @@ def test_a_router_that_is_a_linear_layer_is_refused():
     model = make_model("qwen3_moe")
     model.model.layers[1].mlp.gate = nn.Linear(128, 4, bias=False)
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.gate' routes tokens.*quant_ignore"):
-        apply_quantization(model, "W4A16")
+        apply_quantization(model, "W4A16", ignore=["lm_head"])
     apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE)
 
 
@@ -587,7 +624,7 @@ def test_sizes_that_the_scheme_does_not_divide_are_refused(changes, scheme, word
 def test_a_replaced_forward_and_the_engine_kernel_are_refused():
     model = make_model("qwen3_moe")
     with pytest.raises(ValueError, match="'engine'.*mixture-of-experts"):
-        apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, kernel="engine")
+        apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, product=engine_product)
     experts_of(model).forward = lambda *args: args[0]
     with pytest.raises(ValueError, match="experts.*replaced forward"):
         apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE)

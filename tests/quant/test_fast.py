@@ -413,20 +413,20 @@ from qarl_trl.quant.fast import cuda
 cuda._WORDS_PER_PROGRAM = 2**14  # the interpreter's time is that of its programs
 for name, group_size, dtype in {cases}:
     scheme = resolve_scheme(name, group_size)
-    assert cuda.takes(fast.sample(dtype), scheme)
+    assert fast.takes(fast.sample(dtype), scheme)
     assert fast._agrees(cuda, scheme, torch.device("cpu"), dtype), (name, dtype)
     print(name, "agrees")
 """
 # Sizes that fill no tile, and rows of several.
 RAGGED = """
 import torch
-from qarl_trl.quant import reference, resolve_scheme
+from qarl_trl.quant import fast, reference, resolve_scheme
 from qarl_trl.quant.fast import cuda
 cuda._WORDS_PER_PROGRAM = 256
 for name, width in (("W8A8", 1050), ("FP8_DYNAMIC", 1050), ("NVFP4A16", 1104)):
     scheme, weight = resolve_scheme(name), torch.randn(10, width).bfloat16()
     global_scale = torch.tensor([500.0]) if name == "NVFP4A16" else None
-    assert cuda.takes(weight, scheme)
+    assert fast.takes(weight, scheme)
     found, expected = (m.quantize(weight, scheme, global_scale) for m in (cuda, reference))
     for a, b in zip(found[:2], expected[:2]):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name

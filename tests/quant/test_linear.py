@@ -13,11 +13,9 @@ from qarl_trl.quant import (
     activations,
     apply_quantization,
     linear,
+    products,
     quantize_weight,
     resolve_scheme,
-)
-from qarl_trl.quant import (
-    products as kernels,
 )
 from qarl_trl.quant.products import dequantize
 from qarl_trl.quant.scheme import support_of
@@ -95,7 +93,7 @@ def test_autocast_computes_in_bfloat16(scheme, bias):
         y = layer(x)
     assert y.dtype == torch.bfloat16
     with torch.no_grad():
-        expected, _ = layer._kernel.forward(x.bfloat16(), layer.low_bit(), layer.bias.bfloat16() if bias else None)
+        expected, _ = layer._product.forward(x.bfloat16(), layer.low_bit(), layer.bias.bfloat16() if bias else None)
     assert torch.equal(y, expected)
     assert layer(x).dtype == torch.float32  # control: outside of autocast
 
@@ -121,8 +119,8 @@ def test_without_a_quantized_forward_the_layer_is_a_plain_linear():
 
 def test_the_layer_says_what_it_is():
     start = "in_features=128, out_features=128, bias=False, scheme"
-    assert f"{start}=W4A16, group_size=128, forward=auto" in repr(make_layer())
-    assert f"{start}=FP8_DYNAMIC, forward=auto" in repr(make_layer("FP8_DYNAMIC"))
+    assert f"{start}=W4A16, group_size=128, forward=low bit" in repr(make_layer())
+    assert f"{start}=FP8_DYNAMIC, forward=low bit" in repr(make_layer("FP8_DYNAMIC"))
     assert "forward=high precision" in repr(make_layer(quantize_forward=False))
 
 
@@ -393,23 +391,21 @@ def lambda_module(model):
     return Checkpointed()
 
 
-# Kernel choice ------------------------------------------------------------------------------------------------------
+# Choice of the product --------------------------------------------------------------------------------------------
 
 
-def test_the_kernel_is_chosen_at_the_first_forward_and_kept(monkeypatch):
+def test_the_product_is_chosen_at_the_first_forward_and_kept():
     calls = []
-    original = linear.select_kernel
-    monkeypatch.setattr(linear, "select_kernel", lambda *args: calls.append(args) or original(*args))
-    layer = make_layer(kernel="dequant")
+    layer = make_layer(product=lambda *args: calls.append(args) or products.dequant_product(*args))
     assert not layer.has_run
     for _ in range(3):
         layer(make_input(2))
-    assert [args[2] for args in calls] == ["dequant"]
-    assert isinstance(layer._kernel, kernels.DequantGemm)
+    assert calls == [(layer.scheme, torch.device("cpu"))]
+    assert isinstance(layer._product, products.DequantGemm)
     assert layer.has_run
 
 
-def test_a_kernel_that_is_not_there_stops_the_forward():
-    layer = make_layer("FP8_DYNAMIC", kernel="dequant")
+def test_a_product_that_is_not_there_stops_the_forward():
+    layer = make_layer("FP8_DYNAMIC", product=products.dequant_product)
     with pytest.raises(ValueError, match="activation quantization"):
         layer(make_input(2))

@@ -24,13 +24,12 @@ from qarl_trl.quant import (
     quantized_modules,
     remove_quantization,
 )
-from qarl_trl.quant.kernel_choice import select_kernel
 from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.lora import LoraQuantLinear, merged_weight
-from qarl_trl.quant.products import dequantize, quantize_tokens_fp8
-from qarl_trl.quant.quantize import min_max_qparams
+from qarl_trl.quant.products import dequantize, plain_product, quantize_tokens_fp8
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import full_parameters
+from quant.schemes import min_max_qparams
 
 
 SCHEMES = ["W4A16", "FP8_DYNAMIC"]
@@ -160,7 +159,7 @@ def test_forward_multiplies_by_the_quantized_merged_weight(scheme, bias):
     layer, x = make_layer(scheme, bias=bias), make_input(2, 5)
     w, a, b = factors(layer)
     weight = quantize_weight(merged_weight(w, a, b, 4.0), layer.scheme)
-    kernel = select_kernel(layer.scheme, x.device)
+    kernel = plain_product(layer.scheme, x.device)
     assert torch.equal(layer(x), kernel.forward(x, weight, layer.base_layer.bias)[0])
     if scheme == "W4A16":
         assert torch.equal(
@@ -177,13 +176,13 @@ def test_forward_multiplies_by_the_quantized_merged_weight(scheme, bias):
 def test_autocast_changes_the_compute_dtype_and_not_the_codes(scheme):
     layer, x = make_layer(scheme, bias=True), make_input(3)
     outside = layer.low_bit()
-    layer.__dict__.pop("_cached")
+    layer.forget()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.bfloat16
     assert same_codes(layer.low_bit(), outside)
     with torch.no_grad():
-        expected, _ = layer._kernel.forward(x.bfloat16(), outside, layer.base_layer.bias.bfloat16())
+        expected, _ = layer._product.forward(x.bfloat16(), outside, layer.base_layer.bias.bfloat16())
     assert torch.equal(y, expected)
     assert layer(x).dtype == torch.float32  # control: outside of autocast
 

@@ -1,13 +1,16 @@
 """`qarl_trl.quant.model`: which layers change, that nothing else does, and what is refused."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
 import torch
 from torch import nn
 
+from qarl_trl import QaRLConfig
 from qarl_trl.quant import QuantLinear, apply_quantization, quantized_modules, remove_quantization
+from qarl_trl.quant.products import dequant_product
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
 
@@ -110,11 +113,27 @@ def test_targets_and_ignore_choose_the_layers(tiny_model, targets, ignore, expec
     assert names_of(apply_quantization(tiny_model(), "W4A16", targets, ignore)) == expected
 
 
+def test_by_default_the_head_and_routers_stay_in_high_precision(tiny_model):
+    """As in `QaRLConfig`: a router that is a linear layer is left alone without a word from the caller."""
+    default = inspect.signature(apply_quantization).parameters["ignore"].default
+    assert list(default) == QaRLConfig.__dataclass_fields__["quant_ignore"].default_factory()
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.ModuleDict({n: nn.Linear(128, 128) for n in ("gate", "shared_expert_gate", "up_proj")})
+            self.router, self.lm_head = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    assert names_of(apply_quantization(nn.ModuleDict({"layer": Block()}), "W4A16")) == ["layer.mlp.up_proj"]
+    named = apply_quantization(nn.ModuleDict({"layer": Block()}), "W4A16", ignore=["lm_head"])
+    assert len(names_of(named)) == 5  # control: one's own list is taken as it is
+
+
 def test_options_reach_every_layer(tiny_model):
-    model = apply_quantization(tiny_model(), "W4A16", group_size=32, kernel="dequant", quantize_forward=False)
+    model = apply_quantization(tiny_model(), "W4A16", group_size=32, product=dequant_product, quantize_forward=False)
     for _, module in quantized_modules(model):
         assert module.scheme.weights.group_size == 32
-        assert (module.kernel_choice, module.quantized_forward) == ("dequant", False)
+        assert (module.product_for, module.quantized_forward) == (dequant_product, False)
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,16 @@ from qarl_trl.quant.activations import (
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from qarl_trl.quant.kernel_choice import select_kernel
-from qarl_trl.quant.products import DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
-from qarl_trl.rollout.products import CpuInt4Int8Gemm
+from qarl_trl.quant.products import (
+    CpuInt4Int8Gemm,
+    DequantGemm,
+    Fp8BlockGemm,
+    Fp8Gemm,
+    Int4Fp8Gemm,
+    Int8Gemm,
+    dequantize,
+    plain_product,
+)
 from quant.schemes import NAMES, SCHEMES, WEIGHT_ONLY, decompressed, low_bit_of, normal, relative_error, same_bytes
 
 
@@ -214,7 +221,7 @@ def test_an_odd_block_of_the_weight_only_touches_its_outputs():
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
-def test_w4a8_is_the_arithmetic_of_its_definition(group_size):
+def test_w4a8_is_the_codes_key_its_definition(group_size):
     """Bit for bit, where every sum, product and rounding is written out (torch's scalar kernel on x86)."""
     scheme = resolve_scheme("W4A8", -1 if group_size == 256 else group_size)
     if group_size == 256:
@@ -239,7 +246,7 @@ def test_fp8_gemm_takes_any_size(shape):
 @pytest.mark.parametrize("scheme", NAMES)
 def test_where_the_bias_is_added(scheme):
     """To the float32 sums, or to the rounded output: as vLLM's kernel of the scheme does (the tests with its layers)."""
-    low_bit, kernel = low_bit_of(scheme), select_kernel(resolve_scheme(scheme), CPU)
+    low_bit, kernel = low_bit_of(scheme), plain_product(resolve_scheme(scheme), CPU)
     x, bias = normal(64, 256, seed=1, dtype=torch.bfloat16), normal(128, seed=2, dtype=torch.bfloat16)
     y, saved = kernel.forward(x, low_bit, bias)
     after = kernel.forward(x, low_bit)[0] + bias

@@ -17,9 +17,18 @@ from qarl_trl.quant import (
     resolve_scheme,
 )
 from qarl_trl.quant import quantize as quantize_module
-from qarl_trl.quant.quantize import min_max_qparams
 from qarl_trl.quant.reference import as_blocks, as_matrix
-from quant.schemes import ALL_SCHEMES, NAMES, NVFP4, SCHEMES, by_definition, normal, same_bytes, same_tensors
+from quant.schemes import (
+    ALL_SCHEMES,
+    NAMES,
+    NVFP4,
+    SCHEMES,
+    by_definition,
+    min_max_qparams,
+    normal,
+    same_bytes,
+    same_tensors,
+)
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantize.safetensors"
@@ -279,7 +288,7 @@ def test_a_weight_without_rows_has_no_codes(scheme):
 
 @pytest.mark.parametrize("shape", [(128,), (2, 4, 128)])
 def test_what_is_not_a_matrix_is_refused(shape):
-    with pytest.raises(ValueError, match=r"matrix \(out, in\) was needed, got shape"):
+    with pytest.raises(ValueError, match=r"must be a matrix \(out, in\), got shape"):
         quantize_weight(torch.randn(shape), resolve_scheme("W4A16"))
 
 
@@ -359,5 +368,27 @@ def test_frozen_scales_that_are_no_units_are_refused(scheme, group_size, value):
     weight, resolved = normal(128, 256), resolve_scheme(scheme, group_size)
     scale, zero_point = min_max_qparams(weight, resolved)
     scale[-1, -1] = value
-    with pytest.raises(ValueError, match=r"Frozen scales between .* finite ones above zero.*damaged"):
+    with pytest.raises(ValueError, match=r"Frozen scales must be finite and above zero.*damaged"):
         quantize_weight(weight, resolved, (scale, zero_point))
+
+
+# Parts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+def test_parts_of_the_rows_are_weights_of_their_own(scheme, group_size):
+    resolved, weight = resolve_scheme(scheme, group_size), normal(384, 256)
+    parts = quantize_weight(weight, resolved).split(128)
+    assert [part.shape for part in parts] == [(128, 256)] * 3
+    for part, rows in zip(parts, weight.split(128), strict=True):
+        assert same_tensors(part.tensors, quantize_weight(rows, resolved).tensors)
+    assert not same_tensors(parts[0].tensors, parts[1].tensors)  # control
+
+
+@pytest.mark.parametrize(
+    ("scheme", "out", "rows"),
+    [("W4A16", 12, 5), ("W4A16_ASYM", 14, 7), ("FP8_BLOCK", 384, 96), ("FP8_BLOCK", 256, 64), ("NVFP4A16", 16, 8)],
+)
+def test_parts_that_share_something_are_refused(scheme, out, rows):
+    with pytest.raises(ValueError, match=rf"{out} rows .* cannot be split into {rows} each"):
+        quantize_weight(normal(out, 256), resolve_scheme(scheme)).split(rows)

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from quant.schemes import low_bit_of, normal, packed_layer_config, relative_error, same_bytes
 
 from qarl_trl.quant.activations import quantize_tokens_fp8, quantize_tokens_int8
-from qarl_trl.quant.products import DequantGemm, Fp8Gemm, Int8Gemm, dequantize
+from qarl_trl.quant.products import CpuInt4Int8Gemm, DequantGemm, Fp8Gemm, Int8Gemm, dequantize
 from qarl_trl.rollout._vllm_cpu import blocks_int4
-from qarl_trl.rollout.products import CpuInt4Int8Gemm, EngineGemm, EngineInt8Gemm
+from qarl_trl.rollout.products import EngineProduct
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ from qarl_trl.rollout.products import CpuInt4Int8Gemm, EngineGemm, EngineInt8Gem
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
     low_bit, x = low_bit_of(scheme, group_size), normal(2, 9, 256, seed=1, dtype=torch.bfloat16)
-    y, saved = EngineGemm().forward(x, low_bit)
+    y, saved = EngineProduct(DequantGemm()).forward(x, low_bit)
     exact = F.linear(x.double(), dequantize(low_bit).double())
     assert saved[0] is x
     # Measured 5.2e-3 against 1.6e-3 of the dequant GEMM. Without AVX512_BF16 vLLM's kernel cuts weights and result off
@@ -26,9 +26,9 @@ def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
     assert relative_error(y, exact) < 8e-3
     assert relative_error(DequantGemm().forward(x, low_bit)[0], exact) < 2.5e-3
     other = low_bit_of(scheme, group_size, seed=5)
-    assert relative_error(EngineGemm().forward(x, other)[0], exact) > 1  # control
+    assert relative_error(EngineProduct(DequantGemm()).forward(x, other)[0], exact) > 1  # control
     layer = low_bit.prepared["engine"]  # made once
-    assert torch.equal(EngineGemm().forward(x, low_bit)[0], y)
+    assert torch.equal(EngineProduct(DequantGemm()).forward(x, low_bit)[0], y)
     assert low_bit.prepared["engine"] is layer
 
 
@@ -55,19 +55,21 @@ def test_int8_of_the_engine_is_cut_off_where_the_plain_product_is_rounded(tokens
         engine.process_weights_after_loading(layer)
     finally:
         torch.set_default_dtype(before)
-    y, _ = EngineInt8Gemm().forward(x, low_bit, bias)
+    y, _ = EngineProduct(Int8Gemm()).forward(x, low_bit, bias)
     assert same_bytes(y, engine.apply_weights(layer, x, bias))
 
     codes, scale = quantize_tokens_int8(x)
     exact = (codes.long() @ low_bit.codes.long().t()).float() * low_bit.scale.float().t() * scale
     if with_bias:
         exact += bias.float()
-        assert not same_bytes(y, EngineInt8Gemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
+        assert not same_bytes(
+            y, EngineProduct(Int8Gemm()).forward(x, low_bit)[0] + bias
+        )  # control: after the rounding
     cut_off = (exact.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
     nearest, _ = Int8Gemm().forward(x, low_bit, bias)
     assert same_bytes(y, cut_off) or same_bytes(y, nearest)
     assert not same_bytes(cut_off, nearest)  # control
-    assert same_bytes(EngineInt8Gemm().forward(x, low_bit, bias)[0], y)
+    assert same_bytes(EngineProduct(Int8Gemm()).forward(x, low_bit, bias)[0], y)
 
 
 @pytest.mark.slow
@@ -95,7 +97,7 @@ def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
 
     low_bit, x = low_bit_of(scheme), normal(18, 256, seed=1, dtype=torch.bfloat16)
     bias, zeros = normal(128, seed=2, dtype=torch.bfloat16), low_bit.tensors.get("weight_zero_point")
-    y, _ = EngineGemm().forward(x, low_bit, bias)
+    y, _ = EngineProduct(DequantGemm()).forward(x, low_bit, bias)
     expected = ops.cpu_gemm_wna16(
         input=x,
         q_weight=blocks_int4(low_bit.codes),
@@ -107,8 +109,8 @@ def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
         **({"g_idx": None} if "g_idx" in inspect.signature(ops.cpu_gemm_wna16).parameters else {}),  # before vLLM 0.31
     )
     assert same_bytes(y, expected)
-    assert relative_error(y, EngineGemm().forward(x, low_bit)[0] + bias) < 8e-3
-    assert not same_bytes(y, EngineGemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
+    assert relative_error(y, EngineProduct(DequantGemm()).forward(x, low_bit)[0] + bias) < 8e-3
+    assert not same_bytes(y, EngineProduct(DequantGemm()).forward(x, low_bit)[0] + bias)  # control: after the rounding
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from quant.schemes import NVFP4, low_bit_of, normal, relative_error, same_bytes
 from qarl_trl.quant.activations import quantize_tokens_int8
 from qarl_trl.quant.products import Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
 from qarl_trl.rollout import _vllm, _vllm_layer
-from qarl_trl.rollout.products import EngineFp8BlockGemm, EngineFp8Gemm, EngineInt4Fp8Gemm, EngineInt8Gemm
+from qarl_trl.rollout.products import EngineProduct
 
 
 pytestmark = pytest.mark.slow  # vLLM takes seconds to import
@@ -28,10 +28,14 @@ BF16 = torch.bfloat16
 def test_float8_by_the_engines_layer_is_the_plain_form_on_cpu(tokens, with_bias):
     low_bit, x = low_bit_of("FP8_DYNAMIC"), normal(2, tokens, 256, seed=1, dtype=BF16)
     bias = normal(128, seed=2, dtype=BF16) if with_bias else None
-    (y, saved), (expected, expected_saved) = (k().forward(x, low_bit, bias) for k in (EngineFp8Gemm, Fp8Gemm))
+    (y, saved), (expected, expected_saved) = (
+        p.forward(x, low_bit, bias) for p in (EngineProduct(Fp8Gemm()), Fp8Gemm())
+    )
     assert same_bytes(y, expected)
     assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
-    assert not same_bytes(EngineFp8Gemm().forward(x, low_bit_of("FP8_DYNAMIC", seed=5), bias)[0], y)  # control
+    assert not same_bytes(
+        EngineProduct(Fp8Gemm()).forward(x, low_bit_of("FP8_DYNAMIC", seed=5), bias)[0], y
+    )  # control
 
 
 def test_a_layer_is_made_once_for_codes_and_does_not_touch_them():
@@ -197,7 +201,7 @@ def test_machete_gets_the_published_codes_and_scales(machete, group_size):
 
 
 def test_machete_adds_the_bias_to_its_rounded_output(machete):
-    """As `EngineGemm` does outside of it on a GPU."""
+    """As `EngineProduct` does outside of it on a GPU."""
     low_bit, x, bias = low_bit_of("W4A16"), normal(5, 256, seed=1, dtype=BF16), normal(128, seed=2, dtype=BF16)
     assert same_bytes(_vllm_layer.multiply(x, low_bit, bias), F.linear(x, dequantize(low_bit)) + bias)
 
@@ -303,7 +307,9 @@ def test_w4afp8_gets_the_table_of_the_plain_form(hopper, monkeypatch):
     monkeypatch.setattr(ops, "cutlass_w4a8_mm", mm)
     low_bit, x = low_bit_of("W4AFP8"), normal(2, 5, 256, seed=1, dtype=BF16)
     bias = normal(128, seed=2, dtype=BF16)
-    (y, saved), (expected, expected_saved) = (k().forward(x, low_bit, bias) for k in (EngineInt4Fp8Gemm, Int4Fp8Gemm))
+    (y, saved), (expected, expected_saved) = (
+        p.forward(x, low_bit, bias) for p in (EngineProduct(Int4Fp8Gemm()), Int4Fp8Gemm())
+    )
     assert type(low_bit.prepared["engine"].scheme.kernel).__name__ == "CutlassW4A8LinearKernel"
     # The same float32 sums, added up in another order.
     assert relative_error(y, expected) < 2**-8
@@ -313,11 +319,9 @@ def test_w4afp8_gets_the_table_of_the_plain_form(hopper, monkeypatch):
     assert relative_error(y, F.linear(quantized, dequantize(low_bit, torch.float32), bias.float())) > 0.01
 
 
-@pytest.mark.parametrize(
-    ("scheme", "kernel", "plain"), [("FP8_DYNAMIC", EngineFp8Gemm, Fp8Gemm), ("W8A8", EngineInt8Gemm, Int8Gemm)]
-)
+@pytest.mark.parametrize(("scheme", "plain"), [("FP8_DYNAMIC", Fp8Gemm), ("W8A8", Int8Gemm)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_cutlass_gets_the_published_codes_and_scales(hopper, monkeypatch, scheme, kernel, plain, with_bias):
+def test_cutlass_gets_the_published_codes_and_scales(hopper, monkeypatch, scheme, plain, with_bias):
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
@@ -334,11 +338,13 @@ def test_cutlass_gets_the_published_codes_and_scales(hopper, monkeypatch, scheme
     monkeypatch.setattr(ops, "cutlass_scaled_mm", mm)
     low_bit, x = low_bit_of(scheme), normal(2, 5, 256, seed=1, dtype=BF16)
     bias = normal(128, seed=2, dtype=BF16) if with_bias else None
-    (y, saved), (expected, expected_saved) = (k().forward(x, low_bit, bias) for k in (kernel, plain))
+    (y, saved), (expected, expected_saved) = (p.forward(x, low_bit, bias) for p in (EngineProduct(plain()), plain()))
     assert calls == [(saved[0].dtype, low_bit.codes.dtype)]
     assert relative_error(y, expected) < 2**-8  # the same float32 numbers, in another order
     assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
-    assert relative_error(kernel().forward(x, low_bit_of(scheme, seed=5), bias)[0], expected) > 0.5  # control
+    assert (
+        relative_error(EngineProduct(plain()).forward(x, low_bit_of(scheme, seed=5), bias)[0], expected) > 0.5
+    )  # control
 
 
 def test_blocks_reach_cutlass_with_the_published_scales(hopper, monkeypatch):
@@ -358,10 +364,10 @@ def test_blocks_reach_cutlass_with_the_published_scales(hopper, monkeypatch):
     low_bit, x = low_bit_of("FP8_BLOCK", shape=(384, 256)), normal(2, 5, 256, seed=1, dtype=BF16)
     bias = normal(384, seed=2, dtype=BF16)
     (y, saved), (expected, expected_saved) = (
-        k().forward(x, low_bit, bias) for k in (EngineFp8BlockGemm, Fp8BlockGemm)
+        p.forward(x, low_bit, bias) for p in (EngineProduct(Fp8BlockGemm()), Fp8BlockGemm())
     )
     assert type(low_bit.prepared["engine"].scheme.fp8_linear).__name__ == "CutlassFp8BlockScaledMMKernel"
     assert relative_error(y, expected) < 2**-8  # the same float32 numbers, in another order
     assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
     other = low_bit_of("FP8_BLOCK", shape=(384, 256), seed=5)
-    assert relative_error(EngineFp8BlockGemm().forward(x, other, bias)[0], expected) > 0.5  # control
+    assert relative_error(EngineProduct(Fp8BlockGemm()).forward(x, other, bias)[0], expected) > 0.5  # control

@@ -22,7 +22,7 @@ def _beside(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Control: `x Q(W)^T + s x A^T B^T`, what quantizing `base_layer` alone computes."""
     from qarl_trl.quant import quantize_weight
 
-    kernel = layer._get_kernel(x.device)
+    kernel = layer._get_product(x.device)
     x, adapter = layer._compute_input(x), layer._slot
     if "_base_codes" not in layer.__dict__:
         layer.__dict__["_base_codes"] = quantize_weight(layer.base_layer.weight, layer.scheme)

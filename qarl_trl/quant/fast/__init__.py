@@ -1,8 +1,7 @@
-"""Which functions quantize a weight: kernels compiled for its device where there are any, `reference` otherwise.
+"""The functions of `reference` as compiled kernels: byte-identical, quicker, and optional (this folder can be deleted).
 
-Invariant: a compiled kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of
-`reference` for every bfloat16 number below 1e37; if it gave others or none, a warning says so and `reference` does the work. Either way the
-bytes are the same, only the time is not (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
+Invariant: a kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of `reference`
+for every bfloat16 number below 1e37; if it gave others or none, a warning says so and `reference` does the work.
 """
 
 from __future__ import annotations
@@ -17,25 +16,26 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from .. import reference
-from ..scheme import arithmetic_of, has_global_scale
+from ..scheme import codes_key, has_global_scale
 
 
-_MODULES = {"cpu": "cpu", "cuda": "cuda"}
+DTYPES = (torch.bfloat16, torch.float32)
 _AGREES: dict[tuple, bool] = {}
 
 
 def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
     """
-    The module whose `extremes`, `quantize` and `encode` are for `weight`: `fast.cpu`, `fast.cuda` or `reference`.
+    The module whose `extremes`, `quantize`, `encode` and `pack_zero_points` are for `weight`: `fast.cpu`, `fast.cuda` or
+    `reference`.
 
     Args:
         weight (`Tensor`): Master weight `(out, in)`, contiguous.
         scheme (`QuantizationScheme`): A supported scheme.
     """
     compiled = _compiled(weight.device.type)
-    if compiled is None or not compiled.takes(weight, scheme):
+    if compiled is None or not takes(weight, scheme):
         return reference
-    case = (weight.device, weight.dtype, scheme.format, arithmetic_of(scheme.weights))
+    case = (weight.device, weight.dtype, scheme.format, codes_key(scheme.weights))
     if case not in _AGREES:
         try:
             _AGREES[case] = _agrees(compiled, scheme, weight.device, weight.dtype)
@@ -51,19 +51,26 @@ def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
     return compiled if _AGREES[case] else reference
 
 
+def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
+    """Whether there are kernels for this dtype, and whether rows and groups are whole words of weights and of codes."""
+    multiple = 32 // scheme.weights.num_bits if scheme.format == "pack-quantized" else 2
+    width = reference.width_of_scales(weight, scheme)
+    return weight.dtype in DTYPES and weight.numel() > 0 and width % 2 == 0 and weight.shape[1] % multiple == 0
+
+
 @functools.cache
 def _compiled(device_type: str) -> ModuleType | None:
-    if device_type not in _MODULES:
+    if device_type not in ("cpu", "cuda"):
         return None
     try:
-        return importlib.import_module(f".{_MODULES[device_type]}", __package__)
-    except ImportError:  # numba comes with vLLM, triton with torch for CUDA; without them the plain operations do
+        return importlib.import_module(f".{device_type}", __package__)
+    except ImportError:  # numba comes with vLLM, triton with torch for CUDA
         return None
 
 
 def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
     weight = sample(dtype).to(device)
-    plain = weight.to(reference.DTYPES[0])
+    plain = weight.bfloat16()
     found, expected = [*compiled.extremes(weight, scheme)], [*reference.extremes(plain, scheme)]
     for global_scale in _global_scales(scheme, device):
         found += compiled.quantize(weight, scheme, global_scale)
@@ -85,25 +92,25 @@ def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.devi
         return True
     warnings.warn(
         f"The compiled quantizer {compiled.__name__} gives other bytes on {device} than the plain operations "
-        f"({arithmetic_of(scheme.weights)}, {dtype}), which are used instead: slower, with the right codes. "
+        f"({codes_key(scheme.weights)}, {dtype}), which are used instead: slower, with the right codes. "
         "Please report this with the versions of torch and numba or triton.",
         stacklevel=2,
     )
     return False
 
 
-def _finite(arithmetic: ModuleType, weight: Tensor, scheme: QuantizationScheme) -> Tensor:
-    """Which extremes and scales are finite where NaN and infinity stand in two of three rows: what a weight is refused by."""
+def _finite(quantizer: ModuleType, weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """Which extremes and scales are finite with NaN and infinity in two of three rows: a diverged weight is told by them."""
     weight = weight.clone()
     # NaN and infinity of either sign, as patterns: a negative NaN does not survive a conversion.
     shift = 0 if weight.dtype == torch.bfloat16 else 16
     patterns = weight.view(torch.int16 if shift == 0 else torch.int32)
     for start, value in enumerate((0x7FC0, 0x7F80, 0xFFC0 - 0x10000, 0xFF80 - 0x10000)):
         patterns[start::6].fill_diagonal_(value << shift)
-    low, high = arithmetic.extremes(weight, scheme)
+    low, high = quantizer.extremes(weight, scheme)
     found = torch.maximum(high, -low)
     if not has_global_scale(scheme):  # below one, scales are float8 and saturate
-        found = torch.stack((found, arithmetic.quantize(weight, scheme)[1]))
+        found = torch.stack((found, quantizer.quantize(weight, scheme)[1]))
     return found.isfinite()
 
 

@@ -1,7 +1,6 @@
 """Quantization on a CPU in one pass over the weight, by kernels that numba compiles: extremes, scales and codes row by row.
 
-Invariant: the bytes of `codes`, whose functions these are in another form; `fused` compares them before it hands this module
-out (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
+The functions are those of `reference`. They take float32 weights too, without a bfloat16 copy of them.
 """
 
 from __future__ import annotations
@@ -21,21 +20,12 @@ from ..reference import FP8, width_of_scales
 from . import cpu_kernels as kernels
 
 
-DTYPES = (torch.bfloat16, torch.float32)
-
 # Half a millisecond of work, a few times what starting a thread costs.
 _WEIGHTS_PER_THREAD = 1 << 20
 
 
-def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
-    """Whether the kernels know this dtype and whether rows and groups are whole words of weights and of codes."""
-    multiple = 32 // scheme.weights.num_bits if scheme.format == "pack-quantized" else 2
-    width = width_of_scales(weight, scheme)
-    return weight.dtype in DTYPES and weight.numel() > 0 and width % 2 == 0 and weight.shape[1] % multiple == 0
-
-
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
-    """As [`reference.extremes`]; of a float32 weight without a bfloat16 copy of it."""
+    """As [`reference.extremes`]."""
     words = _words(weight, scheme)
     low, high = (torch.empty(words.shape[0], words.shape[2], dtype=torch.bfloat16) for _ in range(2))
     _over_rows(kernels.extremes, words, _memory(low, np.uint16), _memory(high, np.uint16), scheme.weights.symmetric)
@@ -45,7 +35,7 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
 def quantize(
     weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As [`reference.quantize`]; of a float32 weight without a bfloat16 copy of it."""
+    """As [`reference.quantize`]."""
     words, args = _words(weight, scheme), scheme.weights
     scale = torch.empty(words.shape[0], words.shape[2], dtype=args.scale_dtype or torch.bfloat16)
     zero_point = None if args.symmetric else torch.empty(scale.shape, dtype=torch.int8)
@@ -61,13 +51,13 @@ def encode(
     scheme: QuantizationScheme,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """As [`reference.encode`]; of a float32 weight without a bfloat16 copy of it."""
+    """As [`reference.encode`]."""
     zero_point = None if zero_point is None else zero_point.contiguous()
     return _encode(weight, _words(weight, scheme), scale.contiguous(), zero_point, scheme, global_scale, kernels.GIVEN)
 
 
 def pack_zero_points(zero_point: Tensor) -> Tensor:
-    """As [`reference.pack_zero_points`], whose few small operations take a tenth of the time of all the codes."""
+    """As [`reference.pack_zero_points`], in a fraction of its time."""
     zero_point = zero_point.contiguous()
     out = torch.empty(-(-zero_point.shape[0] // 8), zero_point.shape[1], dtype=torch.int32)
     kernels.words_of_rows(_memory(zero_point, np.int8), _memory(out, np.uint32))
@@ -88,9 +78,8 @@ def _encode(
     scales = _memory(scale, np.uint16 if global_scale is None else np.uint8)
     if global_scale is not None:
         out = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
-        _over_rows(
-            kernels.float4, words, scales, _memory(out, np.uint8, words.shape), steps, np.float32(global_scale.item())
-        )
+        codes, global_number = _memory(out, np.uint8, words.shape), np.float32(global_scale.item())
+        _over_rows(kernels.float4, words, scales, codes, steps, global_number)
     elif scheme.weights.type == QuantizationType.FLOAT:
         out = torch.empty(weight.shape, dtype=FP8)
         _over_rows(kernels.float8, words, scales, _memory(out, np.uint16, words.shape), steps)
@@ -140,9 +129,7 @@ def _over_rows(kernel: Callable[..., None], *args: Any) -> None:
     def run(part: list[Any]) -> None:
         try:
             kernel(*part)
-        except (
-            BaseException
-        ) as error:  # which a thread would only print, and the rest of the codes would be old memory
+        except BaseException as error:  # a thread would only print it, and the rest of the codes would be old memory
             failures.append(error)
 
     threads = [threading.Thread(target=run, args=(part,)) for part in others]

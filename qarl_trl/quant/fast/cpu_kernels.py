@@ -124,7 +124,7 @@ def _second(b: ir.IRBuilder, word: Any) -> Any:
 
 
 def _quotient(b: ir.IRBuilder, word: Any, which: int, power: Any, reciprocal: Any) -> Any:
-    """`codes.steps` of one number of a word."""
+    """`reference.steps` of one number of a word."""
     product = b.fmul(b.fmul(_number(b, word, which), power), reciprocal)
     return b.bitcast(b.and_(b.add(b.bitcast(product, _I32), _int(0x7FFF)), _int(0xFFFF0000)), _F32)
 
@@ -172,14 +172,14 @@ def _float_code(b: ir.IRBuilder, x: Any, largest: float, exponent: int, mantissa
 
 @_instruction(types.uint32)
 def _float8_code(b: ir.IRBuilder, x: Any) -> Any:
-    """Bits of the nearest float8_e4m3fn number; `codes.fp8_codes` of one number."""
+    """Bits of the nearest float8_e4m3fn number; `reference.fp8_codes` of one number."""
     code, bits = _float_code(b, x, FP8_MAX, -6, 3)
     return b.or_(code, b.and_(b.lshr(bits, _int(24)), _int(0x80)))
 
 
 @_instruction(types.uint32)
 def _float4_code(b: ir.IRBuilder, x: Any) -> Any:
-    """Bits of the nearest float4_e2m1 number; a code of `codes.pack_fp4`."""
+    """Bits of the nearest float4_e2m1 number; a code of `reference.pack_fp4`."""
     code, bits = _float_code(b, x, FP4_MAX, 0, 1)
     return b.or_(code, b.and_(b.lshr(bits, _int(28)), _int(8)))
 

@@ -1,11 +1,7 @@
 """Quantization on a GPU in two passes over the weight, by Triton kernels: one for extremes, one for codes.
 
-Invariant: the bytes of `codes`, whose functions these are in another form; `fused` compares them on the device before it
-hands this module out (paper Sec. 3.1, `W_low-bit = Quant(theta)`). Not run on a GPU yet: the tests run the kernels in
-Triton's interpreter, which shows the arithmetic and not what the compiler makes of it.
-
-As on the CPU (`fast.cpu`) a word is two neighbouring numbers. Roundings are written on the bits, because a compiler may drop
-a cast to bfloat16 and back.
+The functions are those of `reference`. They take float32 weights too, without a bfloat16 copy of them. Not run on a GPU yet:
+the tests run the kernels in Triton's interpreter, which does not show what the compiler makes of them.
 """
 
 from __future__ import annotations
@@ -19,10 +15,10 @@ from torch import Tensor
 from ..reference import FP8, pack_zero_points, qparams, rows_of_scales, width_of_scales
 
 
-__all__ = ["DTYPES", "encode", "extremes", "pack_zero_points", "quantize", "takes"]
+__all__ = ["encode", "extremes", "pack_zero_points", "quantize"]
 
-DTYPES = (torch.bfloat16, torch.float32)
-
+# A word is two neighbouring numbers. Roundings are written on the bits, because a compiler may drop a cast to bfloat16 and
+# back.
 _WORDS_PER_PROGRAM = 2048
 _INT, _FLOAT8, _FLOAT4 = 0, 1, 2
 _KINDS = {
@@ -33,15 +29,8 @@ _KINDS = {
 }
 
 
-def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
-    """Whether the kernels know this dtype and whether rows and groups are whole words of weights and of codes."""
-    multiple = 32 // scheme.weights.num_bits if scheme.format == "pack-quantized" else 2
-    width = width_of_scales(weight, scheme)
-    return weight.dtype in DTYPES and weight.numel() > 0 and width % 2 == 0 and weight.shape[1] % multiple == 0
-
-
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
-    """As [`reference.extremes`]; of a float32 weight without a bfloat16 copy of it."""
+    """As [`reference.extremes`]."""
     words = _words(weight, scheme)
     shape = weight.shape[0], words.shape[0] // weight.shape[0]
     low, high = (torch.empty(shape, dtype=torch.int32, device=weight.device) for _ in range(2))
@@ -61,7 +50,7 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
 def quantize(
     weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As [`reference.quantize`]; of a float32 weight without a bfloat16 copy of it."""
+    """As [`reference.quantize`]."""
     scale, zero_point = qparams(*extremes(weight, scheme), scheme, global_scale)
     return encode(weight, scale, zero_point, scheme, global_scale), scale, zero_point
 
@@ -73,7 +62,7 @@ def encode(
     scheme: QuantizationScheme,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """As [`reference.encode`]; of a float32 weight without a bfloat16 copy of it."""
+    """As [`reference.encode`]."""
     words, scales = _words(weight, scheme), rows_of_scales(scale, scheme).float().contiguous()
     if global_scale is not None:
         scales = scales / global_scale
@@ -160,7 +149,7 @@ def _extremes(words, low, high, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.c
 
 @triton.jit
 def _steps(bits, scale, zero, WIDE: tl.constexpr, KIND: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """`codes.steps`: the number, its quotient and the sum are rounded to bfloat16 each; for 4-bit floats only the number."""
+    """`reference.steps`: the number, its quotient and the sum are rounded to bfloat16 each; for 4-bit floats only the number."""
     if WIDE:
         bits = _to_bfloat16(bits)
     # `/` may be an approximate division.
@@ -182,7 +171,7 @@ def _integer(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def _float8(x):
-    """Bits of the nearest float8_e4m3fn number, ties to even, saturated; `codes.fp8_codes` of one number."""
+    """Bits of the nearest float8_e4m3fn number, ties to even, saturated; `reference.fp8_codes` of one number."""
     x = tl.minimum(tl.maximum(x + 0.0, -448.0), 448.0)
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -194,7 +183,7 @@ def _float8(x):
 
 @triton.jit
 def _float4(x):
-    """Bits of the nearest float4_e2m1 number, ties to even, saturated; a code of `codes.pack_fp4`."""
+    """Bits of the nearest float4_e2m1 number, ties to even, saturated; a code of `reference.pack_fp4`."""
     x = tl.minimum(tl.maximum(x + 0.0, -6.0), 6.0)
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

@@ -1,0 +1,82 @@
+"""When codes are computed again: the low-bit weights of a layer, for as long as they are valid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+_optimizer_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+class CodeCache:
+    """
+    What a layer quantized last, by slot (an adapter's or a parameter's name).
+
+    It is computed again when, since the last call,
+
+    - any optimizer of the process has made a step, unless no source needs a gradient. Fused and sharded optimizers write
+      through aliases whose version counters a parameter does not share, so the parameter itself cannot tell;
+    - a source was written in place or has another storage (not asked of shards, whose storage comes and goes);
+    - something else that the result depends on has changed;
+
+    and whenever the sources are gathered from shards, because those may have been loaded without an optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[tuple, Any]] = {}
+        self._sharded = False
+
+    def get(
+        self,
+        slot: str,
+        own: Sequence[Tensor],
+        gathered: Sequence[Tensor] | None,
+        quantize: Callable[..., Any],
+        others: tuple = (),
+    ) -> Any:
+        """
+        `quantize(*sources)`, or what it gave last if that is still valid.
+
+        Args:
+            slot (`str`): Where to keep the result.
+            own (`Sequence[Tensor]`): The layer's parameters as they are now.
+            gathered (`Sequence[Tensor]`, *optional*): The same in full, which are quantized instead.
+            quantize (`Callable`): Makes the codes.
+            others (`tuple`, *optional*): What else the result depends on.
+        """
+        if gathered is not None and not all(map(_is_alias, gathered, own)):
+            self._sharded = True
+        step = _optimizer_steps if any(tensor.requires_grad for tensor in own) else None
+        identity = () if self._sharded else tuple((tensor.data_ptr(), tensor._version) for tensor in own)
+        key = (step, others, identity)
+        valid = slot in self._entries and self._entries[slot][0] == key and not (self._sharded and gathered)
+        if not valid:
+            self._entries.pop(slot, None)  # frees the old codes before the new ones are made
+            self._entries[slot] = key, quantize(*(own if gathered is None else gathered))
+        return self._entries[slot][1]
+
+    def last(self) -> dict[str, Any]:
+        """What `get` returned last for each slot."""
+        return {slot: result for slot, (_, result) in self._entries.items()}
+
+    def clear(self) -> None:
+        """Free the codes."""
+        self._entries.clear()
+
+
+def _is_alias(a: Tensor, b: Tensor) -> bool:
+    """Whether `a` is the whole of `b` under another name, such as `b.data`."""
+    return not isinstance(b, DTensor) and a.shape == b.shape and a.data_ptr() == b.data_ptr()

@@ -1,0 +1,93 @@
+"""What `qarl_trl.quant` needs: nothing above it, and no compiled quantizer."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import qarl_trl
+from qarl_trl.quant import quantize_weight, resolve_scheme
+from qarl_trl.quant.scheme import SUPPORTED
+from quant.schemes import normal
+
+
+PACKAGE = Path(qarl_trl.__file__).parent
+
+ARROWS = """
+import sys
+import qarl_trl.quant, qarl_trl.quant.lora
+above = ("trl", "vllm", "qarl_trl.config", "qarl_trl.trainer", "qarl_trl.rollout", "qarl_trl.llmcompressor")
+print(sorted(name for name in sys.modules if name in above or name.startswith(tuple(f"{a}." for a in above))))
+"""
+
+# Every scheme, then a training step of a low-bit layer.
+WORKS = """
+import hashlib, sys, warnings
+warnings.simplefilter("error", UserWarning)
+for name in {hidden}:
+    sys.modules[name] = None  # an import of it fails
+import torch
+from qarl_trl.quant import apply_quantization, quantize_weight, reference, resolve_scheme
+from qarl_trl.quant.quantize import _quantizer
+from qarl_trl.quant.scheme import SUPPORTED
+weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+for name in SUPPORTED:
+    scheme = resolve_scheme(name)
+    tensors = quantize_weight(weight, scheme).tensors
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
+    print(name, digest.hexdigest(), _quantizer(weight, scheme)[0] is reference)
+layer = apply_quantization(torch.nn.Sequential(torch.nn.Linear(128, 8)), "W4A16")[0]
+before = layer.low_bit().codes.clone()
+layer(torch.randn(2, 128)).sum().backward()
+torch.optim.SGD(layer.parameters(), lr=1.0).step()
+assert not torch.equal(layer.low_bit().codes, before)
+assert not any(name.startswith(("numba", "triton")) and sys.modules[name] for name in sys.modules), "a compiler was loaded"
+"""
+
+
+def run(script, package=PACKAGE.parent):
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(package)}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def digests():
+    """Scheme and digest of the bytes, here, where kernels are compiled."""
+    for name in SUPPORTED:
+        digest = hashlib.sha256()
+        for tensor in quantize_weight(normal(256, 256), resolve_scheme(name)).tensors.values():
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        yield name, digest.hexdigest()
+
+
+def test_the_package_loads_nothing_that_is_above_it():
+    assert run(ARROWS) == ["[]"]
+    assert run(ARROWS.replace("qarl_trl.quant.lora", "qarl_trl.rollout.products")) != ["[]"]  # control
+
+
+def test_without_numba_and_triton_it_works_with_the_same_bytes():
+    lines = run(WORKS.format(hidden=["numba", "llvmlite", "triton"]))
+    assert [tuple(line.split()) for line in lines] == [(*pair, "True") for pair in digests()]
+
+
+def test_without_the_folder_of_the_compiled_quantizer_it_works_with_the_same_bytes(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "qarl_trl", ignore=shutil.ignore_patterns("fast", "__pycache__"))
+    assert not (tmp_path / "qarl_trl" / "quant" / "fast").exists()
+    lines = run(WORKS.format(hidden=[]), tmp_path)
+    assert [tuple(line.split()) for line in lines] == [(*pair, "True") for pair in digests()]
+
+
+def test_with_it_the_compiled_quantizer_does_the_work():
+    """The control of the two tests above."""
+    pytest.importorskip("numba")
+    script = WORKS.format(hidden=[]).partition("assert not any(")[0]
+    assert [tuple(line.split()) for line in run(script)] == [(*pair, "False") for pair in digests()]

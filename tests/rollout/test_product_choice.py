@@ -1,0 +1,141 @@
+"""`quant_kernel`: which product runs where, and that none is replaced."""
+
+import pytest
+import torch
+
+from qarl_trl.quant import products as plain
+from qarl_trl.quant import resolve_scheme
+from qarl_trl.quant.products import DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, plain_product
+from qarl_trl.quant.scheme import SUPPORTED
+from qarl_trl.rollout import products
+from qarl_trl.rollout.products import PRODUCTS, EngineProduct, engine_product
+
+
+CPU = torch.device("cpu")
+
+
+def kinds(product):
+    """Class of a product, and of torch's inside the engine's."""
+    return (type(product), type(product.plain)) if isinstance(product, EngineProduct) else (type(product),)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "choice", "expected"),
+    [
+        ("W4A16", "auto", [DequantGemm]),
+        ("W4A16", "dequant", [DequantGemm]),
+        ("W4A16", "engine", [EngineProduct, DequantGemm]),
+        ("W4A16_ASYM", "auto", [DequantGemm]),
+        ("W4A16_ASYM", "dequant", [DequantGemm]),
+        ("W4A16_ASYM", "engine", [EngineProduct, DequantGemm]),
+        ("W8A16", "auto", [DequantGemm]),
+        ("W8A16", "dequant", [DequantGemm]),
+        ("FP8_DYNAMIC", "auto", [Fp8Gemm]),
+        ("FP8_DYNAMIC", "engine", [Fp8Gemm]),
+        ("FP8_BLOCK", "auto", [Fp8BlockGemm]),
+        ("W8A8", "auto", [Int8Gemm]),
+        ("W8A8", "engine", [EngineProduct, Int8Gemm]),
+        ("W4A8", "auto", [plain.CpuInt4Int8Gemm]),
+        ("W4A8", "engine", [plain.CpuInt4Int8Gemm]),
+    ],
+)
+def test_product_by_scheme_and_choice_on_cpu(scheme, choice, expected):
+    assert kinds(PRODUCTS[choice](resolve_scheme(scheme), CPU)) == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "device", "choice", "words"),
+    [
+        ("FP8_DYNAMIC", "cpu", "dequant", ["'dequant'", "activation", "'auto'"]),
+        ("W4A16", "meta", "engine", ["'engine'", "'meta'", "'auto'"]),
+        ("FP8_BLOCK", "cpu", "dequant", ["'dequant'", "activation", "FP8_BLOCK"]),
+        ("W8A8", "cpu", "dequant", ["'dequant'", "activation", "W8A8"]),
+        ("W4A8", "cpu", "dequant", ["'dequant'", "activation", "W4A8"]),
+        ("W8A16", "cpu", "engine", ["'engine'", "W8A16", "'cpu'"]),
+        ("NVFP4A16", "cpu", "engine", ["'engine'", "NVFP4A16", "'cpu'"]),
+        ("FP8_BLOCK", "cpu", "engine", ["'engine'", "FP8_BLOCK", "'cpu'"]),
+        ("W8A8", "meta", "engine", ["'engine'", "W8A8", "'meta'"]),
+        ("W4A8", "meta", "auto", ["W4A8", "'meta'"]),
+    ],
+)
+def test_a_product_that_is_not_there_is_an_error(scheme, device, choice, words):
+    with pytest.raises(ValueError) as error:
+        PRODUCTS[choice](resolve_scheme(scheme), torch.device(device))
+    assert all(word in str(error.value) for word in words)
+
+
+def test_every_scheme_has_a_product_on_cpu_and_the_engine_those_of_the_table():
+    assert plain._PRODUCTS.keys() == SUPPORTED.keys()
+    for name, row in SUPPORTED.items():
+        scheme = resolve_scheme(name)
+        assert plain_product(scheme, CPU)
+        if row.cpu_engine:
+            assert engine_product(scheme, CPU)
+        else:
+            with pytest.raises(ValueError, match="the engine has no kernel"):
+                engine_product(scheme, CPU)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "other", "enough", "expected"),
+    [
+        ("FP8_DYNAMIC", (8, 0), (8, 9), Fp8Gemm),
+        ("FP8_BLOCK", (8, 9), (9, 0), Fp8BlockGemm),
+        ("W8A8", (7, 5), (8, 0), Int8Gemm),
+        ("W8A8", (10, 0), (9, 0), Int8Gemm),
+        ("W4AFP8", (10, 0), (9, 0), Int4Fp8Gemm),
+    ],
+)
+@pytest.mark.parametrize("choice", ["auto", "engine"])
+def test_activations_need_a_gpu_whose_engine_computes_the_same(monkeypatch, scheme, other, enough, expected, choice):
+    monkeypatch.setattr(products, "is_cpu_engine", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: other)
+    with pytest.raises(ValueError) as error:
+        PRODUCTS[choice](resolve_scheme(scheme), torch.device("cuda"))
+    assert all(word in str(error.value) for word in (scheme, *SUPPORTED[scheme].gpus, str(other), "W4A16"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: enough)
+    assert kinds(PRODUCTS[choice](resolve_scheme(scheme), torch.device("cuda")))[-1] is expected
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ("W4A16", DequantGemm),
+        ("W4A16_ASYM", DequantGemm),
+        ("W8A16", DequantGemm),
+        ("NVFP4A16", DequantGemm),
+        ("FP8_DYNAMIC", Fp8Gemm),
+        ("FP8_BLOCK", Fp8BlockGemm),
+        ("W8A8", Int8Gemm),
+        ("W4AFP8", Int4Fp8Gemm),
+    ],
+)
+def test_the_engines_product_on_a_gpu(monkeypatch, scheme, expected):
+    assert SUPPORTED[scheme].gpus
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(products, "is_cpu_engine", lambda: False)
+    assert kinds(engine_product(resolve_scheme(scheme), torch.device("cuda"))) == (EngineProduct, expected)
+    monkeypatch.setattr(products, "is_cpu_engine", lambda: True)
+    with pytest.raises(ValueError, match=r"on device 'cuda' needs a vLLM for it.*'auto'"):
+        engine_product(resolve_scheme(scheme), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_a_vllm_for_gpus_has_no_kernel_on_cpu(monkeypatch, scheme):
+    monkeypatch.setattr(products, "is_cpu_engine", lambda: False)
+    with pytest.raises(ValueError, match=r"on device 'cpu' needs a vLLM for it.*'auto'"):
+        engine_product(resolve_scheme(scheme), CPU)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_the_engines_product_without_vllm_is_an_error(monkeypatch, scheme):
+    monkeypatch.setattr(products, "is_vllm_available", lambda: False)
+    with pytest.raises(ValueError, match=r"without vLLM.*make install.*'auto'"):
+        engine_product(resolve_scheme(scheme), CPU)
+    assert plain_product(resolve_scheme(scheme), CPU)
+
+
+def test_w4a8_has_no_product_on_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    with pytest.raises(ValueError, match=r"W4A8 has no kernel on GPUs.*qarl-trl schemes"):
+        plain_product(resolve_scheme("W4A8"), torch.device("cuda"))
