@@ -22,7 +22,7 @@ from . import _compat
 from .batch import drop_out_of_band, loss_mask
 from .config import TBPO, QaRLConfig
 from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
-from .llmcompressor.quantized_start import QuantizedSource, load_masters
+from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
 from .loss import TrustBand, mismatch_weight, tbpo_loss
 from .metrics import CodeFlips, mismatch_sums, weight_stats
 from .optim import build_muon
@@ -34,7 +34,7 @@ from .rollout.canary import LENGTH, Canary, canary_tokens, learner_logps
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
 from .rollout.support import default_engine_kwargs
-from .runtime_checks import check_first_codes, check_layers_ran, check_merged_layers, check_mismatch, check_model
+from .runtime_checks import check_layers_ran, check_merged_layers, check_mismatch, check_model
 
 
 # Measured over the first batches of the tests: TRL's arithmetic and `tbpo_loss` differ in float32 rounding only.
