@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,14 +119,9 @@ def run_oneshot(
     output: str | None = None,
 ) -> PreTrainedModel:
     """
-    `llmcompressor.oneshot` on tokenized rows; with `output` it saves the compressed checkpoint.
+    `llmcompressor.oneshot` on `model`, in place, and on the rows of [`calibration_set`] where the modifiers need any.
 
-    Args:
-        model (`PreTrainedModel`): Changed in place.
-        modifiers (`Sequence`): llm-compressor modifiers, in order.
-        dataset (`Dataset` or `None`): From [`calibration_set`]; `None` for modifiers that need no data.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Saved beside the weights.
-        output (`str`, *optional*): Folder of the checkpoint.
+    With `output`, it saves the compressed checkpoint there, with the tokenizer beside it.
     """
     from llmcompressor import oneshot
     from llmcompressor.core import reset_session
@@ -158,8 +153,9 @@ def calibration() -> Iterator[None]:
         if any(isinstance(module, torch.nn.LayerNorm) for module in model.modules()):
             center(self, model)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(SpinQuantModifier, "_center_embeddings", center_before_layer_norms))
-        if not torch.accelerator.is_available():
-            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", lambda *_: None))
+    pin = IntermediatesCache.pin_memory if torch.accelerator.is_available() else lambda *_: None
+    with (
+        patch.object(SpinQuantModifier, "_center_embeddings", center_before_layer_norms),
+        patch.object(IntermediatesCache, "pin_memory", pin),
+    ):
         yield

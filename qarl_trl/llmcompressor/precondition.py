@@ -48,22 +48,13 @@ class PreconditionArguments(CalibrationArguments):
 
 @dataclass(frozen=True)
 class QuantizationError:
-    """
-    What a scheme costs a model on given texts.
+    """What a scheme costs a model on given texts; all but the first in nats per token."""
 
-    Attributes:
-        weight_error (`float`): Mean over layers of `|W - Q(W)| / |W|` (Frobenius norms).
-        logp_gap (`float`): Mean absolute difference between the log-probs of the tokens under `Q(model)` and `model`.
-        logp_gap_max (`float`): The largest.
-        loss (`float`): Mean negative log-prob under `model`, nats per token.
-        loss_quantized (`float`): The same under `Q(model)`.
-    """
-
-    weight_error: float
-    logp_gap: float
+    weight_error: float  # mean over layers of |W - Q(W)| / |W|, in Frobenius norms
+    logp_gap: float  # mean absolute difference between the log-probs under Q(model) and model
     logp_gap_max: float
-    loss: float
-    loss_quantized: float
+    loss: float  # mean negative log-prob under model
+    loss_quantized: float  # the same under Q(model)
 
 
 def precondition(
@@ -109,13 +100,7 @@ def check_dense(model: PreTrainedModel) -> None:
 
 
 def transforms(method: str, plan: QuantizationConfig) -> list[Any]:
-    """
-    The modifiers of a method by name.
-
-    Args:
-        method (`str`): `"smoothquant"`, `"awq"` or `"rotation"`.
-        plan (`QuantizationConfig`): What the model will be quantized to; AWQ searches its scales for it.
-    """
+    """The modifiers of a method by name; AWQ searches its scales for `plan`."""
     from llmcompressor.modifiers.transform import SmoothQuantModifier, SpinQuantModifier
 
     if method == "smoothquant":
@@ -128,12 +113,7 @@ def transforms(method: str, plan: QuantizationConfig) -> list[Any]:
 
 
 def transforms_of_recipe(path: str | os.PathLike) -> list[Any]:
-    """
-    The modifiers of an llm-compressor recipe that transforms weights.
-
-    Raises:
-        ValueError: for a modifier that does anything else.
-    """
+    """The modifiers of an llm-compressor recipe, of which none may do more than transform weights."""
     from llmcompressor.recipe import Recipe
 
     if not Path(path).is_file():
@@ -160,10 +140,10 @@ def quantization_error(
     model: PreTrainedModel, plan: QuantizationConfig, probe: Sequence[Tensor], skip: int = 0
 ) -> QuantizationError:
     """
-    What quantizing `model` by `plan` costs, with the learner's own forward.
+    What quantizing `model` by `plan` costs, with the learner's own forward; the weights stay as they are.
 
     Args:
-        model (`PreTrainedModel`): Quantized and restored; its weights are not changed.
+        model (`PreTrainedModel`): In high precision.
         plan (`QuantizationConfig`): Which layers, and how.
         probe (`Sequence[Tensor]`): Token ids `(1, T)`.
         skip (`int`, *optional*, defaults to 0): Log-probs at the front of each that do not count, as of a prompt.

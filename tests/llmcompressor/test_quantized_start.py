@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl_trl.export import save_low_bit
-from qarl_trl.llmcompressor import calibration, quantized_start
+from qarl_trl.llmcompressor import calibration, checkpoint
 from qarl_trl.llmcompressor.quantized_start import check_first_codes, load_masters, quantized_source
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
 
@@ -194,7 +194,7 @@ def test_what_says_where_a_model_is_reaches_the_hub(checkpoints, tmp_path, monke
         return str(tmp_path)
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", read_config)
-    monkeypatch.setattr(quantized_start, "snapshot_download", download)
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
     where = {"revision": "main", "token": "hf_x", "cache_dir": "/somewhere"}
     more = {"subfolder": "inner", "trust_remote_code": False}
     assert quantized_source("owner/gated", **where, **more, dtype="bfloat16").folder == tmp_path / "inner"
