@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -40,14 +40,11 @@ class CalibrationArguments:
     num_samples: int = field(default=512, metadata={"help": "calibration rows"})
     max_length: int = field(default=2048, metadata={"help": "tokens of a row"})
 
-
-Arguments = TypeVar("Arguments", bound=CalibrationArguments)
-
-
-def parse(kind: type[Arguments], argv: Sequence[str] | None, command: str, description: str) -> Arguments:
-    """The options of `qarl-trl <command>`, of which `kind` is the list."""
-    parser = HfArgumentParser(kind, prog=f"qarl-trl {command}", description=description, allow_abbrev=False)
-    return parser.parse_args_into_dataclasses(argv)[0]
+    @classmethod
+    def parse(cls, command: str, argv: Sequence[str] | None) -> Self:
+        """The options of `qarl-trl <command>`."""
+        parser = HfArgumentParser(cls, prog=f"qarl-trl {command}", description=cls.__doc__, allow_abbrev=False)
+        return parser.parse_args_into_dataclasses(argv)[0]
 
 
 def read_plan(args: CalibrationArguments) -> QuantizationConfig:

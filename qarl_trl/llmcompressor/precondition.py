@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..quant import apply_quantization, quantized_modules, remove_quantization
 from ..quant.experts import fused_experts
 from ..quant.products import dequantize
-from .calibration import CalibrationArguments, calibration_set, parse, read_plan, run_oneshot
+from .calibration import CalibrationArguments, calibration_set, read_plan, run_oneshot
 from .ptq import modifiers as quantization
 from .recipe import TRANSFORMS
 
@@ -36,7 +36,7 @@ _LEFTOVERS = ("weight_scale", "weight_zero_point", "weight_observer")
 
 @dataclass(kw_only=True)
 class PreconditionArguments(CalibrationArguments):
-    """The options of `qarl-trl precondition`."""
+    """Fold transforms into a model that keep its function and help quantization; measure what --scheme costs."""
 
     dataset: str = field(metadata={"help": "texts to calibrate and to compare on: Hub id or file"})
     method: str = field(default="awq", metadata={"choices": METHODS, "help": "which transform"})
@@ -61,16 +61,13 @@ def precondition(
     model: PreTrainedModel, modifiers: Sequence[Any], dataset: Any | None, probe: Sequence[Tensor]
 ) -> PreTrainedModel:
     """
-    Fold the transforms of `modifiers` into the weights of `model`.
+    Fold the transforms of `modifiers` into the weights of `model`, which is used up.
 
     Args:
-        model (`PreTrainedModel`): In float32, which the transforms are computed and checked in. Used up.
+        model (`PreTrainedModel`): In float32, which the transforms are computed and checked in.
         modifiers (`Sequence`): llm-compressor modifiers; a quantization that AWQ needs is taken off again.
         dataset (`Dataset` or `None`): Calibration rows.
         probe (`Sequence[Tensor]`): Token ids `(1, T)` on which the function is compared.
-
-    Returns:
-        `PreTrainedModel`: A plain model of the same class, in float32.
 
     Raises:
         ValueError: when a transform cannot be folded, or changed the function.
@@ -166,10 +163,7 @@ def quantization_error(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`qarl-trl precondition`."""
-    description = (
-        "Fold transforms into a model that keep its function and help quantization; measures what --scheme costs."
-    )
-    args = parse(PreconditionArguments, argv, "precondition", description)
+    args = PreconditionArguments.parse("precondition", argv)
     plan = read_plan(args)
     modifiers = transforms_of_recipe(args.recipe) if args.recipe else transforms(args.method, plan)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -198,10 +192,8 @@ def report(before: QuantizationError, after: QuantizationError) -> str:
 
 def _plain(model: PreTrainedModel, weights: set[str]) -> PreTrainedModel:
     """A fresh model with the weights of `model`, without what a transform or a quantization hung on it."""
-    state = model.state_dict()
-    extra = [
-        name for name in state if name not in weights and not name.endswith(_LEFTOVERS) and name != "lm_head.weight"
-    ]
+    state = {name: t for name, t in model.state_dict().items() if not name.endswith(_LEFTOVERS)}
+    extra = sorted(set(state) - weights - {"lm_head.weight"})
     if extra:
         raise ValueError(
             f"A transform left {len(extra)} tensors that the model has to apply while it runs (first: {extra[0]!r}). Only "
@@ -210,7 +202,7 @@ def _plain(model: PreTrainedModel, weights: set[str]) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    kept = {name: tensor.detach().float().clone() for name, tensor in state.items() if not name.endswith(_LEFTOVERS)}
-    plain = type(model).from_pretrained(None, config=config, state_dict=kept, dtype=torch.float32)
+    state = {name: tensor.detach().float().clone() for name, tensor in state.items()}
+    plain = type(model).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
     plain.generation_config = model.generation_config
     return plain.eval()

@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .calibration import CalibrationArguments, calibration_set, parse, read_plan, run_oneshot
+from .calibration import CalibrationArguments, calibration_set, read_plan, run_oneshot
 
 
 METHODS = ("rtn", "gptq", "awq")
@@ -18,19 +18,13 @@ METHODS = ("rtn", "gptq", "awq")
 
 @dataclass(kw_only=True)
 class PtqArguments(CalibrationArguments):
-    """The options of `qarl-trl ptq`."""
+    """Quantize a model after training, with llm-compressor."""
 
     method: str = field(default="gptq", metadata={"choices": METHODS, "help": "rtn rounds to nearest, without data"})
 
 
 def modifiers(method: str, plan: QuantizationConfig) -> list[Any]:
-    """
-    llm-compressor's modifiers for `method`.
-
-    Args:
-        method (`str`): `"rtn"` (round-to-nearest, no data), `"gptq"` or `"awq"`.
-        plan (`QuantizationConfig`): Which layers, and how.
-    """
+    """llm-compressor's modifiers for `"rtn"` (round-to-nearest, no data), `"gptq"` or `"awq"`, by `plan`."""
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform import AWQModifier
@@ -44,7 +38,7 @@ def modifiers(method: str, plan: QuantizationConfig) -> list[Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`qarl-trl ptq`."""
-    args = parse(PtqArguments, argv, "ptq", "Quantize a model after training, with llm-compressor.")
+    args = PtqArguments.parse("ptq", argv)
     plan = read_plan(args)
     if args.method != "rtn" and args.dataset is None:
         raise ValueError(f"--method {args.method} needs texts to calibrate on: --dataset.")

@@ -41,16 +41,14 @@ def resolve_config(config: QuantizationConfig) -> QuantizationConfig:
         for target in group.targets:
             if seen.setdefault(target, name) != name:
                 raise ValueError(f"The target {target!r} is in {seen[target]!r} and in {name!r}. Keep one of them.")
-    resolved = config.model_copy(deep=True)
-    resolved.config_groups = {name: resolve_scheme(group) for name, group in config.config_groups.items()}
-    return resolved
+    groups = {name: resolve_scheme(group) for name, group in config.config_groups.items()}
+    return config.model_copy(deep=True, update={"config_groups": groups})
 
 
 def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Sequence[str]) -> QuantizationConfig:
     """One scheme for every target, as the scheme fields of `QaRLConfig` say it."""
-    scheme = scheme.model_copy(deep=True)
-    scheme.targets = list(targets)
-    return QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore))
+    group = scheme.model_copy(deep=True, update={"targets": list(targets)})
+    return QuantizationConfig(config_groups={"group_0": group}, ignore=list(ignore))
 
 
 def match(

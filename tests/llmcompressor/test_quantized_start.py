@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from accelerate import PartialState
+from configs import config
 from conftest import make_model
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qarl_trl.export import save_low_bit
 from qarl_trl.llmcompressor import calibration, checkpoint
 from qarl_trl.llmcompressor.quantized_start import check_first_codes, load_masters, quantized_source
+from qarl_trl.preflight import find_source
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
 
 
@@ -180,14 +182,18 @@ def test_a_sub_folder_of_a_local_folder(checkpoints, tmp_path):
     with pytest.raises(ValueError, match="Unrecognized model in"):  # control
         quantized_source(low)
 
+    args = config(tmp_path / "run", model_init_kwargs={"subfolder": "inner"}, quant_scheme="W4A16")
+    assert find_source(low, args).folder == tmp_path / "low" / "inner"
+    assert find_source(high, args) is None
+
 
 def test_what_says_where_a_model_is_reaches_the_hub(checkpoints, tmp_path, monkeypatch):
     shutil.copytree(checkpoints("ours"), tmp_path / "inner")
-    asked, config = {}, AutoConfig.from_pretrained(tmp_path / "inner")
+    asked, found = {}, AutoConfig.from_pretrained(tmp_path / "inner")
 
     def read_config(name, **kwargs):
         asked["config"] = kwargs
-        return config
+        return found
 
     def download(name, **kwargs):
         asked["files"] = kwargs
