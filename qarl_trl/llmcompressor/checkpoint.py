@@ -5,12 +5,11 @@ transformers' own loader fills in missing tensors and drops those of a wrong sha
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ class QuantizedSource:
             scheme.format = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
             schemes |= dict.fromkeys(group.targets, scheme)
         linear = nn.Linear(1, 1, device="meta")
-        expected = functools.cache(lambda rows, columns, target: _stored_shapes(rows, columns, schemes[target]))
+        expected = cache(lambda rows, columns, target: _stored_shapes(rows, columns, schemes[target]))
         for name, present in sorted(self._modules.items()):
             plain = "weight" not in present or self._header(f"{name}.weight")[1] in _HIGH_PRECISION
             if plain and not present & {"weight_packed", "weight_scale"}:

@@ -18,6 +18,7 @@ from qarl_trl.llmcompressor import calibration, checkpoint
 from qarl_trl.llmcompressor.quantized_start import check_first_codes, load_masters, quantized_source
 from qarl_trl.preflight import find_source
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant.products import dequantize
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -152,6 +153,17 @@ def test_float32_masters_round_to_the_bfloat16_ones(checkpoints):
     high, low = (load_masters(str(checkpoints("ours")), dtype=d) for d in (torch.float32, torch.bfloat16))
     assert {p.dtype for p in high.parameters()} == {torch.float32}
     assert all(torch.equal(p.bfloat16(), q) for p, q in zip(high.parameters(), low.parameters(), strict=True))
+
+
+def test_masters_of_codes_below_a_global_scale(tmp_path):
+    model = apply_quantization(make_model(dtype=torch.bfloat16), "NVFP4A16")
+    save_low_bit(model, None, tmp_path)
+    masters = load_masters(str(tmp_path), dtype=torch.bfloat16).state_dict()
+    layers = list(quantized_modules(model))
+    assert all(torch.equal(masters[f"{name}.weight"], dequantize(module.low_bit())) for name, module in layers)
+    assert not torch.equal(masters[f"{layers[0][0]}.weight"], layers[0][1].weight)  # control
+    with pytest.raises(ValueError, match=r"must be bfloat16.*float8_e4m3fn.*quant_freeze_scales=False"):
+        quantized_source(str(tmp_path)).qparams()
 
 
 def test_config_fields_can_be_changed_on_the_way(checkpoints):
