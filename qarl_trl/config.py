@@ -14,8 +14,9 @@ from transformers import PretrainedConfig
 from trl import GRPOConfig
 
 from . import _compat
+from .llmcompressor.recipe import read_recipe
 from .loss import TrustBand
-from .quant.plan import read_recipe, single_group
+from .quant.plan import single_group
 from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
 from .rollout.cpu_ops import LEARNER_OPS, unsupported
 

@@ -22,7 +22,7 @@ from .lora_config import check_lora
 from .quant.checks import NO_HUB_KERNELS
 from .quant.experts import QuantExperts
 from .quant.model import apply_quantization, quantized_modules
-from .quant.plan import arithmetic, match, resolve_config
+from .quant.plan import in_words, match, resolve_config
 from .quant.scheme import has_global_scale
 from .rollout.products import PRODUCTS
 from .rollout.support import check_engine, check_shards
@@ -154,7 +154,9 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     name = model if isinstance(model, str) else model.config._name_or_path
     source = None
     if isinstance(model, str) or args.from_checkpoint or args.quant_freeze_scales:
-        source = quantized_source(name, init_kwargs.get("revision"), args.trust_remote_code) if name else None
+        source = (
+            quantized_source(name, **{"trust_remote_code": args.trust_remote_code} | init_kwargs) if name else None
+        )
     if source is None:
         if args.from_checkpoint or args.quant_freeze_scales:
             wish = "quant_freeze_scales=True" if args.quant_freeze_scales else "quant_scheme='checkpoint'"
@@ -172,15 +174,15 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     plan = resolve_config(args.quant_plan(source.plan()))
     check_plan(plan, args)
     chosen = {name: scheme for name, _, scheme in match(((n, nn.Linear(1, 1, device="meta")) for n in stored), plan)}
-    differing = [n for n in stored if n not in chosen or arithmetic(stored[n]) != arithmetic(chosen[n])]
+    differing = [n for n in stored if n not in chosen or in_words(stored[n]) != in_words(chosen[n])]
     if args.quant_freeze_scales:
         source.qparams()
     if differing:
         first = differing[0]
-        here = arithmetic(chosen[first]) if first in chosen else "not quantized"
+        here = in_words(chosen[first]) if first in chosen else "not quantized"
         text = (
             f"{len(differing)} layers of {name} will be quantized otherwise than they are (first: {first!r}, stored as "
-            f"{arithmetic(stored[first])}, here {here})"
+            f"{in_words(stored[first])}, here {here})"
         )
         if args.quant_freeze_scales:
             raise ValueError(f"{text}, so their scales cannot be frozen. Use quant_scheme: checkpoint.")

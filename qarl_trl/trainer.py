@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 from . import _compat
 from .config import TBPO, QaRLConfig
 from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
-from .llmcompressor.quantized_start import QuantizedSource, load_masters
+from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
 from .loss import TrustBand, band_metrics, loss_mask, mismatch_weight, sequence_ratio
 from .metrics import CodeFlips, check_mismatch, mismatch_sums, reduce_stats, weight_stats
 from .optim import build_muon
@@ -35,7 +35,6 @@ from .rollout.engine import LowBitVLLMGeneration
 from .rollout.products import PRODUCTS
 from .rollout.scores import LENGTH, Scores, canary_tokens, learner_logps
 from .rollout.support import default_engine_kwargs
-from .runtime_checks import check_first_codes
 
 
 # Two passes of one model over one batch shape agree to float32 rounding.

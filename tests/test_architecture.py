@@ -23,9 +23,10 @@ def imports(path: Path, lazy: bool) -> set[str]:
     """Modules of this package that a file imports, as dotted paths below it."""
     package = ["qarl_trl", *path.relative_to(PACKAGE).parent.parts]
     tree = ast.parse(path.read_text())
-    nodes = ast.walk(tree) if lazy else tree.body
+    # What is imported for annotations alone is not loaded.
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))]
     found = set()
-    for node in nodes:
+    for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1] + (node.module or "").split(".")
             base = [part for part in base if part]

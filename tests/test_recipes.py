@@ -10,8 +10,8 @@ from transformers import Qwen3MoeConfig
 from trl import get_peft_config
 
 from qarl_trl.llmcompressor.precondition import transforms_of_recipe
+from qarl_trl.llmcompressor.recipe import read_recipe
 from qarl_trl.lora_config import check_lora
-from qarl_trl.quant import read_recipe
 from qarl_trl.rollout.support import check_shards
 from qarl_trl.train import describe, parse
 

@@ -1,39 +1,60 @@
-"""llm-compressor's `oneshot`, run on texts of ours: what `qarl-trl precondition` and `qarl-trl ptq` share, options included.
-
-Invariant: nothing here computes on a weight. llm-compressor's modifiers do, and an empty or unreadable calibration set is
-refused before a model loads.
-"""
+"""llm-compressor's `oneshot` on texts of ours: what `qarl-trl precondition` and `qarl-trl ptq` share."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from datasets import Dataset, load_dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import local_path
-from ..quant.plan import read_recipe, single_group
+from ..quant.plan import single_group
 from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
+from .recipe import read_recipe
 
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-# Read in this order and joined; the first that exists alone when it is a whole text.
+# The first that exists is a whole text; otherwise the parts that exist are joined in this order.
 WHOLE_TEXT = ("text", "messages")
 PARTS = ("problem", "question", "prompt", "solution", "completion", "answer")
 
 
-def require_llmcompressor() -> None:
+@dataclass(kw_only=True)
+class CalibrationArguments:
+    """The options of both commands."""
+
+    model: str = field(metadata={"help": "model folder or Hub id, not quantized"})
+    output: str = field(metadata={"help": "folder to write, new or empty"})
+    scheme: str = field(default="W4A16", metadata={"help": "as quant_scheme"})
+    group_size: int | None = field(default=None, metadata={"help": "weights per scale, -1: per channel"})
+    quant_recipe: str | None = field(default=None, metadata={"help": "llm-compressor recipe, in place of --scheme"})
+    dataset: str | None = field(default=None, metadata={"help": "texts to calibrate on: Hub id or file"})
+    split: str = field(default="train", metadata={"help": "split of a Hub dataset"})
+    num_samples: int = field(default=512, metadata={"help": "calibration rows"})
+    max_length: int = field(default=2048, metadata={"help": "tokens of a row"})
+
+    @classmethod
+    def parse(cls, command: str, argv: Sequence[str] | None) -> Self:
+        """The options of `qarl-trl <command>`."""
+        parser = HfArgumentParser(cls, prog=f"qarl-trl {command}", description=cls.__doc__, allow_abbrev=False)
+        return parser.parse_args_into_dataclasses(argv)[0]
+
+
+def read_plan(args: CalibrationArguments) -> QuantizationConfig:
     """
+    The quantization that the options ask for, after the checks that need no weights.
+
     Raises:
         ImportError: when llm-compressor is not installed.
+        ValueError: for an output folder that is not empty, a model that is quantized, and a scheme or recipe that is not
+            supported.
     """
     if importlib.util.find_spec("llmcompressor") is None:
         raise ImportError(
@@ -41,93 +62,43 @@ def require_llmcompressor() -> None:
             "which pins another compressed-tensors: pip install --no-deps llmcompressor==0.14.0.1 "
             "compressed-tensors==0.19.0."
         )
-
-
-def make_parser(
-    command: str, description: str, num_samples: int, max_length: int, needs_dataset: bool
-) -> argparse.ArgumentParser:
-    """
-    The options of both commands.
-
-    Args:
-        command (`str`): `"precondition"` or `"ptq"`.
-        description (`str`): For `--help`.
-        num_samples (`int`): Default of `--num-samples`.
-        max_length (`int`): Default of `--max-length`.
-        needs_dataset (`bool`): Whether every method reads texts.
-    """
-    parser = argparse.ArgumentParser(prog=f"qarl-trl {command}", description=description, allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="model folder or Hub id, not quantized")
-    parser.add_argument("--output", required=True, help="folder to write, new or empty")
-    parser.add_argument("--scheme", default="W4A16", help="as quant_scheme (default: W4A16)")
-    parser.add_argument("--group-size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
-    parser.add_argument("--quant-recipe", help="llm-compressor quantization recipe, in place of --scheme")
-    parser.add_argument("--dataset", required=needs_dataset, help="texts to calibrate on: Hub id or file")
-    parser.add_argument("--split", default="train", help="split of a Hub dataset (default: train)")
-    parser.add_argument(
-        "--num-samples", type=int, default=num_samples, help=f"calibration rows (default: {num_samples})"
-    )
-    parser.add_argument("--max-length", type=int, default=max_length, help=f"tokens of a row (default: {max_length})")
-    return parser
-
-
-def read_plan(args: argparse.Namespace) -> QuantizationConfig:
-    """
-    The quantization that the options ask for, after the checks that need no model.
-
-    Raises:
-        ImportError: when llm-compressor is not installed.
-        ValueError: when the output folder is not empty, and for a scheme or recipe that is not supported.
-    """
-    require_llmcompressor()
     output = Path(args.output)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output {output} is not empty. Use a new folder.")
+    if getattr(AutoConfig.from_pretrained(args.model), "quantization_config", None) is not None:
+        raise ValueError(f"{args.model} is quantized already. Give the model in high precision.")
     if args.quant_recipe:
         return read_recipe(args.quant_recipe)
     return single_group(resolve_scheme(args.scheme, args.group_size), ["Linear"], DEFAULT_IGNORE)
 
 
-def calibration_set(
-    name: str, tokenizer: PreTrainedTokenizerBase, num_samples: int, max_length: int, split: str = "train"
-) -> Dataset:
+def calibration_set(args: CalibrationArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """
-    Tokenized texts, as `oneshot` takes them.
+    The first rows of `args.dataset` as `oneshot` takes them: `input_ids` and `attention_mask`.
 
-    Args:
-        name (`str`): Hub id, or a `.jsonl`, `.json`, `.parquet` or `.txt` file. A row is its `text`, its `messages`
-            (chat template applied), or its problem and solution one after the other.
-        tokenizer (`PreTrainedTokenizerBase`): Of the model.
-        num_samples (`int`): Rows taken from the front.
-        max_length (`int`): Tokens kept of a row.
-        split (`str`, *optional*, defaults to `"train"`): Split of a Hub dataset.
-
-    Returns:
-        `Dataset`: `input_ids` and `attention_mask`.
+    A row is its `text`, its `messages` (chat template applied), or its problem and solution one after the other.
 
     Raises:
         ValueError: when there is no row, or no column to read.
     """
-    path = local_path(name)
-    if path is None:
-        rows = load_dataset(name, split=f"{split}[:{num_samples}]")
+    name, path = args.dataset, local_path(args.dataset)
+    if path is not None and path.is_file():
+        builder = "parquet" if path.suffix == ".parquet" else "json"
+        rows = load_dataset(builder, data_files=str(path), split=f"train[:{args.num_samples}]")
     else:
-        rows = load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=f"train[:{num_samples}]")
+        rows = load_dataset(str(path or name), split=f"{args.split}[:{args.num_samples}]")
     columns = [c for c in WHOLE_TEXT if c in rows.column_names][:1] or [c for c in PARTS if c in rows.column_names]
     if not columns or not len(rows):
         raise ValueError(
-            f"{name} has {len(rows)} rows with the columns {rows.column_names}, and a text was needed: "
-            f"{' or '.join(WHOLE_TEXT)}, or some of {', '.join(PARTS)}."
+            f"{name} must have rows with {' or '.join(WHOLE_TEXT)}, or some of {', '.join(PARTS)}; got {len(rows)} rows "
+            f"with the columns {rows.column_names}."
         )
 
     def tokenize(row: dict[str, Any]) -> dict[str, list[int]]:
-        parts = [row[c] for c in columns]
-        text = "".join(
-            p if isinstance(p, str) else tokenizer.apply_chat_template(p, tokenize=False)
-            for p in parts
-            if p is not None
-        )
-        ids = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
+        parts = [row[column] for column in columns if row[column] is not None]
+        texts = [p if isinstance(p, str) else tokenizer.apply_chat_template(p, tokenize=False) for p in parts]
+        # Cut here: `truncation=True` would stay in the tokenizer, and be saved with it.
+        ids = tokenizer("".join(texts))["input_ids"][: args.max_length]
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     tokens = rows.map(tokenize, remove_columns=rows.column_names).filter(lambda row: len(row["input_ids"]) > 1)
@@ -145,16 +116,10 @@ def run_oneshot(
     output: str | None = None,
 ) -> PreTrainedModel:
     """
-    `llmcompressor.oneshot` on tokenized rows; with `output` it saves the compressed checkpoint.
+    `llmcompressor.oneshot` on `model`, in place, and on the rows of [`calibration_set`] where the modifiers need any.
 
-    Args:
-        model (`PreTrainedModel`): Changed in place.
-        modifiers (`Sequence`): llm-compressor modifiers, in order.
-        dataset (`Dataset` or `None`): From [`calibration_set`]; `None` for modifiers that need no data.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Saved beside the weights.
-        output (`str`, *optional*): Folder of the checkpoint.
+    With `output`, it saves the compressed checkpoint there, with the tokenizer beside it.
     """
-    require_llmcompressor()
     from llmcompressor import oneshot
     from llmcompressor.core import reset_session
 
@@ -174,7 +139,7 @@ def calibration() -> Iterator[None]:
 
     It pins the AWQ activations that it keeps on the CPU, which torch refuses on a machine without an accelerator to copy
     them to; pinning changes no value. And SpinQuant centers the embeddings, also where no layer norm takes the mean off
-    again: with an RMS norm that is another model (measured in tests/test_precondition.py).
+    again: with an RMS norm that is another model (measured in tests/llmcompressor/test_precondition.py).
     """
     from llmcompressor.modifiers.transform import SpinQuantModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
@@ -185,8 +150,9 @@ def calibration() -> Iterator[None]:
         if any(isinstance(module, torch.nn.LayerNorm) for module in model.modules()):
             center(self, model)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(SpinQuantModifier, "_center_embeddings", center_before_layer_norms))
-        if not torch.accelerator.is_available():
-            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", lambda *_: None))
+    pin = IntermediatesCache.pin_memory if torch.accelerator.is_available() else lambda *_: None
+    with (
+        patch.object(SpinQuantModifier, "_center_embeddings", center_before_layer_norms),
+        patch.object(IntermediatesCache, "pin_memory", pin),
+    ):
         yield

@@ -1,17 +1,16 @@
 """Transforms that leave a model's function as it is and let its weights quantize better, folded in before RL.
 
-SmoothQuant, AWQ's scaling and SpinQuant's R1 and R2 rotations, all by llm-compressor's modifiers. Invariant: what is saved
-is a plain high-precision model whose log-probs are those of the model that came in, measured on the calibration texts;
-otherwise nothing is saved (paper Sec. 3.1: the masters that `Quant(theta)` starts from).
+SmoothQuant, AWQ's scaling and SpinQuant's R1 and R2 rotations, by llm-compressor's modifiers. What is saved is a plain
+high-precision model whose log-probs on the calibration texts are those of the model that came in; otherwise nothing is saved
+(paper Sec. 3.1: the masters that `Quant(theta)` starts from).
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,51 +22,52 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..quant import apply_quantization, quantized_modules, remove_quantization
 from ..quant.experts import expert_modules
 from ..quant.products import dequantize
-from .calibration import calibration_set, make_parser, read_plan, run_oneshot
+from .calibration import CalibrationArguments, calibration_set, read_plan, run_oneshot
+from .ptq import modifiers as quantization
+from .recipe import TRANSFORMS
 
 
 METHODS = ("smoothquant", "awq", "rotation")
-TRANSFORMS = ("SmoothQuantModifier", "AWQModifier", "SpinQuantModifier", "QuIPModifier")
 # Largest change of a log-prob, in nats, in float32. Measured on trained and random toys: 1e-5 and less for transforms that
-# are folded exactly, 0.1 and more for one that is not (an uncompensated norm). See tests/test_precondition.py.
+# are folded exactly, 0.1 and more for one that is not (an uncompensated norm). See tests/llmcompressor/test_precondition.py.
 TOLERANCE = 1e-3
 _LEFTOVERS = ("weight_scale", "weight_zero_point", "weight_observer")
 
 
+@dataclass(kw_only=True)
+class PreconditionArguments(CalibrationArguments):
+    """Fold transforms into a model that keep its function and help quantization; measure what --scheme costs."""
+
+    dataset: str = field(metadata={"help": "texts to calibrate and to compare on: Hub id or file"})
+    method: str = field(default="awq", metadata={"choices": METHODS, "help": "which transform"})
+    recipe: str | None = field(default=None, metadata={"help": "recipe of transforms, in place of --method"})
+    num_samples: int = field(default=128, metadata={"help": "calibration rows"})
+    max_length: int = field(default=512, metadata={"help": "tokens of a row"})
+    num_probes: int = field(default=16, metadata={"help": "rows that the function is compared on"})
+
+
 @dataclass(frozen=True)
 class QuantizationError:
-    """
-    What a scheme costs a model on given texts.
+    """What a scheme costs a model on given texts; all but the first in nats per token."""
 
-    Attributes:
-        weight_error (`float`): Mean over layers of `|W - Q(W)| / |W|` (Frobenius norms).
-        logp_gap (`float`): Mean absolute difference between the log-probs of the tokens under `Q(model)` and `model`.
-        logp_gap_max (`float`): The largest.
-        loss (`float`): Mean negative log-prob under `model`, nats per token.
-        loss_quantized (`float`): The same under `Q(model)`.
-    """
-
-    weight_error: float
-    logp_gap: float
+    weight_error: float  # mean over layers of |W - Q(W)| / |W|, in Frobenius norms
+    logp_gap: float  # mean absolute difference between the log-probs under Q(model) and model
     logp_gap_max: float
-    loss: float
-    loss_quantized: float
+    loss: float  # mean negative log-prob under model
+    loss_quantized: float  # the same under Q(model)
 
 
 def precondition(
     model: PreTrainedModel, modifiers: Sequence[Any], dataset: Any | None, probe: Sequence[Tensor]
 ) -> PreTrainedModel:
     """
-    Fold the transforms of `modifiers` into the weights of `model`.
+    Fold the transforms of `modifiers` into the weights of `model`, which is used up.
 
     Args:
-        model (`PreTrainedModel`): In float32, which the transforms are computed and checked in. Used up.
+        model (`PreTrainedModel`): In float32, which the transforms are computed and checked in.
         modifiers (`Sequence`): llm-compressor modifiers; a quantization that AWQ needs is taken off again.
         dataset (`Dataset` or `None`): Calibration rows.
         probe (`Sequence[Tensor]`): Token ids `(1, T)` on which the function is compared.
-
-    Returns:
-        `PreTrainedModel`: A plain model of the same class, in float32.
 
     Raises:
         ValueError: when a transform cannot be folded, or changed the function.
@@ -87,12 +87,7 @@ def precondition(
 
 
 def check_dense(model: PreTrainedModel) -> None:
-    """
-    Refuse mixtures of experts, whose fused experts llm-compressor's mappings do not reach.
-
-    Raises:
-        ValueError: naming the first module with experts.
-    """
+    """Refuse mixtures of experts, which llm-compressor's mappings do not reach."""
     name = next((name for name, _ in expert_modules(model)), None)
     if name is not None:
         raise ValueError(
@@ -102,41 +97,27 @@ def check_dense(model: PreTrainedModel) -> None:
 
 
 def transforms(method: str, plan: QuantizationConfig) -> list[Any]:
-    """
-    The modifiers of a method by name.
-
-    Args:
-        method (`str`): `"smoothquant"`, `"awq"` or `"rotation"`.
-        plan (`QuantizationConfig`): What the model will be quantized to; AWQ searches its scales for it.
-    """
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier, SpinQuantModifier
+    """The modifiers of a method by name; AWQ searches its scales for `plan`."""
+    from llmcompressor.modifiers.transform import SmoothQuantModifier, SpinQuantModifier
 
     if method == "smoothquant":
         return [SmoothQuantModifier(smoothing_strength=0.5)]
     if method == "awq":
-        groups = copy.deepcopy(plan.config_groups)
-        return [AWQModifier(), QuantizationModifier(config_groups=groups, ignore=list(plan.ignore or []))]
+        return quantization("awq", plan)
     if method == "rotation":
         return [SpinQuantModifier(rotations=["R1", "R2"], transform_type="hadamard")]
     raise ValueError(f"--method {method!r} must be one of {METHODS}.")
 
 
 def transforms_of_recipe(path: str | os.PathLike) -> list[Any]:
-    """
-    The modifiers of an llm-compressor recipe that transforms weights.
-
-    Raises:
-        ValueError: for a modifier that does anything else.
-    """
-    from llmcompressor.modifiers.quantization import QuantizationModifier
+    """The modifiers of an llm-compressor recipe, of which none may do more than transform weights."""
     from llmcompressor.recipe import Recipe
 
     if not Path(path).is_file():
         raise FileNotFoundError(f"--recipe {path}: there is no such file in {Path.cwd()}.")
     modifiers = Recipe.create_instance(str(path)).modifiers
     others = [type(m).__name__ for m in modifiers if type(m).__name__ not in TRANSFORMS]
-    if not modifiers or set(others) - {QuantizationModifier.__name__}:
+    if not modifiers or set(others) - {"QuantizationModifier"}:
         raise ValueError(
             f"{path} has {others or 'no modifier'}. Known here: {', '.join(TRANSFORMS)}, and QuantizationModifier after "
             "AWQModifier, which searches its scales for it. Pruning, GPTQ and the like change the model."
@@ -156,10 +137,10 @@ def quantization_error(
     model: PreTrainedModel, plan: QuantizationConfig, probe: Sequence[Tensor], skip: int = 0
 ) -> QuantizationError:
     """
-    What quantizing `model` by `plan` costs, with the learner's own forward.
+    What quantizing `model` by `plan` costs, with the learner's own forward; the weights stay as they are.
 
     Args:
-        model (`PreTrainedModel`): Quantized and restored; its weights are not changed.
+        model (`PreTrainedModel`): In high precision.
         plan (`QuantizationConfig`): Which layers, and how.
         probe (`Sequence[Tensor]`): Token ids `(1, T)`.
         skip (`int`, *optional*, defaults to 0): Log-probs at the front of each that do not count, as of a prompt.
@@ -182,28 +163,22 @@ def quantization_error(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`qarl-trl precondition`."""
-    args = _parser().parse_args(argv)
+    args = PreconditionArguments.parse("precondition", argv)
     plan = read_plan(args)
-    config = AutoConfig.from_pretrained(args.model)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{args.model} is quantized already. Transforms belong before quantization.")
     modifiers = transforms_of_recipe(args.recipe) if args.recipe else transforms(args.method, plan)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = calibration_set(args.dataset, tokenizer, args.num_samples, args.max_length, args.split)
+    rows = calibration_set(args, tokenizer)
     probe = [torch.tensor([ids]) for ids in rows["input_ids"][: args.num_probes]]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     check_dense(model)
-    saved_dtype = config.dtype or torch.bfloat16
     before = quantization_error(model, plan, probe)
     needs_data = any(modifier.requires_calibration_data for modifier in modifiers)
     plain = precondition(model, modifiers, rows if needs_data else None, probe)
     after = quantization_error(plain, plan, probe)
-    plain.to(saved_dtype).save_pretrained(args.output)
+    plain.to(AutoConfig.from_pretrained(args.model).dtype or torch.bfloat16).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     print(report(before, after))
-    print(
-        f"Transformed model written to {args.output}, without quantization. Train with model_name_or_path: {args.output}"
-    )
+    print(f"Transformed model, not quantized, written to {args.output}. Train with model_name_or_path: {args.output}")
 
 
 def report(before: QuantizationError, after: QuantizationError) -> str:
@@ -217,10 +192,8 @@ def report(before: QuantizationError, after: QuantizationError) -> str:
 
 def _plain(model: PreTrainedModel, weights: set[str]) -> PreTrainedModel:
     """A fresh model with the weights of `model`, without what a transform or a quantization hung on it."""
-    state = model.state_dict()
-    extra = [
-        name for name in state if name not in weights and not name.endswith(_LEFTOVERS) and name != "lm_head.weight"
-    ]
+    state = {name: t for name, t in model.state_dict().items() if not name.endswith(_LEFTOVERS)}
+    extra = sorted(set(state) - weights - {"lm_head.weight"})
     if extra:
         raise ValueError(
             f"A transform left {len(extra)} tensors that the model has to apply while it runs (first: {extra[0]!r}). Only "
@@ -229,24 +202,7 @@ def _plain(model: PreTrainedModel, weights: set[str]) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    kept = {name: tensor.detach().float().clone() for name, tensor in state.items() if not name.endswith(_LEFTOVERS)}
-    plain = type(model).from_pretrained(None, config=config, state_dict=kept, dtype=torch.float32)
+    state = {name: tensor.detach().float().clone() for name, tensor in state.items()}
+    plain = type(model).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
     plain.generation_config = model.generation_config
     return plain.eval()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(
-        "precondition",
-        "Fold transforms that keep the function and help quantization into the weights of a model, and measure what "
-        "--scheme costs it before and after.",
-        num_samples=128,
-        max_length=512,
-        needs_dataset=True,
-    )
-    parser.add_argument("--method", choices=METHODS, default="awq", help="which transform (default: awq)")
-    parser.add_argument("--recipe", help="llm-compressor recipe of transforms, in place of --method")
-    parser.add_argument(
-        "--num-probes", type=int, default=16, help="rows that the function is compared on (default: 16)"
-    )
-    return parser

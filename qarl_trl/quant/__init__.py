@@ -3,7 +3,6 @@
 from .experts import QuantExperts
 from .linear import QuantLinear
 from .model import apply_quantization, quantized_modules, remove_quantization
-from .plan import read_recipe
 from .quantize import LowBitWeight, quantize_weight
 from .scheme import resolve_scheme
 from .state_dict import iter_low_bit_weights
@@ -17,7 +16,6 @@ __all__ = [
     "iter_low_bit_weights",
     "quantize_weight",
     "quantized_modules",
-    "read_recipe",
     "remove_quantization",
     "resolve_scheme",
 ]

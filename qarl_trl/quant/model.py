@@ -50,7 +50,7 @@ def apply_quantization(
         model (`nn.Module`): Modified in place. Masters keep their dtype; quantization starts from their bfloat16 cast.
             Of a `PeftModel`, all names are those of the base model.
         scheme (`str`, `QuantizationScheme` or `QuantizationConfig`): Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a
-            scheme, or a configuration of several groups ([`~qarl_trl.quant.plan.read_recipe`]), which has its own
+            scheme, or a configuration of several groups ([`~qarl_trl.llmcompressor.recipe.read_recipe`]), which has its own
             targets, ignore list and group sizes: those arguments are then not read.
         targets (`Sequence[str]`, *optional*, defaults to `("Linear",)`): Class names, module names, or `re:` patterns,
             as in compressed-tensors.

@@ -55,7 +55,7 @@ def run(folder, *options):
         "--dataset",
         folder / "texts.jsonl",
     ]
-    main([*map(str, command), "--num-samples", "8", "--num-probes", "4", *options])
+    main([*map(str, command), "--num-samples", "8", "--num-probes", "4", "--max-length", "20", *options])
 
 
 def texts(folder, number=4):
@@ -77,7 +77,8 @@ def test_the_function_stays_and_the_weights_do_not(folder, method, capsys):
     q = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.allclose(after.state_dict()[q], before.state_dict()[q], rtol=0.1)
     assert "logp_gap" in capsys.readouterr().out
-    AutoTokenizer.from_pretrained(folder / "out")
+    saved = json.loads((folder / "out" / "tokenizer.json").read_text())
+    assert saved["truncation"] is None  # the calibration's --max-length is not in it
 
 
 def test_a_transform_that_changes_the_function_saves_nothing(folder, monkeypatch):
@@ -134,7 +135,7 @@ def test_bad_input_costs_no_work(folder, no_model, monkeypatch):
     with pytest.raises(ValueError, match="quant_scheme='W3A3'"):
         run(folder, "--scheme", "W3A3")
     (folder / "texts.jsonl").write_text('{"image": 1}\n')
-    with pytest.raises(ValueError, match=r"columns \['image'\], and a text was needed"):
+    with pytest.raises(ValueError, match=r"must have rows with text or messages.*columns \['image'\]"):
         run(folder)
     with pytest.raises(FileNotFoundError, match="--recipe nowhere"):
         run(folder, "--recipe", "nowhere.yaml")

@@ -63,3 +63,9 @@ def test_bad_input_costs_no_work(folder, monkeypatch):
         ptq(folder, "out", "--method", "rtn", "--scheme", "W3A3")
     with pytest.raises(ValueError, match="is not empty"):
         ptq(folder, "model", "--method", "rtn")
+    with pytest.raises(SystemExit):
+        ptq(folder, "out", "--method", "spinquant")
+    file = folder / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "x"}}))
+    with pytest.raises(ValueError, match="quantized already"):
+        ptq(folder, "out", "--method", "rtn")

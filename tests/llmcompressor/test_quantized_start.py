@@ -5,15 +5,20 @@ import shutil
 
 import pytest
 import torch
+from accelerate import PartialState
+from configs import config
 from conftest import make_model
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl_trl.export import save_low_bit
-from qarl_trl.llmcompressor import calibration
-from qarl_trl.llmcompressor.quantized_start import load_masters, quantized_source
-from qarl_trl.quant import apply_quantization, quantized_modules
+from qarl_trl.llmcompressor import calibration, checkpoint
+from qarl_trl.llmcompressor.quantized_start import check_first_codes, load_masters, quantized_source
+from qarl_trl.preflight import find_source
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant.products import dequantize
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -150,6 +155,17 @@ def test_float32_masters_round_to_the_bfloat16_ones(checkpoints):
     assert all(torch.equal(p.bfloat16(), q) for p, q in zip(high.parameters(), low.parameters(), strict=True))
 
 
+def test_masters_of_codes_below_a_global_scale(tmp_path):
+    model = apply_quantization(make_model(dtype=torch.bfloat16), "NVFP4A16")
+    save_low_bit(model, None, tmp_path)
+    masters = load_masters(str(tmp_path), dtype=torch.bfloat16).state_dict()
+    layers = list(quantized_modules(model))
+    assert all(torch.equal(masters[f"{name}.weight"], dequantize(module.low_bit())) for name, module in layers)
+    assert not torch.equal(masters[f"{layers[0][0]}.weight"], layers[0][1].weight)  # control
+    with pytest.raises(ValueError, match=r"must be bfloat16.*float8_e4m3fn.*quant_freeze_scales=False"):
+        quantized_source(str(tmp_path)).qparams()
+
+
 def test_config_fields_can_be_changed_on_the_way(checkpoints):
     model = load_masters(str(checkpoints("ours")), max_position_embeddings=512, attn_implementation="eager")
     assert model.config.max_position_embeddings == 512
@@ -161,6 +177,47 @@ def test_an_unquantized_model_has_no_source(checkpoints):
     assert quantized_source(str(folder)) is None
     with pytest.raises(ValueError, match="is not quantized"):
         load_masters(str(folder))
+
+
+# Where the checkpoint is ----------------------------------------------------------------------------------------------
+
+
+def test_a_sub_folder_of_a_local_folder(checkpoints, tmp_path):
+    shutil.copytree(checkpoints("ours"), tmp_path / "low" / "inner")
+    shutil.copytree(checkpoints("ours").parent / "model", tmp_path / "high" / "inner")
+    low, high = str(tmp_path / "low"), str(tmp_path / "high")
+    assert quantized_source(low, subfolder="inner").qparams().keys() == quantized_source(f"{low}/inner").layers.keys()
+    assert quantized_source(high, subfolder="inner") is None
+    one, two = load_masters(low, subfolder="inner"), load_masters(f"{low}/inner")
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+    assert one.generation_config.to_dict() == two.generation_config.to_dict()
+    with pytest.raises(ValueError, match="Unrecognized model in"):  # control
+        quantized_source(low)
+
+    args = config(tmp_path / "run", model_init_kwargs={"subfolder": "inner"}, quant_scheme="W4A16")
+    assert find_source(low, args).folder == tmp_path / "low" / "inner"
+    assert find_source(high, args) is None
+
+
+def test_what_says_where_a_model_is_reaches_the_hub(checkpoints, tmp_path, monkeypatch):
+    shutil.copytree(checkpoints("ours"), tmp_path / "inner")
+    asked, found = {}, AutoConfig.from_pretrained(tmp_path / "inner")
+
+    def read_config(name, **kwargs):
+        asked["config"] = kwargs
+        return found
+
+    def download(name, **kwargs):
+        asked["files"] = kwargs
+        return str(tmp_path)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", read_config)
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    where = {"revision": "main", "token": "hf_x", "cache_dir": "/somewhere"}
+    more = {"subfolder": "inner", "trust_remote_code": False}
+    assert quantized_source("owner/gated", **where, **more, dtype="bfloat16").folder == tmp_path / "inner"
+    assert asked["config"].items() >= (where | more).items()
+    assert asked["files"] == where | {"allow_patterns": ["inner/*.safetensors", "inner/*.json"]}
 
 
 # Frozen scales ------------------------------------------------------------------------------------------------------
@@ -239,6 +296,63 @@ def test_scales_of_another_dtype_are_refused(broken):
     load_masters(source.name)  # the masters are made all the same
 
 
+# First codes from a quantized checkpoint ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scheme", "exact"), [("W4A16", True), ("FP8_DYNAMIC", True), ("W8A16", False)])
+def test_masters_that_do_not_give_the_checkpoint_back_stop_the_run(tiny_model, tmp_path, caplog, scheme, exact):
+    PartialState()  # for accelerate's logger
+    save_low_bit(apply_quantization(tiny_model(), scheme), None, tmp_path)
+    source = quantized_source(str(tmp_path))
+    model = apply_quantization(load_masters(source.name), source.plan(), qparams=source.qparams())
+    with caplog.at_level("WARNING"):
+        check_first_codes(model, source)
+    assert ("one step beside" in caplog.text) == (not exact)
+    if exact:  # control
+        with torch.no_grad():
+            weight = model.model.layers[1].mlp.up_proj.weight
+            weight[0, 0] = -weight[0, 0] if weight[0, 0] else weight.abs().max()
+        with pytest.raises(RuntimeError, match=r"1 codes of layer 'model.layers.1.mlp.up_proj' differ"):
+            check_first_codes(model, source)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "FP8_DYNAMIC"])
+def test_first_codes_of_experts_are_compared(tiny_model, tmp_path, kind, scheme):
+    before = apply_quantization(tiny_model(kind, num_hidden_layers=1), scheme)
+    save_low_bit(before, None, tmp_path)
+    source = quantized_source(str(tmp_path))
+    model = apply_quantization(load_masters(source.name), source.plan(), qparams=source.qparams())
+    check_first_codes(model, source)
+    stream = dict(iter_low_bit_weights(model))
+    for name, tensor in iter_low_bit_weights(before):  # by value: float8 has two zeros
+        assert torch.equal(stream[name].float(), tensor.float())
+
+    with torch.no_grad():  # control: expert 2's part of the fused parameter
+        weight = model.model.layers[0].mlp.experts.down_proj
+        weight[2, 0, 0] = -weight[2, 0, 0] if weight[2, 0, 0] else weight.abs().max()
+    with pytest.raises(RuntimeError, match=r"1 codes of layer 'model.layers.0.mlp.experts.2.down_proj' differ"):
+        check_first_codes(model, source)
+
+
+def test_first_codes_below_an_adapter_are_compared_without_it(tiny_model, tmp_path):
+    save_low_bit(apply_quantization(tiny_model(), "W4A16"), None, tmp_path)
+    source = quantized_source(str(tmp_path))
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(load_masters(source.name), adapter)
+    apply_quantization(model, source.plan(), qparams=source.qparams())
+    layer = model.base_model.model.model.layers[1].mlp.up_proj
+    check_first_codes(model, source)
+    assert not layer._code_cache.last()  # the codes of the base are not kept beside those of the policy
+    assert not torch.equal(layer.low_bit().codes, source.codes("model.layers.1.mlp.up_proj"))
+
+    with torch.no_grad():  # control
+        weight = layer.base_layer.weight
+        weight[0, 0] = -weight[0, 0] if weight[0, 0] else weight.abs().max()
+    with pytest.raises(RuntimeError, match=r"1 codes of layer 'model.layers.1.mlp.up_proj' differ"):
+        check_first_codes(model, source)
+
+
 # Broken checkpoints -------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +368,7 @@ def spoil(tensors):
     tensors["model.layers.0.mlp.up_proj.weight_scale"][3] = float("nan")
 
 
-LAYER = "model.layers.1.mlp.down_proj"
+LAYER, BLOCK = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
@@ -263,12 +377,13 @@ LAYER = "model.layers.1.mlp.down_proj"
         ("ours", remove(f"{LAYER}.weight_scale"), r"down_proj' lacks \['weight_scale'\]"),
         ("ours", remove(f"{LAYER}.weight_packed"), r"down_proj' lacks \['weight_packed'\]"),
         ("ours", remove(f"{LAYER}.weight_shape"), r"down_proj' lacks \['weight_shape'\]"),
-        ("ours", cut(f"{LAYER}.weight_packed"), r"weight_packed has shape \(128, 31\), and \(128, 32\) was needed"),
-        ("ours", cut(f"{LAYER}.weight_scale"), r"weight_scale has shape \(128, 1\), and \(128, 2\) was needed"),
+        ("ours", cut(f"{LAYER}.weight_packed"), r"weight_packed must have shape \(128, 32\), got \(128, 31\)"),
+        ("ours", cut(f"{LAYER}.weight_scale"), r"weight_scale must have shape \(128, 2\), got \(128, 1\)"),
         ("ours", remove("model.norm.weight"), r"missing keys \['model\.norm\.weight'\]"),
         ("ours", spoil, "up_proj' decompresses to NaN"),
-        ("fp8", remove(f"{LAYER}.weight_scale"), r"down_proj\.weight is F8_E4M3 and has no weight_scale"),
+        ("fp8", remove(f"{LAYER}.weight_scale"), r"down_proj' lacks \['weight_scale'\]"),
         ("fp8", cut(f"{LAYER}.weight"), "mismatched keys"),
+        ("block", cut(f"{BLOCK}.weight_scale"), r"weight_scale must have shape \(2, 1\), got \(2, 0\)"),
     ],
 )
 def test_a_broken_checkpoint_is_one_clear_error(broken, method, change, message):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import references
 import torch
+from compressed_tensors.quantization import QuantizationConfig
 from conftest import make_model
 from peft import LoraConfig, get_peft_model
 from slow.isolated import isolated_group
@@ -29,7 +30,6 @@ from qarl_trl.quant import (
     remove_quantization,
 )
 from qarl_trl.quant.experts import PROJECTIONS, expert_modules
-from qarl_trl.quant.plan import config_of
 from qarl_trl.quant.products import dequantize, quantize_tokens_fp8
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import full_parameters
@@ -530,12 +530,12 @@ def test_targets_can_name_the_experts():
 
 def test_experts_and_attention_can_have_schemes_of_their_own():
     groups = {"FP8_DYNAMIC": [r"re:.*self_attn.*"], "W4A16": [r"re:.*mlp.experts.*"]}
-    model = apply_quantization(make_model("qwen3_moe"), config_of({"scheme": groups, "ignore": ["lm_head"]}))
+    model = apply_quantization(make_model("qwen3_moe"), QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
     assert experts_of(model).scheme.weights.num_bits == 4
     assert model.model.layers[0].self_attn.q_proj.scheme.weights.num_bits == 8
     groups = {"FP8_DYNAMIC": [r"re:.*down_proj"], "W4A16": [r"re:.*(gate|up)_proj"]}
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.experts' are in several groups"):
-        apply_quantization(make_model("qwen3_moe"), config_of({"scheme": groups, "ignore": ["lm_head"]}))
+        apply_quantization(make_model("qwen3_moe"), QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
 
 
 def test_lora_on_the_attention_leaves_the_names_of_the_experts():
