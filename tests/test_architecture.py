@@ -24,7 +24,9 @@ def imports(path: Path, lazy: bool) -> set[str]:
     package = ["qarl_trl", *path.relative_to(PACKAGE).parent.parts]
     tree = ast.parse(path.read_text())
     # What is imported for annotations alone is not loaded.
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))]
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    ]
     found = set()
     for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.ImportFrom) and node.level:

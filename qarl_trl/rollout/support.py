@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -10,7 +10,6 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..config import QaRLConfig
 from ..quant.experts import QuantExperts
 from ..quant.linear import LowBitLayer
 from ..quant.model import MERGED_BY_ENGINES
@@ -19,6 +18,10 @@ from ..quant.scheme import SchemeSupport, effective_group_size, gpu_generation, 
 from . import _vllm
 from ._vllm_cpu import has_amx
 from .cpu_ops import has_engine_ops
+
+
+if TYPE_CHECKING:
+    from ..config import QaRLConfig
 
 
 logger = get_logger(__name__)
