@@ -109,7 +109,7 @@ def test_first_codes_below_an_adapter_are_compared_without_it(tiny_model, tmp_pa
     apply_quantization(model, source.plan(), qparams=source.qparams())
     layer = model.base_model.model.model.layers[1].mlp.up_proj
     check_first_codes(model, source)
-    assert not layer._cached_slots  # the codes of the base are not kept beside those of the policy
+    assert not layer._code_cache.last()  # the codes of the base are not kept beside those of the policy
     assert not torch.equal(layer.low_bit().codes, source.codes("model.layers.1.mlp.up_proj"))
 
     with torch.no_grad():  # control
