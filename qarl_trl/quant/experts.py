@@ -73,7 +73,8 @@ class LowBitExpertsMatmul(torch.autograd.Function):
                 results = [product.forward(rows, weight) for weight in parts]
                 outputs.append(torch.cat([y for y, _ in results], dim=-1))
                 saved.append(results[0][1])  # the parts share their input
-        ctx.counts, ctx.weights, ctx.product, ctx.master = counts, weights, product, master.to("meta")
+        ctx.counts, ctx.weights, ctx.product = counts, weights, product
+        ctx.master_shape, ctx.master_dtype = master.shape, master.dtype
         ctx.saved_per_expert = len(saved[0]) if saved else 0
         ctx.save_for_backward(*(tensor for tensors in saved for tensor in tensors))
         return torch.cat(outputs) if outputs else x.new_zeros((0, master.shape[1]))
@@ -82,10 +83,10 @@ class LowBitExpertsMatmul(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = grad_master = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad.new_empty((len(grad), ctx.master.shape[2]))
+            grad_x = grad.new_empty((len(grad), ctx.master_shape[2]))
         if ctx.needs_input_grad[1]:
             # An expert without tokens has a gradient of zero, as in the unquantized model.
-            grad_master = torch.zeros_like(ctx.master, device=grad.device)
+            grad_master = torch.zeros(ctx.master_shape, dtype=ctx.master_dtype, device=grad.device)
         saved, start = iter(ctx.saved_tensors), 0
         for expert, count in enumerate(ctx.counts):
             if count == 0:

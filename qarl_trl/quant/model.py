@@ -67,9 +67,7 @@ def apply_quantization(
         `nn.Module`: `model` itself.
 
     Raises:
-        ValueError: when a target cannot be quantized, when nothing matches, when `qparams` are of other layers, when
-            experts have another form or are matched in part, when an adapter cannot be merged out of place, or when the
-            model was quantized before.
+        ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches.
     """
     if isinstance(scheme, QuantizationConfig):
         plan = resolve_config(scheme)
