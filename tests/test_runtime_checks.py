@@ -8,12 +8,9 @@ from peft import LoraConfig, get_peft_model
 from qarl_trl.export import save_low_bit
 from qarl_trl.llmcompressor.quantized_start import load_masters, quantized_source
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
-from qarl_trl.quant.plan import single_group
-from qarl_trl.quant.scheme import resolve_scheme
 from qarl_trl.runtime_checks import (
     check_first_codes,
     check_layers_ran,
-    check_merged_layers,
     check_mismatch,
     check_model,
 )
@@ -136,21 +133,3 @@ def test_first_codes_below_an_adapter_are_compared_without_it(tiny_model, tmp_pa
         weight[0, 0] = -weight[0, 0] if weight[0, 0] else weight.abs().max()
     with pytest.raises(RuntimeError, match=r"1 codes of layer 'model.layers.1.mlp.up_proj' differ"):
         check_first_codes(model, source)
-
-
-def test_layers_that_the_engine_merges_need_one_scheme(tiny_model):
-    """vLLM says so too, after it has loaded a model: 'Found different quantization schemes for the shards'."""
-    fp8, w4a16 = resolve_scheme("FP8_DYNAMIC"), resolve_scheme("W4A16", 32)
-    plan = single_group(fp8, ["re:.*proj$"], ["lm_head"])
-    check_merged_layers(apply_quantization(tiny_model(), plan))
-
-    ignored = apply_quantization(tiny_model(), fp8, ignore=("lm_head", "re:.*k_proj"))
-    words = "k_proj.* of 'model.layers.0.self_attn' .*q_proj FP8_DYNAMIC, k_proj high precision, v_proj FP8_DYNAMIC"
-    with pytest.raises(ValueError, match=words):
-        check_merged_layers(ignored)
-
-    w4a16.targets, fp8.targets = ["re:.*gate_proj$"], ["re:.*(self_attn|up_proj|down_proj).*"]
-    mixed = single_group(fp8, fp8.targets, ["lm_head"])
-    mixed.config_groups = {"group_0": w4a16, "group_1": fp8}
-    with pytest.raises(ValueError, match="gate_proj W4A16 in groups of 32, up_proj FP8_DYNAMIC"):
-        check_merged_layers(apply_quantization(tiny_model(), mixed))
