@@ -205,8 +205,8 @@ def _warn(reading: Reading) -> None:
     if reading.limit == math.inf:
         logger.warning(
             "publish_verify can tell little about the first publish: before it the engine's log-probs of the canary prompt "
-            "were %.4f nats per token from the learner's, and rounding alone moves them by %.4f. The model answers nearly "
-            "uniformly, so its weights look like random ones. Watch mismatch/logp_gap_mean.",
+            "were %.4f nats per token from the learner's, and rounding alone moves them by %.4f. A model that answers nearly "
+            "uniformly looks like random weights. Watch mismatch/logp_gap_mean.",
             reading.before,
             reading.yardstick,
         )
