@@ -59,8 +59,9 @@ class Reading:
 
     @property
     def wrong(self) -> bool:
-        """A gap of NaN counts as too large."""
-        return self.stale or self.explained > EXPLAINED or not self.gap <= self.limit
+        """A gap that is no number is too large."""
+        too_large = not math.isfinite(self.gap) or self.gap > self.limit
+        return self.stale or self.explained > EXPLAINED or too_large
 
 
 class Anchor(NamedTuple):
