@@ -185,7 +185,7 @@ class QaRLConfig(GRPOConfig):
         metadata={
             "help": "Compare engine and learner on a fixed prompt after a publish, and stop when the engine is stale or "
             "corrupted: 'first' (the first publish, onto an engine with random weights), a number N (the first and "
-            "every N-th after it), or 'off'. Costs one engine prompt and two learner forwards of at most 128 tokens."
+            "every N-th after it), or 'off'. Costs an engine prompt of 128 tokens a check, and some learner forwards."
         },
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = field(

@@ -125,3 +125,24 @@ def test_fsdp2_does_not_round_what_the_model_returns(monkeypatch, precision):
         assert after.output_dtype is None
         assert (after.param_dtype, after.reduce_dtype) == (before.param_dtype, before.reduce_dtype)
     _compat.keep_log_probs_float32(SimpleNamespace(state=SimpleNamespace()))  # no FSDP
+
+
+class _Owner:
+    def inherited(self):
+        return "class"
+
+    fixed = staticmethod(lambda: "static")
+
+
+def test_a_name_is_rebound_and_put_back_as_it_was():
+    owner = _Owner()
+    owner.own = "own"
+    with pytest.raises(ZeroDivisionError), _compat.rebound(owner, "own", 1), _compat.rebound(owner, "inherited", 2):
+        assert (owner.own, owner.inherited) == (1, 2)
+        raise ZeroDivisionError
+    assert (owner.own, owner.inherited(), vars(owner)) == ("own", "class", {"own": "own"})
+    with _compat.rebound(_Owner, "fixed", 3):
+        assert _Owner.fixed == 3
+    assert _Owner().fixed() == "static"
+    with pytest.raises(AttributeError, match="moved"), _compat.rebound(owner, "moved", 1):
+        pass

@@ -25,6 +25,8 @@ logger = get_logger(__name__)
 USUAL, TENFOLD, GROWTH = 3.0, 13.0, 3.0
 # Share of the squared gap that a wrong model has to explain. Healthy engines, however noisy: about 0 at most.
 EXPLAINED = 0.25
+# Smallest yardstick in nats, for learners that answer uniformly whatever their layers compute.
+RESOLUTION = 1e-4
 # The learner's movement since the anchor must stand out this far before the engine's is measured along it.
 VISIBLE = 12.0
 
@@ -59,8 +61,9 @@ class Reading:
 
     @property
     def wrong(self) -> bool:
-        """A gap of NaN counts as too large."""
-        return self.stale or self.explained > EXPLAINED or not self.gap <= self.limit
+        """A gap that is no number is too large."""
+        too_large = not math.isfinite(self.gap) or self.gap > self.limit
+        return self.stale or self.explained > EXPLAINED or too_large
 
 
 class Anchor(NamedTuple):
@@ -128,8 +131,7 @@ class Canary:
             raise RuntimeError(diagnosis(worst, suspect, publishes, sum(row.wrong for row in rows), len(rows)))
         if first:
             _warn(worst)
-            ratio = max(1.0, reading.gap / (reading.yardstick or math.inf))
-            self._anchor = Anchor(engine, learner.plain, ratio)
+            self._anchor = Anchor(engine, learner.plain, max(1.0, reading.gap / reading.yardstick))
         elif not math.isnan(reading.followed):
             # Kept until the learner has moved visibly, so that small updates add up to a verdict.
             self._anchor = Anchor(engine, learner.plain, self._anchor.ratio)
@@ -167,7 +169,8 @@ def read_later(engine: Tensor, learner: Scores, anchor: Anchor) -> Reading:
 
 
 def _gaps(engine: Tensor, learner: Scores) -> tuple[float, float]:
-    return tuple((other - learner.plain).abs().mean().item() for other in (engine, learner.noisy))
+    gap, yardstick = ((other - learner.plain).abs().mean().item() for other in (engine, learner.noisy))
+    return gap, max(yardstick, RESOLUTION)
 
 
 def diagnosis(reading: Reading, suspect: str, publishes: int, failed: int, processes: int) -> str:
@@ -205,8 +208,8 @@ def _warn(reading: Reading) -> None:
     if reading.limit == math.inf:
         logger.warning(
             "publish_verify can tell little about the first publish: before it the engine's log-probs of the canary prompt "
-            "were %.4f nats per token from the learner's, and rounding alone moves them by %.4f. The model answers nearly "
-            "uniformly, so its weights look like random ones. Watch mismatch/logp_gap_mean.",
+            "were %.4f nats per token from the learner's, and rounding alone moves them by %.4f. A model that answers nearly "
+            "uniformly looks like random weights. Watch mismatch/logp_gap_mean.",
             reading.before,
             reading.yardstick,
         )

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from accelerate import PartialState
 
 from qarl_trl.rollout.canary import (
     EXPLAINED,
@@ -63,7 +64,7 @@ def test_a_publish_must_remove_most_of_the_gap(case, left, wrong):
     assert read_first(case.plain + left * rest, case.learner, case.before).wrong is wrong
 
 
-@pytest.mark.parametrize("size", [1, 3, 10, 12])
+@pytest.mark.parametrize("size", [1, 3, 10])
 def test_kernels_ten_times_as_far_apart_are_no_fault(case, size):
     """Also where that is more than half of the first gap."""
     flat = Scores(case.plain / 6, case.plain / 6 + noise(), {k: v / 6 for k, v in case.faults.items()})
@@ -88,9 +89,7 @@ def test_an_engine_that_answers_like_a_wrong_model_is_wrong_and_named(case, name
 def test_a_log_prob_that_is_no_number_is_a_wrong_engine(case, value, judged):
     engine = case.plain.clone()
     engine[3] = value
-    assert read_first(engine, case.learner, case.before if judged else None).wrong or (
-        value == torch.inf and not judged
-    )
+    assert read_first(engine, case.learner, case.before if judged else None).wrong
     assert read_later(engine, case.learner, Anchor(case.plain, case.plain)).wrong
 
 
@@ -105,7 +104,7 @@ def test_identical_answers_pass_also_without_any_noise(case):
 @pytest.mark.parametrize("before", [None, "nan", "near"])
 def test_without_a_visible_first_gap_size_gives_no_verdict(case, before):
     """No look before, an engine that gave no numbers, or a learner as uniform as random weights."""
-    answers = {None: None, "nan": case.before * math.nan, "near": case.plain + noise(0.9 * TENFOLD)}[before]
+    answers = {None: None, "nan": case.before * math.nan, "near": case.plain + noise(0.5 * TENFOLD)}[before]
     for engine in (case.plain + noise(), case.plain + noise(40)):
         reading = read_first(engine, case.learner, answers)
         assert reading.limit == math.inf
@@ -188,6 +187,7 @@ def test_the_diagnosis_tells_the_faults_apart(reading, suspect, words):
 
 def canary(monkeypatch, engine, learner, every=1, others=(), faults=None):
     """A canary whose engine and learner answer from the lists given, in turn."""
+    PartialState(cpu=True)  # its warnings go to the first process
     engine, learner, reported, asked = iter(engine), iter(learner), [], []
     monkeypatch.setattr("qarl_trl.rollout.canary.engine_logps", lambda llm, ids: next(engine))
     rounding = NOISE * torch.randn(LENGTH - 1, generator=torch.Generator().manual_seed(7))

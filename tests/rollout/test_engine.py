@@ -1,20 +1,33 @@
 """`qarl_trl.rollout.engine` without an engine: when a publish is checked. The rest runs on a real one, in tests/slow."""
 
+import time
+from collections import defaultdict
 from types import SimpleNamespace
 
+import pytest
+from torch import nn
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from qarl_trl.rollout import engine as rollout_engine
 from qarl_trl.rollout.engine import LowBitVLLMGeneration, Publish
+from qarl_trl.trainer import _StepClock
 
 
 def generation(order, due=lambda number: True, sleep=False):
     """A `LowBitVLLMGeneration` after one publish, whose engine and canary write down what they are asked."""
     engine = object.__new__(LowBitVLLMGeneration)
     engine.enable_sleep_mode = engine._llm_weights_sleeping = sleep
-    engine.publishes, engine.num_publishes, engine._checked = [Publish(1.0, 8, 1)], 1, 0
+    engine.mode, engine.canary, engine.num_publishes, engine._checked = "colocate", None, 1, 0
+    engine.last_publish = Publish(1.0, 8, 1)
+    engine.reset_clock()
     engine.llm = SimpleNamespace(wake_up=lambda tags: order.append(f"wake {tags}"))
 
     def sync_weights():
         order.append("publish")
         engine.num_publishes += 1
+        engine.last_publish = Publish(1.0, 8 * engine.num_publishes, 1)
+        engine.publish_seconds += 1.0
         engine._llm_weights_sleeping = False
 
     engine.sync_weights = sync_weights
@@ -28,9 +41,8 @@ def test_a_publish_is_checked_once_and_its_time_counted():
     engine._check_publish(canary)
     engine._check_publish(canary)
     assert order == ["check 1"]
-    assert engine.publishes[0].seconds > 1.0
+    assert engine.publish_seconds > 0
     engine.num_publishes = 2
-    engine.reset_clock()
     engine._check_publish(canary)
     assert order == ["check 1", "check 2"]
 
@@ -57,3 +69,61 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_the_check():
     engine, canary = generation(order, sleep=True)
     engine._check_publish(canary)
     assert order == ["publish", "wake ['kv_cache']", "check 2"]
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_the_canary_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch, asleep):
+    """Level-2 sleep would leave nothing to look at."""
+    order = []
+    llm = SimpleNamespace(sleep=lambda level: order.append(f"sleep {level}"))
+
+    def init_vllm(engine):
+        engine.llm = vllm_generation.LLM(seed=0)
+        if asleep:
+            engine.llm.sleep(level=2)
+
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", init_vllm)
+    monkeypatch.setattr(
+        vllm_generation, "LLM", lambda **kwargs: order.append(kwargs["load_format"]) or llm, raising=False
+    )
+    monkeypatch.setattr(rollout_engine, "changed_positions", lambda *args: {})
+    monkeypatch.setattr(rollout_engine._vllm_layer, "use_settings_of", lambda llm: None)
+    engine, canary = generation(order)
+    canary.look_before = lambda llm: order.append("look")
+    engine.model, engine.trust_remote_code = SimpleNamespace(config=None), False
+    engine.accelerator, engine.canary = SimpleNamespace(num_processes=2), canary
+    engine.quantization_config, engine.engine_kwargs = None, {}
+    engine._init_vllm()
+    assert order == ["dummy", "look", *["sleep 2"] * asleep]
+
+
+def test_the_publish_of_an_evaluation_counts_for_the_step_that_samples_with_it(monkeypatch):
+    """Without sleep mode TRL publishes once a step number: what an evaluation published the next step does not."""
+    engine, _ = generation([])
+    logged, flips = defaultdict(list), iter([None, 0.25])
+    trainer = SimpleNamespace(
+        use_vllm=True,
+        vllm_generation=engine,
+        _log_value=lambda name, value: logged[name].append(value),
+        _code_flips=SimpleNamespace(update=lambda modules: next(flips)),
+        _unwrapped=nn.Module(),
+    )
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self: time.sleep(0.01))
+    clock = _StepClock(trainer)
+
+    def step(*calls):
+        clock.on_step_begin(None, None, None)
+        for call in calls:
+            call()
+        clock.on_step_end(None, None, None)
+
+    step(engine.sync_weights, engine.generate)
+    step()  # reuses the rollout batch
+    assert logged["publish/bytes"] == [16.0]
+    engine.sync_weights()  # the evaluation
+    engine.generate()
+    step(engine.generate)
+    assert logged["publish/bytes"] == [16.0, 24.0]
+    assert logged["quant/code_flip_frac"] == [0.25]
+    assert logged["time/publish"] == [1.0, 0.0, 0.0]  # the third was the evaluation's time
+    assert [rollout > 0 for rollout in logged["time/rollout"]] == [True, False, True]

@@ -14,7 +14,7 @@ from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.plan import single_group
 from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
 from qarl_trl.rollout import _vllm
-from qarl_trl.rollout.support import check_engine, check_shards, default_engine_kwargs
+from qarl_trl.rollout.support import check_engine, check_merged_layers, check_shards, default_engine_kwargs
 
 
 @pytest.mark.parametrize("scheme", list(SUPPORTED))
@@ -132,3 +132,21 @@ def test_experts_with_quantized_activations_run_without_graphs(tiny_model, caplo
     kwargs = default_engine_kwargs(apply_quantization(tiny_model(kind, num_hidden_layers=1), scheme))
     assert kwargs == ({"enforce_eager": True} if eager else {})
     assert ("without CUDA graphs" in caplog.text) == eager
+
+
+def test_layers_that_the_engine_merges_need_one_scheme(tiny_model):
+    """vLLM says so too, after it has loaded a model: 'Found different quantization schemes for the shards'."""
+    fp8, w4a16 = resolve_scheme("FP8_DYNAMIC"), resolve_scheme("W4A16", 32)
+    plan = single_group(fp8, ["re:.*proj$"], ["lm_head"])
+    check_merged_layers(apply_quantization(tiny_model(), plan))
+
+    ignored = apply_quantization(tiny_model(), fp8, ignore=("lm_head", "re:.*k_proj"))
+    words = "k_proj.* of 'model.layers.0.self_attn' .*q_proj FP8_DYNAMIC, k_proj high precision, v_proj FP8_DYNAMIC"
+    with pytest.raises(ValueError, match=words):
+        check_merged_layers(ignored)
+
+    w4a16.targets, fp8.targets = ["re:.*gate_proj$"], ["re:.*(self_attn|up_proj|down_proj).*"]
+    mixed = single_group(fp8, fp8.targets, ["lm_head"])
+    mixed.config_groups = {"group_0": w4a16, "group_1": fp8}
+    with pytest.raises(ValueError, match="gate_proj W4A16 in groups of 32, up_proj FP8_DYNAMIC"):
+        check_merged_layers(apply_quantization(tiny_model(), mixed))

@@ -15,7 +15,23 @@ def test_engine_arguments_are_added_to_those_of_trl(monkeypatch):
     original = vllm_generation.LLM
     with _vllm.llm_arguments(load_format="dummy", seed=2):
         assert vllm_generation.LLM(model="m", seed=1) == {"model": "m", "seed": 2, "load_format": "dummy"}
+        assert vllm_generation.LLM(model="m", hf_overrides=None)["load_format"] == "dummy"
     assert vllm_generation.LLM is original
+
+
+def test_dictionaries_that_trl_passes_itself_are_kept(monkeypatch):
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: kwargs, raising=False)
+    with _vllm.llm_arguments(hf_overrides={"a": 1, "b": 2}):
+        assert vllm_generation.LLM(hf_overrides={"b": 0, "c": 3}) == {"hf_overrides": {"a": 1, "b": 2, "c": 3}}
+        assert vllm_generation.LLM(hf_overrides=None) == {"hf_overrides": {"a": 1, "b": 2}}
+
+
+def test_the_engine_is_shown_as_soon_as_it_is_built(monkeypatch):
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: "llm", raising=False)
+    seen = []
+    with _vllm.llm_arguments(seen.append):
+        assert vllm_generation.LLM() == "llm"
+    assert seen == ["llm"]
 
 
 # A stand-in for the engine: the real one is in tests/slow ------------------------------------------------------------
