@@ -136,7 +136,9 @@ class Worker:
             how = ending(int(code[1])) if code else "died. What it printed above may say why."
             raise ProcessDied(f"{step}: its process {how}") from None
         except BaseException as error:
-            if not future.done() or isinstance(error, BrokenProcessPool):  # the limit, Ctrl-C, nothing readable came back
+            if not future.done() or isinstance(
+                error, BrokenProcessPool
+            ):  # the limit, Ctrl-C, nothing readable came back
                 self.close()
             raise
 
