@@ -1,54 +1,41 @@
-"""
-The command `qarl-trl`: train, quickstart, precondition, ptq, export, schemes.
-
-Invariant: this module imports nothing but the standard library until a command runs, so `qarl-trl --help` is instant.
-"""
+"""The command `qarl-trl`. Only the standard library is imported until a command runs, so `--help` is instant."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 
+# Commands with a parser of their own: the module and function that get the other arguments, `--help` included.
 _FORWARDED = {
-    "train": "train from a recipe: qarl-trl train --config recipes/<model>/<arm>.yaml (one process; for several GPUs "
-    "use accelerate launch -m qarl_trl.train)",
-    "precondition": "fold transforms that help quantization into a model before training (llm-compressor)",
-    "ptq": "quantize a model after training: GPTQ, AWQ or round-to-nearest (llm-compressor)",
-    "quickstart": "train a small model on this machine, with a report at the end",
+    "train": (
+        ".train:run",
+        "train from a recipe: qarl-trl train --config recipes/<model>/<arm>.yaml (one process; for several GPUs use "
+        "accelerate launch -m qarl_trl.train)",
+    ),
+    "precondition": (
+        ".llmcompressor.precondition:main",
+        "fold transforms that help quantization into a model before training (llm-compressor)",
+    ),
+    "ptq": (
+        ".llmcompressor.ptq:main",
+        "quantize a model after training: GPTQ, AWQ or round-to-nearest (llm-compressor)",
+    ),
+    "quickstart": (".quickstart.run:main", "train a small model on this machine, with a report at the end"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """
-    Run one command.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments without the program's name. Defaults to those of the process.
-    """
+    """Run one command; `argv` (without the program's name) defaults to that of the process."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    # Handed on whole, `--help` included: argparse would take options meant for the command.
-    if argv and argv[0] == "train":
-        from .train import run
-
-        run(argv[1:])
-    elif argv and argv[0] == "quickstart":
-        from .quickstart.run import main as quickstart
-
-        quickstart(argv[1:])
-    elif argv and argv[0] == "precondition":
-        from .llmcompressor.precondition import main as precondition
-
-        precondition(argv[1:])
-    elif argv and argv[0] == "ptq":
-        from .llmcompressor.ptq import main as ptq
-
-        ptq(argv[1:])
+    if argv and argv[0] in _FORWARDED:
+        module, _, function = _FORWARDED[argv[0]][0].partition(":")
+        getattr(import_module(module, __package__), function)(argv[1:])
+        return
+    args = _make_parser().parse_args(argv)
+    if args.command == "schemes":
+        print(schemes())
     else:
-        args = _make_parser().parse_args(argv)
-        if args.command == "schemes":
-            print(schemes())
-            return
         export(args.checkpoint, args.output, args.scheme, args.group_size, args.targets, args.ignore)
 
 
@@ -71,14 +58,8 @@ def export(
             its base model.
         output (`str`):
             Folder to write.
-        scheme (`str`, *optional*, defaults to `"W4A16"`):
-            A scheme that `qarl-trl schemes` lists.
-        group_size (`int`, *optional*):
-            Weights per scale; `-1` is per output channel. Without it the scheme's own.
-        targets (`Sequence[str]`, *optional*, defaults to `("Linear",)`):
-            Modules to quantize.
-        ignore (`Sequence[str]`, *optional*):
-            Modules to leave alone. Without it `lm_head` and MoE routers.
+        scheme, group_size, targets, ignore:
+            As `quant_scheme`, `quant_group_size`, `quant_targets` and `quant_ignore` of [`QaRLConfig`].
 
     Raises:
         ValueError: If the checkpoint is quantized already, or cannot be quantized.
@@ -110,38 +91,21 @@ def export(
 
 
 def schemes() -> str:
-    """
-    The table of schemes, from the data that the code decides by.
-
-    Returns:
-        `str`: one row per scheme: what is quantized, and where learner, engine and export run, tested or untested.
-    """
+    """Table of what is quantized in each scheme, and where learner, engine and export run, tested or untested."""
     from .quant.scheme import GPU_GENERATIONS, SUPPORTED, has_global_scale, resolve_scheme
 
-    rows = [
-        (
-            "scheme",
-            "group sizes",
-            "activations",
-            "learner CPU",
-            "learner GPU",
-            "engine CPU",
-            *GPU_GENERATIONS,
-            "export",
-            "LoRA, experts",
-        )
-    ]
+    head = "scheme", "group sizes", "activations", "learner CPU", "learner GPU", "engine CPU"
+    rows = [(*head, *GPU_GENERATIONS, "export", "LoRA, experts")]
     for row in SUPPORTED.values():
         groups = ", ".join("channel" if size == -1 else str(size) for size in row.group_sizes) or "fixed"
-        engines = ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
         learner = "tested", "untested" if row.gpus else "no"
+        engines = ["tested" if row.cpu_engine else "no"]
+        engines += ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
         merged = "no" if has_global_scale(resolve_scheme(row.name)) else "tested"
-        cpu_engine = "tested" if row.cpu_engine else "no"
-        rows.append((row.name, groups, row.activations, *learner, cpu_engine, *engines, "tested", merged))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+        rows.append((row.name, groups, row.activations, *learner, *engines, "tested", merged))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -151,7 +115,7 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="{train,quickstart,precondition,ptq,export,schemes}"
     )
-    for name, text in _FORWARDED.items():
+    for name, (_, text) in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("schemes", help="what can be trained, sampled and exported, and where", allow_abbrev=False)
     exporter = commands.add_parser(
