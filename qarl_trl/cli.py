@@ -21,7 +21,7 @@ _FORWARDED = {
         ".llmcompressor.ptq:main",
         "quantize a model after training: GPTQ, AWQ or round-to-nearest (llm-compressor)",
     ),
-    "quickstart": (".quickstart.run:main", "train a small model on this machine, with a report at the end"),
+    "quickstart": (".quickstart.__main__:main", "train a small model on this machine, with a report at the end"),
 }
 
 
@@ -36,30 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.command == "schemes":
         print(schemes())
     else:
-        export(args.checkpoint, args.output, args.scheme, args.group_size, args.targets, args.ignore)
+        export(args)
 
 
-def export(
-    checkpoint: str,
-    output: str,
-    scheme: str = "W4A16",
-    group_size: int | None = None,
-    targets: Sequence[str] = ("Linear",),
-    ignore: Sequence[str] | None = None,
-) -> None:
+def export(args: argparse.Namespace) -> None:
     """
-    Write a high-precision checkpoint as the low-bit checkpoint that vLLM loads, by round-to-nearest.
+    Write a high-precision checkpoint, or a LoRA adapter merged into its base, as vLLM loads it, by round-to-nearest.
 
     For a checkpoint of a run in the same scheme these are the tensors it trained with.
-
-    Args:
-        checkpoint (`str`):
-            Model folder (or Hub id) with high-precision weights, or the folder of a LoRA adapter, which is merged into
-            its base model.
-        output (`str`):
-            Folder to write.
-        scheme, group_size, targets, ignore:
-            As `quant_scheme`, `quant_group_size`, `quant_targets` and `quant_ignore` of [`QaRLConfig`].
 
     Raises:
         ValueError: If the checkpoint is quantized already, or cannot be quantized.
@@ -72,22 +56,22 @@ def export(
     from .quant import apply_quantization
     from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
-    resolve_scheme(scheme, group_size)  # before the weights are read
-    loader, weights = AutoModelForCausalLM, checkpoint
-    if (Path(checkpoint) / "adapter_config.json").is_file():
+    resolve_scheme(args.scheme, args.group_size)  # before the weights are read
+    loader, weights = AutoModelForCausalLM, args.checkpoint
+    if (Path(args.checkpoint) / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM, PeftConfig
 
-        loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(checkpoint).base_model_name_or_path
+        loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(args.checkpoint).base_model_name_or_path
     if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
         raise ValueError(
             f"{weights} is quantized already (its config.json has a quantization_config). Give the checkpoint that "
             "holds the master weights."
         )
-    model = loader.from_pretrained(checkpoint, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    apply_quantization(model, scheme, targets, DEFAULT_IGNORE if ignore is None else ignore, group_size=group_size)
-    save_low_bit(model, tokenizer, output)
-    print(f"{scheme} checkpoint written to {output}")
+    model = loader.from_pretrained(args.checkpoint, dtype="auto")
+    ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
+    apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
+    save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output)
+    print(f"{args.scheme} checkpoint written to {args.output}")
 
 
 def schemes() -> str:

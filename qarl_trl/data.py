@@ -37,27 +37,18 @@ def load_math_dataset(
     Load problems with their reference answers as a dataset with the columns `prompt` and `answer`, in row order.
 
     Args:
-        name_or_path (`str`):
-            Hub id, or path of a `.jsonl`, `.json` or `.parquet` file or of a folder of such files.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split to load, slices included (`"train[:100]"`). A single file is the split that is asked for.
-        prompt_template (`str`, *optional*):
-            Text around the problem, which replaces `{problem}` in it: `"{problem}\nAnswer in \\boxed{}."`. Without it
-            the problem is the prompt.
-        config_name (`str`, *optional*):
-            Configuration (subset) of a Hub dataset.
-        problem_column (`str`, *optional*):
-            Column of the problem; without it the first of `PROBLEM_COLUMNS` that exists. It may hold chat messages:
-            then the template goes around the last user message and the others stay.
-        answer_column (`str`, *optional*):
-            Column of the reference; without it the first of `ANSWER_COLUMNS` that exists. Dots reach into nested
-            columns.
-        system_prompt (`str`, *optional*):
-            System message put in front; it replaces one that the data has.
-        conversational (`bool`, *optional*, defaults to `True`):
-            Prompts as chat messages, to which the trainer applies the chat template, or as plain text.
-        max_samples (`int`, *optional*):
-            Keep the first so many rows.
+        name_or_path (`str`): Hub id, or path of a `.jsonl`, `.json` or `.parquet` file or of a folder of such files.
+        split (`str`): Split to load, slices included (`"train[:100]"`). A single file is the split that is asked for.
+        prompt_template (`str`, *optional*): Text around the problem, which replaces `{problem}` in it, such as
+            `"{problem}\nAnswer in \\boxed{}."`. Without it the problem is the prompt.
+        config_name (`str`, *optional*): Configuration (subset) of a Hub dataset.
+        problem_column (`str`, *optional*): Column of the problem, by default the first of `PROBLEM_COLUMNS` that
+            exists. If it holds chat messages, the template goes around the last user message and the others stay.
+        answer_column (`str`, *optional*): Column of the reference, by default the first of `ANSWER_COLUMNS` that
+            exists. Dots reach into nested columns.
+        system_prompt (`str`, *optional*): System message put in front; it replaces one that the data has.
+        conversational (`bool`): Prompts as chat messages, to which the trainer applies the chat template, or as text.
+        max_samples (`int`, *optional*): Keep the first so many rows.
 
     Returns:
         [`~datasets.Dataset`]: `prompt` (messages or text) and `answer` (text, see [`final_answer`]). Rows without an
@@ -110,12 +101,8 @@ def final_answer(reference: Any) -> str:
     r"""
     The final answer in a reference: after GSM8K's `####`, in the last `\boxed{}`, or the whole text.
 
-    Args:
-        reference (`Any`):
-            Text, a number, or chat messages (of which the last is read).
-
-    Returns:
-        `str`: The answer, `""` if there is none. Whole floats lose their `.0`.
+    A reference is text, a number, or chat messages (of which the last is read). Without an answer it is `""`; whole
+    floats lose their `.0`.
     """
     if isinstance(reference, float) and reference.is_integer():
         reference = int(reference)

@@ -1,5 +1,5 @@
 """
-Work in another process, whose end is seen: whether it crashes, is killed or hangs, one error names the step and the cause.
+Work in another process, whose end is seen: if it crashes, is killed or hangs, one error names the step and the cause.
 
 loky starts the process. It does not run the caller's `__main__` again, as `spawn` does, so a script needs no guard.
 """

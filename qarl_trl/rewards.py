@@ -22,8 +22,8 @@ _TAIL_CHARS = 4000
 _ALARM_S = 5  # math-verify's own limit, for parsing and again for comparing
 _LIMIT_S = 30  # for what the alarm does not stop: one long call into C code
 
-# math-verify guards itself against endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may use.
-# In a process of its own it has one, whatever thread asks, and what the alarm does not stop is killed with the process.
+# math-verify guards itself against endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may
+# use. The worker has one whatever thread asks, and what the alarm does not stop is killed with the worker.
 _WORKER = Worker()
 os.register_at_fork(after_in_child=_WORKER.forget)
 
@@ -37,12 +37,9 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
     parts, so boxing two guesses does not pay.
 
     Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions as TRL passes them, plain or conversational. Of a conversation the last message is read.
-        answer (`list`):
-            Reference of each completion: a number, text or LaTeX, with or without `$...$` or `\boxed{}`.
-        **kwargs:
-            The other dataset columns, unused.
+        completions (`list[str]` or `list[list[dict]]`): As TRL passes them; of a conversation the last message counts.
+        answer (`list`): Reference of each completion: a number, text or LaTeX, with or without `$...$` or `\boxed{}`.
+        **kwargs: The other columns of the dataset, unused.
 
     Returns:
         `list[float | None]`: 1.0, 0.0, or `None` where the reference cannot be read, which leaves the sample out of
@@ -73,32 +70,12 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
 
 
 def boxed_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    r"""
-    Reward 1.0 for a completion that ends in an answer box: a `\boxed{...}` that is not empty and is closed.
-
-    Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions as TRL passes them, plain or conversational.
-        **kwargs:
-            The dataset columns, unused.
-
-    Returns:
-        `list[float]`: 1.0 or 0.0 per completion.
-    """
+    r"""Reward 1.0 for a completion whose last `\boxed{...}` is closed and not empty, else 0.0. See [`math_reward`]."""
     return [float(bool(last_boxed(_text(completion)))) for completion in completions]
 
 
 def last_boxed(text: str) -> str | None:
-    r"""
-    Content of the last `\boxed{...}` (or `\fbox{...}`) in `text`, braces balanced.
-
-    Args:
-        text (`str`):
-            Any text.
-
-    Returns:
-        `str` or `None`: The content, stripped; `None` without a box, or if the last one is not closed.
-    """
+    r"""Content of the last `\boxed{...}` or `\fbox{...}`, braces balanced; `None` without one or if it is open."""
     start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
     if start < 0:
         return None

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,29 +151,40 @@ def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]
     Raises:
         ValueError: If a name is not found.
     """
-    return [_load_reward(name) for name in names]
+    functions = []
+    for name in names:
+        path = f"{__package__}.rewards.{name}" if name in REWARDS else name
+        module, _, attribute = path.rpartition(".")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            functions.append(getattr(importlib.import_module(module or name), attribute))
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"reward_funcs has {name!r}, which cannot be imported: {error}. Choose from {REWARDS}, or give "
+                "the dotted path of a function that is installed or in the current folder: my_package.my_reward."
+            ) from error
+    return functions
 
 
 def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["Dataset", "Dataset | None"]:
     """The training set and, if asked for, the evaluation set, with the columns `prompt` and `answer`."""
     from .data import load_math_dataset
 
-    def load(name: str, split: str, max_samples: int | None) -> "Dataset":
-        return load_math_dataset(
-            name,
-            split,
-            script_args.prompt_template,
-            config_name=script_args.dataset_config,
-            problem_column=script_args.problem_column,
-            answer_column=script_args.answer_column,
-            system_prompt=script_args.system_prompt,
-            conversational=script_args.conversational,
-            max_samples=max_samples,
-        )
-
     s = script_args
-    train = load(s.dataset_name_or_path, s.dataset_split, s.max_train_samples)
-    return train, load(s.eval_dataset_name_or_path, s.eval_dataset_split, s.max_eval_samples) if with_eval else None
+    load = partial(
+        load_math_dataset,
+        prompt_template=s.prompt_template,
+        config_name=s.dataset_config,
+        problem_column=s.problem_column,
+        answer_column=s.answer_column,
+        system_prompt=s.system_prompt,
+        conversational=s.conversational,
+    )
+    train = load(s.dataset_name_or_path, s.dataset_split, max_samples=s.max_train_samples)
+    if not with_eval:
+        return train, None
+    return train, load(s.eval_dataset_name_or_path, s.eval_dataset_split, max_samples=s.max_eval_samples)
 
 
 def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> str:
@@ -224,9 +236,7 @@ def _export_env(recipe: Path) -> None:
     import yaml
 
     if not recipe.is_file():
-        raise FileNotFoundError(
-            f"--config {recipe}: there is no such file in {Path.cwd()}. Give the path of a recipe."
-        )
+        raise FileNotFoundError(f"--config {recipe}: there is no such file in {Path.cwd()}.")
     content = yaml.safe_load(recipe.read_text())
     env = content.get("env") if isinstance(content, dict) else None
     if isinstance(env, dict):
@@ -249,8 +259,8 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
         local_path(name)
     if training_args.quantized and (model_args.load_in_4bit or model_args.load_in_8bit):
         raise ValueError(
-            "load_in_4bit and load_in_8bit (bitsandbytes) replace the master weights by quantized ones. QaRL quantizes "
-            "from high-precision masters: remove them, or set quant_scheme: none."
+            "load_in_4bit and load_in_8bit (bitsandbytes) replace the master weights by quantized ones, and QaRL "
+            "quantizes from high-precision masters. Remove them, or set quant_scheme: none."
         )
     if training_args.quantized and model_args.use_peft:
         from trl import get_peft_config
@@ -259,23 +269,6 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
 
         check_lora(get_peft_config(model_args), training_args)
     load_rewards(script_args.reward_funcs)
-
-
-def _load_reward(name: str) -> Callable[..., list[float | None]]:
-    if "." not in name and name not in REWARDS:
-        raise ValueError(
-            f"reward_funcs has {name!r}. Choose from {REWARDS}, or give a dotted path: my_package.{name}."
-        )
-    module, _, attribute = (f"{__package__}.rewards.{name}" if name in REWARDS else name).rpartition(".")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"reward_funcs has {name!r}, which cannot be imported: {error}. Run from the folder that holds the module, "
-            f"install it, or choose from {REWARDS}."
-        ) from error
 
 
 if __name__ == "__main__":
