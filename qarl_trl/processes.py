@@ -16,10 +16,12 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
-from loky.process_executor import BrokenProcessPool, ProcessPoolExecutor, TerminatedWorkerError
+from loky import BrokenProcessPool, ProcessPoolExecutor
+from loky.process_executor import TerminatedWorkerError
 
 
 START_S = 120
+_LOOK_ABOVE = "What it printed above may say why."
 _REMEDIES = {
     "SIGKILL": "Most often the machine ran out of memory (`dmesg` says so): make the run smaller.",
     "SIGILL": "A library used an instruction that this CPU does not allow; the stack printed above names the call.",
@@ -31,11 +33,11 @@ class ProcessDied(RuntimeError):
 
 
 def ending(exitcode: int) -> str:
-    """How a process ended and what to do, from its exit code (negative: a signal, as `subprocess` has it)."""
+    """How a process ended and what to do, by its exit code (negative: a signal, as `subprocess` has it)."""
     if exitcode >= 0:
-        return f"ended with exit code {exitcode}. What it printed above may say why."
+        return f"ended with exit code {exitcode}. {_LOOK_ABOVE}"
     name = signal.Signals(-exitcode).name
-    return f"died of {name}. {_REMEDIES.get(name, 'What it printed above may say why.')}"
+    return f"died of {name}. {_REMEDIES.get(name, _LOOK_ABOVE)}"
 
 
 def in_fresh_process(step: str, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
@@ -43,20 +45,14 @@ def in_fresh_process(step: str, function: Callable[..., Any], *args: Any, limit_
     `function(*args)` in a new process, which is gone afterwards with all that it started.
 
     Args:
-        step (`str`):
-            What is being done, for error messages.
-        function (`Callable`):
-            What to run. It, its arguments and its result are pickled.
-        limit_s (`float`):
-            Seconds after which the process is killed.
-
-    Returns:
-        What the function returned.
+        step (`str`): What is being done, for error messages.
+        function (`Callable`): What to run. It, its arguments and its result are pickled.
+        limit_s (`float`): Seconds after which the process is killed.
 
     Raises:
         ProcessDied: If the process was killed or crashed.
         TimeoutError: After `limit_s`.
-        Exception: What the function raised, with the other process's traceback.
+        Exception: What the function raised, with the traceback of the other process.
     """
     worker = Worker()
     try:
@@ -77,7 +73,7 @@ class Worker:
         self.forget()
 
     def forget(self) -> None:
-        """After a fork, in the child: leave the process to the parent."""
+        """In a fork of the caller: leave the process to the parent."""
         # Kept, because loky's clean-up could wait for a lock that no thread here will release.
         self._left = getattr(self, "_executor", None)
         self._lock = threading.Lock()
@@ -125,26 +121,22 @@ class Worker:
                         "is far slower than expected."
                     )
                 if self._pid is not None and _is_dead(self._pid):
-                    # A fork of it holds its pipes open, and loky would wait for that one.
-                    _kill_group(self._pid)
+                    _kill_group(self._pid)  # a fork of it holds its pipes open, and loky would wait for that one
             # The process may be another than before: loky replaces one whose memory grows.
             self._pid, value = future.result()
             return value
         except TerminatedWorkerError as error:
             self.close()
             code = re.search(r"\((-?\d+)\)", str(error))
-            how = ending(int(code[1])) if code else "died. What it printed above may say why."
-            raise ProcessDied(f"{step}: its process {how}") from None
+            raise ProcessDied(f"{step}: its process {ending(int(code[1])) if code else 'died'}") from None
         except BaseException as error:
-            if not future.done() or isinstance(
-                error, BrokenProcessPool
-            ):  # the limit, Ctrl-C, nothing readable came back
+            if not future.done() or isinstance(error, BrokenProcessPool):  # the limit, Ctrl-C, an unreadable result
                 self.close()
             raise
 
 
 def _run(function: Callable[..., Any], args: tuple) -> tuple[int, Any]:
-    """In the process: the function, and an error that can be sent."""
+    """In the process: the result, or an error that can be sent."""
     try:
         return os.getpid(), function(*args)
     except BaseException as error:
@@ -175,13 +167,12 @@ def _lead_session(caller: int) -> None:
 
 
 def _is_dead(pid: int) -> bool:
-    """Whether a child has ended and was not waited for; its exit code stays there for loky."""
-    try:
+    """Whether a child has ended and loky has not seen it; its exit code is left there. Unknown on macOS."""
+    with suppress(AttributeError, ChildProcessError):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return False
+    return False
 
 
 def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group that has ended
         os.killpg(pid, signal.SIGKILL)
