@@ -44,16 +44,7 @@ def print_summary(summary: dict[str, Any], output: Path) -> None:
 
 
 def save_picture(log: list[dict[str, Any]], before: float, after: float, floor: float, path: Path) -> None:
-    """
-    Reward, gap, band and code flips of a run in four panels.
-
-    Args:
-        log (`list[dict]`): `trainer.state.log_history`.
-        before (`float`): Held-out accuracy before RL.
-        after (`float`): Held-out accuracy after RL.
-        floor (`float`): Mean log-prob gap with quantization off.
-        path (`Path`): PNG file.
-    """
+    """Reward, gap, band and code flips of `trainer.state.log_history` in four panels, as a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
