@@ -169,8 +169,9 @@ def test_fork_of_the_caller_gets_a_process_of_its_own(worker):
 
 
 SCRIPT = """
-import os, time
+import os, signal, time
 from qarl_trl.processes import Worker
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started in the background
 print("started", flush=True)
 worker = Worker()
 print(worker.call("a step", os.getpid, limit_s=60), flush=True)
@@ -200,7 +201,7 @@ def test_worker_ends_when_its_caller_is_killed(tmp_path):
 
 def test_ctrl_c_ends_caller_and_worker(tmp_path):
     process, pid = started_script(tmp_path, "worker.call('a step', time.sleep, 60, limit_s=60)")
-    time.sleep(1)
+    time.sleep(0.5)  # between two looks of the caller, which are a second apart
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode == -signal.SIGINT and gone(pid)
