@@ -1,84 +1,49 @@
-"""
-The command `qarl-trl`: train, quickstart, precondition, ptq, export, schemes.
-
-Invariant: this module imports nothing but the standard library until a command runs, so `qarl-trl --help` is instant.
-"""
+"""The command `qarl-trl`. Only the standard library is imported until a command runs, so `--help` is instant."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 
+# Commands with a parser of their own: the module and function that get the other arguments, `--help` included.
 _FORWARDED = {
-    "train": "train from a recipe: qarl-trl train --config recipes/<model>/<arm>.yaml (one process; for several GPUs "
-    "use accelerate launch -m qarl_trl.train)",
-    "precondition": "fold transforms that help quantization into a model before training (llm-compressor)",
-    "ptq": "quantize a model after training: GPTQ, AWQ or round-to-nearest (llm-compressor)",
-    "quickstart": "train a small model on this machine, with a report at the end",
+    "train": (
+        ".train:run",
+        "train from a recipe: qarl-trl train --config recipes/<model>/<arm>.yaml (one process; for several GPUs use "
+        "accelerate launch -m qarl_trl.train)",
+    ),
+    "precondition": (
+        ".llmcompressor.precondition:main",
+        "fold transforms that help quantization into a model before training (llm-compressor)",
+    ),
+    "ptq": (
+        ".llmcompressor.ptq:main",
+        "quantize a model after training: GPTQ, AWQ or round-to-nearest (llm-compressor)",
+    ),
+    "quickstart": (".quickstart.__main__:main", "train a small model on this machine, with a report at the end"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """
-    Run one command.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments without the program's name. Defaults to those of the process.
-    """
+    """Run one command; `argv` (without the program's name) defaults to that of the process."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    # Handed on whole, `--help` included: argparse would take options meant for the command.
-    if argv and argv[0] == "train":
-        from .train import run
-
-        run(argv[1:])
-    elif argv and argv[0] == "quickstart":
-        from .quickstart.run import main as quickstart
-
-        quickstart(argv[1:])
-    elif argv and argv[0] == "precondition":
-        from .llmcompressor.precondition import main as precondition
-
-        precondition(argv[1:])
-    elif argv and argv[0] == "ptq":
-        from .llmcompressor.ptq import main as ptq
-
-        ptq(argv[1:])
+    if argv and argv[0] in _FORWARDED:
+        module, _, function = _FORWARDED[argv[0]][0].partition(":")
+        getattr(import_module(module, __package__), function)(argv[1:])
+        return
+    args = _make_parser().parse_args(argv)
+    if args.command == "schemes":
+        print(schemes())
     else:
-        args = _make_parser().parse_args(argv)
-        if args.command == "schemes":
-            print(schemes())
-            return
-        export(args.checkpoint, args.output, args.scheme, args.group_size, args.targets, args.ignore)
+        export(args)
 
 
-def export(
-    checkpoint: str,
-    output: str,
-    scheme: str = "W4A16",
-    group_size: int | None = None,
-    targets: Sequence[str] = ("Linear",),
-    ignore: Sequence[str] | None = None,
-) -> None:
+def export(args: argparse.Namespace) -> None:
     """
-    Write a high-precision checkpoint as the low-bit checkpoint that vLLM loads, by round-to-nearest.
+    Write a high-precision checkpoint, or a LoRA adapter merged into its base, as vLLM loads it, by round-to-nearest.
 
     For a checkpoint of a run in the same scheme these are the tensors it trained with.
-
-    Args:
-        checkpoint (`str`):
-            Model folder (or Hub id) with high-precision weights, or the folder of a LoRA adapter, which is merged into
-            its base model.
-        output (`str`):
-            Folder to write.
-        scheme (`str`, *optional*, defaults to `"W4A16"`):
-            A scheme that `qarl-trl schemes` lists.
-        group_size (`int`, *optional*):
-            Weights per scale; `-1` is per output channel. Without it the scheme's own.
-        targets (`Sequence[str]`, *optional*, defaults to `("Linear",)`):
-            Modules to quantize.
-        ignore (`Sequence[str]`, *optional*):
-            Modules to leave alone. Without it `lm_head` and MoE routers.
 
     Raises:
         ValueError: If the checkpoint is quantized already, or cannot be quantized.
@@ -91,57 +56,40 @@ def export(
     from .quant import apply_quantization
     from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
-    resolve_scheme(scheme, group_size)  # before the weights are read
-    loader, weights = AutoModelForCausalLM, checkpoint
-    if (Path(checkpoint) / "adapter_config.json").is_file():
+    resolve_scheme(args.scheme, args.group_size)  # before the weights are read
+    loader, weights = AutoModelForCausalLM, args.checkpoint
+    if (Path(args.checkpoint) / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM, PeftConfig
 
-        loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(checkpoint).base_model_name_or_path
+        loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(args.checkpoint).base_model_name_or_path
     if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
         raise ValueError(
             f"{weights} is quantized already (its config.json has a quantization_config). Give the checkpoint that "
             "holds the master weights."
         )
-    model = loader.from_pretrained(checkpoint, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    apply_quantization(model, scheme, targets, DEFAULT_IGNORE if ignore is None else ignore, group_size=group_size)
-    save_low_bit(model, tokenizer, output)
-    print(f"{scheme} checkpoint written to {output}")
+    model = loader.from_pretrained(args.checkpoint, dtype="auto")
+    ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
+    apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
+    save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output)
+    print(f"{args.scheme} checkpoint written to {args.output}")
 
 
 def schemes() -> str:
-    """
-    The table of schemes, from the data that the code decides by.
-
-    Returns:
-        `str`: one row per scheme: what is quantized, and where learner, engine and export run, tested or untested.
-    """
+    """Table of what is quantized in each scheme, and where learner, engine and export run, tested or untested."""
     from .quant.scheme import GPU_GENERATIONS, SUPPORTED, has_global_scale, resolve_scheme
 
-    rows = [
-        (
-            "scheme",
-            "group sizes",
-            "activations",
-            "learner CPU",
-            "learner GPU",
-            "engine CPU",
-            *GPU_GENERATIONS,
-            "export",
-            "LoRA, experts",
-        )
-    ]
+    head = "scheme", "group sizes", "activations", "learner CPU", "learner GPU", "engine CPU"
+    rows = [(*head, *GPU_GENERATIONS, "export", "LoRA, experts")]
     for row in SUPPORTED.values():
         groups = ", ".join("channel" if size == -1 else str(size) for size in row.group_sizes) or "fixed"
-        engines = ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
         learner = "tested", "untested" if row.gpus else "no"
+        engines = ["tested" if row.cpu_engine else "no"]
+        engines += ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
         merged = "no" if has_global_scale(resolve_scheme(row.name)) else "tested"
-        cpu_engine = "tested" if row.cpu_engine else "no"
-        rows.append((row.name, groups, row.activations, *learner, cpu_engine, *engines, "tested", merged))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+        rows.append((row.name, groups, row.activations, *learner, *engines, "tested", merged))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -151,7 +99,7 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="{train,quickstart,precondition,ptq,export,schemes}"
     )
-    for name, text in _FORWARDED.items():
+    for name, (_, text) in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("schemes", help="what can be trained, sampled and exported, and where", allow_abbrev=False)
     exporter = commands.add_parser(

@@ -1,9 +1,4 @@
-"""
-Math datasets, from the Hub or from a file, as the two columns that training reads: `prompt` and `answer`.
-
-Invariant: what comes out has exactly these columns, in row order, and no row with an empty answer. Columns are guessed
-only from the tables below; anything else is an error that names what was found.
-"""
+"""Math datasets, from the Hub or from a file, as the two columns that training reads: `prompt` and `answer`."""
 
 import logging
 from pathlib import Path
@@ -39,35 +34,25 @@ def load_math_dataset(
     max_samples: int | None = None,
 ) -> "Dataset":
     r"""
-    Load problems with their reference answers as a dataset with the columns `prompt` and `answer`.
+    Load problems with their reference answers as a dataset with the columns `prompt` and `answer`, in row order.
 
     Args:
-        name_or_path (`str`):
-            Hub id, or path of a `.jsonl`, `.json` or `.parquet` file or of a folder of such files.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split to load, slices included (`"train[:100]"`). A single file is the split that is asked for.
-        prompt_template (`str`, *optional*):
-            Text around the problem, which replaces `{problem}` in it: `"{problem}\nAnswer in \\boxed{}."`. Without it
-            the problem is the prompt.
-        config_name (`str`, *optional*):
-            Configuration (subset) of a Hub dataset.
-        problem_column (`str`, *optional*):
-            Column of the problem; without it the first of `PROBLEM_COLUMNS` that exists. It may hold chat messages:
-            then the template goes around the last user message and the others stay.
-        answer_column (`str`, *optional*):
-            Column of the reference; without it the first of `ANSWER_COLUMNS` that exists. Dots reach into nested
-            columns.
-        system_prompt (`str`, *optional*):
-            System message put in front; it replaces one that the data has.
-        conversational (`bool`, *optional*, defaults to `True`):
-            Prompts as chat messages, to which the trainer applies the chat template, or as plain text.
-        max_samples (`int`, *optional*):
-            Keep the first so many rows.
+        name_or_path (`str`): Hub id, or path of a `.jsonl`, `.json` or `.parquet` file or of a folder of such files.
+        split (`str`): Split to load, slices included (`"train[:100]"`). A single file is the split that is asked for.
+        prompt_template (`str`, *optional*): Text around the problem, which replaces `{problem}` in it, such as
+            `"{problem}\nAnswer in \\boxed{}."`. Without it the problem is the prompt.
+        config_name (`str`, *optional*): Configuration (subset) of a Hub dataset.
+        problem_column (`str`, *optional*): Column of the problem, by default the first of `PROBLEM_COLUMNS` that
+            exists. If it holds chat messages, the template goes around the last user message and the others stay.
+        answer_column (`str`, *optional*): Column of the reference, by default the first of `ANSWER_COLUMNS` that
+            exists. Dots reach into nested columns.
+        system_prompt (`str`, *optional*): System message put in front; it replaces one that the data has.
+        conversational (`bool`): Prompts as chat messages, to which the trainer applies the chat template, or as text.
+        max_samples (`int`, *optional*): Keep the first so many rows.
 
     Returns:
-        [`~datasets.Dataset`]: `prompt` (messages or text) and `answer` (text). Of GSM8K's `... #### 42` the number is
-        kept, of a worked solution the content of its last `\boxed{}`. Rows without an answer are left out, with a
-        warning that counts them.
+        [`~datasets.Dataset`]: `prompt` (messages or text) and `answer` (text, see [`final_answer`]). Rows without an
+        answer are left out, with a warning that counts them.
 
     Raises:
         FileNotFoundError: If `name_or_path` looks like a file and none is there.
@@ -75,41 +60,39 @@ def load_math_dataset(
     """
     from datasets import Features, List, Value
 
-    _check_template(prompt_template)
+    if prompt_template is not None and _SLOT not in prompt_template:
+        raise ValueError(
+            f"prompt_template={prompt_template!r} has no place for the problem. Write {_SLOT} where it belongs, e.g. "
+            f"'{_SLOT} Put your final answer in \\boxed{{}}.'"
+        )
     if system_prompt is not None and not conversational:
         raise ValueError("system_prompt needs chat messages: set conversational=True, or put it in prompt_template.")
-    dataset = _load(name_or_path, split, config_name)
+    dataset = _load(name_or_path, split, config_name).flatten()  # nested columns by their dotted names
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
-    problem_column = _choose_column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
-    answer_column = _choose_column(dataset, answer_column, ANSWER_COLUMNS, "answer_column", name_or_path)
+    problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
+    answer_column = _column(dataset, answer_column, ANSWER_COLUMNS, "answer_column", name_or_path)
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "prompt": _prompt(_reach(row, problem_column), prompt_template, system_prompt, conversational),
-            "answer": final_answer(_reach(row, answer_column)),
-        }
+        prompt = _prompt(row[problem_column], prompt_template, system_prompt, conversational)
+        return {"prompt": prompt, "answer": final_answer(row[answer_column])}
 
     # Spelled out: without it a column that keeps its name keeps its type, and AMC's answer "27" turns back into 27.0.
     text = Value("string")
-    prompt = List({"role": text, "content": text}) if conversational else text
-    features = Features({"prompt": prompt, "answer": text})
-    converted = dataset.map(
-        convert, remove_columns=dataset.column_names, features=features, desc="Reading problems"
-    ).select_columns(["prompt", "answer"])
+    features = Features({"prompt": List({"role": text, "content": text}) if conversational else text, "answer": text})
+    columns = dataset.column_names
+    converted = dataset.map(convert, remove_columns=columns, features=features, desc="Reading problems")
     with_answer = converted.filter(lambda row: bool(row["answer"]), desc="Checking answers")
+    missing = len(converted) - len(with_answer)
     if len(with_answer) == 0:
         raise ValueError(
             f"None of the {len(dataset)} rows of {name_or_path!r} (split {split!r}) has an answer in the column "
-            f"{answer_column!r}. Name the right one with answer_column; the columns are {dataset.column_names}."
+            f"{answer_column!r}. Name the right one with answer_column; the columns are {columns}."
         )
-    if len(with_answer) < len(converted):
+    if missing:
         logger.warning(
             "%d of %d rows of %r have no answer in the column %r and are left out.",
-            len(converted) - len(with_answer),
-            len(converted),
-            name_or_path,
-            answer_column,
+            *(missing, len(converted), name_or_path, answer_column),
         )
     return with_answer
 
@@ -118,12 +101,8 @@ def final_answer(reference: Any) -> str:
     r"""
     The final answer in a reference: after GSM8K's `####`, in the last `\boxed{}`, or the whole text.
 
-    Args:
-        reference (`Any`):
-            Text, a number, or chat messages (of which the last is read).
-
-    Returns:
-        `str`: The answer, `""` if there is none. Whole floats lose their `.0`.
+    A reference is text, a number, or chat messages (of which the last is read). Without an answer it is `""`; whole
+    floats lose their `.0`.
     """
     if isinstance(reference, float) and reference.is_integer():
         reference = int(reference)
@@ -139,14 +118,7 @@ def final_answer(reference: Any) -> str:
 
 def local_path(name_or_path: str) -> Path | None:
     """
-    The file or folder that `name_or_path` means, or `None` for a Hub id.
-
-    Args:
-        name_or_path (`str`):
-            As given by the user.
-
-    Returns:
-        `Path` or `None`: An existing path, or `None` if it can only be a Hub id.
+    The existing file or folder that `name_or_path` means, or `None` if it can only be a Hub id.
 
     Raises:
         FileNotFoundError: If it can only be a path, and nothing is there.
@@ -175,20 +147,10 @@ def _load(name_or_path: str, split: str, config_name: str | None) -> "Dataset":
     return load_dataset(str(path or name_or_path), name=config_name, split=split)
 
 
-def _check_template(template: str | None) -> None:
-    if template is not None and _SLOT not in template:
-        raise ValueError(
-            f"prompt_template={template!r} has no place for the problem. Write {_SLOT} where it belongs, e.g. "
-            f"'{_SLOT} Put your final answer in \\boxed{{}}.'"
-        )
-
-
-def _choose_column(
-    dataset: "Dataset", given: str | None, table: tuple[str, ...], argument: str, name_or_path: str
-) -> str:
+def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argument: str, name_or_path: str) -> str:
     candidates = table if given is None else (given,)
     for column in candidates:
-        if _has(dataset.features, column):
+        if column in dataset.column_names:
             return column
     raise ValueError(
         f"The dataset {name_or_path!r} has the columns {dataset.column_names}, and none is {' or '.join(candidates)}. "
@@ -196,37 +158,19 @@ def _choose_column(
     )
 
 
-def _has(features: Any, column: str) -> bool:
-    """Whether a (dotted) column exists, by the dataset's features, which for nested columns are dicts."""
-    head, _, rest = column.partition(".")
-    if not isinstance(features, dict) or head not in features:
-        return False
-    return _has(features[head], rest) if rest else True
-
-
-def _reach(row: Any, column: str) -> Any:
-    for key in column.split("."):
-        row = None if row is None else row[key]
-    return row
-
-
 def _prompt(
     problem: str | list[dict[str, str]], template: str | None, system_prompt: str | None, conversational: bool
 ) -> str | list[dict[str, str]]:
-    messages = (
-        [{"role": "user", "content": str(problem)}]
-        if not isinstance(problem, list)
-        else [{"role": m["role"], "content": m["content"]} for m in problem]
-    )
-    last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
-    if last_user is None:
+    if not isinstance(problem, list):
+        problem = [{"role": "user", "content": str(problem)}]
+    messages = [{"role": message["role"], "content": message["content"]} for message in problem]
+    user = next((message for message in reversed(messages) if message["role"] == "user"), None)
+    if user is None:
         raise ValueError(f"A prompt has no user message: {messages}. Name the problem's column with problem_column.")
-    user = messages[last_user]["content"]
-    # Not str.format: the template may hold \boxed{}.
-    user = user if template is None else template.replace(_SLOT, user)
+    if template is not None:
+        user["content"] = template.replace(_SLOT, user["content"])  # not str.format: it may hold \boxed{}
     if not conversational:
-        return user
-    messages[last_user] = {"role": "user", "content": user}
+        return user["content"]
     if system_prompt is not None:
         messages = [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
     return messages

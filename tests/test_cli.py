@@ -33,10 +33,10 @@ def test_wrong_command_line_exits_with_usage(argv, capsys):
 
 def test_train_and_quickstart_get_their_arguments_whole(monkeypatch):
     seen = []
-    module = types.ModuleType("qarl_trl.quickstart.run")
+    module = types.ModuleType("qarl_trl.quickstart.__main__")
     module.main = lambda argv: seen.append(("quickstart", argv))
     monkeypatch.setitem(sys.modules, "qarl_trl.quickstart", types.ModuleType("qarl_trl.quickstart"))
-    monkeypatch.setitem(sys.modules, "qarl_trl.quickstart.run", module)
+    monkeypatch.setitem(sys.modules, "qarl_trl.quickstart.__main__", module)
     monkeypatch.setattr("qarl_trl.train.run", lambda argv: seen.append(("train", argv)))
     cli.main(["train", "--config", "a.yaml", "--help"])
     cli.main(["quickstart", "--help", "--steps", "3"])

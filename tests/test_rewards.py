@@ -1,7 +1,9 @@
 """`math_reward`: right, wrong, unreadable, broken, endless."""
 
-import builtins
 import logging
+import os
+import signal
+import sys
 import threading
 import time
 
@@ -9,6 +11,16 @@ import pytest
 
 from qarl_trl import rewards
 from qarl_trl.rewards import boxed_format_reward, last_boxed, math_reward
+
+
+def die_or_grade(completion, reference):
+    if completion == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(completion == rf"\boxed{{{reference}}}")
+
+
+def fail(completion, reference):
+    return 1 / 0
 
 
 @pytest.mark.parametrize(
@@ -52,7 +64,7 @@ def test_parts_of_a_message_are_read_together():
 
 @pytest.mark.parametrize("reference", ["", "   ", None])
 def test_unreadable_reference_is_not_scored_and_is_said_once(reference, caplog, monkeypatch):
-    monkeypatch.setattr(rewards, "_warned", False)
+    monkeypatch.setattr(rewards, "_said", set())
     with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
         assert math_reward([r"\boxed{3}", r"\boxed{3}"], [reference, "3"]) == [None, 1.0]
         assert math_reward([r"\boxed{3}"], [reference]) == [None]
@@ -72,26 +84,55 @@ def test_rewards_agree_outside_the_main_thread():
     assert found == [1.0, 0.0]
 
 
-def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch):
-    monkeypatch.setattr(rewards, "_KILL_S", 1)
-    worker = rewards._Worker()
-    assert worker.grade(r"\boxed{3}", "3") == 1.0
+def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, caplog):
+    monkeypatch.setattr(rewards, "_LIMIT_S", 1)
+    monkeypatch.setattr(rewards, "_said", set())
+    assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
     found = []
-    thread = threading.Thread(target=lambda: found.append(worker.grade(r"\boxed{9^{9^{9^{9}}}}", "3")))
+    thread = threading.Thread(target=lambda: found.extend(math_reward([r"\boxed{9^{9^{9^{9}}}}"] * 2, ["3"] * 2)))
     start = time.monotonic()
-    thread.start()
-    thread.join()
-    assert found == [0.0]
-    assert time.monotonic() - start < 4  # math-verify's own alarm would take 5
-    assert worker.grade(r"\boxed{3}", "3") == 1.0  # and a fresh worker goes on
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
+        thread.start()
+        thread.join()
+    assert found == [0.0, 0.0]
+    assert time.monotonic() - start < 15
+    assert [record for record in caplog.records if "no result within 1 s" in record.message] == caplog.records[:1]
+    assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]  # and a fresh process goes on
 
 
-def test_alarm_of_math_verify_works_in_the_worker():
-    worker = rewards._Worker()
-    worker.grade(r"\boxed{3}", "3")
-    process = worker._process
-    assert worker.grade(r"\boxed{9^{9^{9^{9}}}}", "3") == 0.0
-    assert worker._process is process  # the comparison was stopped, not the process
+def test_alarm_of_math_verify_works_in_the_other_process():
+    math_reward([r"\boxed{3}"], ["3"])
+    pid = rewards._WORKER.call("pid", os.getpid, limit_s=60)
+    assert math_reward([r"\boxed{9^{9^{9^{9}}}}"], ["3"]) == [0.0]
+    assert rewards._WORKER.call("pid", os.getpid, limit_s=60) == pid  # the comparison was stopped, not the process
+
+
+def test_killed_grader_scores_zero_says_so_once_and_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(rewards, "_said", set())
+    monkeypatch.setattr(rewards, "_grade", die_or_grade)
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
+        assert math_reward(["die", r"\boxed{3}", "die"], ["3"] * 3) == [0.0, 1.0, 0.0]
+    assert [record.message.count("died of SIGKILL") for record in caplog.records] == [1]
+
+
+def test_grader_that_always_fails_is_an_error_at_the_start_and_said_once_later(monkeypatch, caplog):
+    monkeypatch.setattr(rewards, "_said", set())
+    monkeypatch.setattr(rewards, "_grade", fail)
+    rewards._WORKER.close()
+    with pytest.raises(ZeroDivisionError):
+        math_reward(["1"], ["1"])
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
+        assert math_reward(["1", "2"], ["1", "2"]) == [0.0, 0.0]
+    assert [record.message.count("ZeroDivisionError") for record in caplog.records] == [1]
+
+
+def test_fork_grades_for_itself():
+    assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
+    child = os.fork()
+    if child == 0:
+        os._exit(int(math_reward([r"\boxed{3}", r"\boxed{4}"], ["3", "3"]) != [1.0, 0.0]))
+    assert os.waitpid(child, 0)[1] == 0
+    assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
 
 
 def test_only_the_end_of_a_completion_is_read():
@@ -101,14 +142,7 @@ def test_only_the_end_of_a_completion_is_read():
 
 
 def test_missing_math_verify_names_the_extra(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("math_verify"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ImportError, match=r"pip install qarl_trl\[math\]"):
         math_reward(["1"], ["1"])
 

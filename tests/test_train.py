@@ -101,8 +101,17 @@ def test_rewards_come_by_name_and_by_path(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    names = [reward.__name__ for reward in load_rewards(["math_reward", "boxed_format_reward", "my_rewards.short"])]
-    assert names == ["math_reward", "boxed_format_reward", "short"]
+    given = ["math_reward", "boxed_format_reward", "my_rewards.short", "trl.rewards.think_format_reward"]
+    names = [reward.__name__ for reward in load_rewards(given)]
+    assert names == ["math_reward", "boxed_format_reward", "short", "think_format_reward"]
+
+
+def test_wrong_settings_on_the_command_line_are_one_message(base, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run([*base, "--quant_scheme", "W2A2"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "qarl-trl train: " in said and "W2A2" in said and "Traceback" not in said
 
 
 def test_dry_run_prints_batches_data_and_settings_and_loads_no_model(base, capsys, monkeypatch):

@@ -1,64 +1,46 @@
-"""Greedy answers through vLLM: from the training engine, from a fresh process, and the bfloat16 floor of the gap.
-
-Invariant: accuracy is always that of the low-bit engine, never of the learner.
-"""
+"""Greedy answers through vLLM, from the training engine and from a fresh one, never from the learner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing import get_context
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .task import correct
 
 
-@dataclass(frozen=True)
-class Result:
-    """Answers to the problems given, and the share that is right."""
-
-    answers: list[str]
-    accuracy: float
-
-
-def engine_arguments(max_num_seqs: int) -> dict[str, Any]:
-    """What a fresh engine must share with the training engine for bit-equal arithmetic."""
-    return {
-        "max_model_len": 64,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": 4096,
-        "enforce_eager": True,
-        "dtype": "bfloat16",
-        "logprobs_mode": "processed_logprobs",
-    }
-
-
-def greedy(llm: Any, problems: Sequence[dict[str, Any]]) -> Result:
-    """Greedy answers of an engine."""
+def answers_of_engine(llm: Any, problems: Sequence[dict[str, Any]]) -> list[str]:
+    """Greedy answers of a `vllm.LLM`."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=16)
-    outputs = llm.generate([p["prompt"] for p in problems], params, use_tqdm=False)
-    answers = [output.outputs[0].text for output in outputs]
-    rewards = correct(answers, [p["answer"] for p in problems])
-    return Result(answers, sum(rewards) / len(rewards))
+    outputs = llm.generate([problem["prompt"] for problem in problems], params, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
 
 
-def greedy_in_training_engine(trainer: Any, problems: Sequence[dict[str, Any]]) -> Result:
+def answers_in_training(trainer: Any, problems: Sequence[dict[str, Any]]) -> list[str]:
     """Publish the learner's current low-bit weights, then answer."""
     trainer.vllm_generation.sync_weights()
-    return greedy(trainer.vllm_generation.llm, problems)
+    return answers_of_engine(trainer.vllm_generation.llm, problems)
 
 
-def greedy_of_checkpoint(checkpoint: Path, problems: Sequence[dict[str, Any]], max_num_seqs: int) -> Result:
+def answers_of_checkpoint(checkpoint: Path, problems: Sequence[dict[str, Any]], max_num_seqs: int) -> list[str]:
     """Answers of an engine that knows nothing but the folder; run it in a process of its own."""
     from vllm import LLM
 
-    return greedy(LLM(str(checkpoint), **engine_arguments(max_num_seqs)), problems)
+    llm = LLM(
+        str(checkpoint),
+        # What it must share with the training engine for bit-equal arithmetic.
+        max_model_len=64,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=4096,
+        enforce_eager=True,
+        dtype="bfloat16",
+        logprobs_mode="processed_logprobs",
+    )
+    return answers_of_engine(llm, problems)
 
 
-def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` in a new process, because a vLLM engine keeps global state in its own."""
-    with get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, args)
+def accuracy(answers: list[str], problems: Sequence[dict[str, Any]]) -> float:
+    """Share of right answers."""
+    return sum(correct(answers, [problem["answer"] for problem in problems])) / len(answers)

@@ -1,8 +1,4 @@
-"""A Qwen3 model of 1.2 million parameters and its character tokenizer, made from a config.
-
-Invariant: everything that a hub model has is there (config, tokenizer, generation config), so that the same code path runs
-as for a real one.
-"""
+"""A Qwen3 model of 1.2 million parameters and its character tokenizer, with all that a model of the Hub has."""
 
 from __future__ import annotations
 

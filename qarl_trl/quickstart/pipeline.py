@@ -1,6 +1,7 @@
-"""The quickstart's steps: warm start, QaRL on a real 4-bit engine, and the proof that what was trained is what is served.
+"""
+The quickstart's steps: warm start, QaRL on a real 4-bit engine, and the proof that what was trained is what is served.
 
-Invariant: every number in the closing table was measured in this run, accuracy through the low-bit engine.
+Every number of the closing table was measured in this run.
 """
 
 from __future__ import annotations
@@ -16,26 +17,28 @@ from typing import Any
 import numpy as np
 import transformers
 from datasets import Dataset, disable_progress_bars
+from tqdm import tqdm
 from transformers import PrinterCallback
 
 from .. import QaRLConfig, QaRLTrainer
-from .evaluate import greedy_in_training_engine, greedy_of_checkpoint, in_fresh_process
+from ..processes import in_fresh_process
+from .evaluate import accuracy, answers_in_training, answers_of_checkpoint
 from .model import make_model, make_tokenizer
-from .report import Bar, TrainingBar, column, print_table, save_picture, time_shares
+from .report import TrainingBar, column, print_summary, save_picture
 from .task import correct, distinct_problems
 from .warmstart import STEPS, warm_start
 
 
 HELD_OUT = 256
-ENGINE_LENGTH = 64
 COMPLETIONS = 128  # a rollout batch: 16 problems, 8 answers each
 UPDATES_PER_ROLLOUT = 4
 # TRL gives its engine room for one rollout batch; batch shapes decide which kernels run, so a fresh engine gets the same.
 MAX_NUM_SEQS = COMPLETIONS
+LIMIT_S = 1800  # of a step in another process, which takes well under a minute on two cores
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run all steps with the options of `qarl_trl.quickstart.run`."""
+    """Run all steps with the options of `python -m qarl_trl.quickstart`."""
     start = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     disable_progress_bars()
@@ -44,60 +47,62 @@ def run(options: argparse.Namespace) -> None:
 
     print("1/4 supervised warm start", flush=True)
     model, tokenizer = make_model(options.seed), make_tokenizer()
-    bar = Bar(STEPS)
-    warm_start(model, tokenizer, options.seed, progress=lambda step, loss: bar.update(step, f"loss {loss:.2f}"))
-    bar.close()
+    with tqdm(total=STEPS) as bar:
+        warm_start(model, tokenizer, options.seed, progress=lambda step, loss: bar.update())
     with tempfile.TemporaryDirectory() as base:
         model.save_pretrained(base)
         tokenizer.save_pretrained(base)
-        print("2/4 the bfloat16 floor: one rollout with quantization off", flush=True)
-        floor = in_fresh_process(_measure_floor, base, options)
+        # A vLLM engine keeps global state in its process, so each but the training one gets a process of its own.
+        step = "2/4 the bfloat16 floor: one rollout with quantization off"
+        print(step, flush=True)
+        floor = in_fresh_process(step, _measure_floor, base, options, limit_s=LIMIT_S)
         print(f"3/4 QaRL: {options.scheme} engine, {options.scheme} learner, TBPO", flush=True)
         trainer = _make_trainer(base, options)
-        before = greedy_in_training_engine(trainer, held_out)
+        before = accuracy(answers_in_training(trainer, held_out), held_out)
         trainer.train()
-        after = greedy_in_training_engine(trainer, held_out)
+        answers = answers_in_training(trainer, held_out)
         trainer.save_model()
-    print("4/4 the saved checkpoint in a fresh vLLM process", flush=True)
-    fresh = in_fresh_process(greedy_of_checkpoint, output, held_out, MAX_NUM_SEQS)
+    step = "4/4 the saved checkpoint in a fresh vLLM process"
+    print(step, flush=True)
+    fresh = in_fresh_process(step, answers_of_checkpoint, output, held_out, MAX_NUM_SEQS, limit_s=LIMIT_S)
 
-    log = trainer.state.log_history
-    save_picture(log, before.accuracy, after.accuracy, floor, output / "report.png")
+    log, after = trainer.state.log_history, accuracy(answers, held_out)
+    save_picture(log, before, after, floor, output / "report.png")
+    seconds = {part: sum(column(log, f"time/{part}")[1]) for part in ("rollout", "publish", "update")}
     summary = {
         "seed": options.seed,
         "scheme": options.scheme,
         "held_out_problems": HELD_OUT,
-        "accuracy_before": before.accuracy,
-        "accuracy_after": after.accuracy,
-        "gap": float(np.mean(column(log, "mismatch/logp_gap_mean")[1])),
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "gap": _mean_gap(trainer),
         "gap_bf16_floor": floor,
-        "time_shares": time_shares(log),
-        "fresh_engine_answers_equal": fresh.answers == after.answers,
+        "time_shares": {part: value / sum(seconds.values()) for part, value in seconds.items()},
+        "fresh_engine_answers_equal": fresh == answers,
         "minutes": (time.perf_counter() - start) / 60,
     }
     (output / "log.json").write_text(json.dumps(log, indent=1) + "\n")
     (output / "quickstart.json").write_text(json.dumps(summary, indent=2) + "\n")
-    _show(summary, output)
-    if fresh.answers != after.answers:
+    print_summary(summary, output)
+    if fresh != answers:
         sys.exit("The fresh engine answers differently: the checkpoint is not what was trained. Please report this.")
-    if not options.short and after.accuracy < before.accuracy + 0.15:
+    if not options.short and after < before + 0.15:
         sys.exit("Held-out accuracy rose by less than 15 points. Please report the seed.")
 
 
-def _make_trainer(base: str, options: argparse.Namespace, **changes: Any) -> Any:
-    rollouts = 4 if options.short else options.rollouts
+def _make_trainer(base: str, options: argparse.Namespace, **changes: Any) -> QaRLTrainer:
     settings: dict[str, Any] = {
         "output_dir": options.output_dir,
         "quant_scheme": options.scheme,
         "use_vllm": True,
         "use_cpu": True,
-        "vllm_max_model_length": ENGINE_LENGTH,
+        "vllm_max_model_length": 64,
         "vllm_engine_kwargs": {"enforce_eager": True},
         "max_completion_length": 16,
         "num_generations": 8,
         "per_device_train_batch_size": COMPLETIONS // UPDATES_PER_ROLLOUT,
         "steps_per_generation": UPDATES_PER_ROLLOUT,
-        "max_steps": rollouts * UPDATES_PER_ROLLOUT,
+        "max_steps": (4 if options.short else options.rollouts) * UPDATES_PER_ROLLOUT,
         "learning_rate": 1.5e-4,
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": UPDATES_PER_ROLLOUT,
@@ -111,13 +116,12 @@ def _make_trainer(base: str, options: argparse.Namespace, **changes: Any) -> Any
         "disable_tqdm": True,
         "seed": options.seed,
     }
-    args = QaRLConfig(**settings | changes)
     trainer = QaRLTrainer(
         base,
         reward_funcs=correct,
-        args=args,
+        args=QaRLConfig(**settings | changes),
         train_dataset=Dataset.from_list(distinct_problems(4096, seed=2)),
-        callbacks=[TrainingBar(args.max_steps)],
+        callbacks=[TrainingBar()],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -125,26 +129,11 @@ def _make_trainer(base: str, options: argparse.Namespace, **changes: Any) -> Any
 
 def _measure_floor(base: str, options: argparse.Namespace) -> float:
     """Mean log-prob gap of the same model with quantization off, over two rollouts without learning."""
-    options.output_dir = str(Path(base) / "floor")
-    steps = 2 * UPDATES_PER_ROLLOUT
-    trainer = _make_trainer(base, options, quant_scheme="none", learning_rate=0.0, max_steps=steps)
+    folder, steps = str(Path(base) / "floor"), 2 * UPDATES_PER_ROLLOUT
+    trainer = _make_trainer(base, options, output_dir=folder, quant_scheme="none", learning_rate=0.0, max_steps=steps)
     trainer.train()
+    return _mean_gap(trainer)
+
+
+def _mean_gap(trainer: QaRLTrainer) -> float:
     return float(np.mean(column(trainer.state.log_history, "mismatch/logp_gap_mean")[1]))
-
-
-def _show(summary: dict[str, Any], output: Path) -> None:
-    shares = summary["time_shares"]
-    print_table(
-        [
-            ("held-out problems", f"{summary['held_out_problems']}, answered by the {summary['scheme']} engine"),
-            ("accuracy before RL", f"{summary['accuracy_before']:.1%}"),
-            ("accuracy after RL", f"{summary['accuracy_after']:.1%}"),
-            ("mean log-prob gap", f"{summary['gap']:.1e} nats per token (mean over the run)"),
-            ("bf16 with TRL's learner", f"{summary['gap_bf16_floor']:.1e} (before RL)"),
-            ("time", ", ".join(f"{part} {share:.0%}" for part, share in shares.items())),
-            ("fresh engine", "identical answers" if summary["fresh_engine_answers_equal"] else "DIFFERENT ANSWERS"),
-            ("checkpoint", str(output)),
-            ("picture", str(output / "report.png")),
-            ("took", f"{summary['minutes']:.1f} minutes"),
-        ]
-    )

@@ -1,7 +1,7 @@
-"""The supervised phase: the model learns to work sums, slips included.
+"""
+The supervised phase: the model learns to work sums, slips included.
 
-It ends where a base model stands before RL: it can do better than what it mostly writes. Invariant: the same seed and the
-same number of threads give the same weights.
+It ends where a base model stands before RL: it can do better than what it mostly writes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from .model import EOS, PAD
@@ -32,14 +33,9 @@ def warm_start(
     progress: Callable[[int, float], None] | None = None,
 ) -> None:
     """
-    Train `model` in place on demonstrations.
+    Train `model` in place on demonstrations, `steps` updates of 64; the same seed and threads give the same weights.
 
-    Args:
-        model (`Qwen3ForCausalLM`): A fresh model.
-        tokenizer (`PreTrainedTokenizerFast`): Its tokenizer.
-        seed (`int`): Which problems, and which carries are forgotten.
-        steps (`int`, *optional*): Updates of 64 demonstrations.
-        progress (`Callable[[int, float], None]`, *optional*): Called after each update with its number and loss.
+    `progress` is called after each update with its number and loss.
     """
     stream = problems(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -62,13 +58,9 @@ def warm_start(
 
 def collate(rows: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
     """Prompts and completions to right-padded ids `(B, T)` and the completion mask `(B, T)`."""
-    length = max(len(prompt) + len(completion) for prompt, completion in rows)
-    ids, mask = torch.full((len(rows), length), PAD), torch.zeros(len(rows), length, dtype=torch.bool)
-    for i, (prompt, completion) in enumerate(rows):
-        end = len(prompt) + len(completion)
-        ids[i, :end] = torch.tensor(prompt + completion)
-        mask[i, len(prompt) : end] = True
-    return ids, mask
+    ids = [torch.tensor(prompt + completion) for prompt, completion in rows]
+    masks = [torch.arange(len(p) + len(c)) >= len(p) for p, c in rows]
+    return pad_sequence(ids, batch_first=True, padding_value=PAD), pad_sequence(masks, batch_first=True)
 
 
 def completion_loss(model: Qwen3ForCausalLM, ids: Tensor, mask: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from qarl_trl.processes import ProcessDied, ending
+
 
 # No compiler needed, and the same arithmetic in every engine started here.
 ENVIRONMENT = {
@@ -74,17 +76,20 @@ def _run(function: Callable[..., Any], args: tuple, environments: list[dict[str,
     end = time.monotonic() + timeout
     try:
         while len(results) < len(processes):
-            waiting = [receiver for i, receiver in enumerate(receivers) if i not in results]
-            ready = wait(waiting, max(0.0, end - time.monotonic()))
+            waiting = {receivers[i]: i for i in range(len(processes)) if i not in results}
+            waiting |= {processes[i].sentinel: i for i in waiting.values()}
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"{function.__name__} did not finish in {timeout} s")
-            for receiver in ready:
-                rank = receivers.index(receiver)
+            for rank in {waiting[which] for which in ready}:
                 try:
-                    ok, results[rank] = receiver.recv()
+                    if not receivers[rank].poll():  # it is gone, and a fork of it holds the pipe open
+                        raise EOFError
+                    ok, results[rank] = receivers[rank].recv()
                 except EOFError:
                     processes[rank].join()
-                    raise RuntimeError(f"{function.__name__} died with exit code {processes[rank].exitcode}") from None
+                    code = processes[rank].exitcode
+                    raise ProcessDied(f"{function.__name__}: its process {ending(code)}") from None
                 if not ok:
                     raise AssertionError(f"in {function.__name__}:\n{results[rank]}")
     finally:

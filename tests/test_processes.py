@@ -1,0 +1,207 @@
+"""A process that dies, fails or hangs: one error within seconds, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from qarl_trl.processes import ProcessDied, Worker, ending, in_fresh_process
+
+
+@pytest.fixture
+def worker():
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+def die(number):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+def leave_a_fork_and_die(path, number):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    path.write_text(str(child))
+    die(number)
+
+
+def leave_a_process_and_hang(path):
+    path.write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+    time.sleep(60)
+
+
+class NotToBePickled(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+
+def fail(error, *args):
+    raise error(*args)
+
+
+def is_in_main_thread():
+    return threading.current_thread() is threading.main_thread()
+
+
+def pids():
+    return os.getpid(), os.getppid(), os.getsid(0)
+
+
+def gone(pid, within=5.0):
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGILL", "SIGSEGV", "SIGTERM"])
+def test_death_by_a_signal_is_named_within_seconds(name):
+    start = time.monotonic()
+    with pytest.raises(ProcessDied, match=rf"^4/4 fresh engine: its process died of {name}\. \w+") as raised:
+        in_fresh_process("4/4 fresh engine", die, getattr(signal, name), limit_s=60)
+    assert time.monotonic() - start < 15
+    assert ("memory" in str(raised.value)) == (name == "SIGKILL")
+    assert ("CPU" in str(raised.value)) == (name == "SIGILL")
+
+
+def test_exit_code_is_named():
+    with pytest.raises(ProcessDied, match="a step: its process ended with exit code 3"):
+        in_fresh_process("a step", os._exit, 3, limit_s=60)
+    assert "died of SIGILL" in ending(-4)
+
+
+def test_what_it_started_dies_with_it_and_hides_nothing(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(ProcessDied, match="SIGKILL"):
+        # The fork holds every pipe of its parent open, as vLLM's engine does.
+        in_fresh_process("a step", leave_a_fork_and_die, tmp_path / "pid", signal.SIGKILL, limit_s=60)
+    assert time.monotonic() - start < 15
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_limit_ends_what_hangs_with_all_it_started(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="a step: no result within 2 s"):
+        in_fresh_process("a step", leave_a_process_and_hang, tmp_path / "pid", limit_s=2)
+    assert time.monotonic() - start < 15
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_error_arrives_with_its_message_and_the_line_that_raised_it():
+    with pytest.raises(KeyError, match="the message") as raised:
+        in_fresh_process("a step", fail, KeyError, "the message", limit_s=60)
+    assert "raise error(*args)" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("error", "args", "message"),
+    [(NotToBePickled, ("one", "two"), "NotToBePickled: one two"), (SystemExit, (7,), "SystemExit: 7")],
+)
+def test_error_that_cannot_be_sent_keeps_its_text(worker, error, args, message):
+    with pytest.raises(RuntimeError, match=message) as raised:
+        worker.call("a step", fail, error, *args, limit_s=60)
+    assert "raise error(*args)" in str(raised.value.__cause__)
+
+
+def test_timeout_raised_by_the_function_is_not_the_limit(worker):
+    pid = worker.call("a step", os.getpid, limit_s=60)
+    with pytest.raises(TimeoutError, match="mine"):
+        worker.call("a step", fail, TimeoutError, "mine", limit_s=60)
+    assert worker.call("a step", os.getpid, limit_s=60) == pid  # control: it was not killed
+
+
+def test_worker_is_kept_and_started_again_after_a_limit_and_after_a_death(worker):
+    first, parent, session = worker.call("a step", pids, limit_s=60)
+    assert parent == os.getpid() and session == first  # a session of its own: Ctrl-C does not reach it
+    assert worker.call("a step", pids, limit_s=60)[0] == first
+    assert worker.call("a step", is_in_main_thread, limit_s=60)
+    with pytest.raises(TimeoutError):
+        worker.call("a step", time.sleep, 60, limit_s=0.5)
+    second = worker.call("a step", os.getpid, limit_s=60)
+    assert second != first
+    with pytest.raises(ProcessDied):
+        worker.call("a step", die, signal.SIGKILL, limit_s=60)
+    third = worker.call("a step", os.getpid, limit_s=60)
+    os.kill(third, signal.SIGKILL)  # between two calls: nothing is lost
+    assert gone(third)
+    time.sleep(0.5)
+    assert worker.call("a step", os.getpid, limit_s=60) not in (first, second, third)
+
+
+def test_worker_answers_any_thread(worker):
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(worker.call("a step", os.getpid, limit_s=60))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(set(found)) == 1
+
+
+def test_fork_of_the_caller_gets_a_process_of_its_own(worker):
+    pid = worker.call("a step", os.getpid, limit_s=60)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        worker.forget()
+        os.write(writer, str(worker.call("a step", os.getpid, limit_s=60)).encode())
+        worker.close()
+        os._exit(0)
+    assert int(os.read(reader, 99)) != pid
+    assert os.waitpid(child, 0)[1] == 0
+    assert worker.call("a step", os.getpid, limit_s=60) == pid
+
+
+SCRIPT = """
+import os, signal, time
+from qarl_trl.processes import Worker
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started in the background
+print("started", flush=True)
+worker = Worker()
+print(worker.call("a step", os.getpid, limit_s=60), flush=True)
+{rest}
+"""
+
+
+def started_script(folder, rest):
+    (folder / "script.py").write_text(SCRIPT.format(rest=rest))
+    process = subprocess.Popen([sys.executable, folder / "script.py"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "started\n"
+    return process, int(process.stdout.readline())
+
+
+def test_unguarded_script_runs_once_and_ends_with_its_worker(tmp_path):
+    process, pid = started_script(tmp_path, "")
+    assert process.communicate(timeout=30)[0] == ""  # control of `spawn`: it would print `started` again
+    assert process.returncode == 0 and gone(pid)
+
+
+def test_worker_ends_when_its_caller_is_killed(tmp_path):
+    process, pid = started_script(tmp_path, "time.sleep(60)")
+    process.kill()
+    process.wait()
+    assert gone(pid)
+
+
+def test_ctrl_c_ends_caller_and_worker(tmp_path):
+    process, pid = started_script(tmp_path, "worker.call('a step', time.sleep, 60, limit_s=60)")
+    time.sleep(0.5)  # between two looks of the caller, which are a second apart
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT and gone(pid)
