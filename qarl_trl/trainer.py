@@ -31,6 +31,7 @@ from .quant.model import apply_quantization, quantized_modules
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout.canary import LENGTH, Canary, canary_tokens, learner_logps
+from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
 from .rollout.support import default_engine_kwargs
@@ -79,6 +80,7 @@ class QaRLTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         _compat.check_versions()
+        choose_arithmetic()
         args = QaRLConfig(default_output_dir(model)) if args is None else args
         check_arguments(model, args, kwargs)
         source = find_source(model, args)

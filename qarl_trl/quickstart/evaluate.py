@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from ..rollout.cpu import choose_arithmetic
 from .task import correct
 
 
@@ -55,6 +56,7 @@ def greedy_of_checkpoint(checkpoint: Path, problems: Sequence[dict[str, Any]], m
     """Answers of an engine that knows nothing but the folder; run it in a process of its own."""
     from vllm import LLM
 
+    choose_arithmetic()
     return greedy(LLM(str(checkpoint), **engine_arguments(max_num_seqs)), problems)
 
 
