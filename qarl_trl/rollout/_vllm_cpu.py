@@ -118,11 +118,7 @@ def _loaders_of_w4a8(model: nn.Module, scheme: type) -> None:
 
 @contextmanager
 def quick_repack() -> Iterator[None]:
-    """
-    Let a CPU engine bring 4-bit weights into its layout by `blocks_int4`.
-
-    vLLM goes through one 32-bit number per code, which took four fifths of a publish. The result is the same bytes.
-    """
+    """Let a CPU engine bring 4-bit weights into its layout by `blocks_int4`; vLLM's way took four fifths of a publish."""
     if not is_cpu_engine():
         yield
         return
@@ -141,11 +137,7 @@ def blocks_int4(packed: Tensor) -> Tensor:
     """
     The layout of vLLM's CPU kernel: blocks of 16 output channels, one input channel after the other.
 
-    Args:
-        packed (`Tensor`): int32 `(out, in / 8)`, eight codes of one output channel to a word; `out` a multiple of 16.
-
-    Returns:
-        `Tensor`: int32 `(out / 16, in * 2)`, eight codes of one input channel to a word.
+    From int32 `(out, in / 8)`, eight codes of one output channel to a word, to `(out / 16, in * 2)`, eight of one input.
     """
     # Bytes of output channels 2i and 2i + 1, each (out / 2, in / 2).
     even, odd = packed.view(torch.uint8).unflatten(0, (-1, 2)).unbind(1)
@@ -187,12 +179,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     """
     Causal attention by the engine's kernel, `(batch, tokens, heads, head_dim)` bfloat16; zero where padded.
 
-    Args:
-        query (`Tensor`): bfloat16 `(batch, heads, tokens, head_dim)`.
-        key (`Tensor`): bfloat16 `(batch, key heads, tokens, head_dim)`.
-        value (`Tensor`): Like `key`.
-        mask (`Tensor`, *optional*): `(batch, tokens)`, zero for padding.
-        scale (`float`): Factor of the scores.
+    Of bfloat16 `(batch, heads, tokens, head_dim)`, key and value with fewer heads, and a mask `(batch, tokens)`, 0 for padding.
     """
     from vllm import _custom_ops as ops
     from vllm import envs

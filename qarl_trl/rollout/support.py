@@ -37,7 +37,7 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
     Raises:
         ValueError: with the scheme, the reason and what to do.
     """
-    check_engine_cpu(args.device)
+    check_engine_cpu(args.device.type)
     for group in plan.config_groups.values():
         scheme = support_of(group)
         missing = _missing(scheme, args.device)
