@@ -32,6 +32,7 @@ def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
     assert low_bit.prepared["engine"] is layer
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 64])
@@ -88,6 +89,7 @@ def test_fp8_is_the_layer_of_the_engine(tokens, with_bias):
         assert not same_bytes(y, Fp8Gemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
 def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
