@@ -43,7 +43,7 @@ def choices(model: torch.nn.Module) -> dict[str, set[Any]]:
             for name in ("isa", "isa_hint", "use_w4a8"):
                 if hasattr(part, name):
                     found.setdefault(name, set()).add(getattr(part, name))
-            if type(part).__name__.endswith(("LinearKernel", "Experts")):
+            if part is not module and type(part).__name__.endswith(("LinearKernel", "Experts")):
                 found.setdefault("kernel", set()).add(type(part).__name__)
             if hasattr(part, "linear_method"):
                 found.setdefault("linear_method", set()).add(part.linear_method.__name__)
