@@ -5,15 +5,19 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from configs import config
 from quant.schemes import normal, same_bytes
+from torch import nn
+from trl.generation.vllm_generation import VLLMGeneration
 
 from qarl_trl import QaRLTrainer
 from qarl_trl.preflight import check_arguments
-from qarl_trl.rollout import cpu
+from qarl_trl.quickstart.evaluate import greedy_of_checkpoint
+from qarl_trl.rollout import _vllm_layer, cpu, engine
 from qarl_trl.rollout.cpu import (
     AMX,
     FLOAT8,
@@ -23,6 +27,7 @@ from qarl_trl.rollout.cpu import (
     switched_off,
     why_no_engine,
 )
+from qarl_trl.rollout.cpu_ops import use_engine_ops
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +96,58 @@ def test_the_choice_holds_for_what_vllm_and_torch_ask(a_cpu, caplog):
     assert torch._scaled_mm is chosen
     assert caplog.text.count("AMX kernels are switched off, oneDNN is left out of float8 products") == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def by_the_trainer(tmp_path, monkeypatch):
+    with pytest.raises(TypeError, match="needs a QaRLConfig"):
+        QaRLTrainer("no/such-model", args="none")
+
+
+def by_the_learners_operations(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="cannot run a Linear"):
+        use_engine_ops(nn.Linear(2, 2))
+
+
+def by_the_engine_in_training(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: asked.append(torch.cpu._is_amx_tile_supported()))
+    monkeypatch.setattr(engine, "changed_positions", lambda *_: {})
+    generation = object.__new__(engine.LowBitVLLMGeneration)
+    generation.engine_kwargs, generation.quantization_config, generation.trust_remote_code = {}, None, False
+    generation.accelerator, generation.mode, generation.model = SimpleNamespace(num_processes=2), "none", nn.Module()
+    generation.model.config = None
+    generation._init_vllm()
+    assert asked == [False]
+
+
+def by_the_layer_of_the_engine(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    with _vllm_layer._loading(torch.device("cpu")):
+        pass
+
+
+def by_the_fresh_engine_of_the_quickstart(tmp_path, monkeypatch):
+    vllm, asked = pytest.importorskip("vllm"), []
+    monkeypatch.setattr(vllm, "LLM", lambda *_, **__: asked.append(torch.cpu._is_amx_tile_supported()))
+    with pytest.raises(AttributeError, match="generate"):
+        greedy_of_checkpoint(tmp_path, [], 4)
+    assert asked == [False]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        by_the_trainer,
+        by_the_learners_operations,
+        by_the_engine_in_training,
+        pytest.param(by_the_layer_of_the_engine, marks=pytest.mark.slow),
+        pytest.param(by_the_fresh_engine_of_the_quickstart, marks=pytest.mark.slow),
+    ],
+)
+def test_the_choice_is_made(a_cpu, monkeypatch, tmp_path, start):
+    a_cpu(SAPPHIRE_RAPIDS)
+    start(tmp_path, monkeypatch)
+    assert not torch.cpu._is_amx_tile_supported()
 
 
 def test_without_amx_nothing_of_torch_is_replaced(a_cpu, caplog):
