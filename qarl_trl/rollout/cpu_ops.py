@@ -1,14 +1,13 @@
 """Norms, residual sums, rotary embedding and attention of the learner, rounded where the CPU engine rounds.
 
-transformers and vLLM compute one model with bfloat16 roundings at different places. Each is small, but codes of 8-bit
-activations amplify it layer by layer. Invariant: with these operations and the engine's GEMMs, the learner's log-probs of
-sampled tokens are those of a colocated CPU engine bit for bit (paper Sec. 3.1: both run the same low-bit model). Gradients
-are those of the unrounded operations, in float32.
+transformers and vLLM round one model to bfloat16 at different places. Each rounding is small, but codes of 8-bit activations
+amplify it layer by layer. With these operations and the engine's GEMMs the learner's log-probs of sampled tokens are those of
+a colocated CPU engine bit for bit (paper Sec. 3.1). Gradients are those of the unrounded operations, in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -19,9 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import flash_attention_mask
 
 from . import _vllm_cpu
+from .cpu import choose_arithmetic
 
 
-LEARNER_OPS = ("auto", "stock", "engine")
 ATTENTION = "qarl_cpu_engine"
 # Decoders of one form: norm, attention, sum, norm, MLP, sum. The tests run a model of each beside the engine.
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -50,21 +49,23 @@ def use_engine_ops(model: nn.Module) -> None:
     """
     if has_engine_ops(model):
         return
-    decoder = _decoder(model)
-    reason = unsupported(decoder.config)
+    choose_arithmetic()
+    decoders = (m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "layers"))
+    decoder = next(decoders, None)
+    reason = "it has no decoder layers" if decoder is None else unsupported(decoder.config)
     if reason is not None:
-        raise ValueError(
-            f"learner_ops='engine' came with a {type(decoder).__name__}, and {reason}. Use learner_ops='stock'."
-        )
+        name = type(decoder or model).__name__
+        raise ValueError(f"learner_ops='engine' cannot run a {name}: {reason}. Use learner_ops='stock'.")
     decoder.set_attn_implementation(ATTENTION)
     decoder.register_forward_pre_hook(_count_positions_without_padding, with_kwargs=True)
-    decoder.rotary_emb.register_forward_hook(_round_angles)
-    decoder.embed_tokens.register_forward_hook(_round_embeddings)
-    for layer in decoder.layers:
-        _become(layer, EngineDecoderLayer)
+    # Cosine and sine in the values of the engine's bfloat16 table, the rotation itself in float32.
+    decoder.rotary_emb.register_forward_hook(lambda *call: tuple(rounded(table) for table in call[-1]))
+    decoder.embed_tokens.register_forward_hook(lambda *call: rounded(call[-1]))
     for module in decoder.modules():
         if hasattr(module, "variance_epsilon"):
             _become(module, EngineRMSNorm)
+    for layer in decoder.layers:
+        _become(layer, EngineDecoderLayer)
 
 
 def has_engine_ops(model: nn.Module) -> bool:
@@ -73,24 +74,18 @@ def has_engine_ops(model: nn.Module) -> bool:
 
 
 class _Rounded(torch.autograd.Function):
-    """`round(x)` in float32, straight through: the gradient passes unchanged and unrounded."""
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16).float()
 
     @staticmethod
-    def forward(ctx, x: Tensor, round: Callable[[Tensor], Tensor]) -> Tensor:
-        return round(x).float()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-def _to_nearest(x: Tensor) -> Tensor:
-    return x.to(torch.bfloat16)
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
 
 
 def rounded(x: Tensor) -> Tensor:
-    """`x` in float32 with the values of bfloat16."""
-    return _Rounded.apply(x.float(), _to_nearest)
+    """`x` in float32 with the values of bfloat16; the gradient passes unrounded."""
+    return _Rounded.apply(x.float())
 
 
 class EngineRMSNorm(nn.Module):
@@ -147,12 +142,7 @@ def float32_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     """
     Causal attention, `(batch, heads, queries, head_dim)` float32.
 
-    Args:
-        query (`Tensor`): `(batch, heads, queries, head_dim)`; the last of the keys' positions.
-        key (`Tensor`): `(batch, key heads, keys, head_dim)`.
-        value (`Tensor`): Like `key`.
-        mask (`Tensor`, *optional*): Bool `(batch, keys)`, `False` for padding.
-        scale (`float`): Factor of the scores.
+    Queries are those of the last positions of the keys; key and value have fewer heads; `mask` is bool `(batch, keys)`.
     """
     queries, keys = query.shape[2], key.shape[2]
     visible = None
@@ -162,43 +152,20 @@ def float32_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
             # A padded query sees itself, or its softmax would be of nothing.
             itself = torch.eye(queries, keys, dtype=torch.bool, device=query.device).roll(keys - queries, dims=1)
             visible = (visible & mask.bool()[:, None, None, :]) | itself
+    options = {"attn_mask": visible, "is_causal": visible is None, "scale": scale, "enable_gqa": True}
     with torch.autocast(query.device.type, enabled=False):
-        return F.scaled_dot_product_attention(
-            query.float(),
-            key.float(),
-            value.float(),
-            attn_mask=visible,
-            is_causal=visible is None,
-            scale=scale,
-            enable_gqa=True,
-        )
+        return F.scaled_dot_product_attention(query.float(), key.float(), value.float(), **options)
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """transformers' signature of an attention implementation: `(batch, queries, heads, head_dim)` and no weights."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _EngineAttention.apply(query, key, value, attention_mask, scale), None
+    return _EngineAttention.apply(query, key, value, mask, scaling), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # the padding mask itself, or None
-
-
-def _decoder(model: nn.Module) -> PreTrainedModel:
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and hasattr(module, "layers"):
-            return module
-    raise ValueError(
-        f"learner_ops='engine' came with a {type(model).__name__} without decoder layers. Use learner_ops='stock'."
-    )
 
 
 def _become(module: nn.Module, form: type[nn.Module]) -> None:
@@ -227,12 +194,3 @@ def _count_positions_without_padding(
         # With a cache the mask is longer than the input.
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs[0].shape[1] :]
     return args, kwargs
-
-
-def _round_angles(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Cosine and sine in the values of the engine's bfloat16 table, the rotation itself in float32."""
-    return tuple(rounded(table) for table in output)
-
-
-def _round_embeddings(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return rounded(output)

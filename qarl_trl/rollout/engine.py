@@ -20,6 +20,7 @@ from ..quant.names import is_peft_model
 from ..quant.state_dict import full_parameters, iter_low_bit_weights
 from . import _vllm, _vllm_cpu, _vllm_layer
 from .canary import Canary
+from .cpu import choose_arithmetic
 from .support import check_merged_layers
 
 
@@ -72,7 +73,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if self.quantization_config is not None:
             check_merged_layers(self.model)
             overrides["quantization_config"] = self.quantization_config
-        _vllm_cpu.keep_activations_unquantized()
+        choose_arithmetic()
         _vllm_cpu.let_kernel_scan_pass()
         _vllm.keep_block_scales()
         _vllm.choose_rendezvous_port(self.accelerator.num_processes)

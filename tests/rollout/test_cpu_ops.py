@@ -114,9 +114,9 @@ def test_what_cannot_follow_the_engine_says_why(config, changes, why):
 
 
 def test_another_architecture_is_an_error():
-    with pytest.raises(ValueError, match="MistralModel, and model_type 'mistral'.*learner_ops='stock'"):
+    with pytest.raises(ValueError, match="MistralModel: model_type 'mistral'.*learner_ops='stock'"):
         use_engine_ops(make_model(MistralConfig, MistralForCausalLM))
-    with pytest.raises(ValueError, match="Linear without decoder layers"):
+    with pytest.raises(ValueError, match="Linear: it has no decoder layers"):
         use_engine_ops(nn.Linear(2, 2))
 
 

@@ -10,9 +10,11 @@ from quant.schemes import low_bit_of, normal, packed_layer_config, relative_erro
 from qarl_trl.quant.activations import quantize_tokens_fp8, quantize_tokens_int8
 from qarl_trl.quant.products import CpuInt4Int8Gemm, DequantGemm, Fp8Gemm, Int8Gemm, dequantize
 from qarl_trl.rollout._vllm_cpu import blocks_int4
+from qarl_trl.rollout.cpu import cpu_flags
 from qarl_trl.rollout.products import EngineProduct
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
@@ -32,6 +34,7 @@ def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
     assert low_bit.prepared["engine"] is layer
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 64])
@@ -42,6 +45,8 @@ def test_int8_of_the_engine_is_cut_off_where_the_plain_product_is_rounded(tokens
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
 
     low_bit, x = low_bit_of("W8A8", shape=shape), normal(tokens, shape[1], seed=1, dtype=torch.bfloat16)
+    if not cpu_flags() & {"avx512_vnni", "avx_vnni"}:
+        low_bit.codes.clamp_(-63, 63)  # oneDNN adds two products in 16 bits there, which larger codes saturate
     bias = normal(shape[0], seed=2, dtype=torch.bfloat16) if with_bias else None
     names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
     layer = torch.nn.Module()
@@ -90,6 +95,7 @@ def test_fp8_is_the_layer_of_the_engine(tokens, with_bias):
         assert not same_bytes(y, Fp8Gemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
 def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):

@@ -89,19 +89,6 @@ def test_vllm_still_knows_the_switch_for_block_scales():
     assert _vllm.BLOCK_SCALES in envs.environment_variables
 
 
-@pytest.mark.parametrize("scheme", [name for name, row in SUPPORTED.items() if row.cpu_engine])
-def test_a_cpu_with_amx_refuses_w8a8_alone(monkeypatch, tmp_path, scheme):
-    args = config(tmp_path, use_vllm=True, quant_scheme=scheme)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    check_arguments("org/model", args, {})
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    if scheme != "W8A8":
-        return check_arguments("org/model", args, {})
-    with pytest.raises(ValueError, match=r"'W8A8' cannot be sampled on device 'cpu'.*AMX.*no publish was tested"):
-        check_arguments("org/model", args, {})
-    check_arguments("org/model", config(tmp_path, quant_scheme=scheme), {})  # no engine, no other kernel
-
-
 @pytest.mark.parametrize(
     ("scheme", "ignore", "ranks", "words"),
     [

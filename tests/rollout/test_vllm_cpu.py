@@ -76,6 +76,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
 @pytest.mark.parametrize("group_size", [32, 128, -1])

@@ -38,6 +38,7 @@ def test_float8_by_the_engines_layer_is_the_plain_form_on_cpu(tokens, with_bias)
     )  # control
 
 
+@pytest.mark.engine
 def test_a_layer_is_made_once_for_codes_and_does_not_touch_them():
     low_bit, x = low_bit_of("W4A16"), normal(3, 256, dtype=BF16)
     before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
@@ -48,6 +49,7 @@ def test_a_layer_is_made_once_for_codes_and_does_not_touch_them():
     assert all(same_bytes(low_bit.tensors[name], before[name]) for name in before)
 
 
+@pytest.mark.engine
 def test_a_scheme_for_certain_layers_is_read_for_any(monkeypatch):
     monkeypatch.setattr(_vllm_layer, "_quant_configs", {})
     low_bit, x = low_bit_of("W4A16"), normal(3, 256, dtype=BF16)
@@ -75,6 +77,7 @@ def test_a_size_that_no_kernel_takes_is_an_error():
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC"])
 def test_a_layer_goes_with_its_codes(scheme):
     """Not when the garbage collector runs: until then every optimizer step would add a copy of the model."""
@@ -90,6 +93,7 @@ def test_a_layer_goes_with_its_codes(scheme):
         gc.enable()
 
 
+@pytest.mark.engine
 def test_marlin_has_locks_of_its_own(monkeypatch):
     """The engine's are closed once it has captured graphs."""
     from vllm.model_executor.layers.quantization.utils import marlin_utils

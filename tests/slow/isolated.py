@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from qarl_trl.processes import ProcessDied, ending
+from qarl_trl.rollout.cpu import choose_arithmetic
 
 
 # No compiler needed, and the same arithmetic in every engine started here.
@@ -106,6 +107,7 @@ def _call(sender: Any, function: Callable[..., Any], args: tuple, environment: d
     os.setpgrp()
     os.environ.clear()
     os.environ.update(environment)  # the server has that of its start
+    choose_arithmetic()
     try:
         outcome = (True, function(*args))
     except BaseException:

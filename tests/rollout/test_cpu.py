@@ -1,0 +1,304 @@
+"""`qarl_trl.rollout.cpu`: which CPU the engine runs on, and what of it is left unused. CPUs are made up from their flags."""
+
+import logging
+import os
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from configs import config
+from quant.schemes import normal, same_bytes
+from torch import nn
+from trl.generation.vllm_generation import VLLMGeneration
+
+from qarl_trl import QaRLTrainer
+from qarl_trl.preflight import check_arguments
+from qarl_trl.quickstart.evaluate import greedy_of_checkpoint
+from qarl_trl.rollout import _vllm_layer, cpu, engine
+from qarl_trl.rollout.cpu import (
+    AMX,
+    FLOAT8,
+    check_engine_cpu,
+    choose_arithmetic,
+    cpu_flags,
+    switched_off,
+    why_no_engine,
+)
+from qarl_trl.rollout.cpu_ops import use_engine_ops
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SKYLAKE = frozenset({"fpu", "avx", "avx2", "avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl"})
+COOPER_LAKE = SKYLAKE | {"avx512_vnni", "avx512_bf16"}
+SAPPHIRE_RAPIDS = COOPER_LAKE | {"avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"}
+HASWELL = frozenset({"fpu", "avx", "avx2"})
+KNIGHTS_LANDING = frozenset({"fpu", "avx", "avx2", "avx512f", "avx512cd", "avx512er", "avx512pf"})
+
+
+def cpuinfo(flags):
+    core = f"processor\t: 0\nmodel name\t: made up\nflags\t\t: {' '.join(sorted(flags))}\nbugs\t\t: spectre_v1\n\n"
+    return core + core.replace("processor\t: 0", "processor\t: 1")
+
+
+@pytest.fixture
+def a_cpu(monkeypatch):
+    """Let this process run on a CPU with the flags given; all that a choice changes is put back afterwards."""
+    monkeypatch.setattr(cpu, "why_no_engine", why_no_engine)
+    monkeypatch.setattr(torch, "_scaled_mm", getattr(torch._scaled_mm, "__wrapped__", torch._scaled_mm))
+    for name in ("VLLM_CPU_INT4_W4A8", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+
+    def become(flags, machine="x86_64"):
+        monkeypatch.setattr(cpu, "cpu_flags", lambda *_: frozenset(flags))
+        monkeypatch.setattr(cpu.platform, "machine", lambda: machine)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "amx_tile" in flags)
+        cpu._log_once.cache_clear()
+
+    return become
+
+
+def test_the_flags_are_those_of_the_first_core(tmp_path):
+    (tmp_path / "x86").write_text(cpuinfo(SAPPHIRE_RAPIDS))
+    (tmp_path / "arm").write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")
+    assert cpu_flags(str(tmp_path / "x86")) == SAPPHIRE_RAPIDS
+    assert cpu_flags(str(tmp_path / "arm")) == cpu_flags(str(tmp_path / "none")) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("flags", "off"),
+    [
+        (SKYLAKE, []),
+        (COOPER_LAKE, []),
+        (SAPPHIRE_RAPIDS, [AMX, FLOAT8]),
+        (COOPER_LAKE | {"avx512_fp16"}, [FLOAT8]),  # Sapphire Rapids without AMX, as some clouds show it
+        (COOPER_LAKE | {"amx_tile"}, [AMX, FLOAT8]),
+        (HASWELL, []),
+        (frozenset(), []),
+    ],
+)
+def test_what_is_switched_off_follows_from_the_flags(flags, off):
+    assert switched_off(flags) == off
+
+
+def test_the_choice_holds_for_what_vllm_and_torch_ask(a_cpu, caplog):
+    a_cpu(SAPPHIRE_RAPIDS)
+    stock = torch._scaled_mm
+    assert torch.cpu._is_amx_tile_supported()  # control
+    choose_arithmetic()
+    assert not torch.cpu._is_amx_tile_supported()
+    assert os.environ["VLLM_CPU_INT4_W4A8"] == os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert torch._scaled_mm.__wrapped__ is stock
+    chosen = torch._scaled_mm
+    choose_arithmetic()
+    assert torch._scaled_mm is chosen
+    assert caplog.text.count("AMX kernels are switched off, oneDNN is left out of float8 products") == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def by_the_trainer(tmp_path, monkeypatch):
+    with pytest.raises(TypeError, match="needs a QaRLConfig"):
+        QaRLTrainer("no/such-model", args="none")
+
+
+def by_the_learners_operations(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="cannot run a Linear"):
+        use_engine_ops(nn.Linear(2, 2))
+
+
+def by_the_engine_in_training(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: asked.append(torch.cpu._is_amx_tile_supported()))
+    monkeypatch.setattr(engine, "changed_positions", lambda *_: {})
+    generation = object.__new__(engine.LowBitVLLMGeneration)
+    generation.engine_kwargs, generation.quantization_config, generation.trust_remote_code = {}, None, False
+    generation.accelerator, generation.mode, generation.model = SimpleNamespace(num_processes=2), "none", nn.Module()
+    generation.model.config = None
+    generation._init_vllm()
+    assert asked == [False]
+
+
+def by_the_layer_of_the_engine(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    with _vllm_layer._loading(torch.device("cpu")):
+        pass
+
+
+def by_the_fresh_engine_of_the_quickstart(tmp_path, monkeypatch):
+    vllm, asked = pytest.importorskip("vllm"), []
+    monkeypatch.setattr(vllm, "LLM", lambda *_, **__: asked.append(torch.cpu._is_amx_tile_supported()))
+    with pytest.raises(AttributeError, match="generate"):
+        greedy_of_checkpoint(tmp_path, [], 4)
+    assert asked == [False]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        by_the_trainer,
+        by_the_learners_operations,
+        by_the_engine_in_training,
+        pytest.param(by_the_layer_of_the_engine, marks=pytest.mark.slow),
+        pytest.param(by_the_fresh_engine_of_the_quickstart, marks=pytest.mark.slow),
+    ],
+)
+def test_the_choice_is_made(a_cpu, monkeypatch, tmp_path, start):
+    a_cpu(SAPPHIRE_RAPIDS)
+    start(tmp_path, monkeypatch)
+    assert not torch.cpu._is_amx_tile_supported()
+
+
+def test_without_amx_nothing_of_torch_is_replaced(a_cpu, caplog):
+    a_cpu(COOPER_LAKE)
+    stock = torch._scaled_mm
+    with caplog.at_level(logging.INFO, cpu.__name__):
+        choose_arithmetic()
+    assert torch._scaled_mm is stock
+    assert [(record.levelname, "nothing is switched off" in record.message) for record in caplog.records] == [
+        ("INFO", True)
+    ]
+
+
+X8, W8 = (normal(rows, 64, seed=rows).to(torch.float8_e4m3fn) for rows in (8, 32))
+
+
+def float8_product(width=64):
+    x, w, one = X8, W8[:, :width], torch.ones(1)
+    return torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+
+
+def test_a_float8_product_has_the_same_values_without_onednn(a_cpu, monkeypatch):
+    stock, seen = torch._scaled_mm, []
+
+    def spy(*args, **kwargs):
+        seen.append(torch.backends.mkldnn.enabled)
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    expected = float8_product()
+    a_cpu(SAPPHIRE_RAPIDS)
+    choose_arithmetic()
+    assert same_bytes(float8_product(), expected)
+    with pytest.raises(RuntimeError):
+        float8_product(width=32)
+    assert seen == [True, False, False]  # the first is the control
+    assert torch.backends.mkldnn.enabled
+
+
+def test_a_compiler_traces_the_float8_product_whole(a_cpu):
+    expected = float8_product()
+    a_cpu(SAPPHIRE_RAPIDS)
+    choose_arithmetic()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    assert same_bytes(torch.compile(float8_product, backend=backend, fullgraph=True)(), expected)
+    assert [node.name for graph in graphs for node in graph.graph.nodes if "scaled_mm" in node.name] == ["_scaled_mm"]
+
+
+# What the engine needs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "machine", "got"),
+    [
+        (SKYLAKE, "x86_64", None),
+        (SAPPHIRE_RAPIDS, "x86_64", None),
+        (SKYLAKE, "AMD64", None),
+        (HASWELL, "x86_64", "got x86-64 without avx512f, avx512bw, avx512dq, avx512vl:"),
+        (KNIGHTS_LANDING, "x86_64", "got x86-64 without avx512bw, avx512dq, avx512vl:"),
+        (frozenset(), "aarch64", "got aarch64:"),
+        (frozenset(), "arm64", "got arm64:"),
+    ],
+)
+def test_a_cpu_that_the_engine_cannot_run_on_says_why(a_cpu, flags, machine, got):
+    reason = why_no_engine(flags, machine)
+    a_cpu(flags, machine)
+    if got is None:
+        assert reason is None
+        return check_engine_cpu("cpu")
+    assert got in reason and "needs an x86-64 CPU with AVX-512" in reason and "use_vllm=False" in reason
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        check_engine_cpu("cpu")
+    check_engine_cpu("cuda")
+
+
+def test_a_run_with_the_engine_is_refused_before_a_model_loads(a_cpu, tmp_path):
+    a_cpu(HASWELL)
+    with pytest.raises(ValueError, match=r"needs an x86-64 CPU with AVX-512.*got x86-64 without avx512f"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path, use_vllm=True, quant_scheme="W4A16"))
+    check_arguments("org/model", config(tmp_path, quant_scheme="W4A16"), {})  # control: without the engine it trains
+    a_cpu(SAPPHIRE_RAPIDS)
+    check_arguments("org/model", config(tmp_path, use_vllm=True, quant_scheme="W8A8"), {})
+
+
+def test_make_asks_before_it_installs_anything(tmp_path):
+    (tmp_path / "old").write_text(cpuinfo(HASWELL))
+    (tmp_path / "new").write_text(cpuinfo(SKYLAKE))
+
+    def make(target, cpu):
+        command = ["make", target, f"CPUINFO={tmp_path / cpu}", f"VENV={tmp_path / 'venv'}"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    refused = make("quickstart", "old")
+    assert refused.returncode != 0
+    assert "without avx512f, avx512bw, avx512dq, avx512vl" in refused.stderr
+    assert "`make test` runs what needs no engine" in refused.stderr
+    assert not (tmp_path / "venv").exists()
+    assert "Traceback" not in refused.stderr
+    assert make("engine", "new").returncode == (0 if cpu.platform.machine() == "x86_64" else 2)
+    plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert plan.returncode == 0 and "cpu.py" not in plan.stdout  # the tests are run on any CPU
+
+
+# What vLLM chooses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_vllm_asks_for_amx_in_the_way_that_is_answered():
+    """Every question of vLLM's Python for AMX is the one that `choose_arithmetic` answers, or comes after it."""
+    import vllm
+
+    asked = {}
+    for file in Path(vllm.__file__).parent.rglob("*.py"):
+        for question in re.findall(r"[\w.]*(?:_is_amx|has_amx|get_capabilities)\w*(?=\(\))", file.read_text()):
+            asked.setdefault(question, set()).add(file.name)
+    assert len(asked.pop("torch.cpu._is_amx_tile_supported")) >= 5
+    assert asked == {
+        # After the other one has been answered.
+        "torch.cpu._is_amx_fp16_supported": {"utils.py"},
+        "ops.cpu_has_amx_fp8": {"cpu.py"},
+        # Its definition, and experts with float8 activations on CPUs with AMX-FP8.
+        "cpu_has_amx_fp8": {"_custom_ops.py", "cpu_moe.py"},
+        "torch.ops._C.cpu_has_amx_fp8": {"_custom_ops.py"},
+    }
+
+
+@pytest.mark.slow
+def test_with_amx_vllm_chooses_as_without(a_cpu):
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import _get_isa_hint
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import X86CPUUnquantizedExperts
+    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    def choices():
+        return {
+            "4-bit": _get_isa_hint(torch.bfloat16),
+            "attention": _get_attn_isa(torch.bfloat16, 128, 64),
+            "sgl": [check_cpu_sgl_kernel(64, 64, dtype) for dtype in (torch.bfloat16, torch.int8)],
+            "experts": X86CPUUnquantizedExperts._supports_current_device(),
+        }
+
+    a_cpu(SKYLAKE)
+    without = choices()
+    assert without == {"4-bit": "vec", "attention": "vec", "sgl": [False, False], "experts": False}
+    a_cpu(SAPPHIRE_RAPIDS)
+    assert choices() == {"4-bit": "amx", "attention": "amx", "sgl": [True, True], "experts": True}  # control
+    choose_arithmetic()
+    assert choices() == without
