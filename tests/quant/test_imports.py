@@ -31,7 +31,7 @@ import hashlib, sys, warnings
 warnings.simplefilter("error", UserWarning)
 for name in {hidden}:
     sys.modules[name] = None  # an import of it fails
-import torch
+import qarl_trl, torch
 from qarl_trl.quant import apply_quantization, quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.quantize import _quantizer
 from qarl_trl.quant.scheme import SUPPORTED
@@ -53,7 +53,11 @@ assert not torch.equal(layer.low_bit().codes, before)
 
 def run(script, package=PACKAGE.parent):
     result = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(package)}, capture_output=True, text=True
+        [sys.executable, "-c", f"{script}\nassert qarl_trl.__file__.startswith({str(package)!r})"],
+        cwd=package,
+        env=os.environ | {"PYTHONPATH": str(package)},
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()

@@ -86,7 +86,8 @@ def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm
     from quant.schemes import same_bytes
 
     from qarl_trl.quant import quantize_weight, resolve_scheme
-    from qarl_trl.rollout.products import EngineGemm
+    from qarl_trl.quant.products import DequantGemm
+    from qarl_trl.rollout.products import EngineProduct
 
     low_bit = quantize_weight(torch.randn(shape) + 0.2, resolve_scheme(scheme, group_size))
     slow, expected = engine_layer(low_bit)
@@ -106,9 +107,9 @@ def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm
     x = torch.randn(10, shape[1], dtype=torch.bfloat16)
     y = slow.apply_weights(expected, x)
     assert same_bytes(quick.apply_weights(found, x), y)
-    assert same_bytes(EngineGemm().forward(x, low_bit)[0], y)
+    assert same_bytes(EngineProduct(DequantGemm()).forward(x, low_bit)[0], y)
     other = quantize_weight(torch.randn(shape), low_bit.scheme)
-    assert not same_bytes(EngineGemm().forward(x, other)[0], y)  # control
+    assert not same_bytes(EngineProduct(DequantGemm()).forward(x, other)[0], y)  # control
 
 
 @pytest.mark.slow
