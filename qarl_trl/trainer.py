@@ -26,7 +26,7 @@ from .loss import TrustBand, band_metrics, loss_mask, mismatch_weight, sequence_
 from .metrics import CodeFlips, check_mismatch, mismatch_sums, reduce_stats, weight_stats
 from .optim import build_muon
 from .preflight import check_run, default_output_dir
-from .quant.model import apply_quantization, quantized_modules
+from .quant.model import apply_quantization, bypassed_layers, quantized_modules
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout.canary import Canary
@@ -295,7 +295,7 @@ class QaRLTrainer(GRPOTrainer):
 
     def _check_layers_ran(self) -> None:
         """After the first step: every low-bit layer of every process must have computed something."""
-        bypassed = [name for name, m in quantized_modules(self._unwrapped) if m.quantized_forward and not m.has_run]
+        bypassed = bypassed_layers(self._unwrapped)
         numbers = self.accelerator.gather(torch.tensor([len(bypassed)], device=self.accelerator.device))
         if numbers.any():  # on any process, so that all of them stop
             raise RuntimeError(

@@ -138,3 +138,8 @@ def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:
     from .lora import LoraQuantLinear
 
     return LoraQuantLinear
+
+
+def bypassed_layers(model: nn.Module) -> list[str]:
+    """Names of the layers whose low-bit forward was never used, though they have one."""
+    return [name for name, layer in quantized_modules(model) if layer.quantized_forward and not layer.has_run]

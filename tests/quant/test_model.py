@@ -6,10 +6,12 @@ import pickle
 
 import pytest
 import torch
+from conftest import make_model
 from torch import nn
 
 from qarl_trl import QaRLConfig
 from qarl_trl.quant import QuantLinear, apply_quantization, quantized_modules, remove_quantization
+from qarl_trl.quant.model import bypassed_layers
 from qarl_trl.quant.products import dequant_product
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
@@ -263,3 +265,20 @@ def test_a_pickle_holds_no_codes(tiny_model):
     size = len(pickle.dumps(model))
     model(TOKENS)
     assert len(pickle.dumps(model)) < 1.001 * size
+
+
+def test_a_bypassed_layer_is_named():
+    model, tokens = apply_quantization(make_model(num_hidden_layers=1), "W4A16"), torch.tensor([[3, 4, 5]])
+    assert len(bypassed_layers(model)) == 7
+    model(tokens)
+    assert bypassed_layers(model) == []
+
+    model = apply_quantization(make_model(num_hidden_layers=1), "W4A16")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
+    model(tokens)
+    assert bypassed_layers(model) == ["model.layers.0.mlp.up_proj"]
+
+    model = apply_quantization(make_model(num_hidden_layers=1), "W4A16", quantize_forward=False)
+    model(tokens)
+    assert bypassed_layers(model) == []  # the baseline has no low-bit forward to miss

@@ -16,7 +16,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from qarl_trl import QaRLTrainer
 from qarl_trl.preflight import check_arguments
-from qarl_trl.quickstart.evaluate import greedy_of_checkpoint
+from qarl_trl.quickstart.evaluate import answers_of_checkpoint
 from qarl_trl.rollout import _vllm_layer, cpu, engine
 from qarl_trl.rollout.cpu import (
     AMX,
@@ -130,7 +130,7 @@ def by_the_fresh_engine_of_the_quickstart(tmp_path, monkeypatch):
     vllm, asked = pytest.importorskip("vllm"), []
     monkeypatch.setattr(vllm, "LLM", lambda *_, **__: asked.append(torch.cpu._is_amx_tile_supported()))
     with pytest.raises(AttributeError, match="generate"):
-        greedy_of_checkpoint(tmp_path, [], 4)
+        answers_of_checkpoint(tmp_path, [], 4)
     assert asked == [False]
 
 
