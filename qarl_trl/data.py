@@ -80,21 +80,24 @@ def load_math_dataset(
     # Spelled out: without it a column that keeps its name keeps its type, and AMC's answer "27" turns back into 27.0.
     text = Value("string")
     features = Features({"prompt": List({"role": text, "content": text}) if conversational else text, "answer": text})
-    columns = dataset.column_names
-    converted = dataset.map(convert, remove_columns=columns, features=features, desc="Reading problems")
-    with_answer = converted.filter(lambda row: bool(row["answer"]), desc="Checking answers")
-    missing = len(converted) - len(with_answer)
-    if len(with_answer) == 0:
+    converted = dataset.map(convert, remove_columns=dataset.column_names, features=features, desc="Reading problems")
+    answered = converted.filter(lambda row: bool(row["answer"]), desc="Checking answers")
+    _check_answers(len(converted) - len(answered), dataset, f"{name_or_path!r} (split {split!r})", answer_column)
+    return answered
+
+
+def _check_answers(missing: int, dataset: "Dataset", name: str, column: str) -> None:
+    """Say how many rows have no answer; raise when all of them."""
+    if missing == len(dataset):
         raise ValueError(
-            f"None of the {len(dataset)} rows of {name_or_path!r} (split {split!r}) has an answer in the column "
-            f"{answer_column!r}. Name the right one with answer_column; the columns are {columns}."
+            f"None of the {missing} rows of {name} has an answer in the column {column!r}. Name the right one with "
+            f"answer_column; the columns are {dataset.column_names}."
         )
     if missing:
         logger.warning(
-            "%d of %d rows of %r have no answer in the column %r and are left out.",
-            *(missing, len(converted), name_or_path, answer_column),
+            "%d of %d rows of %s have no answer in the column %r and are left out.",
+            *(missing, len(dataset), name, column),
         )
-    return with_answer
 
 
 def final_answer(reference: Any) -> str:

@@ -18,7 +18,6 @@ from . import _compat
 from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .llmcompressor.quantized_start import QuantizedSource, quantized_source
-from .lora_config import check_lora
 from .quant.checks import NO_HUB_KERNELS
 from .quant.experts import QuantExperts
 from .quant.model import apply_quantization, quantized_modules
@@ -89,7 +88,7 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
     present = (getattr(model, "peft_config", None) or {}).values()
     adapters = [config for config in (given.get("peft_config"), *present) if config is not None]
     for config in adapters:
-        check_lora(config, args)
+        check_adapter(config, args)
     check_target(args.output_dir)
     if adapters:
         check_target(Path(args.output_dir) / LOW_BIT_FOLDER)
@@ -101,6 +100,35 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
         raise ValueError(
             "The model was made in memory and has no folder, so vLLM cannot read its config and tokenizer. Save it with "
             "model.save_pretrained(path) and tokenizer.save_pretrained(path), and pass the path."
+        )
+
+
+def check_adapter(config: Any, args: QaRLConfig) -> None:
+    """
+    Refuse an adapter that has no merged weight to quantize, and settings that do not go with one.
+
+    Args:
+        config (`peft.PeftConfig`): As given to the trainer, or as found on a `PeftModel`.
+        args (`QaRLConfig`): The run's settings.
+
+    Raises:
+        ImportError: when peft is outside the supported window.
+        ValueError: with the setting, the reason and what to do.
+    """
+    from .quant.lora import check_lora_config
+
+    _compat.check_peft()
+    check_lora_config(config)
+    if args.optim_muon:
+        raise ValueError(
+            "optim_muon=True with LoRA: Muon would orthogonalize the updates of A and of B each for itself, which is not "
+            "a Muon step of W + s B A and which the paper does not cover. Set optim_muon=False (AdamW)."
+        )
+    plugin = args.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        raise ValueError(
+            "LoRA under DeepSpeed ZeRO-3: a layer's forward needs base weight, A and B whole at once, and ZeRO-3 gathers "
+            "them module by module. Use DDP or FSDP2, or ZeRO stage 2."
         )
 
 

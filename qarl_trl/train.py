@@ -265,9 +265,9 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
     if training_args.quantized and model_args.use_peft:
         from trl import get_peft_config
 
-        from .lora_config import check_lora
+        from .preflight import check_adapter
 
-        check_lora(get_peft_config(model_args), training_args)
+        check_adapter(get_peft_config(model_args), training_args)
     load_rewards(script_args.reward_funcs)
 
 

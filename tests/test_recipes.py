@@ -11,7 +11,7 @@ from trl import get_peft_config
 
 from qarl_trl.llmcompressor.precondition import transforms_of_recipe
 from qarl_trl.llmcompressor.recipe import read_recipe
-from qarl_trl.lora_config import check_lora
+from qarl_trl.preflight import check_adapter
 from qarl_trl.rollout.support import check_shards
 from qarl_trl.train import describe, parse
 
@@ -137,7 +137,7 @@ def test_a_lora_arm_differs_from_its_full_one_in_the_adapter_and_the_optimizer()
         optimizer = {"optim_muon", "learning_rate", "weight_decay"}
         assert differing_keys(full, path) == {"output_dir"} | adapter | optimizer
         _, args, model_args = parse(["--config", str(path), *ON_CPU])
-        check_lora(get_peft_config(model_args), args)
+        check_adapter(get_peft_config(model_args), args)
         with pytest.raises(ValueError, match=r"lora_dropout=0\.05"):  # control: TRL's default
             parse(["--config", str(path), *ON_CPU, "--lora_dropout", "0.05"])
 

@@ -69,14 +69,16 @@ def check_layers(
     Raises:
         ValueError: naming the layer and what to change.
     """
+    if is_peft_model(model):
+        from .lora import check_adapters, check_lora_config
+
+        for config in model.peft_config.values():
+            check_lora_config(config)
+        check_adapters(base_model(model), {name: module for name, module, _ in linears})
     for name, module, scheme in linears:
         _check_linear(name, module, scheme)
     _check_tied(model, linears)
     _check_routers(model, linears)
-    if is_peft_model(model):
-        from .lora import check_adapters
-
-        check_adapters(base_model(model), {name: module for name, module, _ in linears})
     for name, module, scheme in [*linears, *experts]:
         if has_global_scale(scheme) and (frozen or type(module) is not nn.Linear):
             raise ValueError(

@@ -6,9 +6,11 @@ is no merge to undo and nothing that drifts (paper Sec. 3.1, step 2, with `theta
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftType
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
@@ -18,6 +20,35 @@ from .linear import LowBitLayer, LowBitMatmul
 from .products import Product
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
+
+
+# Whatever else a LoraConfig sets changes what the layer computes, or where it is; a field of a later peft does until read.
+_PLAIN_LORA = {
+    *(
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+}
+_WHY_NOT_LORA = {
+    "use_dora": "DoRA rescales the rows of the merged weight, which then is not W + s B A",
+    "lora_dropout": "dropout acts on the input of the adapter alone: W x + s B A dropout(x) has no merged weight, and the "
+    "engine does not drop",
+    "bias": "trained biases belong to the base model, which is never changed",
+    "lora_bias": "a bias of the adapter is not part of the merged weight",
+    "target_parameters": "adapters on bare parameters (fused experts) have no low-bit forward",
+    "fan_in_fan_out": "only torch.nn.Linear is quantized",
+    "layer_replication": "two layers would share one base weight under one name",
+    "trainable_token_indices": "the engine would not see the trained token vectors",
+    "alora_invocation_tokens": "activated LoRA switches the adapter on inside a sequence, and the engine runs one weight",
+}
+_PLAIN_INIT = (True, False, "gaussian", "orthogonal")
 
 
 @torch.no_grad()
@@ -168,28 +199,59 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
             return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), product)
 
 
+def check_lora_config(config: Any) -> None:
+    """
+    Refuse an adapter whose forward is not `x (W + s B A)^T`.
+
+    Args:
+        config (`peft.PeftConfig`): As given to the trainer, or as found on a `PeftModel`.
+
+    Raises:
+        ValueError: with the setting, the reason and what to do.
+    """
+    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
+        raise ValueError(
+            f"peft_config is a {type(config).__name__}, and only LoRA adapters merge into a weight that can be quantized. "
+            "Use peft.LoraConfig, or set quant_scheme='none'."
+        )
+    defaults = {
+        f.name: f.default if f.default is not MISSING else f.default_factory() if callable(f.default_factory) else None
+        for f in fields(config)
+    }
+    # peft itself leaves empty containers in fields that were not set.
+    given = {name: getattr(config, name) for name in defaults if name not in _PLAIN_LORA}
+    changed = [name for name, value in given.items() if value not in (defaults[name], None, (), [], set(), {})]
+    if changed:
+        settings = ", ".join(f"{name}={given[name]!r}" for name in changed)
+        reasons = [_WHY_NOT_LORA[name] for name in changed if name in _WHY_NOT_LORA]
+        raise ValueError(
+            f"The adapter sets {settings}, which cannot be aligned with the engine's weight Q(W + s B A)"
+            + (f": {'; '.join(reasons)}" if reasons else "")
+            + f". Leave {'it' if len(changed) == 1 else 'them'} at the default"
+            + (" (lora_dropout: 0.0; TRL's ModelConfig has 0.05)." if "lora_dropout" in changed else ".")
+        )
+    if config.init_lora_weights not in _PLAIN_INIT:
+        raise ValueError(
+            f"init_lora_weights={config.init_lora_weights!r} rewrites the base weights or needs data at the start: with "
+            f"the adapter disabled, the reference would no longer be the base model. Use one of {_PLAIN_INIT}."
+        )
+
+
 def check_lora_layer(name: str, layer: nn.Module) -> None:
-    """Refuse an adapter layer whose forward is not `x (W + s B A)^T`."""
+    """Refuse what the configuration of an adapter does not show: its kind of layer, and the state it is in."""
     if type(layer) is not lora.Linear:
         raise ValueError(
             f"Layer {name!r} carries a {type(layer).__module__}.{type(layer).__name__} adapter; only plain LoRA on "
             f"linear layers can be merged before quantization. Take {name!r} out of the adapter's target_modules."
         )
-    adapters = list(layer.lora_A)
-    remedies = {
-        "a LoRA variant (DoRA or another one)": bool(layer.lora_variant),
-        "lora_dropout > 0": any(not isinstance(layer.lora_dropout[a], nn.Identity) for a in adapters),
-        "lora_bias": any(layer.lora_bias.get(a) for a in adapters),
-        "fan_in_fan_out": layer.fan_in_fan_out,
-        "an adapter merged into its base weight": layer.merged,
-        "more than one active adapter": len([a for a in layer.active_adapters if a in adapters]) > 1,
-    }
-    found = [what for what, applies in remedies.items() if applies]
-    if found:
+    active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+    if layer.merged or len(active) > 1:
+        found = (
+            "an adapter merged into its base weight" if layer.merged else f"more than one active adapter ({active})"
+        )
         raise ValueError(
-            f"The adapter of layer {name!r} has {', '.join(found)}, for which the engine's weight Q(W + s B A) is not "
-            "what the learner would compute. Use plain LoRA: no variant, lora_dropout=0.0, bias='none', unmerged, one "
-            "active adapter."
+            f"Layer {name!r} has {found}, and the engine's weight is Q(W + s B A) of one adapter. Call "
+            "`model.unmerge_adapter()`, or `model.set_adapter(...)` with one of them."
         )
 
 

@@ -115,7 +115,7 @@ def by_the_engine_in_training(tmp_path, monkeypatch):
     generation = object.__new__(engine.LowBitVLLMGeneration)
     generation.engine_kwargs, generation.quantization_config, generation.trust_remote_code = {}, None, False
     generation.accelerator, generation.mode, generation.model = SimpleNamespace(num_processes=2), "none", nn.Module()
-    generation.model.config = None
+    generation.model.config = generation.canary = None
     generation._init_vllm()
     assert asked == [False]
 

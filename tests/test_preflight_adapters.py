@@ -1,4 +1,4 @@
-"""`qarl_trl.lora_config`: adapters that can be trained, and the words for those that cannot."""
+"""`qarl_trl.preflight.check_adapter`: adapters that can be trained, and the words for those that cannot."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,7 @@ from configs import config
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.lora_config import check_lora
-from qarl_trl.preflight import check_arguments
+from qarl_trl.preflight import check_adapter, check_arguments
 
 
 def lora(**changes):
@@ -30,9 +29,9 @@ def lora(**changes):
     ],
 )
 def test_plain_lora_is_accepted_also_from_a_file(tmp_path, changes):
-    check_lora(lora(**changes), config(tmp_path))
+    check_adapter(lora(**changes), config(tmp_path))
     lora(**changes).save_pretrained(tmp_path)
-    check_lora(LoraConfig.from_pretrained(tmp_path), config(tmp_path))
+    check_adapter(LoraConfig.from_pretrained(tmp_path), config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -62,21 +61,21 @@ def test_adapters_that_cannot_be_aligned_are_refused_before_a_model_loads(tmp_pa
 def test_other_kinds_of_adapters_are_refused(tmp_path):
     for other in (IA3Config(), AdaLoraConfig(total_step=10)):
         with pytest.raises(ValueError, match=f"{type(other).__name__}, and only LoRA"):
-            check_lora(other, config(tmp_path))
+            check_adapter(other, config(tmp_path))
 
 
 def test_muon_and_lora_are_refused_together(tmp_path):
     with pytest.raises(ValueError, match=r"optim_muon=True with LoRA.*AdamW"):
-        check_lora(lora(), config(tmp_path, optim_muon=True))
+        check_adapter(lora(), config(tmp_path, optim_muon=True))
 
 
 def test_lora_under_zero3_is_refused(tmp_path):
     args = config(tmp_path)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
     with pytest.raises(ValueError, match=r"ZeRO-3.*DDP or FSDP2"):
-        check_lora(lora(), args)
+        check_adapter(lora(), args)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=2)
-    check_lora(lora(), args)
+    check_adapter(lora(), args)
 
 
 def test_the_adapters_of_a_peft_model_are_checked_too(tmp_path, tiny_model):
