@@ -201,6 +201,11 @@ class QaRLTrainer(GRPOTrainer):
         logps = self._current_logps
         if logps is None:
             raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
+        if logps.dtype != torch.float32:
+            raise RuntimeError(
+                f"The learner's log-probs must be float32, got {logps.dtype}: a step of that dtype is larger than the trust bands. "
+                "Something casts what the model returns (FSDP's mixed precision does)."
+            )
         old = inputs.get("old_per_token_logps", logps)
         ratio = sequence_ratio(logps, old, loss_mask(inputs))
         metrics = band_metrics(ratio, inputs["advantages"].float(), self.args.trust_band)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -113,12 +114,30 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 sizes.append(tensor.numel() * tensor.element_size())
                 yield name, tensor
 
-        _vllm.reload_engine(self.llm, counted())
-        self._check_names(tuple(names))
-        _vllm.reset_prefix_cache(self.llm)
+        stream, failure = counted(), None
+        try:
+            _vllm.reload_engine(self.llm, stream)
+            self._check_names(tuple(names))
+            _vllm.reset_prefix_cache(self.llm)
+        except (RuntimeError, ValueError) as error:
+            failure = error
+            for _ in stream:  # sharded weights are gathered with the other processes, which do not know of this
+                pass
+        self._stop_together(failure)
         self.last_publish = Publish(time.perf_counter() - start, sum(sizes), len(names))
         self.publish_seconds += self.last_publish.seconds
         self.num_publishes += 1
+
+    def _stop_together(self, failure: Exception | None) -> None:
+        """Raise on every process what failed on any: one that stops alone leaves the others waiting in a collective."""
+        failed = torch.tensor([failure is not None], device=self.accelerator.device)
+        failed = self.accelerator.gather(failed) if self.accelerator.num_processes > 1 else failed
+        if failure is not None:
+            raise failure
+        if failed.any():
+            raise RuntimeError(
+                f"The publish failed in {int(failed.sum())} of {len(failed)} processes; their errors say why."
+            )
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """TRL's `generate` on a checked publish, timed without the publishes inside it."""

@@ -166,11 +166,14 @@ def _stopped(model: str, folder: str, how: str) -> str:
         with patch.object(_compat, "keep_log_probs_float32", lambda accelerator: None):
             trainer = _trainer(model, folder, True)
     else:
-        trainer = _trainer(model, folder, False)
+        trainer = _trainer(model, folder, how == "incomplete publish, FSDP2")
         engine, stream = trainer.vllm_generation, trainer.vllm_generation._iter_named_params
         if trainer.accelerator.process_index == 1:
             wrong = "model.layers.1.mlp.down_proj.weight_packed"
-            engine._iter_named_params = lambda: ((n, t.flip(0) if n == wrong else t) for n, t in stream())
+            if how == "one engine":
+                engine._iter_named_params = lambda: ((n, t.flip(0) if n == wrong else t) for n, t in stream())
+            else:
+                engine._iter_named_params = lambda: ((n, t) for n, t in stream() if n != wrong)
     with pytest.raises(RuntimeError) as error:
         trainer.train()
     return str(error.value)
@@ -182,9 +185,19 @@ def test_one_broken_engine_stops_every_process(tmp_path):
     assert "1 of 2" in messages[0]
 
 
+@pytest.mark.parametrize("how", ["incomplete publish", "incomplete publish, FSDP2"])
+def test_a_publish_that_fails_in_one_process_stops_every_process(tmp_path, how):
+    """Without the word of the other, the first would wait in its next collective for ever."""
+    first, second = isolated_group(
+        _stopped, 2, save_model(tmp_path / "model"), str(tmp_path / "run"), how, timeout=300
+    )
+    assert "The publish failed in 1 of 2 processes" in first
+    assert "kept old values for 1 tensors, first ['model.layers.1.mlp.down_proj" in second
+
+
 def test_log_probs_of_bfloat16_would_not_go_unnoticed(tmp_path):
     """The control of `keep_log_probs_float32`: accelerate's own policy, as before."""
     messages = isolated_group(
         _stopped, 2, save_model(tmp_path / "model"), str(tmp_path / "run"), "log-probs in bfloat16"
     )
-    assert any("is not the TBPO loss" in message for message in messages)
+    assert all("log-probs must be float32, got torch.bfloat16" in message for message in messages)
