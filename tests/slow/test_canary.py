@@ -60,7 +60,10 @@ def _first_publish(trainer: Any, model: str, scheme: str) -> dict[str, dict[str,
     def read(name: str, by: scores.Scores = learner, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
         answers = scores.engine_logps(engine.llm, canary.token_ids) + noise
         reading = read_first(answers, by, canary._before)
-        found[name] = asdict(reading) | {"wrong": reading.wrong, "suspect": list(by.wrong)[reading.suspect]}
+        found[name] = asdict(reading) | {
+            "wrong": reading.wrong,
+            "suspect": [*by.wrong, "never published"][reading.suspect],
+        }
         return answers
 
     read("never published")
