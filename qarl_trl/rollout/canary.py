@@ -186,9 +186,7 @@ def diagnosis(reading: Reading, suspect: str, publishes: int, failed: int, proce
             "is stale and answers from earlier weights."
         )
     elif suspect:
-        cause = (
-            f"They are nearer to those of the learner {suspect}: the engine does not compute with what was published."
-        )
+        cause = f"They are nearer to those of {suspect}: the engine does not compute with what was published."
     elif not math.isnan(reading.before):
         cause = (
             f"Before it, with random weights, the gap was {reading.before:.4f}, and at most {reading.limit:.4f} should be "
