@@ -42,7 +42,7 @@ class Reading:
         limit (`float`): Largest gap that passes; infinite where the model's answers allow no verdict.
         before (`float`): The gap before the first publish; NaN in later checks.
         explained (`float`): Share of the squared gap that the most similar wrong model explains.
-        suspect (`int`): Which of `Scores.wrong` that is.
+        suspect (`int`): Which of `Scores.wrong` that is; the number behind the last is the engine before its first publish.
         followed (`float`): Share of the learner's movement since the anchor that the engine made too: 1 for an engine
             with the new weights, 0 for one with the old. NaN where the learner has not moved visibly.
     """
@@ -127,7 +127,8 @@ class Canary:
             if value < math.inf:
                 self._report(f"publish/verify_{name}", value)
         if worst.wrong:
-            suspect = list(learner.wrong)[worst.suspect] if worst.explained > EXPLAINED else ""
+            wrong = [*(f"the learner {name}" for name in learner.wrong), "an engine that nothing was published to"]
+            suspect = wrong[worst.suspect] if worst.explained > EXPLAINED else ""
             raise RuntimeError(diagnosis(worst, suspect, publishes, sum(row.wrong for row in rows), len(rows)))
         if first:
             _warn(worst)
@@ -150,10 +151,13 @@ def read_first(engine: Tensor, learner: Scores, before: Tensor | None) -> Readin
     gap, yardstick = _gaps(engine, learner)
     gap_before = math.nan if before is None else (before.to(engine.device) - learner.plain).abs().mean().item()
     limit = max(TENFOLD * yardstick, gap_before / 2)
-    own = (engine - learner.plain).square().sum().item()
-    left = [(engine - other).square().sum().item() / own if own else math.inf for other in learner.wrong.values()]
-    suspect = min(range(len(left)), key=left.__getitem__, default=0)
-    explained = 1 - left[suspect] if left else -math.inf
+    explained, suspect = -math.inf, 0
+    if gap > yardstick:
+        others = [*learner.wrong.values()] if before is None else [*learner.wrong.values(), before.to(engine.device)]
+        own = (engine - learner.plain).square().sum()
+        shares = [(1 - (engine - other).square().sum() / own).item() for other in others]
+        suspect = max(range(len(shares)), key=shares.__getitem__, default=0)
+        explained = shares[suspect] if shares else explained
     return Reading(gap, yardstick, limit if limit < gap_before else math.inf, gap_before, explained, suspect)
 
 
@@ -174,7 +178,7 @@ def _gaps(engine: Tensor, learner: Scores) -> tuple[float, float]:
 
 
 def diagnosis(reading: Reading, suspect: str, publishes: int, failed: int, processes: int) -> str:
-    """What to tell the user about a failed check; `suspect` says what the wrong model leaves out that explains the gap."""
+    """What to tell the user about a failed check; `suspect` names the wrong model that explains the gap."""
     of_all = f" ({failed} of {processes} processes; the worst is shown)" if processes > 1 else ""
     if reading.stale:
         cause = (
@@ -182,9 +186,7 @@ def diagnosis(reading: Reading, suspect: str, publishes: int, failed: int, proce
             "is stale and answers from earlier weights."
         )
     elif suspect:
-        cause = (
-            f"They are nearer to those of the learner {suspect}: the engine does not compute with what was published."
-        )
+        cause = f"They are nearer to those of {suspect}: the engine does not compute with what was published."
     elif not math.isnan(reading.before):
         cause = (
             f"Before it, with random weights, the gap was {reading.before:.4f}, and at most {reading.limit:.4f} should be "

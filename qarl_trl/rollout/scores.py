@@ -66,8 +66,8 @@ def learner_logps(model: nn.Module, token_ids: Sequence[int], with_wrong: bool =
     """
     Score the prompt by the learner's low-bit model, also where training does not use it. Call inside the learner's autocast.
 
-    With `with_wrong` also without each attention, MLP and decoder block, which is what an engine computes whose layers there
-    hold tiny random weights, and without quantization.
+    With `with_wrong` also without quantization, and without each attention, MLP and decoder block and without all blocks: what an
+    engine computes whose layers there hold tiny random weights.
     """
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
     training, wrong = model.training, {}
@@ -104,6 +104,7 @@ def _without_branches(model: nn.Module, ids: Tensor, rows: int = 8) -> dict[str,
         branches = [child for child in block.children() if next(child.children(), None) is not None]
         silent |= {f"without {names[branch]}": [branch] for branch in branches}
         silent[f"without {names[block]}"] = branches
+    silent["without its decoder blocks"] = [branch for branches in silent.values() for branch in branches]
     found: dict[str, Tensor] = {}
     for start in range(0, len(silent), rows):
         batch = list(silent)[start : start + rows]

@@ -60,7 +60,10 @@ def _first_publish(trainer: Any, model: str, scheme: str) -> dict[str, dict[str,
     def read(name: str, by: scores.Scores = learner, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
         answers = scores.engine_logps(engine.llm, canary.token_ids) + noise
         reading = read_first(answers, by, canary._before)
-        found[name] = asdict(reading) | {"wrong": reading.wrong, "suspect": list(by.wrong)[reading.suspect]}
+        found[name] = asdict(reading) | {
+            "wrong": reading.wrong,
+            "suspect": [*by.wrong, "never published"][reading.suspect],
+        }
         return answers
 
     read("never published")
@@ -168,9 +171,10 @@ def test_one_layer_that_was_never_loaded_stops_the_run(readings):
                 name.split(".")[-1].removeprefix("unloaded "), "mlp"
             )
             assert row["wrong"], name
-            assert row["explained"] > 0.4, name  # measured: 0.94 to 1, of the first layers with LoRA 0.47
-            assert f"layers.{name.split('.')[0][-1]}" in row["suspect"]
-            assert part in row["suspect"] or row["explained"] < 0.9, name
+            assert row["explained"] > 0.4, name  # measured: 0.94 to 1, of the first layers with LoRA 0.52
+            if row["explained"] > 0.9:
+                assert f"layers.{name.split('.')[0][-1]}" in row["suspect"], name
+                assert part in row["suspect"], name
 
 
 def test_one_layer_of_other_weights_is_at_least_a_warning(readings):
