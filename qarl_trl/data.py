@@ -47,12 +47,11 @@ def load_math_dataset(
         answer_column (`str`, *optional*): Column of the reference, by default the first of `ANSWER_COLUMNS` that
             exists. Dots reach into nested columns.
         system_prompt (`str`, *optional*): System message put in front; it replaces one that the data has.
-        conversational (`bool`): Prompts as chat messages, to which the trainer applies the chat template, or as text.
+        conversational (`bool`): Chat messages, to which the trainer applies the chat template, or text.
         max_samples (`int`, *optional*): Keep the first so many rows.
 
     Returns:
-        [`~datasets.Dataset`]: `prompt` (messages or text) and `answer` (text, see [`final_answer`]). Rows without an
-        answer are left out, with a warning that counts them.
+        [`~datasets.Dataset`]: `prompt` and `answer` (text, see [`final_answer`]), without rows that have no answer.
 
     Raises:
         FileNotFoundError: If `name_or_path` looks like a file and none is there.

@@ -5,20 +5,24 @@ Every statistic of the gap counts only tokens that are masked in and that the en
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from .loss import mismatch_weight
 from .quant.experts import QuantExperts
 from .quant.linear import LowBitLayer
+from .quant.model import quantized_modules
 from .quant.quantize import LowBitWeight
 
 
 if TYPE_CHECKING:
     from .config import QaRLConfig
+    from .trainer import QaRLTrainer
 
 
 @torch.no_grad()
@@ -156,3 +160,36 @@ def _differing_codes(a: Tensor, b: Tensor, pairs: bool) -> int:
     if not pairs:
         return int(difference.count_nonzero())
     return int((difference & 0xF).count_nonzero() + (difference >> 4).count_nonzero())
+
+
+class StepClock(TrainerCallback):
+    """Splits each optimizer step into rollout, publish and update, and checks after the first that the hooks ran."""
+
+    def __init__(self, trainer: QaRLTrainer) -> None:
+        self._trainer = trainer
+        self._start = time.perf_counter()
+        self._checked = False
+
+    def on_step_begin(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start = time.perf_counter()
+        if self._trainer.use_vllm:  # what an evaluation generated does not belong to this step
+            self._trainer.vllm_generation.reset_clock()
+
+    def on_step_end(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        total = time.perf_counter() - self._start
+        rollout = publish = 0.0
+        if trainer.use_vllm:
+            engine = trainer.vllm_generation
+            rollout, publish = engine.rollout_seconds, engine.publish_seconds
+            if rollout and engine.last_publish:  # of this step, or of an evaluation just before it
+                trainer._log_value("publish/bytes", float(engine.last_publish.num_bytes))
+                flips = trainer._code_flips.update(quantized_modules(trainer._unwrapped))
+                if flips is not None:
+                    trainer._log_value("quant/code_flip_frac", flips)
+        trainer._log_value("time/rollout", rollout)
+        trainer._log_value("time/publish", publish)
+        trainer._log_value("time/update", total - rollout - publish)
+        if not self._checked:
+            self._checked = True
+            trainer._check_layers_ran()

@@ -8,14 +8,12 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from . import _compat
@@ -23,10 +21,10 @@ from .config import TBPO, QaRLConfig
 from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
 from .loss import TrustBand, band_metrics, loss_mask, mismatch_weight, sequence_ratio
-from .metrics import CodeFlips, check_mismatch, mismatch_sums, reduce_stats, weight_stats
+from .metrics import CodeFlips, StepClock, check_mismatch, mismatch_sums, reduce_stats, weight_stats
 from .optim import build_muon
 from .preflight import check_run, default_output_dir
-from .quant.model import apply_quantization, bypassed_layers, quantized_modules
+from .quant.model import apply_quantization, bypassed_layers
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout.canary import Canary
@@ -112,7 +110,7 @@ class QaRLTrainer(GRPOTrainer):
         self._tbpo = args.loss_type == TBPO
         if self._tbpo:
             self._clip_to(args.trust_band)
-        self.add_callback(_StepClock(self))
+        self.add_callback(StepClock(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's, with log-probs that stay float32 under FSDP2."""
@@ -308,39 +306,6 @@ class QaRLTrainer(GRPOTrainer):
                 "library replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is "
                 "intended."
             )
-
-
-class _StepClock(TrainerCallback):
-    """Splits each optimizer step into rollout, publish and update, and checks after the first that the hooks ran."""
-
-    def __init__(self, trainer: QaRLTrainer) -> None:
-        self._trainer = trainer
-        self._start = time.perf_counter()
-        self._checked = False
-
-    def on_step_begin(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
-        self._start = time.perf_counter()
-        if self._trainer.use_vllm:  # what an evaluation generated does not belong to this step
-            self._trainer.vllm_generation.reset_clock()
-
-    def on_step_end(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self._trainer
-        total = time.perf_counter() - self._start
-        rollout = publish = 0.0
-        if trainer.use_vllm:
-            engine = trainer.vllm_generation
-            rollout, publish = engine.rollout_seconds, engine.publish_seconds
-            if rollout and engine.last_publish:  # of this step, or of an evaluation just before it
-                trainer._log_value("publish/bytes", float(engine.last_publish.num_bytes))
-                flips = trainer._code_flips.update(quantized_modules(trainer._unwrapped))
-                if flips is not None:
-                    trainer._log_value("quant/code_flip_frac", flips)
-        trainer._log_value("time/rollout", rollout)
-        trainer._log_value("time/publish", publish)
-        trainer._log_value("time/update", total - rollout - publish)
-        if not self._checked:
-            self._checked = True
-            trainer._check_layers_ran()
 
 
 def _prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:

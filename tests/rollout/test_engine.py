@@ -9,9 +9,9 @@ from torch import nn
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
+from qarl_trl.metrics import StepClock
 from qarl_trl.rollout import engine as rollout_engine
 from qarl_trl.rollout.engine import LowBitVLLMGeneration, Publish
-from qarl_trl.trainer import _StepClock
 
 
 def generation(order, due=lambda number: True, sleep=False):
@@ -107,9 +107,10 @@ def test_the_publish_of_an_evaluation_counts_for_the_step_that_samples_with_it(m
         _log_value=lambda name, value: logged[name].append(value),
         _code_flips=SimpleNamespace(update=lambda modules: next(flips)),
         _unwrapped=nn.Module(),
+        _check_layers_ran=lambda: None,
     )
     monkeypatch.setattr(VLLMGeneration, "generate", lambda self: time.sleep(0.01))
-    clock = _StepClock(trainer)
+    clock = StepClock(trainer)
 
     def step(*calls):
         clock.on_step_begin(None, None, None)
