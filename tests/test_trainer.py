@@ -252,6 +252,7 @@ def test_the_model_card_cites_the_paper(model, tmp_path):
     trainer.create_model_card()
     card = (tmp_path / "README.md").read_text()
     assert "2604.07853" in card
+    assert "VLLM_CPU_INT4_W4A8=0" in card
     assert "qarl" in card
 
 
