@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 
+from qarl_trl.processes import ending
 from qarl_trl.rollout.cpu import choose_arithmetic
 
 
@@ -128,7 +129,7 @@ class Worker:
             ok, result = self._pipe.recv()
         except EOFError:
             self._process.join()
-            raise RuntimeError(f"{self._name} died with exit code {self._process.exitcode}") from None
+            raise RuntimeError(f"{self._name} {ending(self._process.exitcode)}") from None
         if not ok:
             raise RuntimeError(f"in {self._name}:\n{result}")
         return result

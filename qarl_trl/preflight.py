@@ -258,18 +258,15 @@ def _num_experts(config: PretrainedConfig) -> int:
 
 
 def _config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:
-    """The model's config before it loads; `None` where it cannot be read, which TRL then reports in full."""
-    if not isinstance(model, str):
-        return _without_quantization(copy.deepcopy(model.config))
-    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-    try:
-        config = AutoConfig.from_pretrained(model, **{k: v for k, v in init_kwargs.items() if k in READERS})
-    except (OSError, ValueError):
-        return None
-    return _without_quantization(config)
-
-
-def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    """The model's unquantized config before it loads; `None` where it cannot be read, which TRL then reports in full."""
+    if isinstance(model, str):
+        init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+        where = {"trust_remote_code": args.trust_remote_code, **{k: v for k, v in init_kwargs.items() if k in READERS}}
+        try:
+            config = AutoConfig.from_pretrained(model, **where)
+        except (OSError, ValueError):
+            return None
+    else:
+        config = copy.deepcopy(model.config)
+    vars(config).pop("quantization_config", None)
     return config
