@@ -78,8 +78,9 @@ class QaRLTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         _compat.check_versions()
-        choose_arithmetic()
         args = QaRLConfig(default_output_dir(model)) if args is None else args
+        if args.device.type == "cpu":
+            choose_arithmetic()
         given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
         source = check_run(model, args, given.arguments)
         as_stored = isinstance(model, str)  # masters given as an object may have been changed

@@ -100,7 +100,8 @@ def _loading(device: torch.device) -> Iterator[None]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    choose_arithmetic()
+    if device.type == "cpu":
+        choose_arithmetic()
     _vllm.keep_block_scales()
     before = torch.get_default_dtype()
     with ExitStack() as stack:

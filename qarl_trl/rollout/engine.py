@@ -74,7 +74,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if self.quantization_config is not None:
             check_merged_layers(self.model)
             overrides["quantization_config"] = self.quantization_config
-        choose_arithmetic()
+        if _vllm_cpu.is_cpu_engine():
+            choose_arithmetic()
         _vllm_cpu.let_kernel_scan_pass()
         _vllm.keep_block_scales()
         _vllm.choose_rendezvous_port(self.accelerator.num_processes)

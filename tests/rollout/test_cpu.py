@@ -100,7 +100,7 @@ def test_the_choice_holds_for_what_vllm_and_torch_ask(a_cpu, caplog):
 
 def by_the_trainer(tmp_path, monkeypatch):
     with pytest.raises(TypeError, match="needs a QaRLConfig"):
-        QaRLTrainer("no/such-model", args="none")
+        QaRLTrainer("no/such-model", args=SimpleNamespace(device=torch.device("cpu")))
 
 
 def by_the_learners_operations(tmp_path, monkeypatch):

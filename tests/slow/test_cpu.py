@@ -83,7 +83,7 @@ def _start_all(folder: str) -> dict[str, Any]:
             plain = name in ("none", "experts")
             config = {} if plain else {"quantization_config": quantization_config(apply_quantization(model, name))}
             llm = LLM(source, load_format="dummy", hf_overrides=config, **ENGINE)
-            found[name] = choices(_vllm.engine_parameters(llm))
+            found[name] = choices(_vllm.engine_model(llm))
             del llm
             gc.collect()
     return found
