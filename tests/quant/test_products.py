@@ -221,7 +221,7 @@ def test_an_odd_block_of_the_weight_only_touches_its_outputs():
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
-def test_w4a8_is_the_codes_key_its_definition(group_size):
+def test_w4a8_is_the_arithmetic_of_its_definition(group_size):
     """Bit for bit, where every sum, product and rounding is written out (torch's scalar kernel on x86)."""
     scheme = resolve_scheme("W4A8", -1 if group_size == 256 else group_size)
     if group_size == 256:
