@@ -14,6 +14,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils import match_targets
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from transformers import PretrainedConfig
 
 from .linear import LowBitLayer, QParams
 from .names import checkpoint_modules
@@ -30,6 +31,13 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 Matched = tuple[str, nn.Module, QuantizationScheme]
 # One expert's low-bit weights of a parameter: (gate, up) or (down,).
 ExpertWeights = tuple[LowBitWeight, ...]
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Experts of a layer, 0 for a dense model; every family has a name of its own for it."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    text = config.get_text_config()
+    return max(getattr(text, name, None) or 0 for name in names)
 
 
 class Routing(NamedTuple):
