@@ -82,15 +82,7 @@ def reduce_stats(stats: dict[str, Tensor], gather: Callable[[Tensor], Tensor]) -
 
 
 def check_mismatch(gap: float, args: QaRLConfig) -> None:
-    """
-    Stop when engine and learner disagree more than `args.mismatch_abort_threshold`.
-
-    Args:
-        gap (`float`): Mean absolute log-prob difference, nats per token. NaN stops too.
-
-    Raises:
-        RuntimeError: with the usual causes in the order of their likelihood.
-    """
+    """Stop (`RuntimeError`) at a gap, in nats per token, that is NaN or above `args.mismatch_abort_threshold`."""
     threshold = args.mismatch_abort_threshold
     if threshold is None or gap <= threshold:
         return
