@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .rewards import last_boxed
+from .rewards import last_boxed, text_of
 
 
 if TYPE_CHECKING:
@@ -100,11 +100,7 @@ def final_answer(reference: Any) -> str:
     """
     if isinstance(reference, float) and reference.is_integer():
         reference = int(reference)
-    if isinstance(reference, list):
-        reference = reference[-1] if reference else None
-    if isinstance(reference, dict):
-        reference = reference.get("content")
-    text = "" if reference is None else str(reference)
+    text = text_of(reference)
     if "####" in text:
         return text.rsplit("####", 1)[1].strip().replace(",", "")
     return (last_boxed(text) or text).strip()

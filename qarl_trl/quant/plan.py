@@ -76,8 +76,8 @@ def match(
     for name, group in config.config_groups.items():
         if id(group) not in used:
             raise ValueError(
-                f"No module matches targets={group.targets} with ignore={ignore}, so {name!r} quantizes nothing. Check "
-                "the patterns against `model.named_modules()`."
+                f"No module matches targets={group.targets} with ignore={ignore}, so nothing would be quantized by "
+                f"{name!r}. Check the patterns against `model.named_modules()`."
             )
     return matched
 

@@ -127,7 +127,7 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
                 return row
     raise ValueError(
         f"The quantization scheme weights={weights}, input_activations={activations}, "
-        f"output_activations={scheme.output_activations} has no learner forward. Choose one of {sorted(SUPPORTED)}, "
+        f"output_activations={scheme.output_activations} has no learner forward. Choose one of {[*SUPPORTED]}, "
         "rounded to nearest between minimum and maximum (no other observer, actorder or scale_dtype)."
     )
 
