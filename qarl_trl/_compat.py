@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import trl.trainer.grpo_trainer as grpo_trainer
 from packaging.version import Version
+from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
 from transformers.distributed.utils import is_local_dist_rank_0
 from trl.import_utils import is_vllm_available
@@ -118,6 +119,22 @@ def loads_weights() -> bool:
     are sharded (`PreTrainedModel._move_missing_keys_from_meta_to_device`, transformers 5.17).
     """
     return not is_fsdp_enabled() or is_local_dist_rank_0()
+
+
+def restore_masters(model: PreTrainedModel, folder: str) -> None:
+    """
+    Copy the weights of a training checkpoint of a mixture into `model`, in place.
+
+    `save_pretrained` stores experts one by one. The Trainer resumes by `load_state_dict`, to which those names are unknown:
+    it would warn and go on with the experts that training began with. `from_pretrained` fuses them again.
+
+    Raises:
+        RuntimeError: when the checkpoint lacks a weight.
+    """
+    stored, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    if found["missing_keys"]:
+        raise RuntimeError(f"The checkpoint {folder} lacks {sorted(found['missing_keys'])}: it cannot be resumed.")
+    model.load_state_dict(stored.state_dict())
 
 
 def keep_log_probs_float32(accelerator: Any) -> None:
