@@ -136,8 +136,8 @@ class QaRLConfig(GRPOConfig):
     )
     optim_muon: bool = HfArg(
         default=False,
-        help="Use torch's Muon for hidden matrices (rate: learning_rate) and AdamW for embeddings, norms and the head. The "
-        "paper's optimizer (Sec. 4, Table 2).",
+        help="Use Muon for hidden matrices and routed experts (rate: learning_rate) and AdamW for embeddings, norms, routers "
+        "and the head. The paper's optimizer (Sec. 4, Table 2).",
     )
     muon_adamw_learning_rate: float | None = HfArg(
         default=None, help="Learning rate of the AdamW part with optim_muon. Unset: learning_rate."
