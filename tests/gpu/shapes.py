@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_m
 from qarl_trl.quant.scheme import is_off
 
 from .measure import GIB, Run, Stopwatch
+from .toy_engines import GRAPHS, engine_kernels
 
 
 _QWEN3 = {"vocab_size": 151936, "num_attention_heads": 32, "head_dim": 128, "max_position_embeddings": 4096}
@@ -90,10 +90,8 @@ def report(run: Run, trainer: Any, watch: Stopwatch, args: QaRLConfig) -> None:
     rows = [row for row in trainer.state.log_history if "time/update" in row]
     run.record("trainer", **{part: [row[f"time/{part}"] for row in rows] for part in ("rollout", "publish", "update")})
     run.check("every step was taken", len(rows) == args.max_steps)
-    run.check(
-        "completions are of full length",
-        all(row["completions/mean_length"] == args.max_completion_length for row in rows),
-    )
+    lengths = {row["completions/mean_length"] for row in rows if "completions/mean_length" in row}
+    run.check("completions are of full length", lengths == {args.max_completion_length})
     generated = args.per_device_train_batch_size * args.steps_per_generation * args.max_completion_length
     run.record(tokens_of_a_rollout=generated, completions_of_an_update=args.per_device_train_batch_size)
     gaps = [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row]
@@ -119,7 +117,6 @@ def stream(run: Run, model: nn.Module) -> None:
 
 def arguments(run: Run, folder: str, scheme: str | None, learner: bool, engine: bool) -> QaRLConfig:
     length, batch = (16, 4) if run.dry else (512, 8)
-    graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     return QaRLConfig(
         output_dir=str(run.folder / "run"),
         use_cpu=run.dry,
@@ -128,7 +125,7 @@ def arguments(run: Run, folder: str, scheme: str | None, learner: bool, engine: 
         use_vllm=engine,
         vllm_max_model_length=length + 64,
         vllm_gpu_memory_utilization=0.25,
-        vllm_engine_kwargs=None if not engine else {"enforce_eager": True} if run.dry else graphs,
+        vllm_engine_kwargs=None if not engine else {"enforce_eager": True} if run.dry else GRAPHS,
         max_completion_length=length,
         generation_kwargs={"ignore_eos": True, "detokenize": False} if engine else {"min_new_tokens": length},
         publish_verify="off",  # a model that answers uniformly tells it nothing
@@ -199,8 +196,7 @@ def decode(run: Run, scheme: str | None) -> None:
     batches, length, new = (TOY_BATCHES, 16, 8) if run.dry else (BATCHES, 128, 128)
     how = {"enforce_eager": True} if run.dry else {"gpu_memory_utilization": 0.8}
     if not run.dry:
-        sizes = {"cudagraph_capture_sizes": list(batches)}
-        how["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} | sizes
+        how["compilation_config"] = GRAPHS["compilation_config"] | {"cudagraph_capture_sizes": list(batches)}
     llm = LLM(
         folder,
         load_format="dummy",
@@ -211,7 +207,7 @@ def decode(run: Run, scheme: str | None) -> None:
         enable_prefix_caching=False,
         **how,
     )
-    run.record(random_codes=llm.apply_model(randomize)[0], kernels=os.environ.get("VLLM_LOGGING_LEVEL"))
+    run.record(random_codes=llm.apply_model(randomize)[0], kernels=engine_kernels(llm))
     for batch in batches:
         prefill, whole = (run.seconds(lambda n=n, b=batch: generate(llm, b, length, n), repeats=3) for n in (1, new))
         speed = batch * (new - 1) / max(whole - prefill, 1e-9)
