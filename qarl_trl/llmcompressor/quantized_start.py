@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationType
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from ..quant.experts import PROJECTIONS, QuantExperts
+from ..quant.experts import PROJECTIONS, QuantExperts, layer_names
 from ..quant.linear import LowBitLayer
 from ..quant.model import quantized_modules
 from ..quant.names import checkpoint_modules, is_peft_model
@@ -114,7 +114,6 @@ def _low_bit_weights(model: nn.Module) -> Iterator[tuple[str, LowBitWeight]]:
             continue
         if isinstance(module, QuantExperts):
             for parameter in PROJECTIONS:
-                module.low_bit(parameter)
-            yield from ((f"{name}.{local}", weight) for local, weight in module.last_low_bits())
+                yield from zip(layer_names(name, module, parameter), module.low_bit_layers(parameter), strict=True)
         else:
             yield name, module.low_bit()
