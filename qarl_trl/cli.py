@@ -9,14 +9,8 @@ from importlib import import_module
 # Commands with a parser of their own: the module and function that get the other arguments, `--help` included.
 _FORWARDED = {
     "train": (".train:run", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
-    "precondition": (
-        ".llmcompressor.precondition:main",
-        "fold transforms into a model before training (llm-compressor)",
-    ),
-    "ptq": (
-        ".llmcompressor.ptq:main",
-        "quantize a model after training: GPTQ, AWQ, round-to-nearest (llm-compressor)",
-    ),
+    "precondition": (".llmcompressor.precondition:main", "fold transforms into a model before training"),
+    "ptq": (".llmcompressor.ptq:main", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
     "quickstart": (".quickstart.__main__:main", "train a small model on this machine, with a report at the end"),
 }
 
@@ -86,9 +80,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qarl-trl", description="Reinforcement learning with low-bit rollouts on TRL.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{train,quickstart,precondition,ptq,export,schemes}"
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, text) in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("schemes", help="what can be trained, sampled and exported, and where", allow_abbrev=False)

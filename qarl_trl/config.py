@@ -352,7 +352,7 @@ def _check_quantized(args: QaRLConfig) -> None:
         raise ValueError(
             "use_transformers_continuous_batching casts masters to bfloat16, which loses small updates. Use use_vllm=True."
         )
-    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    init_kwargs = args.model_init_kwargs or {}
     foreign = [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if init_kwargs.get(k)]
     if foreign:
         raise ValueError(

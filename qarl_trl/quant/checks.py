@@ -77,8 +77,7 @@ def check_qparams(layers: set[str], frozen: set[str]) -> None:
     if layers != frozen:
         raise ValueError(
             f"{len(layers ^ frozen)} layers differ between what is quantized and what has frozen scales, first "
-            f"{sorted(layers ^ frozen)[:3]}. The checkpoint's own targets and ignore list keep them the same "
-            "(quant_scheme: checkpoint)."
+            f"{sorted(layers ^ frozen)[:3]}. Use quant_scheme: checkpoint, which has one list for both."
         )
 
 
