@@ -94,6 +94,29 @@ def model_loader(load: Callable[..., Any] | None) -> AbstractContextManager:
     return nullcontext() if load is None else rebound(grpo_trainer, "create_model_from_path", load)
 
 
+@contextmanager
+def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> Iterator[None]:
+    """
+    Make `GRPOTrainer._prepare_inputs` shuffle a rollout batch of `n` rows into the order `order_of(n)`.
+
+    TRL's shuffle draws its order when `old` has been computed already, in other micro-batches than those of the loss. Packed,
+    they would have other shapes, for which kernels round otherwise, and the first ratio would not be 1.
+    """
+
+    def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
+        order = order_of(len(next(value for value in batch.values() if value is not None)))
+
+        def permuted(value: Any) -> Any:
+            if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+                return value
+            return value[order] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+
+        return {name: permuted(value) for name, value in batch.items()}
+
+    with rebound(grpo_trainer, "shuffle_sequence_dict", shuffle):
+        yield
+
+
 def fsdp_version(args: Any) -> int | None:
     """Which FSDP the run shards with: by `args.fsdp`, or by `accelerate launch`, which says so in the environment."""
     plugin = args.fsdp_plugin_args

@@ -116,6 +116,13 @@ class QaRLConfig(GRPOConfig):
         "colocated CPU engine; enforce_eager is then on by default). 'auto': 'engine' where a low-bit learner can have "
         "it, otherwise 'stock'.",
     )
+    max_tokens_per_pass: int | None = HfArg(
+        default=22528,
+        help="Tokens that one forward pass of the learner may hold, without padding. Rows of a micro-batch are packed into "
+        "passes of at most this many; the activations of a micro-batch's passes are kept until its backward. At least the "
+        "longest prompt and completion together. Unset (null): rows padded to the longest of the rollout batch, as in TRL. "
+        "Table 2, ppo_max_token_len_per_gpu.",
+    )
     tbpo_epsilon_high: float = HfArg(
         default=4e-4, help="Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."
     )
@@ -136,8 +143,8 @@ class QaRLConfig(GRPOConfig):
     )
     optim_muon: bool = HfArg(
         default=False,
-        help="Use torch's Muon for hidden matrices (rate: learning_rate) and AdamW for embeddings, norms and the head. The "
-        "paper's optimizer (Sec. 4, Table 2).",
+        help="Use Muon for hidden matrices and routed experts (rate: learning_rate) and AdamW for embeddings, norms, routers "
+        "and the head. The paper's optimizer (Sec. 4, Table 2).",
     )
     muon_adamw_learning_rate: float | None = HfArg(
         default=None, help="Learning rate of the AdamW part with optim_muon. Unset: learning_rate."
@@ -272,6 +279,7 @@ class QaRLConfig(GRPOConfig):
                     "nor TBPO would run. Set use_liger_kernel=False."
                 )
         _check_rollout(self)
+        _check_passes(self)
         _check_muon(self)
 
 
@@ -421,6 +429,25 @@ def _check_rollout(args: QaRLConfig) -> None:
         )
     if threshold is not None and not threshold > 0:
         raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
+
+
+def _check_passes(args: QaRLConfig) -> None:
+    budget = args.max_tokens_per_pass
+    if budget is None:
+        return
+    if budget < 1:
+        raise ValueError(f"max_tokens_per_pass={budget} must be at least 1, or unset for padded rows.")
+    longest = (args.vllm_max_model_length if args.use_vllm else None) or 0
+    # A completion alone has a prompt before it.
+    needed = longest or (args.max_completion_length or 0) + 1
+    if budget < needed:
+        limit = (
+            f"vllm_max_model_length={longest}" if longest else f"max_completion_length={args.max_completion_length}"
+        )
+        raise ValueError(
+            f"max_tokens_per_pass={budget} cannot hold one sequence, which may have {needed} tokens by {limit}. Raise it to at "
+            f"least {needed}, or lower {limit.split('=')[0]}."
+        )
 
 
 def _checked_verify(value: Any) -> str | int:

@@ -147,12 +147,7 @@ def save_low_bit(
 
 
 def check_target(path: str | os.PathLike) -> None:
-    """
-    Refuse a folder in which low-bit weights would replace high-precision ones.
-
-    Raises:
-        ValueError: when `path` holds a training checkpoint or an unquantized model.
-    """
+    """Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model, which low bits would replace."""
     path = Path(path)
     found = [name for name in TRAINING_FILES if (path / name).exists()]
     config = path / "config.json"
@@ -160,8 +155,8 @@ def check_target(path: str | os.PathLike) -> None:
         found += [file.name for file in sorted(path.glob("*.safetensors"))]
     if found:
         raise ValueError(
-            f"{path} holds a training checkpoint or an unquantized model ({found[:3]}), which low-bit weights would "
-            "replace. Use another folder."
+            f"{path} holds a training checkpoint or an unquantized model ({found[:3]}), which low-bit weights would replace. "
+            "Use another folder."
         )
 
 

@@ -58,23 +58,21 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
 
 def _own_experts(tensor: Tensor) -> Tensor:
     """The experts that this process holds, in their own storage."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if not all(placement.is_replicate() or placement.is_shard(0) for placement in tensor.placements):
+    sharded = isinstance(tensor, DTensor)
+    if sharded and not all(placement.is_replicate() or placement.is_shard(0) for placement in tensor.placements):
         raise RuntimeError(
             f"Muon needs whole experts: {tuple(tensor.shape)} must be sharded over dimension 0, got {tensor.placements}. "
             "Shard with FSDP2's default placement, or set optim_muon=False."
         )
-    return tensor.to_local()
+    return tensor.to_local() if sharded else tensor
 
 
 class ExpertMuon(torch.optim.Optimizer):
     """
     [`torch.optim.Muon`] for parameters `(experts, projections * rows, columns)`, each `(rows, columns)` a matrix of its own.
 
-    Equal to torch's Muon over the matrices one by one. Args: groups with `params` and `projections`; the defaults of a
-    [`torch.optim.Muon`]. A DTensor (FSDP2) must be sharded by experts: every process updates those it holds, without
-    communication.
+    Equal to torch's Muon over the matrices one by one. Args: groups with `params` and `projections`; `defaults` of torch's Muon.
+    A DTensor (FSDP2) must be sharded by experts: every process updates those it holds, without communication.
     """
 
     @torch.no_grad()
@@ -82,12 +80,11 @@ class ExpertMuon(torch.optim.Optimizer):
         """One step. Raises `RuntimeError` for a DTensor that is sharded within a matrix."""
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(param.grad)
-                self._step(*map(_own_experts, (param, param.grad, state["momentum_buffer"])), group)
+                if param.grad is not None:
+                    state = self.state[param]
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(param.grad)
+                    self._step(*map(_own_experts, (param, param.grad, state["momentum_buffer"])), group)
 
     @staticmethod
     def _step(param: Tensor, grad: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
@@ -101,9 +98,9 @@ class ExpertMuon(torch.optim.Optimizer):
             moments.lerp_(grads, 1 - group["momentum"])
             update = grads.lerp(moments, group["momentum"]) if group["nesterov"] else moments
             matrices = update.reshape(len(weights) * projections, rows, columns)
-            matrices = newton_schulz(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            directions = newton_schulz(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
             weights.mul_(1 - group["lr"] * group["weight_decay"])
-            directions = matrices.unflatten(0, (len(weights), projections))
+            directions = directions.unflatten(0, (len(weights), projections))
             weights.unflatten(1, (projections, rows)).add_(directions, alpha=-group["lr"] * scale)
 
 
@@ -164,23 +161,20 @@ def _expert_projections(model: nn.Module) -> dict[nn.Parameter, int]:
 
 def split_parameters(model: nn.Module) -> tuple[list[str], dict[str, int], list[str]]:
     """
-    Names of the trainable parameters that are Muon's, Muon's as experts, and AdamW's, as in `named_parameters()`.
+    Names, as in `named_parameters()`, of Muon's matrices, of its experts with their number of projections, and of the rest.
 
-    Muon gets the 2-D weights, except embeddings, output heads, mixture-of-experts routers and whatever the Trainer would not
-    decay (norms, and biases of any shape), and the fused weights of routed experts, each with its number of projections.
+    Muon gets the fused weights of routed experts and the 2-D weights, except embeddings, output heads, routers and whatever
+    the Trainer would not decay (norms, and biases of any shape). The rest of what is trained is AdamW's.
     """
     decay = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
     excluded, projections = _embedding_and_head_parameters(model), _expert_projections(model)
     matrices, experts, others = [], {}, []
     for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
-        if param in projections:
+        hidden = param.ndim == 2 and name in decay and param not in excluded and not _ROUTER.search(name)
+        if param.requires_grad and param in projections:
             experts[name] = projections[param]
-        elif param.ndim == 2 and name in decay and param not in excluded and not _ROUTER.search(name):
-            matrices.append(name)
-        else:
-            others.append(name)
+        elif param.requires_grad:
+            (matrices if hidden else others).append(name)
     return matrices, experts, others
 
 
@@ -188,20 +182,19 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
     """
     The optimizer of `optim_muon=True`: groups of Muon and of its experts, then AdamW with and without weight decay.
 
-    Under FSDP2 torch's Muon sees a DTensor as the whole matrix and gathers, in bfloat16, at every Newton-Schulz iteration: for
-    a matrix of `rows <= columns` the matrix twice and its `(rows, rows)` Gram matrix once, 20 to 30 bytes an entry in five
-    iterations; for a taller one it sums the `(columns, columns)` Gram matrix twice, up to 20 bytes. Experts are not gathered.
-    DeepSpeed, which hands out flat pieces, is refused by [`QaRLConfig`].
+    Under FSDP2 torch's Muon sees a DTensor as the whole matrix. In each Newton-Schulz iteration it gathers a matrix twice and its
+    Gram matrix once, or for `rows > columns` sums the Gram matrix twice, in bfloat16: 20 to 30 bytes an entry in five
+    iterations, or up to 20. DeepSpeed, which hands out flat pieces, is refused by [`QaRLConfig`].
 
     Raises:
-        ValueError: when the model has no hidden matrix to train.
+        ValueError: when the model has neither a hidden matrix nor experts to train.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     matrices, experts, others = split_parameters(model)
     if not matrices and not experts:
         raise ValueError(
-            f"optim_muon=True found no hidden 2-D matrix among {len(params)} trainable parameters; Muon needs at least "
-            "one. Under FSDP1, which flattens them, use FSDP2 or DDP; otherwise set optim_muon=False."
+            f"optim_muon=True found no hidden 2-D matrix among {len(params)} trainable parameters. Under FSDP1, which flattens "
+            "them, use FSDP2 or DDP; otherwise set optim_muon=False."
         )
     stacked = [params[name].numel() for name in others if params[name].ndim > 2]
     if stacked:

@@ -7,7 +7,11 @@ from slow.isolated import isolated_group
 from slow.toys import distinct_characters, prompts, save_model, settings
 from test_optim import TOKENS, make_args, make_moe
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -191,6 +195,10 @@ def test_the_trainer_moves_every_matrix_by_muon(tmp_path):
     assert (moved(optim_muon=False) > most).all()  # control: AdamW
 
 
+# As accelerate saves and loads an optimizer under the recipes' `fsdp2.yaml`.
+FULL_STATE_DICT = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+
+
 def given_gradients(model):
     """Four steps: for all parameters, and in the last one for those of experts alone."""
     generator = torch.Generator().manual_seed(7)
@@ -212,9 +220,9 @@ def sharded_steps(folder, experts):
     for step, grads in enumerate(given_gradients(model)):
         model.zero_grad()
         if step == 2:
-            state = get_optimizer_state_dict(model, optimizer)
+            state = get_optimizer_state_dict(model, optimizer, options=FULL_STATE_DICT)
             optimizer = build_muon(model, make_args())
-            set_optimizer_state_dict(model, optimizer, state)
+            set_optimizer_state_dict(model, optimizer, state, options=FULL_STATE_DICT)
         for name, grad in grads.items():
             model.get_parameter(name).grad = distribute_tensor(grad, mesh, [Shard(0)])
         with CommDebugMode() as seen:

@@ -84,8 +84,8 @@ def calibration_set(args: CalibrationArguments, tokenizer: PreTrainedTokenizerBa
     columns = [c for c in WHOLE_TEXT if c in rows.column_names][:1] or [c for c in PARTS if c in rows.column_names]
     if not columns or not len(rows):
         raise ValueError(
-            f"{args.dataset} must have rows with {' or '.join(WHOLE_TEXT)}, or some of {', '.join(PARTS)}; got {len(rows)} rows "
-            f"with the columns {rows.column_names}."
+            f"{args.dataset} must have rows with {' or '.join(WHOLE_TEXT)}, or some of {', '.join(PARTS)}; got "
+            f"{len(rows)} rows with the columns {rows.column_names}."
         )
 
     def tokenize(row: dict[str, Any]) -> dict[str, list[int]]:

@@ -93,8 +93,8 @@ def check_first_codes(model: nn.Module, source: QuantizedSource) -> None:
             args = weight.scheme.weights
             if wrong and (args.num_bits, args.type) != (8, QuantizationType.INT):
                 raise RuntimeError(
-                    f"{wrong} codes of layer {name!r} differ from those in {source.name}, although its scales are frozen. "
-                    "The masters were not loaded as they are stored; use tested versions of transformers and "
+                    f"{wrong} codes of layer {name!r} differ from those in {source.name}, although its scales are "
+                    "frozen: the masters are not what is stored. Use tested versions of transformers and "
                     "compressed-tensors."
                 )
             differing, total = differing + wrong, total + stored.view(torch.uint8).numel()

@@ -15,6 +15,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils import match_targets
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from transformers import PretrainedConfig
 
 from .grouped import grouped_product, stacked
 from .linear import LowBitLayer, QParams
@@ -30,6 +31,13 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 
 # Name, module and scheme of a layer to quantize.
 Matched = tuple[str, nn.Module, QuantizationScheme]
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Experts of a layer, 0 for a dense model; every family has a name of its own for it."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    text = config.get_text_config()
+    return max(getattr(text, name, None) or 0 for name in names)
 
 
 class Routing(NamedTuple):
