@@ -57,8 +57,11 @@ def load_math_dataset(
     """
     from datasets import Features, List, Value
 
-    _check_prompt(prompt_template, system_prompt, conversational)
-    dataset = _load(name_or_path, split, config_name).flatten()  # nested columns by their dotted names
+    if prompt_template is not None and _SLOT not in prompt_template:
+        raise ValueError(f"prompt_template={prompt_template!r} must have {_SLOT} where the problem belongs.")
+    if system_prompt is not None and not conversational:
+        raise ValueError("system_prompt needs conversational=True. Without it write it into prompt_template.")
+    dataset = load_rows(name_or_path, split, config_name).flatten()  # nested columns by their dotted names
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
     problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
@@ -77,28 +80,15 @@ def load_math_dataset(
     return answered
 
 
-def _check_prompt(prompt_template: str | None, system_prompt: str | None, conversational: bool) -> None:
-    if prompt_template is not None and _SLOT not in prompt_template:
-        raise ValueError(
-            f"prompt_template={prompt_template!r} has no place for the problem. Write {_SLOT} where it belongs, e.g. "
-            f"'{_SLOT} Put your final answer in \\boxed{{}}.'"
-        )
-    if system_prompt is not None and not conversational:
-        raise ValueError("system_prompt needs chat messages: set conversational=True, or put it in prompt_template.")
-
-
 def _check_answers(missing: int, dataset: "Dataset", name: str, column: str) -> None:
     """Say how many rows have no answer; raise when all of them."""
     if missing == len(dataset):
         raise ValueError(
-            f"None of the {missing} rows of {name} has an answer in the column {column!r}. Name the right one with "
-            f"answer_column; the columns are {dataset.column_names}."
+            f"None of the {missing} rows of {name} has an answer in {column!r}. Name another column with answer_column: "
+            f"{dataset.column_names}."
         )
     if missing:
-        logger.warning(
-            "%d of %d rows of %s have no answer in the column %r and are left out.",
-            *(missing, len(dataset), name, column),
-        )
+        logger.warning(f"{missing} of {len(dataset)} rows of {name} have no answer in {column!r} and are left out.")
 
 
 def final_answer(reference: Any) -> str:
@@ -133,8 +123,8 @@ def local_path(name_or_path: str) -> Path | None:
     if not path.exists():
         if looks_local:
             raise FileNotFoundError(
-                f"The dataset {name_or_path!r} looks like a path, and nothing is at {path.absolute()}. Give an "
-                f"existing {', '.join(_BUILDERS)} file or folder, or a Hub id such as 'openai/gsm8k'."
+                f"The dataset {name_or_path!r} looks like a path, and nothing is at {path.absolute()}. Give a "
+                f"{', '.join(_BUILDERS)} file, a folder, or a Hub id such as 'openai/gsm8k'."
             )
         return None
     if path.is_file() and path.suffix not in _BUILDERS:
@@ -142,7 +132,8 @@ def local_path(name_or_path: str) -> Path | None:
     return path
 
 
-def _load(name_or_path: str, split: str, config_name: str | None) -> "Dataset":
+def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> "Dataset":
+    """A dataset as it is; a single local file is whatever split is asked for. Errors: [`local_path`]'s."""
     from datasets import load_dataset
 
     path = local_path(name_or_path)
@@ -157,8 +148,8 @@ def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argum
         if column in dataset.column_names:
             return column
     raise ValueError(
-        f"The dataset {name_or_path!r} has the columns {dataset.column_names}, and none is {' or '.join(candidates)}. "
-        f"Name the one to use with {argument}."
+        f"The dataset {name_or_path!r} has the columns {dataset.column_names}, not {' or '.join(candidates)}. Name one with "
+        f"{argument}."
     )
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -35,6 +37,7 @@ CHARACTERS = " 0123456789+-*=();#abcdefghijklmnopqrstuvwxyz\n"
 KINDS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # biases in q, k, v; no head_dim of its own
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),  # another module name in the checkpoint than in the model
     "olmoe": (OlmoeConfig, OlmoeForCausalLM),

@@ -24,12 +24,7 @@ NO_HUB_KERNELS = (
 
 
 def check_model(model: nn.Module) -> None:
-    """
-    Refuse a model whose masters or layers are in the hands of another library.
-
-    Raises:
-        ValueError: naming what was found.
-    """
+    """Refuse (`ValueError`) a model whose masters or layers are in the hands of another library."""
     if any(isinstance(m, LowBitLayer) for m in model.modules()):
         raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
     config = getattr(model, "config", None)
@@ -56,19 +51,7 @@ def check_model(model: nn.Module) -> None:
 def check_layers(
     model: nn.Module, experts: list[Matched], linears: list[Matched], product: ProductChoice, frozen: bool
 ) -> None:
-    """
-    Refuse layers that cannot be quantized as they are asked to be.
-
-    Args:
-        model (`nn.Module`): The model.
-        experts (`list[Matched]`): Modules of experts with names and schemes.
-        linears (`list[Matched]`): Linear layers, or the adapter layers around them.
-        product (`ProductChoice`): What multiplies.
-        frozen (`bool`): Whether scales are frozen.
-
-    Raises:
-        ValueError: naming the layer and what to change.
-    """
+    """Refuse (`ValueError`) layers (or the adapter layers around them) that cannot be quantized as they are asked to be."""
     if is_peft_model(model):
         from .lora import check_adapters, check_lora_config
 
@@ -158,8 +141,8 @@ def _check_experts(name: str, module: nn.Module, scheme: QuantizationScheme, pro
     _check_forward(name, module)
     if product not in (plain_product, dequant_product):
         raise ValueError(
-            f"quant_kernel='engine' does not go with a mixture-of-experts model: an engine multiplies the experts {name!r} by "
-            "fused kernels that the learner does not call. Use quant_kernel='auto'."
+            "quant_kernel='engine' does not go with a mixture-of-experts model: an engine multiplies the experts "
+            f"{name!r} by fused kernels that the learner does not call. Use quant_kernel='auto'."
         )
 
 

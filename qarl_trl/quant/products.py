@@ -11,6 +11,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
+from . import reference
 from .activations import (
     FP8,
     quantize_groups_fp8,
@@ -18,8 +19,7 @@ from .activations import (
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from .quantize import LowBitWeight
-from .reference import as_blocks, as_matrix
+from .quantize import LowBitWeight, fast
 from .scheme import effective_group_size, gpu_generation, has_global_scale, support_of
 
 
@@ -71,11 +71,13 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     if has_global_scale(weight.scheme):
         compressor = BaseCompressor.get_value_from_registry(weight.scheme.format.value)
         return compressor.decompress(dict(weight.tensors), weight.scheme)["weight"].to(dtype)
-    codes = _unpack(weight) if "weight_packed" in weight.tensors else weight.codes
-    blocks = as_blocks(codes, weight.scheme).to(weight.scale.dtype)
-    if "weight_zero_point" in weight.tensors:
-        blocks.sub_(_zero_point(weight).to(blocks.dtype).unsqueeze(-1))
-    return as_matrix(blocks.mul_(weight.scale.unsqueeze(-1)), codes.shape, weight.scheme).to(dtype)
+    (rows, columns), tensors, zero_point = weight.shape, weight.tensors, None
+    if "weight_zero_point" in tensors:
+        words, bits = tensors["weight_zero_point"], weight.scheme.weights.num_bits
+        zero_point = unpack_from_int32(words, bits, weight.scale.shape, packed_dim=0)
+    device = weight.codes.device
+    decoder = reference if fast is None else fast.decoder_for((rows, columns), dtype, device, weight.scheme)
+    return decoder.decode(weight.codes, weight.scale, zero_point, weight.scheme, columns, dtype)
 
 
 class DequantGemm(Product):
@@ -157,7 +159,8 @@ class Int4Fp8Gemm(Fp8Gemm):
         scale, channel_scale = quantize_tokens_fp8(weight.scale)
         # An eighth of it, so that the largest entry, 8 scales, is a float8 number.
         scale, channel_scale = (scale.float() / 8).to(FP8), channel_scale * 8
-        groups = _unpack(weight).unflatten(-1, (scale.shape[-1], -1))
+        codes = reference.unpacked(weight.codes, 4, weight.shape[1])
+        groups = codes.unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.float().unsqueeze(-1)).to(FP8).flatten(-2), channel_scale
 
     def matmul(
@@ -304,21 +307,3 @@ def rows_of(x: Tensor, *tensors: Tensor) -> Saved:
 def add_bias(sums: Tensor, bias: Tensor | None) -> Tensor:
     """The bias on float32 sums, before they are rounded."""
     return sums if bias is None else sums + bias.float()
-
-
-def _unpack(weight: LowBitWeight) -> Tensor:
-    """Codes of a packed weight, int8 `(out, in)`."""
-    words = weight.tensors["weight_packed"].view(torch.uint8)
-    in_features = int(weight.tensors["weight_shape"][1])
-    if weight.scheme.weights.num_bits == 8:
-        return (words ^ 0x80).view(torch.int8)[:, :in_features]
-    # Little-endian: byte i of a word holds codes 2i (low) and 2i + 1 (high), each plus 8.
-    codes = torch.stack((words & 0xF, words >> 4), dim=-1).flatten(-2).view(torch.int8)
-    return codes.sub_(8)[:, :in_features]
-
-
-def _zero_point(weight: LowBitWeight) -> Tensor:
-    """Zero points, int8 `(out, groups)`."""
-    return unpack_from_int32(
-        weight.tensors["weight_zero_point"], weight.scheme.weights.num_bits, weight.scale.shape, packed_dim=0
-    )

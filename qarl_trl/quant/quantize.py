@@ -70,6 +70,8 @@ class LowBitWeight:
         """
         The weights of `rows` rows each, from the first to the last, as if each had been quantized by itself.
 
+        Their tensors are views of this one's, but for `weight_shape`. Files take tensors that own their storage.
+
         Raises:
             ValueError: when rows of two of them share a scale (blocks), a word of zero points (of 8) or a global scale.
         """
@@ -78,8 +80,7 @@ class LowBitWeight:
         if out_features % rows or rows % unit or has_global_scale(self.scheme):
             raise ValueError(f"{out_features} rows in the scheme {self.scheme} cannot be split into {rows} each.")
         count = out_features // rows
-        # Copies, because files and engines take tensors that own their storage.
-        parts = {name: [t.clone() for t in tensor.chunk(count)] for name, tensor in self.tensors.items()}
+        parts = {name: tensor.chunk(count) for name, tensor in self.tensors.items()}
         if "weight_shape" in parts:
             parts["weight_shape"] = [torch.tensor((rows, in_features)) for _ in range(count)]
         return [LowBitWeight({name: parts[name][i] for name in parts}, self.scheme) for i in range(count)]

@@ -36,14 +36,7 @@ class Scores:
 
 
 def canary_tokens(tokenizer: Any, vocab_size: int, length: int = LENGTH) -> list[int]:
-    """
-    A fixed prompt: ordinary tokens of the vocabulary, drawn by a fixed seed.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Its special and added tokens are left out, since an engine may act on them.
-        vocab_size (`int`): Rows of the embedding.
-        length (`int`, *optional*, defaults to 128): Number of tokens.
-    """
+    """A fixed prompt: tokens drawn by a fixed seed, without special and added ones, since an engine may act on them."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ordinary = [token for token in range(min(vocab_size, len(tokenizer))) if token not in special]
     generator = torch.Generator().manual_seed(SEED)
