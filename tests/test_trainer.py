@@ -421,7 +421,7 @@ def test_metrics_are_logged_under_their_stable_names(model, tmp_path):
     ("kwargs", "error", "words"),
     [
         ({"quantization_config": object()}, ValueError, "bitsandbytes"),
-        ({"peft_config": LoraConfig(use_dora=True)}, ValueError, "DoRA"),
+        ({"peft_config": LoraConfig(use_dora=True)}, ValueError, "use_dora"),
         ({"args": GRPOConfig("x", use_cpu=True, bf16=False)}, TypeError, "QaRLConfig"),
     ],
 )
@@ -440,7 +440,7 @@ def test_a_model_without_a_folder_cannot_start_an_engine(model, tmp_path):
     in_memory = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(model).config)
     in_memory.config._name_or_path = in_memory.name_or_path = ""
     args = QaRLConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
-    with pytest.raises(ValueError, match=r"Save it with model\.save_pretrained"):
+    with pytest.raises(ValueError, match=r"Call save_pretrained"):
         preflight.check_arguments(in_memory, args, {})
 
 
@@ -538,12 +538,12 @@ def test_another_scheme_quantizes_the_masters_anew_and_says_so(gptq, tmp_path, c
 
 @pytest.mark.parametrize("changes", [{"quant_scheme": "checkpoint"}, {"quant_freeze_scales": True}])
 def test_an_unquantized_model_has_no_scales_to_keep(model, tmp_path, changes):
-    with pytest.raises(ValueError, match=r"needs a model that is quantized, and .* is not"):
+    with pytest.raises(ValueError, match=r"needs a quantized model, and .* is not"):
         make(model, tmp_path, **changes)
 
 
 def test_a_quantized_model_is_not_trained_without_quantization(gptq, tmp_path):
-    with pytest.raises(ValueError, match="quant_scheme='none' would train"):
+    with pytest.raises(ValueError, match="quant_scheme='none' would decompress"):
         make(gptq, tmp_path, quant_scheme="none", loss_type="grpo")
 
 
@@ -606,8 +606,7 @@ def test_a_mixture_of_experts_is_trained_and_saved_as_llm_compressor_saves_its_m
     assert any(name.startswith("model.layers.0.mlp.experts.3.gate_proj.weight") for name in found)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").model.layers[0].mlp.experts
     for name, fused in (("gate_up_proj", loaded.gate_up_proj), ("down_proj", loaded.down_proj)):
-        expected = [torch.cat([dequantize(w) for w in parts]) for parts in experts.low_bit(name)]
-        assert torch.equal(fused, torch.stack(expected))
+        assert torch.equal(fused, dequantize(experts.low_bit(name)).view_as(fused))
 
     oneshot = pytest.importorskip("llmcompressor").oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier

@@ -41,7 +41,7 @@ def apply_quantization(
     qparams: Mapping[str, QParams] | None = None,
 ) -> nn.Module:
     """
-    Give the matching linear layers of `model` a low-bit forward with straight-through gradients.
+    Give the matching linear layers of `model` a low-bit forward with straight-through gradients; returns `model`.
 
     In a `PeftModel` a layer with a LoRA adapter computes with its quantized merged weight, one without as usual.
     Experts count as one linear layer per expert and projection, under the names of the checkpoint.
@@ -65,21 +65,13 @@ def apply_quantization(
         qparams (`Mapping`, *optional*): Frozen scale and zero point of every quantized layer, by its name
             ([`~qarl_trl.llmcompressor.quantized_start.QuantizedSource.qparams`]). Without it they follow the weights.
 
-    Returns:
-        `nn.Module`: `model` itself.
-
     Raises:
-        ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches; for
-            `keep_dequantized` without a quantized forward.
+        ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches.
     """
     if isinstance(scheme, QuantizationConfig):
         plan = resolve_config(scheme)
     else:
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
-    if keep_dequantized and not quantize_forward:
-        raise ValueError(
-            "keep_dequantized=True came with a forward in high precision, which dequantizes nothing. Leave one of them out."
-        )
     check_model(model)
     experts, linears = _matched(model, plan, qparams)
     if not isinstance(scheme, QuantizationConfig):
