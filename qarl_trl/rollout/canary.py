@@ -178,8 +178,8 @@ def diagnosis(reading: Reading, suspect: str, publishes: int, failed: int, proce
         cause = f"They are nearer to those of {suspect}: the engine does not compute with what was published."
     elif not math.isnan(reading.before):
         cause = (
-            f"Before it, with random weights, the gap was {reading.before:.4f}, and at most {reading.limit:.4f} should be left: "
-            f"{other_weights}"
+            f"Before it, with random weights, the gap was {reading.before:.4f}, and at most {reading.limit:.4f} should be "
+            f"left: {other_weights}"
         )
     else:
         cause = (
