@@ -102,6 +102,12 @@ class QaRLConfig(GRPOConfig):
         help="Run the learner's forward on the low-bit weights. False keeps it in bfloat16 while the engine samples in "
         "low bits: the quantized-rollout baseline of the paper.",
     )
+    quant_keep_dequantized: bool = HfArg(
+        default=False,
+        help="Keep what a low-bit weight is multiplied as from its first use to the next optimizer step, instead of "
+        "dequantizing in every forward, recomputation and backward. Costs 2 bytes per quantized weight (W4AFP8: 1). The "
+        "engine's kernels (quant_kernel) need it in the backward only.",
+    )
     quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",
         help="GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the rollout "
@@ -342,6 +348,10 @@ def _check_quantized(args: QaRLConfig) -> None:
         raise ValueError("quant_targets is empty: nothing would be quantized. Use ['Linear'], or quant_scheme: none.")
     if args.quant_kernel not in ("auto", "dequant", "engine"):
         raise ValueError(f"quant_kernel={args.quant_kernel!r} must be 'auto', 'dequant' or 'engine'.")
+    if args.quant_keep_dequantized and not args.quant_learner:
+        raise ValueError(
+            "quant_keep_dequantized=True came with quant_learner=False, whose forward dequantizes nothing. Leave one of them out."
+        )
     if args.use_vllm and args.vllm_mode != "colocate":
         raise ValueError(
             f"vllm_mode={args.vllm_mode!r} cannot receive packed tensors. Use 'colocate', or quant_scheme='none'."

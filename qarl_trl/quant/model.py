@@ -37,6 +37,7 @@ def apply_quantization(
     group_size: int | None = None,
     product: ProductChoice = plain_product,
     quantize_forward: bool = True,
+    keep_dequantized: bool = False,
     qparams: Mapping[str, QParams] | None = None,
 ) -> nn.Module:
     """
@@ -59,6 +60,8 @@ def apply_quantization(
         product (`ProductChoice`, *optional*): Takes scheme and device and returns what multiplies. Defaults to torch's own
             products; the engine's are in `qarl_trl.rollout.products`.
         quantize_forward (`bool`, *optional*, defaults to `True`): `False` keeps the forward in high precision.
+        keep_dequantized (`bool`, *optional*, defaults to `False`): Keep what a low-bit weight is multiplied as, 2 bytes per
+            weight (W4AFP8: 1), for as long as its codes, instead of making it anew in every forward and backward.
         qparams (`Mapping`, *optional*): Frozen scale and zero point of every quantized layer, by its name
             ([`~qarl_trl.llmcompressor.quantized_start.QuantizedSource.qparams`]). Without it they follow the weights.
 
@@ -66,12 +69,17 @@ def apply_quantization(
         `nn.Module`: `model` itself.
 
     Raises:
-        ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches.
+        ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches; for
+            `keep_dequantized` without a quantized forward.
     """
     if isinstance(scheme, QuantizationConfig):
         plan = resolve_config(scheme)
     else:
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
+    if keep_dequantized and not quantize_forward:
+        raise ValueError(
+            "keep_dequantized=True came with a forward in high precision, which dequantizes nothing. Leave one of them out."
+        )
     check_model(model)
     experts, linears = _matched(model, plan, qparams)
     if not isinstance(scheme, QuantizationConfig):
@@ -80,10 +88,10 @@ def apply_quantization(
     merged = list(_with_one_scale(model, {id(module): layer_scheme for _, module, layer_scheme in linears}))
     for name, module, layer_scheme in experts:
         frozen = {} if qparams is None else stacked_qparams(name, module, qparams)
-        QuantExperts.convert(module, layer_scheme, product, quantize_forward, frozen)
+        QuantExperts.convert(module, layer_scheme, product, quantize_forward, keep_dequantized, frozen)
     for name, module, layer_scheme in linears:
         frozen = {} if qparams is None else {"weight": qparams[name]}
-        _low_bit_class(module).convert(module, layer_scheme, product, quantize_forward, frozen)
+        _low_bit_class(module).convert(module, layer_scheme, product, quantize_forward, keep_dequantized, frozen)
     for layers in merged:
         for layer in layers:
             layer.merged_with = tuple(other for other in layers if other is not layer)
