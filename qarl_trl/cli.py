@@ -33,7 +33,7 @@ def export(args: argparse.Namespace) -> None:
     """
     Write a high-precision checkpoint, or a LoRA adapter merged into its base, as vLLM loads it, by round-to-nearest.
 
-    For a checkpoint of a run in the same scheme these are the tensors it trained with. `ValueError` if it cannot be quantized.
+    Of a run in the same scheme these are the tensors it trained with. `ValueError` if it cannot be quantized.
     """
     from pathlib import Path
 

@@ -170,7 +170,7 @@ class QaRLConfig(GRPOConfig):
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(
         default=None,
-        help="More keyword arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
+        help="More arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
         "needs no compiler.",
     )
     export_low_bit: bool = HfArg(

@@ -234,7 +234,7 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
         local_path(name)
     if training_args.quantized and (model_args.load_in_4bit or model_args.load_in_8bit):
         raise ValueError(
-            "load_in_4bit and load_in_8bit (bitsandbytes) leave no high-precision masters. Remove them, or set quant_scheme: none."
+            "load_in_4bit and load_in_8bit leave no high-precision masters. Remove them, or set quant_scheme: none."
         )
     if training_args.quantized and model_args.use_peft:
         from trl import get_peft_config

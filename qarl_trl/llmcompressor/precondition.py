@@ -85,7 +85,7 @@ def check_dense(model: PreTrainedModel) -> None:
     name = next((name for name, _ in expert_modules(model)), None)
     if name is not None:
         raise ValueError(
-            f"{type(model).__name__} has fused experts ({name!r}), which the transforms do not know. Train from the model as it is."
+            f"{type(model).__name__} has fused experts ({name!r}), unknown to the transforms. Train from it as it is."
         )
 
 

@@ -116,10 +116,9 @@ def _check_layout(name: str, module: nn.Module) -> None:
         fit = (experts, rows, hidden) == (experts_down, 2 * intermediate, hidden_down)
     if not fit:
         raise ValueError(
-            f"The experts {name!r} ({type(module).__name__}) are of a form that has no low-bit forward: {found}, "
-            f"parameters {shapes}. Needed: {EXPERTS_LAYOUT}, gate_up_proj (experts, 2 * intermediate, hidden) and "
-            "down_proj (experts, hidden, intermediate). Left as they are, most of the model would stay in high precision: "
-            "such a model needs quant_scheme='none'."
+            f"The experts {name!r} ({type(module).__name__}) have no low-bit forward: {found}, parameters {shapes}. "
+            f"Needed: {EXPERTS_LAYOUT}, gate_up_proj (experts, 2 * intermediate, hidden) and down_proj (experts, "
+            "hidden, intermediate). Such a model needs quant_scheme='none'."
         )
     for key, param in module.named_parameters(recurse=False):
         if not param.is_floating_point():

