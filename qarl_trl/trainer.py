@@ -26,6 +26,7 @@ from .loss import TrustBand, band_metrics, loss_mask, mismatch_weight, sequence_
 from .metrics import CodeFlips, StepClock, check_mismatch, mismatch_sums, reduce_stats, weight_stats
 from .optim import build_muon
 from .preflight import check_run, default_output_dir
+from .quant.experts import expert_modules
 from .quant.model import apply_quantization, bypassed_layers
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
@@ -300,6 +301,20 @@ class QaRLTrainer(GRPOTrainer):
         finally:
             self._saving_masters = False
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        mixture = any(expert_modules(self._unwrapped)) and not is_peft_model(self._unwrapped)
+        if mixture and not self.is_fsdp_enabled:  # FSDP has its own files, with the names of the model
+            _compat.restore_masters(self._unwrapped, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """The Trainer's, but a weight that a checkpoint lacks is an error: training would go on from another one."""
+        super()._issue_warnings_after_load(load_result)
+        missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
+        if missing:
+            raise RuntimeError(f"The checkpoint lacks {len(missing)} weights of the model, first {min(missing)!r}.")
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # Copies the model files of this folder to `output_dir` and uploads that: never the masters.
         folder = Path(checkpoint_folder)
@@ -368,6 +383,7 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
         **fields,
         product=PRODUCTS[args.learner_kernel],
         quantize_forward=args.quant_learner,
+        keep_dequantized=args.quant_keep_dequantized,
         qparams=source.qparams() if args.quant_freeze_scales else None,
     )
     if args.quant_freeze_scales and as_stored and _compat.loads_weights():

@@ -107,7 +107,7 @@ def cpu_of_settings(monkeypatch):
 def pytest_collection_modifyitems(items):
     """What this machine has no device or CPU for: skipped, and counted as such."""
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if NO_ENGINE and ("engine" in item.keywords or item.path.parent.name == "slow"):
+        if NO_ENGINE and (item.get_closest_marker("engine") or item.path.parent.name == "slow"):
             item.add_marker(pytest.mark.skip(reason=NO_ENGINE))

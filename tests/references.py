@@ -49,6 +49,24 @@ def tbpo(logps, old, sampling, advantages, mask, *, epsilon_high, delta_low, del
     return loss, gradient
 
 
+# Muon ---------------------------------------------------------------------------------------------------------------
+
+
+def muon(weight, grads, *, lr, momentum, weight_decay, adjust_lr_fn, nesterov=True, ns_steps=5):
+    """Muon as its author writes it, one matrix, float64: momentum, Newton-Schulz, decoupled decay, scaled step."""
+    weight, average = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    rows, cols = weight.shape
+    for grad in grads:
+        average = momentum * average + (1 - momentum) * grad.double()
+        x = momentum * average + (1 - momentum) * grad.double() if nesterov else average
+        x = x / x.norm()
+        for _ in range(ns_steps):
+            x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+        scale = 0.2 * max(rows, cols) ** 0.5 if adjust_lr_fn == "match_rms_adamw" else max(1, rows / cols) ** 0.5
+        weight = weight * (1 - lr * weight_decay) - lr * scale * x
+    return weight
+
+
 # Floats -------------------------------------------------------------------------------------------------------------
 
 
