@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -92,6 +92,27 @@ def model_loader(load: Callable[..., Any] | None) -> AbstractContextManager:
     `None` leaves it in place.
     """
     return nullcontext() if load is None else rebound(grpo_trainer, "create_model_from_path", load)
+
+
+def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManager:
+    """
+    Make `GRPOTrainer._prepare_inputs` shuffle a rollout batch of `n` rows into the order `order_of(n)`.
+
+    TRL's shuffle draws its order when `old` has been computed already, in other micro-batches than those of the loss. Packed,
+    they would have other shapes, for which kernels round otherwise, and the first ratio would not be 1.
+    """
+
+    def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
+        order = order_of(len(next(value for value in batch.values() if value is not None)))
+
+        def permuted(value: Any) -> Any:
+            if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+                return value
+            return value[order] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+
+        return {name: permuted(value) for name, value in batch.items()}
+
+    return rebound(grpo_trainer, "shuffle_sequence_dict", shuffle)
 
 
 def fsdp_version(args: Any) -> int | None:

@@ -102,6 +102,12 @@ class QaRLConfig(GRPOConfig):
         help="Run the learner's forward on the low-bit weights. False keeps it in bfloat16 while the engine samples in "
         "low bits: the quantized-rollout baseline of the paper.",
     )
+    quant_keep_dequantized: bool = HfArg(
+        default=False,
+        help="Keep what a low-bit weight is multiplied as from its first use to the next optimizer step, instead of "
+        "dequantizing in every forward, recomputation and backward. Costs 2 bytes per quantized weight (W4AFP8: 1). The "
+        "engine's kernels (quant_kernel) need it in the backward only.",
+    )
     quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",
         help="GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the rollout "
@@ -115,6 +121,13 @@ class QaRLConfig(GRPOConfig):
         "rounds where the CPU engine rounds, so that log-probs are bitwise equal (Llama, Qwen2 and Qwen3 beside a "
         "colocated CPU engine; enforce_eager is then on by default). 'auto': 'engine' where a low-bit learner can have "
         "it, otherwise 'stock'.",
+    )
+    max_tokens_per_pass: int | None = HfArg(
+        default=22528,
+        help="Tokens that one forward pass of the learner may hold, without padding. Rows of a micro-batch are packed into "
+        "passes of at most this many; the activations of a micro-batch's passes are kept until its backward. At least the "
+        "longest prompt and completion together. Unset (null): rows padded to the longest of the rollout batch, as in TRL. "
+        "Table 2, ppo_max_token_len_per_gpu.",
     )
     tbpo_epsilon_high: float = HfArg(
         default=4e-4, help="Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."
@@ -272,6 +285,7 @@ class QaRLConfig(GRPOConfig):
                     "nor TBPO would run. Set use_liger_kernel=False."
                 )
         _check_rollout(self)
+        _check_passes(self)
         _check_muon(self)
 
 
@@ -334,6 +348,10 @@ def _check_quantized(args: QaRLConfig) -> None:
         raise ValueError("quant_targets is empty: nothing would be quantized. Use ['Linear'], or quant_scheme: none.")
     if args.quant_kernel not in ("auto", "dequant", "engine"):
         raise ValueError(f"quant_kernel={args.quant_kernel!r} must be 'auto', 'dequant' or 'engine'.")
+    if args.quant_keep_dequantized and not args.quant_learner:
+        raise ValueError(
+            "quant_keep_dequantized=True came with quant_learner=False, whose forward dequantizes nothing. Leave one of them out."
+        )
     if args.use_vllm and args.vllm_mode != "colocate":
         raise ValueError(
             f"vllm_mode={args.vllm_mode!r} cannot receive packed tensors. Use 'colocate', or quant_scheme='none'."
@@ -344,7 +362,7 @@ def _check_quantized(args: QaRLConfig) -> None:
         raise ValueError(
             "use_transformers_continuous_batching casts masters to bfloat16, which loses small updates. Use use_vllm=True."
         )
-    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    init_kwargs = args.model_init_kwargs or {}
     foreign = [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if init_kwargs.get(k)]
     if foreign:
         raise ValueError(
@@ -421,6 +439,25 @@ def _check_rollout(args: QaRLConfig) -> None:
         )
     if threshold is not None and not threshold > 0:
         raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
+
+
+def _check_passes(args: QaRLConfig) -> None:
+    budget = args.max_tokens_per_pass
+    if budget is None:
+        return
+    if budget < 1:
+        raise ValueError(f"max_tokens_per_pass={budget} must be at least 1, or unset for padded rows.")
+    longest = (args.vllm_max_model_length if args.use_vllm else None) or 0
+    # A completion alone has a prompt before it.
+    needed = longest or (args.max_completion_length or 0) + 1
+    if budget < needed:
+        limit = (
+            f"vllm_max_model_length={longest}" if longest else f"max_completion_length={args.max_completion_length}"
+        )
+        raise ValueError(
+            f"max_tokens_per_pass={budget} cannot hold one sequence, which may have {needed} tokens by {limit}. Raise it to at "
+            f"least {needed}, or lower {limit.split('=')[0]}."
+        )
 
 
 def _checked_verify(value: Any) -> str | int:

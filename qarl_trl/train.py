@@ -130,12 +130,7 @@ def main(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_ar
 
 
 def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
-    """
-    Reward functions by name or dotted path, in order.
-
-    Raises:
-        ValueError: If a name is not found.
-    """
+    """Reward functions by name or dotted path, in order; `ValueError` for a name that is not found."""
     functions = []
     for name in names:
         path = f"{__package__}.rewards.{name}" if name in REWARDS else name

@@ -447,3 +447,18 @@ def experts(x, gate, up, down, chosen, routing, grad, quantize_input=lambda row:
             grad_up[e] += torch.outer(grad_u, row)
             grad_x[t] += gate[e].t() @ grad_g + up[e].t() @ grad_u
     return y, *grads
+
+
+@torch.no_grad()
+def logps_of_each_alone(model, input_ids, attention_mask, logits_to_keep):
+    """Log-probs `(B, logits_to_keep)`: each sequence through the model by itself, zero where padded."""
+    out = torch.zeros(len(input_ids), logits_to_keep)
+    first = input_ids.shape[1] - logits_to_keep
+    for row in range(len(input_ids)):
+        columns = [c for c in range(input_ids.shape[1]) if attention_mask[row, c]]
+        tokens = input_ids[row, columns]
+        logits = model(input_ids=tokens[None]).logits[0].float()
+        for i in range(1, len(columns)):
+            if columns[i] >= first:
+                out[row, columns[i] - first] = logits[i - 1].log_softmax(-1)[tokens[i]]
+    return out

@@ -15,6 +15,7 @@ PACKAGE = Path(qarl_trl.__file__).parent
 ROOMS = {
     "quant": {"quant"},
     "rollout": {"rollout", "quant", "_compat"},
+    "learner": {"learner", "quant", "_compat"},
     "llmcompressor": {"llmcompressor", "quant", "data"},
 }
 
@@ -78,6 +79,7 @@ def test_no_two_modules_import_each_other():
         ("qarl_trl", ["torch", "trl", "vllm"]),
         ("qarl_trl.cli", ["torch", "trl", "vllm"]),
         ("qarl_trl.quant", ["trl", "vllm", "qarl_trl.rollout", "peft"]),
+        ("qarl_trl.learner.logps", ["trl", "vllm", "peft"]),
         ("qarl_trl.loss", ["trl", "vllm", "transformers"]),
     ],
 )

@@ -263,6 +263,7 @@ CHANGED = {
     "tbpo_delta_high": 0.07,
     "tbpo_mismatch_cap": 1.5,
     "mismatch_abort_threshold": 0.05,
+    "max_tokens_per_pass": 4096,
     "optim_muon": True,
     "muon_adamw_learning_rate": 2e-6,
     "muon_momentum": 0.9,

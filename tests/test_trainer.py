@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from slow.toys import distinct_characters, prompts, save_gptq, save_model, setti
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from qarl_trl import QaRLConfig, QaRLTrainer, preflight
+from qarl_trl import QaRLConfig, QaRLTrainer, _compat, preflight
 from qarl_trl.llmcompressor.quantized_start import load_masters
 from qarl_trl.loss import TrustBand, loss_mask, tbpo_loss
 from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
@@ -69,7 +70,8 @@ def test_with_the_scheme_off_losses_and_weights_are_those_of_trl_bit_for_bit(mod
     plain = {k: v for k, v in without_engine(tmp_path / "a").items() if k not in own}
     stock = GRPOTrainer(model, distinct_characters, GRPOConfig(**plain, loss_type=loss_type), train_dataset=prompts())
     stock_losses = losses(stock)
-    ours = make(model, tmp_path / "b", quant_scheme=None, loss_type=loss_type)  # seeds the generator again
+    off = {"quant_scheme": None, "max_tokens_per_pass": None}
+    ours = make(model, tmp_path / "b", loss_type=loss_type, **off)  # seeds the generator again
     assert losses(ours) == stock_losses
     expected = masters(stock)
     assert all(torch.equal(value, expected[name]) for name, value in masters(ours).items())
@@ -137,6 +139,53 @@ def test_save_model_writes_the_low_bit_checkpoint(model, tmp_path):
     q = trainer.model.model.layers[0].self_attn.q_proj
     assert isinstance(q, QuantLinear)
     assert torch.equal(loaded.model.layers[0].self_attn.q_proj.weight_packed, q.low_bit().tensors["weight_packed"])
+
+
+# Packed passes ------------------------------------------------------------------------------------------------------
+
+
+def passes_of_the_first_rollout(trainer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Token ids of the passes of `old` and of those of the loss, in a run of one rollout batch."""
+    assert trainer._passes._packs(trainer.model)
+    old, current = [], []
+
+    def spy(module, args, kwargs):
+        if "fused_lm_head" in kwargs:
+            (current if torch.is_grad_enabled() else old).append(kwargs["input_ids"])
+
+    def round_by_shape(module, args, kwargs, output):
+        """As kernels of GPUs do; those of this CPU give a row the same numbers in every shape."""
+        if "fused_lm_head" in kwargs:
+            output.log_probs = output.log_probs * (1 + 1e-5 * kwargs["input_ids"].shape[1])
+        return output
+
+    trainer.model.register_forward_pre_hook(spy, with_kwargs=True)
+    trainer.model.register_forward_hook(round_by_shape, with_kwargs=True)
+    trainer.train()
+    return old, current
+
+
+FROZEN = {"bf16": True, "learning_rate": 0.0, "steps_per_generation": 4, "max_completion_length": 24}
+
+
+@pytest.mark.parametrize("budget", [22528, 64])
+def test_old_is_computed_in_the_passes_of_the_loss_and_the_ratio_is_exactly_one(model, tmp_path, budget):
+    trainer = make(model, tmp_path, max_tokens_per_pass=budget, **FROZEN)
+    old, current = passes_of_the_first_rollout(trainer)
+    assert len(old) == 4 if budget == 22528 else len(old) > 4
+    assert len(old) == len(current) and all(map(torch.equal, old, current))
+    rows = [row for row in trainer.state.log_history if "tbpo/ratio_min" in row]
+    assert len(rows) == 4 and all(row["tbpo/ratio_min"] == row["tbpo/ratio_max"] == 1 for row in rows)
+
+
+def test_trls_own_shuffle_cuts_other_micro_batches_and_the_ratio_is_off(model, tmp_path, monkeypatch):
+    """Control of the test above."""
+    monkeypatch.setattr(_compat, "shuffled_in", lambda order_of: contextlib.nullcontext())
+    trainer = make(model, tmp_path, **FROZEN)
+    old, current = passes_of_the_first_rollout(trainer)
+    assert [ids.shape for ids in old] != [ids.shape for ids in current]
+    rows = [row for row in trainer.state.log_history if "tbpo/ratio_min" in row]
+    assert max(abs(row[f"tbpo/ratio_{edge}"] - 1) for row in rows for edge in ("min", "max")) > 1e-6
 
 
 # LoRA ---------------------------------------------------------------------------------------------------------------

@@ -63,10 +63,8 @@ def precondition(
     """
     Fold the transforms of `modifiers` into the weights of `model`, in float32, which is used up.
 
-    A quantization that AWQ needs is taken off again. The function is compared on the token ids `(1, T)` of `probe`.
-
-    Raises:
-        ValueError: when a transform cannot be folded, or changed the function.
+    A quantization that AWQ needs is taken off again. The function is compared on the token ids `(1, T)` of `probe`:
+    `ValueError` when a transform cannot be folded, or changed it.
     """
     before = [log_probs(model, ids) for ids in probe]
     weights = set(model.state_dict())

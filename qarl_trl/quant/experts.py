@@ -15,6 +15,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils import match_targets
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from transformers import PretrainedConfig
 
 from .grouped import grouped_product, stacked
 from .linear import LowBitLayer, QParams
@@ -30,6 +31,13 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 
 # Name, module and scheme of a layer to quantize.
 Matched = tuple[str, nn.Module, QuantizationScheme]
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Experts of a layer, 0 for a dense model; every family has a name of its own for it."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    text = config.get_text_config()
+    return max(getattr(text, name, None) or 0 for name in names)
 
 
 class Routing(NamedTuple):
@@ -65,7 +73,7 @@ class LowBitExpertsMatmul(torch.autograd.Function):
     `y[rows of e] = x[rows of e] @ Q(W[e])^T` for every expert `e`, with the straight-through estimator.
 
     Args: x `(pairs, in)` sorted by expert, master `(experts, out, in)`, offsets of the experts' rows, low-bit weight
-    `(experts * out, in)`, product. Only the inputs are kept for the backward: the matrices are dequantized again.
+    `(experts * out, in)`, product. Only the inputs are saved for the backward, not the matrices.
     """
 
     @staticmethod
@@ -96,7 +104,7 @@ class QuantExperts(LowBitLayer, nn.Module):
     A module of experts of transformers after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
     Its parameters, names and `state_dict` are those it had. `frozen_qparams` are those of all experts of a parameter, one
-    above the other. While a parameter multiplies, all its experts are dequantized: one layer's, and never kept.
+    above the other. While a parameter multiplies, all its experts are dequantized: one layer's, kept only by `keep_dequantized`.
     """
 
     def low_bit(self, name: str, weight: Tensor | None = None) -> LowBitWeight:

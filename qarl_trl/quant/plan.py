@@ -76,8 +76,9 @@ def match(
     for name, group in config.config_groups.items():
         if id(group) not in used:
             raise ValueError(
-                f"No module matches targets={group.targets} with ignore={ignore}, so {name!r} quantizes nothing. Check "
-                "the patterns against `model.named_modules()`."
+                f"No module matches targets={group.targets} with ignore={ignore}, so "
+                + ("nothing would be quantized" if len(config.config_groups) == 1 else f"{name!r} quantizes nothing")
+                + ". Check the patterns against `model.named_modules()`."
             )
     return matched
 

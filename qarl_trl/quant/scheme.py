@@ -114,12 +114,7 @@ def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = No
 
 
 def support_of(scheme: QuantizationScheme) -> SchemeSupport:
-    """
-    The row of `SUPPORTED` that `scheme` is an instance of.
-
-    Raises:
-        ValueError: when no row fits, naming the arguments.
-    """
+    """The row of `SUPPORTED` that `scheme` is an instance of; `ValueError` when no row fits."""
     weights, activations = scheme.weights, scheme.input_activations
     if scheme.output_activations is None and weights is not None and _is_round_to_nearest(weights):
         for row in SUPPORTED.values():
@@ -127,7 +122,7 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
                 return row
     raise ValueError(
         f"The quantization scheme weights={weights}, input_activations={activations}, "
-        f"output_activations={scheme.output_activations} has no learner forward. Choose one of {sorted(SUPPORTED)}, "
+        f"output_activations={scheme.output_activations} has no learner forward. Choose one of {[*SUPPORTED]}, "
         "rounded to nearest between minimum and maximum (no other observer, actorder or scale_dtype)."
     )
 

@@ -20,7 +20,14 @@ from transformers import (
 )
 
 from qarl_trl.rollout import _vllm_cpu, cpu_ops
-from qarl_trl.rollout.cpu_ops import EngineRMSNorm, float32_attention, has_engine_ops, unsupported, use_engine_ops
+from qarl_trl.rollout.cpu_ops import (
+    EngineRMSNorm,
+    engine_attention,
+    float32_attention,
+    has_engine_ops,
+    unsupported,
+    use_engine_ops,
+)
 
 
 SIZES = {
@@ -202,10 +209,10 @@ def test_the_sum_of_residual_and_branch_is_normalized_before_it_is_rounded():
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_attention_is_the_engines_kernel_on_each_sequence_alone(mask):
     query, key, value = heads(3, 4, 7, 32, seed=1), heads(3, 2, 7, 32, seed=2), heads(3, 2, 7, 32, seed=3)
-    found = _vllm_cpu.attention(query, key, value, mask, 0.2)
+    found = engine_attention(query, key, value, mask, None, 0.2)
     rows = lengths_of(torch.ones(3, 7) if mask is None else mask)
     for b, row in enumerate(rows):
-        alone = _vllm_cpu.attention(*(t[b : b + 1, :, row].contiguous() for t in (query, key, value)), None, 0.2)
+        alone = engine_attention(*(t[b : b + 1, :, row] for t in (query, key, value)), None, None, 0.2)
         assert same_bytes(found[b, row], alone[0])
         exact = explicit_attention(*(t[b : b + 1, :, row] for t in (query, key, value)), None, 0.2)[0].transpose(0, 1)
         # Measured 4.0e-3: the result is cut off to 8 bits.
@@ -222,7 +229,7 @@ def test_attention_over_several_blocks_is_exact_attention_cut_off(tokens):
         heads(1, 2, tokens, 32, seed=2),
         heads(1, 2, tokens, 32, seed=3),
     )
-    found = _vllm_cpu.attention(query, key, value, None, 0.2)
+    found = engine_attention(query, key, value, None, None, 0.2)
     exact = float32_attention(query.double(), key, value, None, 0.2).transpose(1, 2)
     # Measured 1.4e-4 of the numbers differ, which lie where float32 sums of another order cut off elsewhere.
     assert (found != _vllm_cpu.rounding()(exact)).float().mean() < 1e-3
