@@ -204,7 +204,6 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
             len(stacked),
             100 * sum(stacked) / sum(param.numel() for param in params.values()),
         )
-
     muon = torch.optim.Muon(
         [{"params": [params[name] for name in matrices]}],
         lr=args.learning_rate,
