@@ -383,6 +383,7 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
         **fields,
         product=PRODUCTS[args.learner_kernel],
         quantize_forward=args.quant_learner,
+        keep_dequantized=args.quant_keep_dequantized,
         qparams=source.qparams() if args.quant_freeze_scales else None,
     )
     if args.quant_freeze_scales and as_stored and _compat.loads_weights():

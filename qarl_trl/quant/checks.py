@@ -77,8 +77,7 @@ def check_qparams(layers: set[str], frozen: set[str]) -> None:
     if layers != frozen:
         raise ValueError(
             f"{len(layers ^ frozen)} layers differ between what is quantized and what has frozen scales, first "
-            f"{sorted(layers ^ frozen)[:3]}. The checkpoint's own targets and ignore list keep them the same "
-            "(quant_scheme: checkpoint)."
+            f"{sorted(layers ^ frozen)[:3]}. Use quant_scheme: checkpoint, which has one list for both."
         )
 
 
@@ -117,10 +116,9 @@ def _check_layout(name: str, module: nn.Module) -> None:
         fit = (experts, rows, hidden) == (experts_down, 2 * intermediate, hidden_down)
     if not fit:
         raise ValueError(
-            f"The experts {name!r} ({type(module).__name__}) are of a form that has no low-bit forward: {found}, "
-            f"parameters {shapes}. Needed: {EXPERTS_LAYOUT}, gate_up_proj (experts, 2 * intermediate, hidden) and "
-            "down_proj (experts, hidden, intermediate). Left as they are, most of the model would stay in high precision: "
-            "such a model needs quant_scheme='none'."
+            f"The experts {name!r} ({type(module).__name__}) have no low-bit forward: {found}, parameters {shapes}. "
+            f"Needed: {EXPERTS_LAYOUT}, gate_up_proj (experts, 2 * intermediate, hidden) and down_proj (experts, "
+            "hidden, intermediate). Such a model needs quant_scheme='none'."
         )
     for key, param in module.named_parameters(recurse=False):
         if not param.is_floating_point():

@@ -73,7 +73,7 @@ class LowBitExpertsMatmul(torch.autograd.Function):
     `y[rows of e] = x[rows of e] @ Q(W[e])^T` for every expert `e`, with the straight-through estimator.
 
     Args: x `(pairs, in)` sorted by expert, master `(experts, out, in)`, offsets of the experts' rows, low-bit weight
-    `(experts * out, in)`, product. Only the inputs are kept for the backward: the matrices are dequantized again.
+    `(experts * out, in)`, product. Only the inputs are saved for the backward, not the matrices.
     """
 
     @staticmethod
@@ -104,7 +104,7 @@ class QuantExperts(LowBitLayer, nn.Module):
     A module of experts of transformers after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
     Its parameters, names and `state_dict` are those it had. `frozen_qparams` are those of all experts of a parameter, one
-    above the other. While a parameter multiplies, all its experts are dequantized: one layer's, and never kept.
+    above the other. While a parameter multiplies, all its experts are dequantized: one layer's, kept only by `keep_dequantized`.
     """
 
     def low_bit(self, name: str, weight: Tensor | None = None) -> LowBitWeight:

@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from .activations import once
 from .linear import LowBitLayer, LowBitMatmul
 from .products import Product
 from .quantize import LowBitWeight
@@ -69,7 +70,9 @@ class LoraMatmul(torch.autograd.Function):
         scaling: float,
         weight: LowBitWeight,
         product: Product,
+        dtype: torch.dtype,
     ) -> Tensor:
+        ctx.input_dtype, x = x.dtype, once(Tensor.to, x, dtype)
         y, saved = product.forward(x, weight, None if bias is None else bias.to(x.dtype))
         ctx.weight, ctx.product, ctx.scaling = weight, product, scaling
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -81,7 +84,7 @@ class LoraMatmul(torch.autograd.Function):
         lora_A, lora_B, *saved = ctx.saved_tensors
         grad_x = grad_A = grad_B = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ ctx.product.matrix_from(ctx.weight, grad.dtype)
+            grad_x = (grad @ ctx.product.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             x = ctx.product.input_from(tuple(saved), grad.dtype).flatten(0, -2)
             scaled = grad.flatten(0, -2) * ctx.scaling
@@ -91,7 +94,7 @@ class LoraMatmul(torch.autograd.Function):
             grad_B = (scaled.t() @ (x @ used_A.t())).to(lora_B.dtype)
         if ctx.needs_input_grad[3]:
             grad_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype)
-        return grad_x, grad_A, grad_B, grad_bias, None, None, None
+        return grad_x, grad_A, grad_B, grad_bias, None, None, None, None
 
 
 class LoraQuantLinear(LowBitLayer, lora.Linear):
@@ -148,7 +151,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         active = [name for name in self.active_adapters if name in self.lora_A]
         if len(active) > 1:
             raise ValueError(
-                f"Several adapters are active ({active}), and the engine runs one merged weight: model.set_adapter({active[0]!r})."
+                f"Several adapters are active ({active}), and the engine runs one: model.set_adapter({active[0]!r})."
             )
         return active[0] if active else ""
 
@@ -157,12 +160,12 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         if not self.quantized_forward:
             return super().forward(x)
         base, product, adapter = self.base_layer, self._get_product(x.device), self._slot
-        x = self._compute_input(x)
+        dtype = self._compute_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
             if adapter:
                 factors = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-                return LoraMatmul.apply(x, *factors, base.bias, self.scaling[adapter], self.low_bit(), product)
-            return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), product)
+                return LoraMatmul.apply(x, *factors, base.bias, self.scaling[adapter], self.low_bit(), product, dtype)
+            return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), product, dtype)
 
 
 def check_lora_config(config: Any) -> None:

@@ -39,11 +39,13 @@ class LowBitWeight:
             or `(out / 128, in / 128)` for blocks. NVFP4A16: `weight_packed` uint8 `(out, in / 2)`, `weight_scale`
             float8_e4m3fn `(out, in / 16)`, `weight_global_scale` float32 `(1,)`.
         scheme (`QuantizationScheme`): How they were made.
+        keep_dequantized (`bool`): Whether the dequantized matrix is kept in `prepared` once it was made.
         prepared (`dict[str, Any]`): Where a kernel keeps a repacked form for as long as these codes live.
     """
 
     tensors: dict[str, Tensor]
     scheme: QuantizationScheme
+    keep_dequantized: bool = False
     prepared: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
