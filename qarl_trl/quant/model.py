@@ -61,8 +61,7 @@ def apply_quantization(
         product (`ProductChoice`, *optional*): Takes scheme and device and returns what multiplies. Defaults to torch's own
             products; the engine's are in `qarl_trl.rollout.products`.
         quantize_forward (`bool`, *optional*, defaults to `True`): `False` keeps the forward in high precision.
-        keep_dequantized (`bool`, *optional*, defaults to `False`): Keep what a low-bit weight is multiplied as, 2 bytes per
-            weight (W4AFP8: 1), for as long as its codes, instead of making it anew in every forward and backward.
+        keep_dequantized (`bool`, *optional*, defaults to `False`): Dequantize once for all uses of the codes: 2 bytes a weight.
         qparams (`Mapping`, *optional*): Frozen scale and zero point of every quantized layer, by its name
             ([`~qarl_trl.llmcompressor.quantized_start.QuantizedSource.qparams`]). Without it they follow the weights.
 
@@ -70,17 +69,12 @@ def apply_quantization(
         `nn.Module`: `model` itself.
 
     Raises:
-        ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches; for
-            `keep_dequantized` without a quantized forward.
+        ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches.
     """
     if isinstance(scheme, QuantizationConfig):
         plan = resolve_config(scheme)
     else:
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
-    if keep_dequantized and not quantize_forward:
-        raise ValueError(
-            "keep_dequantized=True came with a forward in high precision, which dequantizes nothing. Leave one of them out."
-        )
     check_model(model)
     experts, linears = _matched(model, plan, qparams)
     if not isinstance(scheme, QuantizationConfig):
@@ -93,9 +87,8 @@ def apply_quantization(
     for name, module, layer_scheme in linears:
         frozen = {} if qparams is None else {"weight": qparams[name]}
         _low_bit_class(module).convert(module, layer_scheme, product, quantize_forward, keep_dequantized, frozen)
-    for layers in merged:
-        for layer in layers:
-            layer.merged_with = tuple(other for other in layers if other is not layer)
+    for layer, layers in merged:
+        layer.merged_with = tuple(other for other in layers if other is not layer)
     return model
 
 
@@ -121,8 +114,10 @@ def _matched(model: nn.Module, plan: QuantizationConfig, qparams: Mapping[str, Q
     return experts, [(name, modules[name], scheme) for name, _, scheme in linears]
 
 
-def _merged_layers(model: nn.Module, schemes: Mapping[int, QuantizationScheme]) -> Iterable[list[nn.Module]]:
-    """Layers that engines merge into one, where their scheme has a global scale; `schemes` by the `id` of the layer."""
+def _merged_layers(
+    model: nn.Module, schemes: Mapping[int, QuantizationScheme]
+) -> Iterable[tuple[nn.Module, list[nn.Module]]]:
+    """Layers that engines merge into one, each with all of them, where their scheme has a global scale; `schemes` by `id`."""
     if not any(map(has_global_scale, schemes.values())):
         return
     for parent_name, parent in model.named_modules():
@@ -137,7 +132,7 @@ def _merged_layers(model: nn.Module, schemes: Mapping[int, QuantizationScheme]) 
                     f"Of {names} in {parent_name!r} only some would be quantized with a global scale, and the engine merges "
                     "them into one layer. Quantize or ignore all of them."
                 )
-            yield layers
+            yield from ((layer, layers) for layer in layers)
 
 
 def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:

@@ -208,8 +208,3 @@ def test_experts_keep_one_matrix_a_parameter(made):
         assert len(made) == times * 2 * sum(1 for _ in quantized_modules(ours))
     assert torch.equal(*losses)
     assert all(map(torch.equal, *gradients))
-
-
-def test_a_forward_in_high_precision_refuses_to_keep():
-    with pytest.raises(ValueError, match="keep_dequantized=True came with a forward in high precision"):
-        layers("W4A16", keep_dequantized=True, quantize_forward=False)
