@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -94,8 +94,7 @@ def model_loader(load: Callable[..., Any] | None) -> AbstractContextManager:
     return nullcontext() if load is None else rebound(grpo_trainer, "create_model_from_path", load)
 
 
-@contextmanager
-def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> Iterator[None]:
+def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManager:
     """
     Make `GRPOTrainer._prepare_inputs` shuffle a rollout batch of `n` rows into the order `order_of(n)`.
 
@@ -113,8 +112,7 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> Iterator[None]:
 
         return {name: permuted(value) for name, value in batch.items()}
 
-    with rebound(grpo_trainer, "shuffle_sequence_dict", shuffle):
-        yield
+    return rebound(grpo_trainer, "shuffle_sequence_dict", shuffle)
 
 
 def fsdp_version(args: Any) -> int | None:

@@ -170,7 +170,7 @@ class QaRLConfig(GRPOConfig):
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(
         default=None,
-        help="More keyword arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
+        help="More arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
         "needs no compiler.",
     )
     export_low_bit: bool = HfArg(
@@ -362,7 +362,7 @@ def _check_quantized(args: QaRLConfig) -> None:
         raise ValueError(
             "use_transformers_continuous_batching casts masters to bfloat16, which loses small updates. Use use_vllm=True."
         )
-    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    init_kwargs = args.model_init_kwargs or {}
     foreign = [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if init_kwargs.get(k)]
     if foreign:
         raise ValueError(

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .rewards import last_boxed
+from .rewards import last_boxed, text_of
 
 
 if TYPE_CHECKING:
@@ -39,14 +39,10 @@ def load_math_dataset(
     Args:
         name_or_path (`str`): Hub id, or path of a `.jsonl`, `.json` or `.parquet` file or of a folder of such files.
         split (`str`): Split to load, slices included (`"train[:100]"`). A single file is the split that is asked for.
-        prompt_template (`str`, *optional*): Text around the problem, `"{problem}\nAnswer in \\boxed{}."`; by default none.
-        config_name (`str`, *optional*): Configuration (subset) of a Hub dataset.
         problem_column (`str`, *optional*): By default the first of `PROBLEM_COLUMNS` that exists. If it holds chat messages,
             the template goes around the last user message and the others stay.
         answer_column (`str`, *optional*): By default the first of `ANSWER_COLUMNS`. Dots reach into nested columns.
-        system_prompt (`str`, *optional*): System message put in front; it replaces one that the data has.
-        conversational (`bool`): Chat messages, to which the trainer applies the chat template, or text.
-        max_samples (`int`, *optional*): Keep the first so many rows.
+        config_name, prompt_template, system_prompt, conversational, max_samples: As in `qarl_trl.train.QaRLScriptArguments`.
 
     Returns:
         [`~datasets.Dataset`]: `prompt` and `answer` (text, see [`final_answer`]), without rows that have no answer.
@@ -100,11 +96,7 @@ def final_answer(reference: Any) -> str:
     """
     if isinstance(reference, float) and reference.is_integer():
         reference = int(reference)
-    if isinstance(reference, list):
-        reference = reference[-1] if reference else None
-    if isinstance(reference, dict):
-        reference = reference.get("content")
-    text = "" if reference is None else str(reference)
+    text = text_of(reference)
     if "####" in text:
         return text.rsplit("####", 1)[1].strip().replace(",", "")
     return (last_boxed(text) or text).strip()

@@ -46,15 +46,7 @@ TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any] | None:
-    """
-    The `quantization_config` entry of the low-bit checkpoint's `config.json`.
-
-    Args:
-        model (`nn.Module`): A model after `apply_quantization`.
-
-    Returns:
-        `dict` or `None`: in llm-compressor's layout; `None` when no layer is quantized.
-    """
+    """The `quantization_config` of a quantized model's `config.json`, in llm-compressor's layout; `None` of another model."""
     quantized = dict(quantized_modules(model))
     if not quantized:
         return None

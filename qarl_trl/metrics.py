@@ -84,8 +84,8 @@ def check_mismatch(gap: float, args: QaRLConfig) -> None:
         f"mismatch_abort_threshold={threshold}. Likely causes:\n"
         "  - stale engine: does the gap grow with every update? Compare publish/bytes and quant/code_flip_frac in the log;\n"
         f"  - wrong scheme: the engine and the learner must both run {args.quant_name!r}{baseline};\n"
-        f"  - sampling parameters: temperature={args.temperature}, top_p={args.top_p}, top_k={args.top_k}, min_p={args.min_p} "
-        "must describe the distribution that the learner scores;\n"
+        f"  - sampling parameters: temperature={args.temperature}, top_p={args.top_p}, top_k={args.top_k}, "
+        f"min_p={args.min_p} must describe the distribution that the learner scores;\n"
         "  - kernels: another attention implementation or dtype in the learner than in the engine."
     )
 

@@ -153,15 +153,13 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
 
     `ValueError` when it is incomplete, when its scales cannot be kept, or when `args` need one and there is none.
     """
-    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
     name = model if isinstance(model, str) else model.config._name_or_path
-    source = None
-    if isinstance(model, str) or args.from_checkpoint or args.quant_freeze_scales:
-        source = (
-            quantized_source(name, **{"trust_remote_code": args.trust_remote_code} | init_kwargs) if name else None
-        )
+    needed, source = args.from_checkpoint or args.quant_freeze_scales, None
+    if name and (isinstance(model, str) or needed):
+        where = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+        source = quantized_source(name, **where)
     if source is None:
-        if args.from_checkpoint or args.quant_freeze_scales:
+        if needed:
             wish = "quant_freeze_scales=True" if args.quant_freeze_scales else "quant_scheme='checkpoint'"
             raise ValueError(
                 f"{wish} needs a quantized model, and {name or 'the model given'} is not. Give a compressed-tensors "
@@ -201,7 +199,7 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
     """
     if not args.quantized or not num_experts(config):
         return
-    if isinstance(args.model_init_kwargs, dict) and args.model_init_kwargs.get("use_kernels"):
+    if (args.model_init_kwargs or {}).get("use_kernels"):
         raise ValueError(NO_HUB_KERNELS)
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         raise ValueError(
@@ -228,8 +226,8 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
 def _config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:
     """The model's unquantized config before it loads; `None` where it cannot be read, which TRL then reports in full."""
     if isinstance(model, str):
-        init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-        where = {"trust_remote_code": args.trust_remote_code, **{k: v for k, v in init_kwargs.items() if k in READERS}}
+        given = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in READERS}
+        where = {"trust_remote_code": args.trust_remote_code} | given
         try:
             config = AutoConfig.from_pretrained(model, **where)
         except (OSError, ValueError):

@@ -130,12 +130,7 @@ def main(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_ar
 
 
 def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
-    """
-    Reward functions by name or dotted path, in order.
-
-    Raises:
-        ValueError: If a name is not found.
-    """
+    """Reward functions by name or dotted path, in order; `ValueError` for a name that is not found."""
     functions = []
     for name in names:
         path = f"{__package__}.rewards.{name}" if name in REWARDS else name
@@ -239,7 +234,7 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
         local_path(name)
     if training_args.quantized and (model_args.load_in_4bit or model_args.load_in_8bit):
         raise ValueError(
-            "load_in_4bit and load_in_8bit (bitsandbytes) leave no high-precision masters. Remove them, or set quant_scheme: none."
+            "load_in_4bit and load_in_8bit leave no high-precision masters. Remove them, or set quant_scheme: none."
         )
     if training_args.quantized and model_args.use_peft:
         from trl import get_peft_config

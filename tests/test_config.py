@@ -255,6 +255,7 @@ CHANGED = {
     "quant_ignore": ["lm_head", r"re:.*mlp\.gate$"],
     "quant_learner": False,
     "quant_kernel": "auto",
+    "quant_keep_dequantized": False,  # excludes a learner in high precision
     "learner_ops": "stock",
     "quant_group_size": None,
     "quant_recipe": None,  # excludes the scheme fields; it has a test of its own

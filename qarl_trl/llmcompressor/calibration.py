@@ -75,10 +75,8 @@ def calibration_set(args: CalibrationArguments, tokenizer: PreTrainedTokenizerBa
     """
     The first rows of `args.dataset` as `oneshot` takes them: `input_ids` and `attention_mask`.
 
-    A row is its `text`, its `messages` (chat template applied), or its problem and solution one after the other.
-
-    Raises:
-        ValueError: when there is no row, or no column to read.
+    A row is its `text`, its `messages` (chat template applied), or its problem and solution one after the other. `ValueError`
+    when there is no row, or no column to read.
     """
     rows = load_rows(args.dataset, f"{args.split}[:{args.num_samples}]")
     columns = [c for c in WHOLE_TEXT if c in rows.column_names][:1] or [c for c in PARTS if c in rows.column_names]

@@ -189,11 +189,9 @@ def _stored_shapes(rows: int, columns: int, scheme: QuantizationScheme) -> dict[
 
 def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
     """
-    The checkpoint `name` if it is quantized, otherwise `None`. Reads `config.json` alone (from the Hub: all files).
+    The checkpoint `name` if it is quantized, otherwise `None`; `kwargs` are those of `from_pretrained`.
 
-    Args:
-        name (`str`): Folder or Hub id.
-        kwargs: Arguments of `from_pretrained` (`revision`, `subfolder`, `token`, `cache_dir`, `trust_remote_code`, ...).
+    Reads `config.json` alone (from the Hub: all files).
 
     Raises:
         ValueError: when it is quantized by something else than compressed-tensors, or in a way that has no masters.

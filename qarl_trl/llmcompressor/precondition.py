@@ -63,10 +63,8 @@ def precondition(
     """
     Fold the transforms of `modifiers` into the weights of `model`, in float32, which is used up.
 
-    A quantization that AWQ needs is taken off again. The function is compared on the token ids `(1, T)` of `probe`.
-
-    Raises:
-        ValueError: when a transform cannot be folded, or changed the function.
+    A quantization that AWQ needs is taken off again. The function is compared on the token ids `(1, T)` of `probe`:
+    `ValueError` when a transform cannot be folded, or changed it.
     """
     before = [log_probs(model, ids) for ids in probe]
     weights = set(model.state_dict())
@@ -87,7 +85,7 @@ def check_dense(model: PreTrainedModel) -> None:
     name = next((name for name, _ in expert_modules(model)), None)
     if name is not None:
         raise ValueError(
-            f"{type(model).__name__} has fused experts ({name!r}), which the transforms do not know. Train from the model as it is."
+            f"{type(model).__name__} has fused experts ({name!r}), unknown to the transforms. Train from it as it is."
         )
 
 

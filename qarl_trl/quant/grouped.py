@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .products import ActivationGemm, CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Product, Saved
+from .products import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, Product, Saved
 from .quantize import LowBitWeight
 
 
@@ -46,13 +46,6 @@ def grouped_product(product: Product, x: Tensor, weight: LowBitWeight, offsets: 
 @grouped_product.register
 def _(product: DequantGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
     return multiply(x, stacked(product.matrix_from(weight, x.dtype), offsets), offsets), (x,)
-
-
-@grouped_product.register
-def _(product: ActivationGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
-    # W8A8: torch has no grouped GEMM of integers.
-    saved = product.quantize(x)
-    return _expert_by_expert(lambda *args: product.matmul(*args, None, x.dtype), x, saved, weight, offsets), saved
 
 
 @grouped_product.register
@@ -95,6 +88,17 @@ def _(product: Fp8BlockGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -
         sums = multiply(a.float(), stacked(b.float(), offsets), offsets) * scale[:, i : i + 1]
         y += (sums.unflatten(-1, (-1, height)) * w_scale[..., i : i + 1]).flatten(-2)
     return y.to(x.dtype), saved
+
+
+@grouped_product.register
+def _(product: Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    saved = codes, scale = product.quantize(x)
+    sums = torch.zeros(len(x), weight.codes.shape[0] // len(offsets), dtype=torch.int32, device=x.device)
+    # torch has no grouped GEMM of integers. In float32 this one is exact: 1024 products of two codes are at most 2^24.
+    for a, b in zip(codes.split(1024, dim=1), weight.codes.split(1024, dim=1), strict=True):
+        sums += multiply(a.float(), stacked(b.float(), offsets), offsets).to(torch.int32)
+    w_scale = _of_rows(stacked(weight.scale.float(), offsets).squeeze(-1), sums, offsets)
+    return (sums.float() * w_scale * scale).to(x.dtype), saved
 
 
 def _of_rows(of_experts: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

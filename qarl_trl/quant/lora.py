@@ -151,7 +151,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         active = [name for name in self.active_adapters if name in self.lora_A]
         if len(active) > 1:
             raise ValueError(
-                f"Several adapters are active ({active}), and the engine runs one merged weight: model.set_adapter({active[0]!r})."
+                f"Several adapters are active ({active}), and the engine runs one: model.set_adapter({active[0]!r})."
             )
         return active[0] if active else ""
 

@@ -57,7 +57,7 @@ def match(
     """
     The modules that `config` quantizes, in their order, each with its scheme.
 
-    A module, given by its name in a checkpoint, that several targets match takes the most specific one, by compressed-tensors'
+    A module (by its name in a checkpoint) that several targets match takes the most specific one, by compressed-tensors'
     own order: exact name, pattern, class. Containers, norms and activations that a wide pattern matches are passed over.
 
     Raises:
@@ -76,8 +76,9 @@ def match(
     for name, group in config.config_groups.items():
         if id(group) not in used:
             raise ValueError(
-                f"No module matches targets={group.targets} with ignore={ignore}, so {name!r} quantizes nothing. Check "
-                "the patterns against `model.named_modules()`."
+                f"No module matches targets={group.targets} with ignore={ignore}, so "
+                + ("nothing would be quantized" if len(config.config_groups) == 1 else f"{name!r} quantizes nothing")
+                + ". Check the patterns against `model.named_modules()`."
             )
     return matched
 

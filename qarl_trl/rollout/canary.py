@@ -33,26 +33,18 @@ VISIBLE = 12.0
 
 @dataclass(frozen=True)
 class Reading:
-    """
-    What one check found on this process. Gaps are mean absolute log-prob differences in nats per token.
+    """What one check found on this process. Gaps are mean absolute log-prob differences in nats per token."""
 
-    Attributes:
-        gap (`float`): Between engine and learner.
-        yardstick (`float`): Between the learner without and with rounding noise.
-        limit (`float`): Largest gap that passes; infinite where the model's answers allow no verdict.
-        before (`float`): The gap before the first publish; NaN in later checks.
-        explained (`float`): Share of the squared gap that the most similar wrong model explains.
-        suspect (`int`): Which of `Scores.wrong` that is; the number behind the last is the engine before its first publish.
-        followed (`float`): Share of the learner's movement since the anchor that the engine made too: 1 for an engine
-            with the new weights, 0 for one with the old. NaN where the learner has not moved visibly.
-    """
-
-    gap: float
-    yardstick: float
-    limit: float
-    before: float = math.nan
-    explained: float = -math.inf
-    suspect: int = 0
+    gap: float  # between engine and learner
+    yardstick: float  # between the learner without and with rounding noise
+    limit: float  # largest gap that passes; infinite where the model's answers allow no verdict
+    before: float = math.nan  # the gap before the first publish; NaN in later checks
+    explained: float = -math.inf  # share of the squared gap that the most similar wrong model explains
+    suspect: int = (
+        0  # which of `Scores.wrong` that is; the number behind the last: the engine before its first publish
+    )
+    # Share of the learner's movement since the anchor that the engine made too: 1 with the new weights, 0 with the old. NaN
+    # where the learner has not moved visibly.
     followed: float = math.nan
 
     @property
@@ -186,8 +178,8 @@ def diagnosis(reading: Reading, suspect: str, publishes: int, failed: int, proce
         cause = f"They are nearer to those of {suspect}: the engine does not compute with what was published."
     elif not math.isnan(reading.before):
         cause = (
-            f"Before it, with random weights, the gap was {reading.before:.4f}, and at most {reading.limit:.4f} should be left: "
-            f"{other_weights}"
+            f"Before it, with random weights, the gap was {reading.before:.4f}, and at most {reading.limit:.4f} should be "
+            f"left: {other_weights}"
         )
     else:
         cause = (

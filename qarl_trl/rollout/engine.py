@@ -46,8 +46,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
 
     Attributes:
-        rollout_seconds (`float`): Time spent generating since `reset_clock`, without publishes.
-        publish_seconds (`float`): Time spent publishing and checking since `reset_clock`.
+        rollout_seconds, publish_seconds (`float`): Since `reset_clock`: generating, and publishing and checking.
         last_publish (`Publish`, *optional*): The publish that the engine samples with.
         num_publishes (`int`): All publishes so far.
     """

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from ..quant.experts import QuantExperts
 from ..quant.linear import LowBitLayer
-from ..quant.model import MERGED_BY_ENGINES
+from ..quant.model import merged_by_engines
 from ..quant.plan import match
 from ..quant.scheme import SchemeSupport, effective_group_size, gpu_generation, support_of
 from . import _vllm
@@ -71,16 +71,14 @@ def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLC
 
 def check_merged_layers(model: nn.Module) -> None:
     """Refuse (`ValueError`) layers that vLLM merges into one and that are quantized in different ways, before it starts."""
-    for parent_name, parent in model.named_modules():
-        for names in MERGED_BY_ENGINES:
-            layers = [getattr(parent, name, None) for name in names]
-            schemes = [layer.scheme if isinstance(layer, LowBitLayer) else None for layer in layers]
-            if None not in layers and any(scheme != schemes[0] for scheme in schemes):
-                found = ", ".join(f"{name} {_describe(scheme)}" for name, scheme in zip(names, schemes, strict=True))
-                raise ValueError(
-                    f"The engine merges {', '.join(names)} of {parent_name!r} into one layer, which has one scheme; got "
-                    f"{found}. Give them one scheme, or ignore all of them."
-                )
+    for parent_name, names, layers in merged_by_engines(model):
+        schemes = [layer.scheme if isinstance(layer, LowBitLayer) else None for layer in layers]
+        if any(scheme != schemes[0] for scheme in schemes):
+            found = ", ".join(f"{name} {_describe(scheme)}" for name, scheme in zip(names, schemes, strict=True))
+            raise ValueError(
+                f"The engine merges {', '.join(names)} of {parent_name!r} into one layer, which has one scheme; got {found}. "
+                "Give them one scheme, or ignore all of them."
+            )
 
 
 def _describe(scheme: QuantizationScheme | None) -> str:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def main() -> int:
     if args.stage:
         from gpu.measure import run_in_this_process
 
-        stage = next(s for s in STAGES if s.name == args.stage)
+        stage = Stage(**json.loads(args.stage))
         run_in_this_process(load(stage), stage.settings, args.figures, args.dry, args.limit)
     names = args.only.split(",") if args.only else [s.name for s in STAGES if args.part in (None, s.part)]
     unknown = set(names) - {s.name for s in STAGES}
@@ -114,7 +114,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run_stages(stages: list[Stage], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run each while the budget lasts. One JSON line a stage in `results.jsonl`, all their output in `log.txt`."""
+    """Run each while the budget lasts. One JSON line a stage in `part1.jsonl`, all their output in `part1.log`."""
     end, rows = time.monotonic() + args.budget, []
     name = f"part{args.part}" if args.part else "stages"
     for stage in stages:
@@ -135,8 +135,9 @@ def run_stage(stage: Stage, limit_s: float, dry: bool, log: Path) -> dict[str, A
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         figures, output = Path(folder) / "figures.jsonl", Path(folder) / "output"
-        command = [sys.executable, "-X", "faulthandler", "-m", "gpu.first_run", "--stage", stage.name]
-        command += ["--figures", str(figures), "--limit", str(limit_s), *(["--dry"] if dry else [])]
+        command = [sys.executable, "-X", "faulthandler", "-m", "gpu.first_run"]
+        command += ["--stage", json.dumps(asdict(stage)), "--figures", str(figures), "--limit", str(limit_s)]
+        command += ["--dry"] if dry else []
         with open(output, "wb") as stream:
             process = subprocess.Popen(
                 command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=environment(), cwd=folder

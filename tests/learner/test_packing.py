@@ -23,7 +23,7 @@ def test_a_packed_row_is_the_real_tokens_with_positions_from_zero():
     ids, mask = padded()
     packed = pack(ids, mask, KEEP, [0, 1, 3])
     sequences = [ids[row, slice(*SPANS[row])].tolist() for row in (0, 1, 3)]
-    assert packed.input_ids.tolist() == [sum(sequences, [])]
+    assert packed.input_ids.tolist() == [[token for sequence in sequences for token in sequence]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3]]
     assert packed.lengths == (5, 4, 4)
     expected = [-100] * 2 + sequences[0][2:] + [-100] * 7 + sequences[2][3:]
@@ -66,7 +66,7 @@ def test_padding_between_tokens_is_refused():
 def test_rows_are_split_into_passes_under_the_budget(passes):
     lengths = [5, 4, 6, 4, 9]
     found = split_rows(lengths, 10, passes)
-    assert sorted(sum(found, [])) == [0, 1, 2, 3, 4]
+    assert sorted(row for rows in found for row in rows) == [0, 1, 2, 3, 4]
     assert all(found) and all(sum(lengths[i] for i in rows) <= 10 for rows in found)
     assert len(found) == max(passes, 3)  # 28 tokens need three passes
 
