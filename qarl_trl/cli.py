@@ -21,6 +21,10 @@ _FORWARDED = {
         ".llmcompressor.ptq:main",
         "quantize a model after training: GPTQ, AWQ or round-to-nearest (llm-compressor)",
     ),
+    "eval": (
+        ".evaluation.command:main",
+        "what a checkpoint, low-bit or plain, scores on math problems: avg@k and pass@k through vLLM",
+    ),
     "quickstart": (".quickstart.__main__:main", "train a small model on this machine, with a report at the end"),
 }
 
@@ -97,7 +101,7 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="qarl-trl", description="Reinforcement learning with low-bit rollouts on TRL.", allow_abbrev=False
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{train,quickstart,precondition,ptq,export,schemes}"
+        dest="command", required=True, metavar="{train,quickstart,eval,precondition,ptq,export,schemes}"
     )
     for name, (_, text) in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)

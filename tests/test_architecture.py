@@ -16,6 +16,7 @@ ROOMS = {
     "quant": {"quant"},
     "rollout": {"rollout", "quant", "_compat"},
     "llmcompressor": {"llmcompressor", "quant", "data"},
+    "evaluation": {"evaluation", "data", "rewards", "rollout", "quant", "_compat"},
 }
 
 
@@ -77,6 +78,7 @@ def test_no_two_modules_import_each_other():
     [
         ("qarl_trl", ["torch", "trl", "vllm"]),
         ("qarl_trl.cli", ["torch", "trl", "vllm"]),
+        ("qarl_trl.evaluation.command", ["torch", "trl", "vllm", "transformers"]),
         ("qarl_trl.quant", ["trl", "vllm", "qarl_trl.rollout", "peft"]),
         ("qarl_trl.loss", ["trl", "vllm", "transformers"]),
     ],
