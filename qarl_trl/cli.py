@@ -8,23 +8,10 @@ from importlib import import_module
 
 # Commands with a parser of their own: the module and function that get the other arguments, `--help` included.
 _FORWARDED = {
-    "train": (
-        ".train:run",
-        "train from a recipe: qarl-trl train --config recipes/<model>/<arm>.yaml (one process; for several GPUs use "
-        "accelerate launch -m qarl_trl.train)",
-    ),
-    "precondition": (
-        ".llmcompressor.precondition:main",
-        "fold transforms that help quantization into a model before training (llm-compressor)",
-    ),
-    "ptq": (
-        ".llmcompressor.ptq:main",
-        "quantize a model after training: GPTQ, AWQ or round-to-nearest (llm-compressor)",
-    ),
-    "eval": (
-        ".evaluation.command:main",
-        "what a checkpoint, low-bit or plain, scores on math problems: avg@k and pass@k through vLLM",
-    ),
+    "train": (".train:run", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
+    "precondition": (".llmcompressor.precondition:main", "fold transforms into a model before training"),
+    "ptq": (".llmcompressor.ptq:main", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
+    "eval": (".evaluation.command:main", "what a checkpoint scores on math problems, through vLLM"),
     "quickstart": (".quickstart.__main__:main", "train a small model on this machine, with a report at the end"),
 }
 
@@ -47,10 +34,7 @@ def export(args: argparse.Namespace) -> None:
     """
     Write a high-precision checkpoint, or a LoRA adapter merged into its base, as vLLM loads it, by round-to-nearest.
 
-    For a checkpoint of a run in the same scheme these are the tensors it trained with.
-
-    Raises:
-        ValueError: If the checkpoint is quantized already, or cannot be quantized.
+    Of a run in the same scheme these are the tensors it trained with. `ValueError` if it cannot be quantized.
     """
     from pathlib import Path
 
@@ -67,10 +51,7 @@ def export(args: argparse.Namespace) -> None:
 
         loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(args.checkpoint).base_model_name_or_path
     if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
-        raise ValueError(
-            f"{weights} is quantized already (its config.json has a quantization_config). Give the checkpoint that "
-            "holds the master weights."
-        )
+        raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
     model = loader.from_pretrained(args.checkpoint, dtype="auto")
     ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
     apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
@@ -100,15 +81,11 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qarl-trl", description="Reinforcement learning with low-bit rollouts on TRL.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{train,quickstart,eval,precondition,ptq,export,schemes}"
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, text) in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("schemes", help="what can be trained, sampled and exported, and where", allow_abbrev=False)
-    exporter = commands.add_parser(
-        "export", help="write a checkpoint in low bits, as vLLM loads it", allow_abbrev=False
-    )
+    exporter = commands.add_parser("export", help="write a checkpoint in low bits for vLLM", allow_abbrev=False)
     exporter.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
     exporter.add_argument("output", help="folder to write")
     exporter.add_argument("--scheme", default="W4A16", help="a scheme of `qarl-trl schemes` (default: W4A16)")

@@ -5,12 +5,14 @@ What would silently bias the method is refused here, before a model loads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import PretrainedConfig
+from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
 from . import _compat
@@ -35,7 +37,6 @@ OWNED_ENGINE_ARGUMENTS = (
 # `quant_scheme` that stands for the scheme, targets and ignore list of a quantized `model`.
 FROM_CHECKPOINT = "checkpoint"
 SCHEME_FIELDS = ("quant_scheme", "quant_group_size", "quant_targets", "quant_ignore")
-HUB_STRATEGIES_OF_MASTERS = ("checkpoint", "all_checkpoints")
 # Of the engine's sampling parameters: what leaves the distribution of a token alone, and the values that do.
 HARMLESS_SAMPLING = (
     *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "detokenize"),
@@ -63,142 +64,117 @@ class QaRLConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
 
-    loss_type: str = field(
+    loss_type: str = HfArg(
         default=TBPO,
-        metadata={
-            "help": "'tbpo' (QaRL paper Sec. 3.2), or any loss of TRL: 'grpo', 'dapo', 'dr_grpo', 'bnpo', 'cispo', "
-            "'sapo', 'luspo', 'vespo'."
-        },
+        help="'tbpo' (QaRL paper Sec. 3.2), or TRL's 'grpo', 'dapo', 'dr_grpo', 'bnpo', 'cispo', 'sapo', 'luspo', 'vespo'.",
     )
-    quant_scheme: str | None = field(
+    quant_scheme: str | None = HfArg(
         default="W4A16",
-        metadata={
-            "help": "Low-bit format of the rollout engine and of the learner's forward: 'W4A16' (4-bit weights), "
-            "'FP8_DYNAMIC' (8-bit float weights and activations), or another of `qarl-trl schemes`. 'checkpoint' is the scheme of "
-            "a quantized `model`, 'none' trains without quantization. Paper Sec. 3.1."
-        },
+        help="Low-bit format of the rollout engine and of the learner's forward: 'W4A16' (4-bit weights), 'FP8_DYNAMIC' "
+        "(8-bit float weights and activations), or another of `qarl-trl schemes`. 'checkpoint' is the scheme of a "
+        "quantized `model`, 'none' trains without quantization. Paper Sec. 3.1.",
     )
-    quant_group_size: int | None = field(
+    quant_group_size: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Weights along the input dimension that share one scale: 32, 64, 128, or -1 for one scale per "
-            "output channel. Unset: the scheme's own (128 for W4A16)."
-        },
+        help="Weights along the input dimension that share one scale: 32, 64, 128, or -1 for one scale per output channel. "
+        "Unset: the scheme's own (128 for W4A16).",
     )
-    quant_targets: list[str] = field(
+    quant_targets: list[str] = HfArg(
         default_factory=lambda: ["Linear"],
-        metadata={"help": "Modules to quantize: class names, module names, or patterns starting with 're:'."},
+        help="Modules to quantize: class names, module names, or patterns starting with 're:'.",
     )
-    quant_ignore: list[str] = field(
+    quant_ignore: list[str] = HfArg(
         default_factory=lambda: list(DEFAULT_IGNORE),
-        metadata={"help": "Modules left in high precision, same syntax. Default: lm_head and MoE routers."},
+        help="Modules left in high precision, same syntax. Default: lm_head and MoE routers.",
     )
-    quant_recipe: str | None = field(
+    quant_recipe: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "llm-compressor recipe (.yaml) with one QuantizationModifier, in place of quant_scheme, "
-            "quant_group_size, quant_targets and quant_ignore. It may give several groups of layers schemes of their own."
-        },
+        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of quant_scheme, quant_group_size, "
+        "quant_targets and quant_ignore. It may give several groups of layers schemes of their own.",
     )
-    quant_freeze_scales: bool = field(
+    quant_freeze_scales: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Start from a quantized checkpoint and keep its scales and zero points for the whole run, so that "
-            "the first publish has the checkpoint's own codes. Without it scales follow the weights."
-        },
+        help="Start from a quantized checkpoint and keep its scales and zero points for the whole run, so that the first "
+        "publish has the checkpoint's own codes. Without it scales follow the weights.",
     )
-    quant_learner: bool = field(
+    quant_learner: bool = HfArg(
         default=True,
-        metadata={
-            "help": "Run the learner's forward on the low-bit weights. False keeps it in bfloat16 while the engine "
-            "samples in low bits: the quantized-rollout baseline of the paper."
-        },
+        help="Run the learner's forward on the low-bit weights. False keeps it in bfloat16 while the engine samples in "
+        "low bits: the quantized-rollout baseline of the paper.",
     )
-    quant_kernel: Literal["auto", "dequant", "engine"] = field(
+    quant_keep_dequantized: bool = HfArg(
+        default=False,
+        help="Keep what a low-bit weight is multiplied as from its first use to the next optimizer step, instead of "
+        "dequantizing in every forward, recomputation and backward. Costs 2 bytes per quantized weight (W4AFP8: 1). The "
+        "engine's kernels (quant_kernel) need it in the backward only.",
+    )
+    quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",
-        metadata={
-            "help": "GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the "
-            "rollout engine's own kernel (dense layers only; untested on GPUs; on CPU: W4A16, W4A16_ASYM, W4A8, W8A8, "
-            "FP8_DYNAMIC); 'auto' is 'engine' beside a CPU engine, otherwise torch's own product of the scheme, which for "
-            "weight-only schemes is 'dequant'."
-        },
+        help="GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the rollout "
+        "engine's own kernel (dense layers only; untested on GPUs; on CPU: W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC); "
+        "'auto' is 'engine' beside a CPU engine, otherwise torch's own product of the scheme ('dequant' for weight-only "
+        "schemes).",
     )
-    learner_ops: Literal["auto", "stock", "engine"] = field(
+    learner_ops: Literal["auto", "stock", "engine"] = HfArg(
         default="auto",
-        metadata={
-            "help": "Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'engine': rounds "
-            "where the CPU engine rounds, so that log-probs are bitwise equal (Llama, Qwen2 and Qwen3 beside a colocated CPU "
-            "engine; enforce_eager is then on by default). 'auto': 'engine' where a low-bit learner can have it, otherwise "
-            "'stock'."
-        },
+        help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'engine': "
+        "rounds where the CPU engine rounds, so that log-probs are bitwise equal (Llama, Qwen2 and Qwen3 beside a "
+        "colocated CPU engine; enforce_eager is then on by default). 'auto': 'engine' where a low-bit learner can have "
+        "it, otherwise 'stock'.",
     )
-    tbpo_epsilon_high: float = field(
-        default=4e-4,
-        metadata={"help": "Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."},
+    max_tokens_per_pass: int | None = HfArg(
+        default=22528,
+        help="Tokens that one forward pass of the learner may hold, without padding. Rows of a micro-batch are packed into "
+        "passes of at most this many; the activations of a micro-batch's passes are kept until its backward. At least the "
+        "longest prompt and completion together. Unset (null): rows padded to the longest of the rollout batch, as in TRL. "
+        "Table 2, ppo_max_token_len_per_gpu.",
     )
-    tbpo_delta_low: float = field(
-        default=3e-4,
-        metadata={
-            "help": "Negative advantage: sequence ratio >= 1 - this. delta_l (Table 2, neg_seq_clip_ratio_low)."
-        },
+    tbpo_epsilon_high: float = HfArg(
+        default=4e-4, help="Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."
     )
-    tbpo_delta_high: float = field(
+    tbpo_delta_low: float = HfArg(
+        default=3e-4, help="Negative advantage: sequence ratio >= 1 - this. delta_l (Table 2, neg_seq_clip_ratio_low)."
+    )
+    tbpo_delta_high: float = HfArg(
         default=7e-4,
-        metadata={
-            "help": "Negative advantage: sequence ratio <= 1 + this, at least tbpo_epsilon_high. delta_h (Table 2, neg_seq_clip_ratio_high)."
-        },
+        help="Negative advantage: sequence ratio <= 1 + this. delta_h >= eps_h (Table 2, neg_seq_clip_ratio_high).",
     )
-    tbpo_mismatch_cap: float = field(
-        default=2.0,
-        metadata={
-            "help": "The sequence mismatch weight is kept in [1/c, c]. c (Eq. 5; Table 2, seq_tis_imp_ratio_cap)."
-        },
+    tbpo_mismatch_cap: float = HfArg(
+        default=2.0, help="The mismatch weight is kept in [1/c, c]. c (Eq. 5; Table 2, seq_tis_imp_ratio_cap)."
     )
-    mismatch_abort_threshold: float | None = field(
+    mismatch_abort_threshold: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "Stop the run when the mean absolute log-prob gap between engine and learner, in nats per token, "
-            "exceeds this. Choose it from the first logged mismatch/logp_gap_mean, for instance three times that."
-        },
+        help="Stop the run when the mean absolute log-prob gap between engine and learner, in nats per token, exceeds this. "
+        "Choose it from the first logged mismatch/logp_gap_mean, for instance three times that.",
     )
-    optim_muon: bool = field(
+    optim_muon: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Use torch's Muon for hidden matrices (rate: learning_rate) and AdamW for embeddings, norms and "
-            "the head. The paper's optimizer (Sec. 4, Table 2)."
-        },
+        help="Use Muon for hidden matrices and routed experts (rate: learning_rate) and AdamW for embeddings, norms, routers "
+        "and the head. The paper's optimizer (Sec. 4, Table 2).",
     )
-    muon_adamw_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Learning rate of the AdamW part with optim_muon. Unset: learning_rate."},
+    muon_adamw_learning_rate: float | None = HfArg(
+        default=None, help="Learning rate of the AdamW part with optim_muon. Unset: learning_rate."
     )
-    muon_momentum: float = field(default=0.95, metadata={"help": "Momentum of Muon (Nesterov)."})
-    muon_ns_steps: int = field(default=5, metadata={"help": "Newton-Schulz iterations of Muon."})
-    muon_adjust_lr: Literal["original", "match_rms_adamw"] = field(
+    muon_momentum: float = HfArg(default=0.95, help="Momentum of Muon (Nesterov).")
+    muon_ns_steps: int = HfArg(default=5, help="Newton-Schulz iterations of Muon.")
+    muon_adjust_lr: Literal["original", "match_rms_adamw"] = HfArg(
         default="match_rms_adamw",
-        metadata={
-            "help": "How Muon scales the rate by a matrix's shape: 'match_rms_adamw' makes the update as large as "
-            "AdamW's, so AdamW learning rates carry over; 'original' follows Keller Jordan's."
-        },
+        help="How Muon scales the rate by a matrix's shape: 'match_rms_adamw' makes the update as large as AdamW's, so AdamW "
+        "learning rates carry over; 'original' follows Keller Jordan's.",
     )
-    publish_verify: str = field(
+    publish_verify: str = HfArg(
         default="first",
-        metadata={
-            "help": "Compare engine and learner on a fixed prompt after a publish, and stop when the engine is stale or "
-            "corrupted: 'first' (the first publish, onto an engine with random weights), a number N (the first and "
-            "every N-th after it), or 'off'. Costs an engine prompt of 128 tokens a check, and some learner forwards."
-        },
+        help="Compare engine and learner on a fixed prompt after a publish, and stop when the engine is stale or corrupted: "
+        "'first' (the first publish, onto an engine with random weights), a number N (the first and every N-th after it), or "
+        "'off'. Costs an engine prompt of 128 tokens a check, and some learner forwards.",
     )
-    vllm_engine_kwargs: dict[str, Any] | str | None = field(
+    vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(
         default=None,
-        metadata={
-            "help": "More keyword arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which "
-            "starts faster and needs no compiler."
-        },
+        help="More arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
+        "needs no compiler.",
     )
-    export_low_bit: bool = field(
-        default=True,
-        metadata={"help": "Also write the low-bit model into the sub-folder low_bit/ of every training checkpoint."},
+    export_low_bit: bool = HfArg(
+        default=True, help="Also write the low-bit model into the sub-folder low_bit/ of every training checkpoint."
     )
 
     @property
@@ -239,10 +215,7 @@ class QaRLConfig(GRPOConfig):
 
     def engine_ops_for(self, config: PretrainedConfig) -> bool:
         """
-        Whether the learner of this run computes with the engine's operations (`learner_ops`).
-
-        Args:
-            config (`PretrainedConfig`): Of the model.
+        Whether the learner of this run, of a model with this `config`, computes with the engine's operations (`learner_ops`).
 
         Raises:
             ValueError: for `learner_ops="engine"` and a model that has no such form.
@@ -252,14 +225,12 @@ class QaRLConfig(GRPOConfig):
         if self.learner_ops == "auto" and not (self.quantized and self.quant_learner):
             return False  # the baselines are TRL's learner
         reason = self._other_roundings() or unsupported(config)
-        if reason is not None and self.learner_ops == "auto":
-            logger.warning("Learner and CPU engine round at different places, because %s.", reason)
-        if reason is not None and self.learner_ops == "engine":
-            raise ValueError(
-                f"learner_ops='engine' needs a model and settings that follow the engine's roundings, but {reason}. Use "
-                "learner_ops='auto' or 'stock'."
-            )
-        return reason is None
+        if reason is None:
+            return True
+        if self.learner_ops == "engine":
+            raise ValueError(f"learner_ops='engine' cannot be had: {reason}. Use learner_ops='auto' or 'stock'.")
+        logger.warning("Learner and CPU engine round at different places, because %s.", reason)
+        return False
 
     def _other_roundings(self) -> str | None:
         """Why, whatever the model, the engine's operations in the learner would not give the engine's log-probs."""
@@ -280,12 +251,8 @@ class QaRLConfig(GRPOConfig):
         """
         Which layers are quantized, and how: from the recipe, the checkpoint or the scheme fields.
 
-        Args:
-            source (`QuantizationConfig`, *optional*): Configuration of the checkpoint that `model` names.
-
-        Returns:
-            `QuantizationConfig` or `None`: `None` without quantization, and for `quant_scheme="checkpoint"` as long as
-            `source` is not known.
+        `source` is the plan of the checkpoint that `model` names. `None` without quantization, and for
+        `quant_scheme="checkpoint"` as long as `source` is not known.
         """
         if not self.quantized:
             return None
@@ -299,10 +266,8 @@ class QaRLConfig(GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.loss_type not in (TBPO, *STOCK_LOSSES):
-            raise ValueError(
-                f"loss_type={self.loss_type!r} is not known, and TRL would only notice after the first rollout. Use "
-                f"{TBPO!r} or one of TRL's: {', '.join(STOCK_LOSSES)}."
-            )
+            # TRL would only notice after the first rollout.
+            raise ValueError(f"loss_type={self.loss_type!r} must be {TBPO!r} or one of {', '.join(STOCK_LOSSES)}.")
         if self.loss_type == TBPO:
             _check_tbpo(self)
         if self.quantized:
@@ -316,10 +281,11 @@ class QaRLConfig(GRPOConfig):
             _check_sampling(self)
             if self.use_liger_kernel:
                 raise ValueError(
-                    "use_liger_kernel=True replaces layers after they were quantized and computes its own loss, so "
-                    "neither the low-bit forward nor TBPO would run. Set use_liger_kernel=False."
+                    "use_liger_kernel=True computes with layers and a loss of its own, so neither the low-bit forward "
+                    "nor TBPO would run. Set use_liger_kernel=False."
                 )
         _check_rollout(self)
+        _check_passes(self)
         _check_muon(self)
 
 
@@ -330,15 +296,13 @@ def _check_tbpo(args: QaRLConfig) -> None:
         raise ValueError(f"tbpo_{error}") from None
     if band.delta_high < band.epsilon_high:
         raise ValueError(
-            f"tbpo_delta_high={band.delta_high} must be at least tbpo_epsilon_high={band.epsilon_high}: the loss runs as TRL's "
-            "two-sided clip, which lets negative samples keep their gradient up to the larger of the two."
+            f"tbpo_delta_high={band.delta_high} must be at least tbpo_epsilon_high={band.epsilon_high}: TRL's two-sided "
+            "clip, which the loss runs as, keeps the gradient of negative samples up to the larger of the two."
         )
-    # Values of the stock ratio and weight, and the bound that the trainer itself sets.
-    used = {"delta": 1 + band.delta_high}
     weight = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
-    defaults = {f.name: f.default for f in fields(args)}
-    given = {name: getattr(args, name) for name in ("epsilon", "epsilon_high", "delta", *weight)}
-    changed = {name: value for name, value in given.items() if value not in (defaults[name], used.get(name))}
+    changed = changed_fields(args, ("epsilon", "epsilon_high", "delta", *weight))
+    if changed.get("delta") == 1 + band.delta_high:  # set by a trainer that had this config
+        del changed["delta"]
     if changed:
         raise ValueError(
             f"loss_type='tbpo' does not use {changed}: its bounds are tbpo_epsilon_high, tbpo_delta_low and "
@@ -347,83 +311,84 @@ def _check_tbpo(args: QaRLConfig) -> None:
     updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     if updates <= 1:
         logger.warning_once(
-            f"loss_type='tbpo' with steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations} / "
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} = {updates:g} update per rollout batch: every "
-            "ratio is 1 and no trust band can bind. Set steps_per_generation to gradient_accumulation_steps times the "
-            "number of updates (the paper: 8)."
+            f"loss_type='tbpo' with steps_per_generation={args.steps_per_generation} x "
+            f"num_iterations={args.num_iterations} / gradient_accumulation_steps={args.gradient_accumulation_steps} = "
+            f"{updates:g} update per rollout batch: every ratio is 1 and no trust band can bind. Raise "
+            "steps_per_generation (the paper: 8 x gradient_accumulation_steps)."
         )
+
+
+def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of a dataclass (of `names`, if given) that are not at their defaults, with their values."""
+    found = {}
+    for f in fields(args):
+        default = f.default_factory() if callable(f.default_factory) else f.default
+        if (not names or f.name in names) and getattr(args, f.name) != default:
+            found[f.name] = getattr(args, f.name)
+    return found
 
 
 def _check_one_source(args: QaRLConfig) -> None:
     """A recipe, a checkpoint or the scheme fields: one of them says what is quantized."""
-    own = args.from_checkpoint and "quant_scheme: checkpoint"
-    if args.quant_recipe is None and not own:
-        return
-    changed = [name for name in SCHEME_FIELDS if getattr(args, name) != _default_of(args, name)]
-    if args.quant_recipe is None:
+    own = "quant_recipe" if args.quant_recipe is not None else args.from_checkpoint and "quant_scheme: checkpoint"
+    changed = [*changed_fields(args, SCHEME_FIELDS)]
+    if args.quant_recipe is None and args.from_checkpoint:
         changed.remove("quant_scheme")
-    if changed:
-        raise ValueError(
-            f"{own or 'quant_recipe'} says which layers are quantized and how, and so do {changed}. Leave one out."
-        )
+    if own and changed:
+        raise ValueError(f"{own} says which layers are quantized and how, and so do {changed}. Leave one out.")
     if args.quant_recipe is not None and args.quant_freeze_scales:
         raise ValueError(
-            "quant_freeze_scales=True keeps what the checkpoint has, so a quant_recipe cannot change it. Use "
-            "quant_scheme: checkpoint."
+            "quant_freeze_scales=True keeps what the checkpoint has, and a quant_recipe would change it. Use quant_scheme: "
+            "checkpoint."
         )
-
-
-def _default_of(args: QaRLConfig, name: str) -> Any:
-    found = next(f for f in fields(args) if f.name == name)
-    return found.default_factory() if callable(found.default_factory) else found.default
 
 
 def _check_quantized(args: QaRLConfig) -> None:
     if not args.quant_targets:
-        raise ValueError(
-            "quant_targets is empty, so nothing would be quantized. Use ['Linear'], or quant_scheme: none."
-        )
+        raise ValueError("quant_targets is empty: nothing would be quantized. Use ['Linear'], or quant_scheme: none.")
     if args.quant_kernel not in ("auto", "dequant", "engine"):
         raise ValueError(f"quant_kernel={args.quant_kernel!r} must be 'auto', 'dequant' or 'engine'.")
+    if args.quant_keep_dequantized and not args.quant_learner:
+        raise ValueError(
+            "quant_keep_dequantized=True came with quant_learner=False, whose forward dequantizes nothing. Leave one of them out."
+        )
     if args.use_vllm and args.vllm_mode != "colocate":
         raise ValueError(
-            f"vllm_mode={args.vllm_mode!r} cannot receive packed tensors yet. Use vllm_mode='colocate', or "
-            "quant_scheme='none' with a server."
+            f"vllm_mode={args.vllm_mode!r} cannot receive packed tensors. Use 'colocate', or quant_scheme='none'."
         )
     if args.fp16:
         raise ValueError("fp16=True: the engine computes in bfloat16 and the learner must too. Use bf16=True.")
     if args.use_transformers_continuous_batching:
         raise ValueError(
-            "use_transformers_continuous_batching casts the master weights to bfloat16 in place, which loses small "
-            "updates. Use use_vllm=True."
+            "use_transformers_continuous_batching casts masters to bfloat16, which loses small updates. Use use_vllm=True."
         )
-    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    init_kwargs = args.model_init_kwargs or {}
     foreign = [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if init_kwargs.get(k)]
     if foreign:
         raise ValueError(
-            f"model_init_kwargs sets {foreign}, but QaRL quantizes from high-precision masters itself. Remove it, or "
-            "set quant_scheme='none'."
+            f"model_init_kwargs sets {foreign}, and masters must be in high precision. Remove it, or set quant_scheme='none'."
         )
     device_map = init_kwargs.get("device_map")
     several = isinstance(device_map, dict) and len(set(device_map.values())) > 1
     if several or device_map in ("balanced", "sequential"):
         raise ValueError(
-            f"device_map={device_map!r} spreads the model over several devices through replaced forwards, which the "
-            "low-bit forward would be hidden by. Use one device a process (accelerate launch with DDP or FSDP2)."
+            f"device_map={device_map!r} replaces forwards to spread the model over devices, so the low-bit ones would "
+            "not run. Use one device a process (accelerate launch with DDP or FSDP2)."
         )
 
 
 def _check_low_bit_saves(args: QaRLConfig) -> None:
-    strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
-    if args.push_to_hub and strategy in HUB_STRATEGIES_OF_MASTERS:
+    if not args.push_to_hub:
+        return
+    if args.hub_strategy in ("checkpoint", "all_checkpoints"):
         raise ValueError(
-            f"hub_strategy={args.hub_strategy!r} uploads training checkpoints, and a low-bit repository cannot hold "
-            "master weights. Use hub_strategy='every_save' or 'end'."
+            f"hub_strategy={args.hub_strategy!r} uploads training checkpoints, and a low-bit repository cannot hold masters. "
+            "Use hub_strategy='every_save' or 'end'."
         )
-    if args.push_to_hub and not args.export_low_bit:
+    if not args.export_low_bit:
         raise ValueError(
-            "push_to_hub=True with export_low_bit=False: pushes during training send the low-bit model of the last "
-            "checkpoint, and there would be none. Set export_low_bit=True."
+            "push_to_hub=True with export_low_bit=False: what is pushed during training is the low-bit model of a "
+            "checkpoint. Set export_low_bit=True."
         )
 
 
@@ -443,9 +408,9 @@ def _check_sampling(args: QaRLConfig) -> None:
     }
     if biased:
         raise ValueError(
-            f"{biased} changes the distribution that is sampled from, and the mismatch weight would then be wrong by "
-            "the probability mass that was moved. Use top_p=1.0, top_k=0, min_p=0.0, no penalties, and in generation_kwargs "
-            f"only {', '.join(HARMLESS_SAMPLING)}; or set vllm_importance_sampling_correction=False."
+            f"{biased} changes the distribution that is sampled from, and with it the mismatch weight. Use top_p=1.0, "
+            f"top_k=0, min_p=0.0, no penalties, and in generation_kwargs only {', '.join(HARMLESS_SAMPLING)}; or set "
+            "vllm_importance_sampling_correction=False."
         )
 
 
@@ -456,24 +421,43 @@ def _check_rollout(args: QaRLConfig) -> None:
         raise ValueError(f"learner_ops={args.learner_ops!r} must be one of {', '.join(LEARNER_OPS)}.")
     if args.learner_ops == "engine" and not args._beside_cpu_engine:
         raise ValueError(
-            f"learner_ops='engine' needs a colocated CPU engine to follow, got use_vllm={args.use_vllm} on device "
+            f"learner_ops='engine' needs a colocated CPU engine, got use_vllm={args.use_vllm} on device "
             f"{args.device.type!r}. Use learner_ops='auto' or 'stock'."
         )
     owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
         raise ValueError(
-            f"vllm_engine_kwargs sets {owned}, which the trainer sets itself. Remove them: the scheme comes from "
-            "quant_scheme, the rest from the fields of the same name that start with vllm_."
+            f"vllm_engine_kwargs sets {owned}, which the trainer sets itself. Remove them: they come from quant_scheme "
+            "and from the fields of the same name that start with vllm_."
         )
     args.publish_verify = _checked_verify(args.publish_verify)
     threshold = args.mismatch_abort_threshold
     if threshold is not None and not args.weighs_mismatch:
         raise ValueError(
-            f"mismatch_abort_threshold={threshold} is set, but nothing is measured without use_vllm=True and "
-            "vllm_importance_sampling_correction=True. Set both, or unset the threshold."
+            f"mismatch_abort_threshold={threshold} needs use_vllm=True and vllm_importance_sampling_correction=True, without "
+            "which no gap is measured. Set both, or unset it."
         )
     if threshold is not None and not threshold > 0:
         raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
+
+
+def _check_passes(args: QaRLConfig) -> None:
+    budget = args.max_tokens_per_pass
+    if budget is None:
+        return
+    if budget < 1:
+        raise ValueError(f"max_tokens_per_pass={budget} must be at least 1, or unset for padded rows.")
+    longest = (args.vllm_max_model_length if args.use_vllm else None) or 0
+    # A completion alone has a prompt before it.
+    needed = longest or (args.max_completion_length or 0) + 1
+    if budget < needed:
+        limit = (
+            f"vllm_max_model_length={longest}" if longest else f"max_completion_length={args.max_completion_length}"
+        )
+        raise ValueError(
+            f"max_tokens_per_pass={budget} cannot hold one sequence, which may have {needed} tokens by {limit}. Raise it to at "
+            f"least {needed}, or lower {limit.split('=')[0]}."
+        )
 
 
 def _checked_verify(value: Any) -> str | int:
@@ -490,8 +474,7 @@ def _checked_verify(value: Any) -> str | int:
 def _check_muon(args: QaRLConfig) -> None:
     if args.optim_muon and (args.deepspeed or getattr(args, "deepspeed_plugin", None)):
         raise ValueError(
-            "optim_muon=True with DeepSpeed: ZeRO cuts matrices into flat pieces, which Muon cannot orthogonalize. Use "
-            "DDP or FSDP2, or optim_muon=False."
+            "optim_muon=True with DeepSpeed: ZeRO leaves Muon no whole matrix. Use DDP or FSDP2, or optim_muon=False."
         )
     if args.muon_ns_steps < 1 or not 0 <= args.muon_momentum < 1:
         raise ValueError(

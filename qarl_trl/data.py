@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .rewards import last_boxed
+from .rewards import last_boxed, text_of
 
 
 if TYPE_CHECKING:
@@ -39,14 +39,10 @@ def load_math_dataset(
     Args:
         name_or_path (`str`): Hub id, or path of a `.jsonl`, `.json` or `.parquet` file or of a folder of such files.
         split (`str`): Split to load, slices included (`"train[:100]"`). A single file is the split that is asked for.
-        prompt_template (`str`, *optional*): Text around the problem, `"{problem}\nAnswer in \\boxed{}."`; by default none.
-        config_name (`str`, *optional*): Configuration (subset) of a Hub dataset.
         problem_column (`str`, *optional*): By default the first of `PROBLEM_COLUMNS` that exists. If it holds chat messages,
             the template goes around the last user message and the others stay.
         answer_column (`str`, *optional*): By default the first of `ANSWER_COLUMNS`. Dots reach into nested columns.
-        system_prompt (`str`, *optional*): System message put in front; it replaces one that the data has.
-        conversational (`bool`): Chat messages, to which the trainer applies the chat template, or text.
-        max_samples (`int`, *optional*): Keep the first so many rows.
+        config_name, prompt_template, system_prompt, conversational, max_samples: As in `qarl_trl.train.QaRLScriptArguments`.
 
     Returns:
         [`~datasets.Dataset`]: `prompt` and `answer` (text, see [`final_answer`]), without rows that have no answer.
@@ -57,8 +53,11 @@ def load_math_dataset(
     """
     from datasets import Features, List, Value
 
-    _check_prompt(prompt_template, system_prompt, conversational)
-    dataset = _load(name_or_path, split, config_name).flatten()  # nested columns by their dotted names
+    if prompt_template is not None and _SLOT not in prompt_template:
+        raise ValueError(f"prompt_template={prompt_template!r} must have {_SLOT} where the problem belongs.")
+    if system_prompt is not None and not conversational:
+        raise ValueError("system_prompt needs conversational=True. Without it write it into prompt_template.")
+    dataset = load_rows(name_or_path, split, config_name).flatten()  # nested columns by their dotted names
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
     problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
@@ -77,28 +76,15 @@ def load_math_dataset(
     return answered
 
 
-def _check_prompt(prompt_template: str | None, system_prompt: str | None, conversational: bool) -> None:
-    if prompt_template is not None and _SLOT not in prompt_template:
-        raise ValueError(
-            f"prompt_template={prompt_template!r} has no place for the problem. Write {_SLOT} where it belongs, e.g. "
-            f"'{_SLOT} Put your final answer in \\boxed{{}}.'"
-        )
-    if system_prompt is not None and not conversational:
-        raise ValueError("system_prompt needs chat messages: set conversational=True, or put it in prompt_template.")
-
-
 def _check_answers(missing: int, dataset: "Dataset", name: str, column: str) -> None:
     """Say how many rows have no answer; raise when all of them."""
     if missing == len(dataset):
         raise ValueError(
-            f"None of the {missing} rows of {name} has an answer in the column {column!r}. Name the right one with "
-            f"answer_column; the columns are {dataset.column_names}."
+            f"None of the {missing} rows of {name} has an answer in {column!r}. Name another column with answer_column: "
+            f"{dataset.column_names}."
         )
     if missing:
-        logger.warning(
-            "%d of %d rows of %s have no answer in the column %r and are left out.",
-            *(missing, len(dataset), name, column),
-        )
+        logger.warning(f"{missing} of {len(dataset)} rows of {name} have no answer in {column!r} and are left out.")
 
 
 def final_answer(reference: Any) -> str:
@@ -110,12 +96,9 @@ def final_answer(reference: Any) -> str:
     """
     if isinstance(reference, float) and reference.is_integer():
         reference = int(reference)
-    if isinstance(reference, list):
-        texts = all(isinstance(part, str) for part in reference)  # OlympiadBench: the parts of one answer
-        reference = ", ".join(reference) if texts else reference[-1]
-    if isinstance(reference, dict):
-        reference = reference.get("content")
-    text = "" if reference is None else str(reference)
+    if isinstance(reference, list) and all(isinstance(part, str) for part in reference):
+        reference = ", ".join(reference)  # OlympiadBench: the parts of one answer
+    text = text_of(reference)
     if "####" in text:
         return text.rsplit("####", 1)[1].strip().replace(",", "")
     return (last_boxed(text) or text).strip()
@@ -134,8 +117,8 @@ def local_path(name_or_path: str) -> Path | None:
     if not path.exists():
         if looks_local:
             raise FileNotFoundError(
-                f"The dataset {name_or_path!r} looks like a path, and nothing is at {path.absolute()}. Give an "
-                f"existing {', '.join(_BUILDERS)} file or folder, or a Hub id such as 'openai/gsm8k'."
+                f"The dataset {name_or_path!r} looks like a path, and nothing is at {path.absolute()}. Give a "
+                f"{', '.join(_BUILDERS)} file, a folder, or a Hub id such as 'openai/gsm8k'."
             )
         return None
     if path.is_file() and path.suffix not in _BUILDERS:
@@ -145,7 +128,8 @@ def local_path(name_or_path: str) -> Path | None:
     return path
 
 
-def _load(name_or_path: str, split: str, config_name: str | None) -> "Dataset":
+def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> "Dataset":
+    """A dataset as it is; a single local file is whatever split is asked for. Errors: [`local_path`]'s."""
     from datasets import load_dataset
 
     path = local_path(name_or_path)
@@ -160,8 +144,8 @@ def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argum
         if column in dataset.column_names:
             return column
     raise ValueError(
-        f"The dataset {name_or_path!r} has the columns {dataset.column_names}, and none is {' or '.join(candidates)}. "
-        f"Name the one to use with {argument}."
+        f"The dataset {name_or_path!r} has the columns {dataset.column_names}, not {' or '.join(candidates)}. Name one with "
+        f"{argument}."
     )
 
 

@@ -46,15 +46,7 @@ TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any] | None:
-    """
-    The `quantization_config` entry of the low-bit checkpoint's `config.json`.
-
-    Args:
-        model (`nn.Module`): A model after `apply_quantization`.
-
-    Returns:
-        `dict` or `None`: in llm-compressor's layout; `None` when no layer is quantized.
-    """
+    """The `quantization_config` of a quantized model's `config.json`, in llm-compressor's layout; `None` of another model."""
     quantized = dict(quantized_modules(model))
     if not quantized:
         return None
@@ -134,7 +126,7 @@ def save_low_bit(
         raise ValueError("The model has no quantized layer. Call apply_quantization(model, scheme) before saving.")
     check_target(path)
     stream = iter_low_bit_weights(model) if weights is None else weights
-    state_dict = {name: tensor.to("cpu") for name, tensor in stream}
+    state_dict = {name: _owning(tensor.to("cpu")) for name, tensor in stream}
     path.mkdir(parents=True, exist_ok=True)
     # Inside the folder rather than beside it: `path` may be a mount, and files can only be renamed within one.
     with tempfile.TemporaryDirectory(dir=path, prefix=".incoming-") as scratch:
@@ -147,12 +139,7 @@ def save_low_bit(
 
 
 def check_target(path: str | os.PathLike) -> None:
-    """
-    Refuse a folder in which low-bit weights would replace high-precision ones.
-
-    Raises:
-        ValueError: when `path` holds a training checkpoint or an unquantized model.
-    """
+    """Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model, which low bits would replace."""
     path = Path(path)
     found = [name for name in TRAINING_FILES if (path / name).exists()]
     config = path / "config.json"
@@ -160,9 +147,14 @@ def check_target(path: str | os.PathLike) -> None:
         found += [file.name for file in sorted(path.glob("*.safetensors"))]
     if found:
         raise ValueError(
-            f"{path} holds a training checkpoint or an unquantized model ({found[:3]}), which low-bit weights would "
-            "replace. Use another folder."
+            f"{path} holds a training checkpoint or an unquantized model ({found[:3]}), which low-bit weights would replace. "
+            "Use another folder."
         )
+
+
+def _owning(tensor: Tensor) -> Tensor:
+    """`tensor` with a storage of its own, which safetensors demands: experts are views of one."""
+    return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
 
 def _save_configs(model: nn.Module, tokenizer: Any | None, quant_config: dict[str, Any], folder: Path) -> None:

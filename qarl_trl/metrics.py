@@ -28,12 +28,7 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def mismatch_sums(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """
-    Summable statistics of the token log-probability gap between learner and engine.
-
-    Args:
-        old_logps (`Tensor`): Learner at rollout time `(B, T)`.
-        sampling_logps (`Tensor`): Engine `(B, T)`, NaN where it has no value.
-        mask (`Tensor`): Tokens that count `(B, T)`.
+    Summable statistics of the gap between the learner at rollout time and the engine (NaN where it has no value), `(B, T)`.
 
     Returns:
         `dict[str, Tensor]`: float32 scalars `gap_sum` (sum of |difference|, nats), `k3_sum` (sum of
@@ -65,12 +60,9 @@ def weight_stats(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap: f
 
 def reduce_stats(stats: dict[str, Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """
-    The same statistics over all processes, in one collective.
+    The same scalars over all processes, in one collective: `gather` takes `(1, n)` of this process to `(processes, n)`.
 
-    Args:
-        stats (`dict[str, Tensor]`): Scalars by name. The name's end says how they combine: `_sum`, `_min`, `_max`, otherwise
-            the mean.
-        gather (`Callable[[Tensor], Tensor]`): `(1, n)` of this process to `(processes, n)`.
+    The end of a name says how they combine: `_sum`, `_min`, `_max`, otherwise the mean.
     """
     rows = gather(torch.stack([value.float() for value in stats.values()])[None]).cpu()
     combine = {"sum": torch.sum, "min": torch.min, "max": torch.max}
@@ -82,30 +74,19 @@ def reduce_stats(stats: dict[str, Tensor], gather: Callable[[Tensor], Tensor]) -
 
 
 def check_mismatch(gap: float, args: QaRLConfig) -> None:
-    """
-    Stop when engine and learner disagree more than `args.mismatch_abort_threshold`.
-
-    Args:
-        gap (`float`): Mean absolute log-prob difference, nats per token. NaN stops too.
-
-    Raises:
-        RuntimeError: with the usual causes in the order of their likelihood.
-    """
+    """Stop (`RuntimeError`) at a gap, in nats per token, that is NaN or above `args.mismatch_abort_threshold`."""
     threshold = args.mismatch_abort_threshold
     if threshold is None or gap <= threshold:
         return
-    hints = [
-        "stale engine: does the gap grow with every update? Compare publish/bytes and quant/code_flip_frac in the log;",
-        f"wrong scheme: the engine and the learner must both run {args.quant_name!r}"
-        + ("" if args.quant_learner else " (quant_learner=False: this gap is what the method removes)")
-        + ";",
-        f"sampling parameters: temperature={args.temperature}, top_p={args.top_p}, top_k={args.top_k}, "
-        f"min_p={args.min_p} must describe the distribution that the learner scores;",
-        "kernels: another attention implementation or dtype in the learner than in the engine.",
-    ]
+    baseline = "" if args.quant_learner else " (quant_learner=False: this gap is what the method removes)"
     raise RuntimeError(
         f"The mean log-prob gap between engine and learner is {gap:.4f} nats per token, above "
-        f"mismatch_abort_threshold={threshold}. Likely causes:\n  - " + "\n  - ".join(hints)
+        f"mismatch_abort_threshold={threshold}. Likely causes:\n"
+        "  - stale engine: does the gap grow with every update? Compare publish/bytes and quant/code_flip_frac in the log;\n"
+        f"  - wrong scheme: the engine and the learner must both run {args.quant_name!r}{baseline};\n"
+        f"  - sampling parameters: temperature={args.temperature}, top_p={args.top_p}, top_k={args.top_k}, "
+        f"min_p={args.min_p} must describe the distribution that the learner scores;\n"
+        "  - kernels: another attention implementation or dtype in the learner than in the engine."
     )
 
 
@@ -114,7 +95,7 @@ class CodeFlips:
     Share of codes that changed between two publishes.
 
     Keeps at most `words` machine words a layer, evenly strided: exact for layers of up to eight times as many 4-bit
-    codes, a sample of that size beyond. The experts of a layer share its `words`.
+    codes, a sample of that size beyond. The two parameters of a layer's experts share its `words`.
     """
 
     def __init__(self, words: int = 131_072) -> None:
@@ -127,8 +108,9 @@ class CodeFlips:
         changed = total = 0
         for module_name, module in modules:
             parts = _named_weights(module_name, module)
+            stored = sum(weight.codes.numel() for weight in parts.values())
             for name, weight in parts.items():
-                sample = _sample(weight, max(1, self._words // len(parts)))
+                sample = _sample(weight, max(1, self._words * weight.codes.numel() // stored))
                 last = self._last.get(name)
                 if last is not None:
                     nibbles = _holds_pairs(weight)
@@ -151,7 +133,7 @@ def _holds_pairs(weight: LowBitWeight) -> bool:
 
 def _named_weights(name: str, module: LowBitLayer) -> dict[str, LowBitWeight]:
     if isinstance(module, QuantExperts):
-        return {f"{name}.{local}": weight for local, weight in module.last_low_bits()}
+        return {f"{name}.{local}": weight for local, weight in module.last_low_bits().items()}
     return {name: module.last_low_bit}
 
 

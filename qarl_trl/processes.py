@@ -44,14 +44,11 @@ def in_fresh_process(step: str, function: Callable[..., Any], *args: Any, limit_
     """
     `function(*args)` in a new process, which is gone afterwards with all that it started.
 
-    Args:
-        step (`str`): What is being done, for error messages.
-        function (`Callable`): What to run. It, its arguments and its result are pickled.
-        limit_s (`float`): Seconds after which the process is killed.
+    Errors name `step`. The function, its arguments and its result are pickled.
 
     Raises:
         ProcessDied: If the process was killed or crashed.
-        TimeoutError: After `limit_s`.
+        TimeoutError: After `limit_s` seconds.
         Exception: What the function raised, with the traceback of the other process.
     """
     worker = Worker()

@@ -55,23 +55,21 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
     ```
     """
     if find_spec("math_verify") is None:
-        raise ImportError(
-            "math_reward needs the package math-verify, which is not installed. Run `pip install qarl_trl[math]`."
-        )
-    rewards = [_judge(_text(c)[-_TAIL_CHARS:], _text(a)) for c, a in zip(completions, answer, strict=True)]
+        raise ImportError("math_reward needs the package math-verify. Run `pip install qarl_trl[math]`.")
+    rewards = [_judge(text_of(c)[-_TAIL_CHARS:], text_of(a)) for c, a in zip(completions, answer, strict=True)]
     if None in rewards:
         _warn_once(
             "reference",
             "math-verify cannot read the reference answer %r. Such samples get no reward (None) and teach nothing; "
             "clean the dataset, or name its answer column. Said once.",
-            _text(answer[rewards.index(None)])[:200],
+            text_of(answer[rewards.index(None)])[:200],
         )
     return rewards
 
 
 def boxed_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     r"""Reward 1.0 for a completion whose last `\boxed{...}` is closed and not empty, else 0.0. See [`math_reward`]."""
-    return [float(bool(last_boxed(_text(completion)))) for completion in completions]
+    return [float(bool(last_boxed(text_of(completion)))) for completion in completions]
 
 
 def last_boxed(text: str) -> str | None:
@@ -89,16 +87,16 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """The text of a completion or a reference: a string, a number, or (the last of) chat messages."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
-        return _text(value.get("content", value.get("text")))
+        return text_of(value.get("content", value.get("text")))
     if isinstance(value, list | tuple):
         # Parts of one message, {"type": "text", "text": ...}, belong together; of several messages the last counts.
         parts = all(isinstance(part, dict) and "type" in part for part in value)
-        return "".join(_text(part) for part in value) if parts else _text(value[-1])
+        return "".join(text_of(part) for part in value) if parts else text_of(value[-1])
     return "" if value is None else str(value)
 
 

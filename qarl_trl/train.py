@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,29 +36,15 @@ class QaRLScriptArguments:
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
     dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
-    eval_dataset_name_or_path: str | None = field(
-        default=None, metadata={"help": "Dataset to evaluate on; needs eval_strategy."}
-    )
-    eval_dataset_split: str = field(
-        default="test", metadata={"help": "Split to evaluate on; a single local file is any split."}
-    )
-    problem_column: str | None = field(
-        default=None, metadata={"help": "Column of the problem. Unset: problem, question or prompt."}
-    )
+    eval_dataset_name_or_path: str | None = field(default=None, metadata={"help": "Needed with eval_strategy."})
+    eval_dataset_split: str = field(default="test", metadata={"help": "Of the Hub; a single local file is any split."})
+    problem_column: str | None = field(default=None, metadata={"help": "Unset: problem, question or prompt."})
     answer_column: str | None = field(
-        default=None,
-        metadata={"help": "Column of the reference answer, dots reach into nested ones. Unset: guessed."},
+        default=None, metadata={"help": "Reference answer; dots reach into nested columns. Unset: guessed."}
     )
-    prompt_template: str | None = field(
-        default=None, metadata={"help": "Text around the problem, which replaces {problem} in it. Unset: nothing."}
-    )
-    system_prompt: str | None = field(
-        default=None, metadata={"help": "System message; replaces one that the data has."}
-    )
-    conversational: bool = field(
-        default=True,
-        metadata={"help": "Prompts as chat messages (chat template applied), or as plain text."},
-    )
+    prompt_template: str | None = field(default=None, metadata={"help": "Text around {problem}. Unset: nothing."})
+    system_prompt: str | None = field(default=None, metadata={"help": "Replaces a system message of the data."})
+    conversational: bool = field(default=True, metadata={"help": "Prompts as chat messages, or as plain text."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many problems."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many problems."})
     reward_funcs: list[str] = field(
@@ -69,8 +55,7 @@ class QaRLScriptArguments:
         },
     )
     dry_run: bool = field(
-        default=False,
-        metadata={"help": "Check the settings and a local dataset, print them, load no model."},
+        default=False, metadata={"help": "Check the settings and a local dataset, print them, load no model."}
     )
 
     def __post_init__(self) -> None:
@@ -145,12 +130,7 @@ def main(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_ar
 
 
 def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
-    """
-    Reward functions by name or dotted path, in order.
-
-    Raises:
-        ValueError: If a name is not found.
-    """
+    """Reward functions by name or dotted path, in order; `ValueError` for a name that is not found."""
     functions = []
     for name in names:
         path = f"{__package__}.rewards.{name}" if name in REWARDS else name
@@ -161,8 +141,8 @@ def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]
             functions.append(getattr(importlib.import_module(module or name), attribute))
         except (ImportError, AttributeError) as error:
             raise ValueError(
-                f"reward_funcs has {name!r}, which cannot be imported: {error}. Choose from {REWARDS}, or give "
-                "the dotted path of a function that is installed or in the current folder: my_package.my_reward."
+                f"reward_funcs has {name!r}, which cannot be imported: {error}. Give one of {REWARDS}, or the dotted path of "
+                "a function that is installed or in the current folder."
             ) from error
     return functions
 
@@ -189,6 +169,7 @@ def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["D
 
 def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> str:
     """The settings to print: the method, the batch arithmetic, a look at local data, every field off its default."""
+    from .config import changed_fields
     from .data import local_path
 
     args = training_args
@@ -209,12 +190,8 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
         row = load_datasets(replace(script_args, max_train_samples=1), with_eval=False)[0][0]
         lines += [f"dataset: {data}", f"first prompt: {row['prompt']!r}", f"first answer: {row['answer']!r}"]
     for group in (script_args, training_args, model_args):
-        for f in sorted(fields(group), key=lambda f: f.name):
-            default = f.default_factory() if callable(f.default_factory) else f.default
-            value = getattr(group, f.name)
-            if value != default:
-                shown = "<hidden>" if f.name.endswith("_token") else repr(value)
-                lines.append(f"{type(group).__name__}.{f.name}: {shown}")
+        for name, value in sorted(changed_fields(group).items()):
+            lines.append(f"{type(group).__name__}.{name}: {'<hidden>' if name.endswith('_token') else repr(value)}")
     return "\n".join(lines)
 
 
@@ -249,18 +226,15 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
 
     if not model_args.model_name_or_path:
         raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
-    datasets = {"dataset_name_or_path": script_args.dataset_name_or_path}
-    if training_args.eval_strategy != "no":
-        datasets["eval_dataset_name_or_path"] = script_args.eval_dataset_name_or_path
-    for key, name in datasets.items():
-        if not name:
-            why = " for eval_strategy" if key.startswith("eval") else ""
-            raise ValueError(f"{key} is missing{why}: give a Hub id or a .jsonl, .json or .parquet file.")
+    for key in ("dataset_name_or_path", "eval_dataset_name_or_path"):
+        if key.startswith("eval") and training_args.eval_strategy == "no":
+            continue
+        if not (name := getattr(script_args, key)):
+            raise ValueError(f"{key} is missing: give a Hub id or a .jsonl, .json or .parquet file.")
         local_path(name)
     if training_args.quantized and (model_args.load_in_4bit or model_args.load_in_8bit):
         raise ValueError(
-            "load_in_4bit and load_in_8bit (bitsandbytes) replace the master weights by quantized ones, and QaRL "
-            "quantizes from high-precision masters. Remove them, or set quant_scheme: none."
+            "load_in_4bit and load_in_8bit leave no high-precision masters. Remove them, or set quant_scheme: none."
         )
     if training_args.quantized and model_args.use_peft:
         from trl import get_peft_config

@@ -19,11 +19,14 @@ from trl import GRPOTrainer
 from . import _compat
 from .config import TBPO, QaRLConfig
 from .export import LOW_BIT_FOLDER, SERVING, quantization_config, save_low_bit
+from .learner.logps import PackedPasses
+from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
 from .loss import TrustBand, band_metrics, loss_mask, mismatch_weight, sequence_ratio
 from .metrics import CodeFlips, StepClock, check_mismatch, mismatch_sums, reduce_stats, weight_stats
 from .optim import build_muon
 from .preflight import check_run, default_output_dir
+from .quant.experts import expert_modules
 from .quant.model import apply_quantization, bypassed_layers
 from .quant.names import is_peft_model
 from .quant.state_dict import full_parameters, iter_low_bit_weights
@@ -48,8 +51,8 @@ class QaRLTrainer(GRPOTrainer):
 
     Takes what [`~trl.GRPOTrainer`] takes, with a [`QaRLConfig`]. The changes with respect to it: the linear layers of
     the policy are quantized in place, the colocated vLLM engine runs in the same scheme and receives the packed tensors,
-    `loss_type="tbpo"` adds the trust-band objective, and `save_model` writes the low-bit checkpoint. With the scheme off and a
-    stock loss it is [`~trl.GRPOTrainer`], loss by loss.
+    `loss_type="tbpo"` adds the trust-band objective, the learner computes real tokens only, and `save_model` writes the low-bit
+    checkpoint. With the scheme off, a stock loss and `max_tokens_per_pass=None` it is [`~trl.GRPOTrainer`], loss by loss.
     """
 
     _tag_names = ["trl", "grpo", "qarl"]
@@ -88,6 +91,7 @@ class QaRLTrainer(GRPOTrainer):
         self._code_flips = CodeFlips()
         self._current_logps: Tensor | None = None
         self._step_of_rollout = -1
+        self._passes: PackedPasses | None = None
         self._warned_of_first_ratio = False
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
@@ -111,6 +115,11 @@ class QaRLTrainer(GRPOTrainer):
         self._tbpo = args.loss_type == TBPO
         if self._tbpo:
             self._clip_to(args.trust_band)
+        if args.max_tokens_per_pass is not None:
+            accelerator = self.accelerator
+            self._passes = PackedPasses(
+                args.max_tokens_per_pass, accelerator.autocast, accelerator.gather, accelerator.unwrap_model
+            )
         self.add_callback(StepClock(self))
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -178,9 +187,28 @@ class QaRLTrainer(GRPOTrainer):
     # Loss -----------------------------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        """TRL's, by passes that hold real tokens only (`max_tokens_per_pass`)."""
+        padded = super()._get_per_token_logps_and_entropies
+        if self._passes is None:
+            result = padded(*args, **kwargs)
+        else:
+            given = inspect.signature(padded).bind(*args, **kwargs).arguments
+            # A rollout batch comes with the size of its micro-batches. They must be those of the loss, or kernels would round
+            # `old` otherwise.
+            rollout = self._mode == "train" and given.get("batch_size") is not None
+            result = self._passes.run(padded, given, self._row_order(len(given["input_ids"])) if rollout else None)
         self._current_logps = result[0].detach()
         return result
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's, with its micro-batches cut from the order of rows in which `old` was computed."""
+        if self._passes is None:
+            return super()._prepare_inputs(generation_batch)
+        with _compat.shuffled_in(self._row_order):
+            return super()._prepare_inputs(generation_batch)
+
+    def _row_order(self, rows: int) -> Tensor:
+        return row_order(rows, self.args.seed, self.state.global_step, self.accelerator.process_index)
 
     def _clip_to(self, band: TrustBand) -> None:
         """TBPO is TRL's two-sided sequence clip, with the bounds below and `mismatch_weight` in place of TRL's (Eq. 5)."""
@@ -273,6 +301,20 @@ class QaRLTrainer(GRPOTrainer):
         finally:
             self._saving_masters = False
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        mixture = any(expert_modules(self._unwrapped)) and not is_peft_model(self._unwrapped)
+        if mixture and not self.is_fsdp_enabled:  # FSDP has its own files, with the names of the model
+            _compat.restore_masters(self._unwrapped, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """The Trainer's, but a weight that a checkpoint lacks is an error: training would go on from another one."""
+        super()._issue_warnings_after_load(load_result)
+        missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
+        if missing:
+            raise RuntimeError(f"The checkpoint lacks {len(missing)} weights of the model, first {min(missing)!r}.")
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # Copies the model files of this folder to `output_dir` and uploads that: never the masters.
         folder = Path(checkpoint_folder)
@@ -341,6 +383,7 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
         **fields,
         product=PRODUCTS[args.learner_kernel],
         quantize_forward=args.quant_learner,
+        keep_dequantized=args.quant_keep_dequantized,
         qparams=source.qparams() if args.quant_freeze_scales else None,
     )
     if args.quant_freeze_scales and as_stored and _compat.loads_weights():

@@ -13,6 +13,8 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -35,6 +37,7 @@ CHARACTERS = " 0123456789+-*=();#abcdefghijklmnopqrstuvwxyz\n"
 KINDS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # biases in q, k, v; no head_dim of its own
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),  # another module name in the checkpoint than in the model
     "olmoe": (OlmoeConfig, OlmoeForCausalLM),
@@ -104,7 +107,7 @@ def cpu_of_settings(monkeypatch):
 def pytest_collection_modifyitems(items):
     """What this machine has no device or CPU for: skipped, and counted as such."""
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if NO_ENGINE and ("engine" in item.keywords or item.path.parent.name == "slow"):
+        if NO_ENGINE and (item.get_closest_marker("engine") or item.path.parent.name == "slow"):
             item.add_marker(pytest.mark.skip(reason=NO_ENGINE))

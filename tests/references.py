@@ -51,6 +51,24 @@ def tbpo(logps, old, sampling, advantages, mask, *, epsilon_high, delta_low, del
     return loss, gradient
 
 
+# Muon ---------------------------------------------------------------------------------------------------------------
+
+
+def muon(weight, grads, *, lr, momentum, weight_decay, adjust_lr_fn, nesterov=True, ns_steps=5):
+    """Muon as its author writes it, one matrix, float64: momentum, Newton-Schulz, decoupled decay, scaled step."""
+    weight, average = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    rows, cols = weight.shape
+    for grad in grads:
+        average = momentum * average + (1 - momentum) * grad.double()
+        x = momentum * average + (1 - momentum) * grad.double() if nesterov else average
+        x = x / x.norm()
+        for _ in range(ns_steps):
+            x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+        scale = 0.2 * max(rows, cols) ** 0.5 if adjust_lr_fn == "match_rms_adamw" else max(1, rows / cols) ** 0.5
+        weight = weight * (1 - lr * weight_decay) - lr * scale * x
+    return weight
+
+
 # Floats -------------------------------------------------------------------------------------------------------------
 
 
@@ -431,6 +449,21 @@ def experts(x, gate, up, down, chosen, routing, grad, quantize_input=lambda row:
             grad_up[e] += torch.outer(grad_u, row)
             grad_x[t] += gate[e].t() @ grad_g + up[e].t() @ grad_u
     return y, *grads
+
+
+@torch.no_grad()
+def logps_of_each_alone(model, input_ids, attention_mask, logits_to_keep):
+    """Log-probs `(B, logits_to_keep)`: each sequence through the model by itself, zero where padded."""
+    out = torch.zeros(len(input_ids), logits_to_keep)
+    first = input_ids.shape[1] - logits_to_keep
+    for row in range(len(input_ids)):
+        columns = [c for c in range(input_ids.shape[1]) if attention_mask[row, c]]
+        tokens = input_ids[row, columns]
+        logits = model(input_ids=tokens[None]).logits[0].float()
+        for i in range(1, len(columns)):
+            if columns[i] >= first:
+                out[row, columns[i] - first] = logits[i - 1].log_softmax(-1)[tokens[i]]
+    return out
 
 
 # Evaluation ---------------------------------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"model_init_kwargs": {"device_map": "balanced"}}, ["device_map='balanced'", "one device a process"]),
         ({"model_init_kwargs": {"device_map": {"a": 0, "b": 1}}}, ["device_map={'a': 0, 'b': 1}", "FSDP2"]),
         ({"fp16": True}, ["fp16=True", "bf16=True"]),
+        ({"quant_keep_dequantized": True, "quant_learner": False}, ["quant_learner=False", "Leave one of them out"]),
         ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, ["hub_strategy=", "every_save"]),
         ({"push_to_hub": True, "export_low_bit": False}, ["export_low_bit=False", "export_low_bit=True"]),
         ({"mismatch_abort_threshold": 0.1}, ["mismatch_abort_threshold", "use_vllm=True"]),
@@ -254,6 +255,7 @@ CHANGED = {
     "quant_ignore": ["lm_head", r"re:.*mlp\.gate$"],
     "quant_learner": False,
     "quant_kernel": "auto",
+    "quant_keep_dequantized": False,  # excludes a learner in high precision
     "learner_ops": "stock",
     "quant_group_size": None,
     "quant_recipe": None,  # excludes the scheme fields; it has a test of its own
@@ -263,6 +265,7 @@ CHANGED = {
     "tbpo_delta_high": 0.07,
     "tbpo_mismatch_cap": 1.5,
     "mismatch_abort_threshold": 0.05,
+    "max_tokens_per_pass": 4096,
     "optim_muon": True,
     "muon_adamw_learning_rate": 2e-6,
     "muon_momentum": 0.9,

@@ -9,14 +9,25 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from references import muon as reference_muon
 from slow.isolated import isolated_group
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+)
 
 from qarl_trl.optim import MuonWithAdamW, build_muon, split_parameters
+from qarl_trl.quant import apply_quantization
+from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
 
 TINY = {
@@ -51,6 +62,12 @@ def make_args(**changes):
 def make_model(tie=True):
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=tie))
+
+
+def make_moe(experts=4):
+    torch.manual_seed(0)
+    sizes = {"moe_intermediate_size": 24, "num_experts": experts, "num_experts_per_tok": min(2, experts)}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **sizes))
 
 
 def train(model, steps, *optimizers):
@@ -97,27 +114,11 @@ def test_four_steps_equal_torch_muon_and_torch_adamw_side_by_side():
     assert not all_equal(weights, misplaced)
 
 
-def reference_muon(weight, grads, args, nesterov=True, ns_steps=5):
-    """Muon as its author writes it, one matrix, float64: momentum, Newton-Schulz, decoupled decay, scaled step."""
-    weight, momentum = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
-    rows, cols = weight.shape
-    for grad in grads:
-        momentum = args.muon_momentum * momentum + (1 - args.muon_momentum) * grad.double()
-        x = args.muon_momentum * momentum + (1 - args.muon_momentum) * grad.double() if nesterov else momentum
-        x = x / x.norm()
-        for _ in range(ns_steps):
-            x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
-        scale = (
-            0.2 * max(rows, cols) ** 0.5 if args.muon_adjust_lr == "match_rms_adamw" else max(1, rows / cols) ** 0.5
-        )
-        weight = weight * (1 - args.learning_rate * args.weight_decay) - args.learning_rate * scale * x
-    return weight
-
-
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("shape", [(32, 64), (64, 32), (33, 17)])
 def test_muon_agrees_with_a_float64_reference(shape, adjust):
     args = make_args(muon_adjust_lr=adjust)
+    settings = {"lr": 1e-2, "momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": adjust}
     generator = torch.Generator().manual_seed(2)
     layer = nn.Linear(shape[1], shape[0], bias=False)
     layer.weight.data = torch.randn(shape, generator=generator)
@@ -130,7 +131,7 @@ def test_muon_agrees_with_a_float64_reference(shape, adjust):
         optimizer.step()
 
     def error(**changes):
-        reference = reference_muon(start, grads, args, **changes)
+        reference = reference_muon(start, grads, **settings | changes)
         return ((layer.weight - reference).norm() / (reference - start).norm()).item()
 
     # Relative to the distance travelled. Measured 0.006 to 0.012 over these cases and 50 seeds: torch runs Newton-Schulz
@@ -141,11 +142,12 @@ def test_muon_agrees_with_a_float64_reference(shape, adjust):
     assert error(nesterov=False) > 0.1
 
 
-def test_resume_after_two_of_four_steps_is_exact():
-    straight = make_model()
+@pytest.mark.parametrize("make", [make_model, make_moe])
+def test_resume_after_two_of_four_steps_is_exact(make):
+    straight = make()
     expected = train(straight, slice(4), build_muon(straight, make_args()))
 
-    model = make_model()
+    model = make()
     optimizer = build_muon(model, make_args())
     train(model, slice(2), optimizer)
     file = io.BytesIO()
@@ -154,7 +156,7 @@ def test_resume_after_two_of_four_steps_is_exact():
     def resumed(with_optimizer_state):
         file.seek(0)
         weights, state = torch.load(file, weights_only=True)
-        model = make_model()
+        model = make()
         model.load_state_dict(weights)
         optimizer = build_muon(model, make_args())
         if with_optimizer_state:
@@ -171,7 +173,7 @@ def test_each_trainable_parameter_is_in_exactly_one_part(tie, wrap):
     model = wrap(make_model(tie))
     frozen = next(name for name, _ in model.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight"))
     model.get_parameter(frozen).requires_grad_(False)
-    matrices, others = split_parameters(model)
+    matrices, _, others = split_parameters(model)
     trainable = [name for name, param in model.named_parameters() if param.requires_grad]
     assert sorted(matrices + others) == sorted(trainable)
     assert all(".layers." in name and "proj" in name for name in matrices)
@@ -195,21 +197,44 @@ def test_adamw_decays_what_the_trainer_decays():
     assert (muon["weight_decay"], decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.1, 0.0)
 
 
-def test_routers_and_fused_experts_go_to_adamw_with_one_warning(caplog):
-    config = Qwen3MoeConfig(**TINY, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
-    model = Qwen3MoeForCausalLM(config)
+def test_muon_takes_routed_experts_and_leaves_routers(caplog, tiny_model):
+    model = make_moe()
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.optim"):
+        groups = build_muon(model, make_args()).param_groups
+    matrices, experts, others = split_parameters(model)
+    assert {name.split(".")[-2] for name in matrices} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.rpartition("experts.")[2]: count for name, count in experts.items()} == {
+        "gate_up_proj": 2,
+        "down_proj": 1,
+    }
+    assert len(experts) == 2 * 2
+    assert sum(name.endswith("mlp.gate.weight") for name in others) == 2
+    assert [(group["use_muon"], group.get("projections")) for group in groups] == [
+        (True, None),
+        (True, 1),
+        (True, 2),
+        (False, None),
+        (False, None),
+    ]
+    assert not caplog.records
+    plain = split_parameters(tiny_model("qwen3_moe"))
+    assert len(plain[1]) == 4
+    assert split_parameters(apply_quantization(tiny_model("qwen3_moe"), "W4A16", ignore=DEFAULT_IGNORE)) == plain
+
+
+def test_experts_of_another_layout_go_to_adamw_with_one_warning(caplog):
+    """gpt-oss: transposed, gate and up row by row; its biases have two dimensions."""
+    model = GptOssForCausalLM(GptOssConfig(**TINY, num_local_experts=4))
     with caplog.at_level(logging.WARNING, logger="qarl_trl.optim"):
         build_muon(model, make_args())
-    matrices, others = split_parameters(model)
-    assert {name.split(".")[-2] for name in matrices} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert sum(name.endswith("mlp.gate.weight") for name in others) == 2
+    assert split_parameters(model)[1] == {}
     assert [record.getMessage()[:42] for record in caplog.records] == ["4 parameters with more than two dimensions"]
 
 
 def test_a_two_dimensional_bias_is_not_a_matrix():
     model = nn.Linear(8, 8)
     model.experts_bias = nn.Parameter(torch.zeros(4, 8))  # as in gpt-oss
-    assert split_parameters(model) == (["weight"], ["bias", "experts_bias"])
+    assert split_parameters(model) == (["weight"], {}, ["bias", "experts_bias"])
 
 
 def test_lr_scheduler_drives_both_parts():

@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from transformers import AutoConfig, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data import local_path
+from ..data import load_rows
 from ..quant.plan import single_group
 from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
 from .recipe import read_recipe
@@ -58,9 +58,8 @@ def read_plan(args: CalibrationArguments) -> QuantizationConfig:
     """
     if importlib.util.find_spec("llmcompressor") is None:
         raise ImportError(
-            "This command needs llm-compressor. Install it with pip install 'qarl_trl[llmcompressor]'. Beside vLLM 0.31, "
-            "which pins another compressed-tensors: pip install --no-deps llmcompressor==0.14.0.1 "
-            "compressed-tensors==0.19.0."
+            "This command needs llm-compressor: pip install 'qarl_trl[llmcompressor]'. Beside vLLM 0.31, which pins another "
+            "compressed-tensors: pip install --no-deps llmcompressor==0.14.0.1 compressed-tensors==0.19.0."
         )
     output = Path(args.output)
     if output.exists() and any(output.iterdir()):
@@ -76,22 +75,15 @@ def calibration_set(args: CalibrationArguments, tokenizer: PreTrainedTokenizerBa
     """
     The first rows of `args.dataset` as `oneshot` takes them: `input_ids` and `attention_mask`.
 
-    A row is its `text`, its `messages` (chat template applied), or its problem and solution one after the other.
-
-    Raises:
-        ValueError: when there is no row, or no column to read.
+    A row is its `text`, its `messages` (chat template applied), or its problem and solution one after the other. `ValueError`
+    when there is no row, or no column to read.
     """
-    name, path = args.dataset, local_path(args.dataset)
-    if path is not None and path.is_file():
-        builder = "parquet" if path.suffix == ".parquet" else "json"
-        rows = load_dataset(builder, data_files=str(path), split=f"train[:{args.num_samples}]")
-    else:
-        rows = load_dataset(str(path or name), split=f"{args.split}[:{args.num_samples}]")
+    rows = load_rows(args.dataset, f"{args.split}[:{args.num_samples}]")
     columns = [c for c in WHOLE_TEXT if c in rows.column_names][:1] or [c for c in PARTS if c in rows.column_names]
     if not columns or not len(rows):
         raise ValueError(
-            f"{name} must have rows with {' or '.join(WHOLE_TEXT)}, or some of {', '.join(PARTS)}; got {len(rows)} rows "
-            f"with the columns {rows.column_names}."
+            f"{args.dataset} must have rows with {' or '.join(WHOLE_TEXT)}, or some of {', '.join(PARTS)}; got "
+            f"{len(rows)} rows with the columns {rows.column_names}."
         )
 
     def tokenize(row: dict[str, Any]) -> dict[str, list[int]]:
@@ -103,7 +95,7 @@ def calibration_set(args: CalibrationArguments, tokenizer: PreTrainedTokenizerBa
 
     tokens = rows.map(tokenize, remove_columns=rows.column_names).filter(lambda row: len(row["input_ids"]) > 1)
     if not len(tokens):
-        raise ValueError(f"{name} has no row of two or more tokens in {columns}.")
+        raise ValueError(f"{args.dataset} has no row of two or more tokens in {columns}.")
     return tokens
 
 

@@ -6,7 +6,6 @@ transformers' own loader fills in missing tensors and drops those of a wrong sha
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -128,15 +127,14 @@ class QuantizedSource:
         for name, scheme in self.layers.items():
             if "weight_g_idx" in self._modules[name]:
                 raise ValueError(
-                    f"{self.name}: layer {name!r} was made with actorder='group': its columns are in another order "
-                    "(weight_g_idx), so a scale belongs to no block of neighbouring columns and cannot be frozen. Use "
-                    "quant_freeze_scales=False, or a checkpoint made with actorder='weight' or none."
+                    f"{self.name}: layer {name!r} was made with actorder='group': a scale belongs to scattered columns "
+                    "(weight_g_idx) and cannot be frozen. Use quant_freeze_scales=False, or actorder='weight' or none."
                 )
             scale = self._read(f"{name}.weight_scale")
             if scale.dtype != torch.bfloat16:
                 raise ValueError(
-                    f"{self.name}: the scales of {name!r} must be bfloat16, which learner and engine compute with, got "
-                    f"{scale.dtype}. Use quant_freeze_scales=False, or quantize the model from bfloat16."
+                    f"{self.name}: the scales of {name!r} must be bfloat16, got {scale.dtype}. Use "
+                    "quant_freeze_scales=False, or quantize the model from bfloat16."
                 )
             found[name] = scale, None if scheme.weights.symmetric else self._decompressed(name)["weight_zero_point"]
         return found
@@ -148,11 +146,11 @@ class QuantizedSource:
     @cached_property
     def _modules(self) -> dict[str, set[str]]:
         """The modules that have tensors, with the local names of these."""
-        found = defaultdict(set)
+        found: dict[str, set[str]] = {}
         for name in self.tensors:
             module, _, local = name.rpartition(".")
-            found[module].add(local)
-        return dict(found)
+            found.setdefault(module, set()).add(local)
+        return found
 
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
         header = self.tensors[name].get_slice(name)
@@ -176,10 +174,8 @@ class QuantizedSource:
 
     def broken(self, what: str) -> ValueError:
         """The error that the checkpoint is incomplete or corrupt, because of `what`."""
-        return ValueError(
-            f"The quantized checkpoint {self.name} is incomplete or corrupt: {what}. Nothing was trained. Download or "
-            "save it again."
-        )
+        problem = f"The quantized checkpoint {self.name} is incomplete or corrupt: {what}."
+        return ValueError(f"{problem} Nothing was trained. Download or save it again.")
 
 
 def _stored_shapes(rows: int, columns: int, scheme: QuantizationScheme) -> dict[str, tuple[int, ...]]:
@@ -193,11 +189,9 @@ def _stored_shapes(rows: int, columns: int, scheme: QuantizationScheme) -> dict[
 
 def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
     """
-    The checkpoint `name` if it is quantized, otherwise `None`. Reads `config.json` alone (from the Hub: all files).
+    The checkpoint `name` if it is quantized, otherwise `None`; `kwargs` are those of `from_pretrained`.
 
-    Args:
-        name (`str`): Folder or Hub id.
-        kwargs: Arguments of `from_pretrained` (`revision`, `subfolder`, `token`, `cache_dir`, `trust_remote_code`, ...).
+    Reads `config.json` alone (from the Hub: all files).
 
     Raises:
         ValueError: when it is quantized by something else than compressed-tensors, or in a way that has no masters.
@@ -208,13 +202,13 @@ def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
     raw = raw if isinstance(raw, dict) else raw.to_dict()
     if raw.get("quant_method") != "compressed-tensors":
         raise ValueError(
-            f"{name} is quantized by {raw.get('quant_method')!r}, and masters can only be made from compressed-tensors "
-            "checkpoints. Start from the unquantized model, or quantize it with llm-compressor."
+            f"{name} is quantized by {raw.get('quant_method')!r}, and masters can only be made from "
+            "compressed-tensors. Start from the unquantized model, or quantize it with llm-compressor."
         )
     if raw.get("transform_config"):
         raise ValueError(
-            f"{name} has a transform_config: rotations that the engine applies while it runs, which the learner does "
-            "not. Use a model whose transforms are folded into the weights (`qarl-trl precondition`)."
+            f"{name} has a transform_config: rotations that the engine applies while it runs and the learner does not. Use a "
+            "model whose transforms are folded into the weights (`qarl-trl precondition`)."
         )
     try:
         config = QuantizationConfig.model_validate(raw)

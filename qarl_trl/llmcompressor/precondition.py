@@ -61,16 +61,10 @@ def precondition(
     model: PreTrainedModel, modifiers: Sequence[Any], dataset: Any | None, probe: Sequence[Tensor]
 ) -> PreTrainedModel:
     """
-    Fold the transforms of `modifiers` into the weights of `model`, which is used up.
+    Fold the transforms of `modifiers` into the weights of `model`, in float32, which is used up.
 
-    Args:
-        model (`PreTrainedModel`): In float32, which the transforms are computed and checked in.
-        modifiers (`Sequence`): llm-compressor modifiers; a quantization that AWQ needs is taken off again.
-        dataset (`Dataset` or `None`): Calibration rows.
-        probe (`Sequence[Tensor]`): Token ids `(1, T)` on which the function is compared.
-
-    Raises:
-        ValueError: when a transform cannot be folded, or changed the function.
+    A quantization that AWQ needs is taken off again. The function is compared on the token ids `(1, T)` of `probe`:
+    `ValueError` when a transform cannot be folded, or changed it.
     """
     before = [log_probs(model, ids) for ids in probe]
     weights = set(model.state_dict())
@@ -79,9 +73,9 @@ def precondition(
     change = max((log_probs(plain, ids) - old).abs().max().item() for ids, old in zip(probe, before, strict=True))
     if not change <= TOLERANCE:
         raise ValueError(
-            f"The transforms changed the model: a log-prob moved by {change:.2e} nats in float32, where folding exactly "
-            f"moves none by more than {TOLERANCE:.0e}. Nothing was saved. Their mappings do not fit this architecture "
-            f"({type(model).__name__}): leave a part out, or give mappings of your own in a recipe (--recipe)."
+            f"The transforms changed the model: a log-prob moved by {change:.2e} nats, must be {TOLERANCE:.0e} at "
+            f"most. Nothing was saved. Their mappings do not fit {type(model).__name__}: give your own in a recipe "
+            "(--recipe)."
         )
     return plain
 
@@ -91,8 +85,7 @@ def check_dense(model: PreTrainedModel) -> None:
     name = next((name for name, _ in expert_modules(model)), None)
     if name is not None:
         raise ValueError(
-            f"{type(model).__name__} has fused experts ({name!r}), and the transforms are not tested on them. Train from the "
-            "model as it is."
+            f"{type(model).__name__} has fused experts ({name!r}), unknown to the transforms. Train from it as it is."
         )
 
 
@@ -100,13 +93,11 @@ def transforms(method: str, plan: QuantizationConfig) -> list[Any]:
     """The modifiers of a method by name; AWQ searches its scales for `plan`."""
     from llmcompressor.modifiers.transform import SmoothQuantModifier, SpinQuantModifier
 
-    if method == "smoothquant":
-        return [SmoothQuantModifier(smoothing_strength=0.5)]
-    if method == "awq":
-        return quantization("awq", plan)
-    if method == "rotation":
-        return [SpinQuantModifier(rotations=["R1", "R2"], transform_type="hadamard")]
-    raise ValueError(f"--method {method!r} must be one of {METHODS}.")
+    return {
+        "smoothquant": [SmoothQuantModifier(smoothing_strength=0.5)],
+        "awq": quantization("awq", plan),
+        "rotation": [SpinQuantModifier(rotations=["R1", "R2"], transform_type="hadamard")],
+    }[method]
 
 
 def transforms_of_recipe(path: str | os.PathLike) -> list[Any]:
@@ -119,8 +110,8 @@ def transforms_of_recipe(path: str | os.PathLike) -> list[Any]:
     others = [type(m).__name__ for m in modifiers if type(m).__name__ not in TRANSFORMS]
     if not modifiers or set(others) - {"QuantizationModifier"}:
         raise ValueError(
-            f"{path} has {others or 'no modifier'}. Known here: {', '.join(TRANSFORMS)}, and QuantizationModifier after "
-            "AWQModifier, which searches its scales for it. Pruning, GPTQ and the like change the model."
+            f"{path} has {others or 'no modifier'}. Known here: {', '.join(TRANSFORMS)}, and QuantizationModifier, which AWQ "
+            "searches its scales for. Pruning, GPTQ and the like change the model."
         )
     return modifiers
 
@@ -139,11 +130,7 @@ def quantization_error(
     """
     What quantizing `model` by `plan` costs, with the learner's own forward; the weights stay as they are.
 
-    Args:
-        model (`PreTrainedModel`): In high precision.
-        plan (`QuantizationConfig`): Which layers, and how.
-        probe (`Sequence[Tensor]`): Token ids `(1, T)`.
-        skip (`int`, *optional*, defaults to 0): Log-probs at the front of each that do not count, as of a prompt.
+    Measured on the token ids `(1, T)` of `probe`, without the first `skip` log-probs of each, as of a prompt.
     """
     plain = torch.cat([log_probs(model, ids)[0, skip:] for ids in probe])
     apply_quantization(model, plan)
@@ -196,8 +183,8 @@ def _plain(model: PreTrainedModel, weights: set[str]) -> PreTrainedModel:
     extra = sorted(set(state) - weights - {"lm_head.weight"})
     if extra:
         raise ValueError(
-            f"A transform left {len(extra)} tensors that the model has to apply while it runs (first: {extra[0]!r}). Only "
-            "transforms that fold into the weights leave a model that TRL and the engine know: R1 and R2, not R3 or R4."
+            f"A transform left {len(extra)} tensors that the model has to apply while it runs (first: {extra[0]!r}). "
+            "Use those that fold into the weights: R1 and R2, not R3 or R4."
         )
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):

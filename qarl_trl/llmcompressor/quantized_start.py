@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationType
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from ..quant.experts import PROJECTIONS, QuantExperts
+from ..quant.experts import PROJECTIONS, QuantExperts, layer_names
 from ..quant.linear import LowBitLayer
 from ..quant.model import quantized_modules
 from ..quant.names import checkpoint_modules, is_peft_model
@@ -93,8 +93,8 @@ def check_first_codes(model: nn.Module, source: QuantizedSource) -> None:
             args = weight.scheme.weights
             if wrong and (args.num_bits, args.type) != (8, QuantizationType.INT):
                 raise RuntimeError(
-                    f"{wrong} codes of layer {name!r} differ from those in {source.name}, although its scales are frozen. "
-                    "The masters were not loaded as they are stored; use tested versions of transformers and "
+                    f"{wrong} codes of layer {name!r} differ from those in {source.name}, although its scales are "
+                    "frozen: the masters are not what is stored. Use tested versions of transformers and "
                     "compressed-tensors."
                 )
             differing, total = differing + wrong, total + stored.view(torch.uint8).numel()
@@ -114,7 +114,6 @@ def _low_bit_weights(model: nn.Module) -> Iterator[tuple[str, LowBitWeight]]:
             continue
         if isinstance(module, QuantExperts):
             for parameter in PROJECTIONS:
-                module.low_bit(parameter)
-            yield from ((f"{name}.{local}", weight) for local, weight in module.last_low_bits())
+                yield from zip(layer_names(name, module, parameter), module.low_bit_layers(parameter), strict=True)
         else:
             yield name, module.low_bit()

@@ -34,11 +34,7 @@ NEUTRAL_FIELDS = {
 
 def read_recipe(path: str | os.PathLike) -> QuantizationConfig:
     """
-    Read an llm-compressor recipe with one `QuantizationModifier`.
-
-    Args:
-        path (`str` or `os.PathLike`): A `.yaml` file, as llm-compressor reads and writes it
-            (`*_stage: *_modifiers: QuantizationModifier: ...`).
+    Read an llm-compressor recipe (`.yaml`) with one `QuantizationModifier`.
 
     Returns:
         `QuantizationConfig`: Groups in the recipe's order, each with its targets and a scheme the learner can run.
@@ -101,9 +97,7 @@ def _only_modifier(content: Any) -> dict[str, Any]:
     modifiers: list[tuple[str, Any]] = []
     for stage, groups in content.items() if isinstance(content, dict) else ():
         if not (stage.endswith("_stage") and isinstance(groups, dict)):
-            raise ValueError(
-                f"{stage!r} is not a stage. The layout is <name>_stage: <name>_modifiers: <Modifier>: ..."
-            )
+            raise ValueError(f"{stage!r} is not a stage (<name>_stage: <name>_modifiers: <Modifier>: ...).")
         for group, found in groups.items():
             if not (group.endswith("_modifiers") and isinstance(found, dict)):
                 raise ValueError(f"{stage}.{group} is not a group of modifiers: its name must end with '_modifiers'.")

@@ -5,6 +5,11 @@ A code that falls on the other side costs a step of 1/16 (float8) where a roundi
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +20,41 @@ FP8_MAX = torch.finfo(FP8).max
 FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 # vLLM's floor for the largest magnitude of a group of 128.
 FP8_GROUP_MIN = 1e-10
+
+
+class _LastResults(threading.local):
+    """Of each function and its arguments: the last tensor, its state, and what the function gave for it."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple, tuple[weakref.ref[Tensor], tuple[int, int], Any]] = {}
+
+
+_last = _LastResults()
+
+
+@torch.no_grad()
+def once(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+    """
+    `function(x, *args)`, or what it gave in this thread when it was last called, if that was with this very tensor.
+
+    A model gives q, k, v, and gate, up, one tensor object: it is cast and quantized for the first of them. The result is
+    forgotten when `x` is freed or has been written to. It has no gradient and must not be written to.
+    """
+    if x.is_inference():  # which counts no versions
+        return function(x, *args)
+    entries, key, state = _last.entries, (function, args), (x._version, x.data_ptr())
+    last, its_state, result = entries.get(key, (None, None, None))
+    if last is not None and last() is x and its_state == state:
+        return result
+
+    def forget(freed: weakref.ref[Tensor]) -> None:
+        if entries.get(key, (None,))[0] is freed:
+            entries.pop(key, None)
+
+    result = function(x, *args)
+    if result is not x:
+        entries[key] = weakref.ref(x, forget), state, result
+    return result
 
 
 def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,12 +24,7 @@ NO_HUB_KERNELS = (
 
 
 def check_model(model: nn.Module) -> None:
-    """
-    Refuse a model whose masters or layers are in the hands of another library.
-
-    Raises:
-        ValueError: naming what was found.
-    """
+    """Refuse (`ValueError`) a model whose masters or layers are in the hands of another library."""
     if any(isinstance(m, LowBitLayer) for m in model.modules()):
         raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
     config = getattr(model, "config", None)
@@ -56,19 +51,7 @@ def check_model(model: nn.Module) -> None:
 def check_layers(
     model: nn.Module, experts: list[Matched], linears: list[Matched], product: ProductChoice, frozen: bool
 ) -> None:
-    """
-    Refuse layers that cannot be quantized as they are asked to be.
-
-    Args:
-        model (`nn.Module`): The model.
-        experts (`list[Matched]`): Modules of experts with names and schemes.
-        linears (`list[Matched]`): Linear layers, or the adapter layers around them.
-        product (`ProductChoice`): What multiplies.
-        frozen (`bool`): Whether scales are frozen.
-
-    Raises:
-        ValueError: naming the layer and what to change.
-    """
+    """Refuse (`ValueError`) layers (or the adapter layers around them) that cannot be quantized as they are asked to be."""
     if is_peft_model(model):
         from .lora import check_adapters, check_lora_config
 
@@ -94,8 +77,7 @@ def check_qparams(layers: set[str], frozen: set[str]) -> None:
     if layers != frozen:
         raise ValueError(
             f"{len(layers ^ frozen)} layers differ between what is quantized and what has frozen scales, first "
-            f"{sorted(layers ^ frozen)[:3]}. The checkpoint's own targets and ignore list keep them the same "
-            "(quant_scheme: checkpoint)."
+            f"{sorted(layers ^ frozen)[:3]}. Use quant_scheme: checkpoint, which has one list for both."
         )
 
 
@@ -134,10 +116,9 @@ def _check_layout(name: str, module: nn.Module) -> None:
         fit = (experts, rows, hidden) == (experts_down, 2 * intermediate, hidden_down)
     if not fit:
         raise ValueError(
-            f"The experts {name!r} ({type(module).__name__}) are of a form that has no low-bit forward: {found}, "
-            f"parameters {shapes}. Needed: {EXPERTS_LAYOUT}, gate_up_proj (experts, 2 * intermediate, hidden) and "
-            "down_proj (experts, hidden, intermediate). Left as they are, most of the model would stay in high precision: "
-            "such a model needs quant_scheme='none'."
+            f"The experts {name!r} ({type(module).__name__}) have no low-bit forward: {found}, parameters {shapes}. "
+            f"Needed: {EXPERTS_LAYOUT}, gate_up_proj (experts, 2 * intermediate, hidden) and down_proj (experts, "
+            "hidden, intermediate). Such a model needs quant_scheme='none'."
         )
     for key, param in module.named_parameters(recurse=False):
         if not param.is_floating_point():
@@ -149,17 +130,16 @@ def _check_experts(name: str, module: nn.Module, scheme: QuantizationScheme, pro
         _, rows, in_features = getattr(module, parameter).shape
         rows, layers = rows // len(projections), f"{name}.*.{projections[0]}"
         check_divisible(layers, in_features, scheme, rows)
-        # All experts are quantized in one call.
-        if not scheme.weights.symmetric and rows % 8:
+        if rows % 16 or in_features % 16:
             raise ValueError(
-                f"The layers {layers!r} have out_features={rows}, and a scheme with zero points packs those of 8 rows into a "
-                "word. Use a symmetric scheme, such as W4A16."
+                f"The layers {layers!r} have out_features={rows} and in_features={in_features}, and the products of all experts "
+                "at once take multiples of 16. Leave the experts in high precision: quant_ignore [lm_head, 're:.*experts.*']."
             )
     _check_forward(name, module)
     if product not in (plain_product, dequant_product):
         raise ValueError(
-            f"quant_kernel='engine' does not go with a mixture-of-experts model: an engine multiplies the experts {name!r} by "
-            "fused kernels that the learner does not call. Use quant_kernel='auto'."
+            "quant_kernel='engine' does not go with a mixture-of-experts model: an engine multiplies the experts "
+            f"{name!r} by fused kernels that the learner does not call. Use quant_kernel='auto'."
         )
 
 

@@ -1,20 +1,23 @@
-"""`QuantExperts`: mixture-of-experts weights whose forward multiplies by low-bit matrices, expert by expert.
+"""`QuantExperts`: mixture-of-experts weights whose forward multiplies by low-bit matrices, all experts at once.
 
 transformers keeps the experts of a layer as two 3-D parameters. Checkpoints, llm-compressor and vLLM know them as one
-linear layer per expert and projection, whose rows are quantized independently: a parameter is quantized in one call.
+linear layer per expert and projection, whose rows are quantized independently: a parameter is one low-bit weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils import match_targets
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from transformers import PretrainedConfig
 
+from .grouped import grouped_product, stacked
 from .linear import LowBitLayer, QParams
 from .names import checkpoint_modules
 from .products import Product
@@ -28,76 +31,71 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 
 # Name, module and scheme of a layer to quantize.
 Matched = tuple[str, nn.Module, QuantizationScheme]
-# One expert's low-bit weights of a parameter: (gate, up) or (down,).
-ExpertWeights = tuple[LowBitWeight, ...]
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Experts of a layer, 0 for a dense model; every family has a name of its own for it."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    text = config.get_text_config()
+    return max(getattr(text, name, None) or 0 for name in names)
 
 
 class Routing(NamedTuple):
     """
-    The (token, expert) pairs of a batch, sorted by expert.
+    The (token, choice) pairs of a batch, sorted by expert; all on the device, which is never waited for.
 
     Attributes:
-        tokens (`Tensor`): Token of each pair `(pairs,)`.
-        choices (`Tensor`): Which of the token's choices the pair is `(pairs,)`.
-        counts (`list[int]`): Pairs of each expert, `num_experts` numbers.
+        pairs (`Tensor`): Each pair's number `token * top_k + choice`, int64 `(pairs,)`.
+        places (`Tensor`): Where in `pairs` each number is, int64 `(pairs,)`.
+        offsets (`Tensor`): For each expert the place behind its last pair, int32 `(experts,)`.
     """
 
-    tokens: Tensor
-    choices: Tensor
-    counts: list[int]
+    pairs: Tensor
+    places: Tensor
+    offsets: Tensor
 
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int) -> Routing:
-        """From the router's choices `(tokens, top_k)`, within an expert in the order of transformers' eager forward."""
-        by_choice = top_k_index.t().reshape(-1)
-        order = by_choice.argsort(stable=True)
-        counts = torch.bincount(by_choice, minlength=num_experts).tolist()
-        return cls(order % len(top_k_index), order // len(top_k_index), counts)
+        """From the router's choices `(tokens, top_k)`; pairs of one expert stay in the order of their numbers."""
+        chosen, pairs = top_k_index.reshape(-1).sort(stable=True)
+        experts = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
+        offsets = torch.searchsorted(chosen, experts, right=True, out_int32=True)
+        # The products would leave the rows of an expert that is not there as they found the memory.
+        torch._assert_async(
+            offsets[-1] == len(chosen), f"The router chose an expert beyond the {num_experts} there are."
+        )
+        places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+        return cls(pairs, places, offsets)
 
 
 class LowBitExpertsMatmul(torch.autograd.Function):
     """
     `y[rows of e] = x[rows of e] @ Q(W[e])^T` for every expert `e`, with the straight-through estimator.
 
-    Args: x `(pairs, in)` sorted by expert, master `(experts, out, in)`, rows per expert, low-bit weights per expert,
-    product. Only the inputs are kept for the backward: each expert's matrix is dequantized again when its turn comes.
+    Args: x `(pairs, in)` sorted by expert, master `(experts, out, in)`, offsets of the experts' rows, low-bit weight
+    `(experts * out, in)`, product. Only the inputs are saved for the backward, not the matrices.
     """
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, master: Tensor, counts: Sequence[int], weights: Sequence[ExpertWeights], product: Product
-    ) -> Tensor:
-        outputs, saved = [], []
-        for rows, parts in zip(x.split(list(counts)), weights, strict=True):
-            if len(rows):
-                results = [product.forward(rows, weight) for weight in parts]
-                outputs.append(torch.cat([y for y, _ in results], dim=-1))
-                saved.append(results[0][1])  # the parts share their input
-        ctx.counts, ctx.weights, ctx.product = counts, weights, product
-        ctx.master_shape, ctx.master_dtype = master.shape, master.dtype
-        ctx.saved_per_expert = len(saved[0]) if saved else 0
-        ctx.save_for_backward(*(tensor for tensors in saved for tensor in tensors))
-        return torch.cat(outputs) if outputs else x.new_zeros((0, master.shape[1]))
+    def forward(ctx, x: Tensor, master: Tensor, offsets: Tensor, weight: LowBitWeight, product: Product) -> Tensor:
+        y, saved = grouped_product(product, x, weight, offsets)
+        ctx.weight, ctx.product, ctx.master_dtype = weight, product, master.dtype
+        ctx.save_for_backward(offsets, *saved)
+        return y
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, *saved = ctx.saved_tensors
         grad_x = grad_master = None
+        grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
-            grad_x = grad.new_empty((len(grad), ctx.master_shape[2]))
+            matrices = stacked(ctx.product.matrix_from(ctx.weight, grad.dtype), offsets)
+            grad_x = F.grouped_mm(grad, matrices, offs=offsets)
+            del matrices  # before the gradient of the master, which is as large
         if ctx.needs_input_grad[1]:
-            # An expert without tokens has a gradient of zero, as in the unquantized model.
-            grad_master = torch.zeros(ctx.master_shape, dtype=ctx.master_dtype, device=grad.device)
-        saved, start = iter(ctx.saved_tensors), 0
-        for expert, count in enumerate(ctx.counts):
-            if count == 0:
-                continue
-            rows, inputs = grad[start : start + count], tuple(next(saved) for _ in range(ctx.saved_per_expert))
-            if grad_x is not None:
-                matrix = torch.cat([ctx.product.matrix_from(weight, grad.dtype) for weight in ctx.weights[expert]])
-                torch.mm(rows, matrix, out=grad_x[start : start + count])
-            if grad_master is not None:
-                grad_master[expert] = rows.t() @ ctx.product.input_from(inputs, grad.dtype)
-            start += count
+            # Zero for an expert without tokens, as in the unquantized model.
+            x = ctx.product.input_from(tuple(saved), grad.dtype)
+            grad_master = F.grouped_mm(grad.t(), x, offs=offsets).to(ctx.master_dtype)
         return grad_x, grad_master, None, None, None
 
 
@@ -105,44 +103,41 @@ class QuantExperts(LowBitLayer, nn.Module):
     """
     A module of experts of transformers after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
-    Its parameters, names and `state_dict` are those it had, and its forward never holds more than one expert in high
-    precision besides them. `frozen_qparams` are those of all experts of a parameter, one above the other.
+    Its parameters, names and `state_dict` are those it had. `frozen_qparams` are those of all experts of a parameter, one
+    above the other. While a parameter multiplies, all its experts are dequantized: one layer's, and kept only with `keep_dequantized`.
     """
 
-    def low_bit(self, name: str, weight: Tensor | None = None) -> list[ExpertWeights]:
+    def low_bit(self, name: str, weight: Tensor | None = None) -> LowBitWeight:
         """
-        The low-bit weights of one parameter.
+        The low-bit weight `(experts * out, in)` of one parameter.
 
         Args:
             name (`str`): `"gate_up_proj"` or `"down_proj"`.
             weight (`Tensor`, *optional*): The full master `(experts, out, in)` where the parameter is a shard of it.
-
-        Returns:
-            `list`: per expert the low-bit weights of `PROJECTIONS[name]`.
         """
-        count = len(PROJECTIONS[name])
-
-        def quantize(whole: Tensor) -> list[ExpertWeights]:
-            parts = self._quantize(whole.detach().flatten(0, 1), name).split(whole.shape[1] // count)
-            return [tuple(parts[i : i + count]) for i in range(0, len(parts), count)]
-
         gathered = None if weight is None else (weight,)
-        return self._code_cache.get(name, (getattr(self, name),), gathered, quantize)
+        return self._code_cache.get(
+            name, (getattr(self, name),), gathered, lambda whole: self._quantize(whole.detach().flatten(0, 1), name)
+        )
+
+    def low_bit_layers(self, name: str, weight: Tensor | None = None) -> list[LowBitWeight]:
+        """`low_bit` as a checkpoint has it, views of the same storage: per expert those of `PROJECTIONS[name]`."""
+        whole = self.low_bit(name, weight)
+        return whole.split(whole.shape[0] // (len(getattr(self, name)) * len(PROJECTIONS[name])))
 
     def sources(self) -> tuple[str, ...]:
         """None that belong together: each parameter is quantized by itself."""
         return ()
 
-    def last_low_bits(self) -> Iterator[tuple[str, LowBitWeight]]:
-        """What `low_bit` returned last, with names below this module, without looking at the masters."""
-        for name, experts in self._code_cache.last().items():
-            for expert, parts in enumerate(experts):
-                for projection, weight in zip(PROJECTIONS[name], parts, strict=True):
-                    yield f"{expert}.{projection}", weight
+    def last_low_bits(self) -> dict[str, LowBitWeight]:
+        """What `low_bit` returned last, by parameter, without looking at the masters."""
+        return self._code_cache.last()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """
-        The eager forward of transformers with low-bit matrix products, in the same order of operations.
+        transformers' `grouped_mm` forward with low-bit matrix products, in the same order of operations.
+
+        A token's choices are summed in the router's order, by a reduction: no atomics, so a GPU gives the same sum again.
 
         Args:
             hidden_states (`Tensor`): `(tokens, hidden)`.
@@ -151,22 +146,16 @@ class QuantExperts(LowBitLayer, nn.Module):
         """
         if not self.quantized_forward:
             return self.high_precision_class.forward(self, hidden_states, top_k_index, top_k_weights)
-        routing = Routing.of(top_k_index, len(self.gate_up_proj))
-        gate_up = self._matmul(hidden_states[routing.tokens], "gate_up_proj", routing.counts)
-        down = self._matmul(self._apply_gate(gate_up), "down_proj", routing.counts)
-        weighted = down * top_k_weights[routing.tokens, routing.choices, None]
-        output = torch.zeros_like(hidden_states)
-        # Expert by expert: no token occurs twice in one call, so the order of the sums is fixed on a GPU too.
-        rows = weighted.to(output.dtype).split(routing.counts)
-        for tokens, expert_rows in zip(routing.tokens.split(routing.counts), rows, strict=True):
-            if len(tokens):
-                output.index_add_(0, tokens, expert_rows)
-        return output
+        pairs, places, offsets = Routing.of(top_k_index, len(self.gate_up_proj))
+        gate_up = self._matmul(hidden_states[pairs // top_k_index.shape[1]], "gate_up_proj", offsets)
+        down = self._matmul(self._apply_gate(gate_up), "down_proj", offsets)
+        weighted = down * top_k_weights.reshape(-1)[pairs].unsqueeze(-1)
+        return weighted[places].view(*top_k_index.shape, hidden_states.shape[1]).sum(dim=1).to(hidden_states.dtype)
 
-    def _matmul(self, x: Tensor, name: str, counts: list[int]) -> Tensor:
+    def _matmul(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
         x, product = self._compute_input(x), self._get_product(x.device)
         with torch.autocast(x.device.type, enabled=False):
-            return LowBitExpertsMatmul.apply(x, getattr(self, name), counts, self.low_bit(name), product)
+            return LowBitExpertsMatmul.apply(x, getattr(self, name), offsets, self.low_bit(name), product)
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         return self.high_precision_class._apply_gate(self, gate_up)
@@ -255,8 +244,7 @@ def checkpoint_tensors(
     """Tensors of a whole `weight` `(experts, out, in)` by checkpoint names: low-bit, or bfloat16 of plain experts."""
     layers = layer_names(name, module, parameter)
     if isinstance(module, QuantExperts):
-        parts = (part for parts in module.low_bit(parameter, weight) for part in parts)
-        for layer, low_bit in zip(layers, parts, strict=True):
+        for layer, low_bit in zip(layers, module.low_bit_layers(parameter, weight), strict=True):
             yield from ((rename(f"{layer}.{local}"), tensor) for local, tensor in low_bit.tensors.items())
     else:
         matrices = weight.detach().flatten(0, 1).chunk(len(layers))

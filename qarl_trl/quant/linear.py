@@ -7,6 +7,7 @@ export; the layer has exactly the parameters, names and `state_dict` of the `nn.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .activations import once
 from .cache import CodeCache
 from .products import Product, ProductChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
@@ -25,10 +27,23 @@ QParams = tuple[Tensor, Tensor | None]
 
 
 class LowBitMatmul(torch.autograd.Function):
-    """`y = x @ Q(W)^T + b` with the straight-through estimator: the gradient of `Q(W)` is given to `W` unchanged."""
+    """
+    `y = x @ Q(W)^T + b` with the straight-through estimator: the gradient of `Q(W)` is given to `W` unchanged.
+
+    `x` is cast to `dtype` in here, where layers with the same input can share the cast.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, master: Tensor, bias: Tensor | None, weight: LowBitWeight, product: Product) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        master: Tensor,
+        bias: Tensor | None,
+        weight: LowBitWeight,
+        product: Product,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.input_dtype, x = x.dtype, once(Tensor.to, x, dtype)
         y, saved = product.forward(x, weight, None if bias is None else bias.to(x.dtype))
         ctx.weight, ctx.product, ctx.master_dtype = weight, product, master.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -39,14 +54,14 @@ class LowBitMatmul(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = grad_master = grad_bias = None
         if ctx.needs_input_grad[0]:
-            # Dequantized again rather than kept: a saved matrix per layer would be a second copy of the model.
-            grad_x = grad @ ctx.product.matrix_from(ctx.weight, grad.dtype)
+            # Dequantized again unless `keep_dequantized`: a matrix per layer is a second copy of the model.
+            grad_x = (grad @ ctx.product.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             x = ctx.product.input_from(ctx.saved_tensors, grad.dtype)
             grad_master = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.master_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype)
-        return grad_x, grad_master, grad_bias, None, None
+        return grad_x, grad_master, grad_bias, None, None, None
 
 
 class LowBitLayer:
@@ -60,6 +75,7 @@ class LowBitLayer:
             publish and the export: the quantized-rollout baseline of the paper.
         frozen_qparams (`dict[str, QParams]`): Scale and zero point that a weight keeps, by parameter; empty where they
             follow the weight. No parameters and no buffers, so that the `state_dict` stays what it was.
+        keep_dequantized (`bool`): Whether the dequantized weight is kept for as long as the codes.
         merged_with (`tuple[LowBitLayer, ...]`): The other layers that an engine merges with this one, where the scheme
             has a global scale that they must share.
         high_precision_class (`type`): The class that the module had.
@@ -68,6 +84,7 @@ class LowBitLayer:
     scheme: QuantizationScheme
     product_for: ProductChoice
     quantized_forward: bool
+    keep_dequantized: bool
     frozen_qparams: dict[str, QParams]
     merged_with: tuple[LowBitLayer, ...]
     high_precision_class: type[nn.Module]
@@ -79,12 +96,14 @@ class LowBitLayer:
         scheme: QuantizationScheme,
         product: ProductChoice,
         quantized_forward: bool,
+        keep_dequantized: bool,
         qparams: Mapping[str, QParams],
     ) -> None:
         """Make `module` a layer of this class, in place."""
         module.high_precision_class = type(module)
         module.__class__ = cls
-        module.scheme, module.product_for, module.quantized_forward = scheme, product, quantized_forward
+        module.scheme, module.product_for = scheme, product
+        module.quantized_forward, module.keep_dequantized = quantized_forward, keep_dequantized
         module.frozen_qparams, module.merged_with = dict(qparams), ()
 
     def restore(self) -> None:
@@ -114,7 +133,7 @@ class LowBitLayer:
                     "FSDP has cut them. Use DDP, or a scheme without a global scale."
                 )
             largest = torch.stack([largest_magnitude(w, self.scheme) for w in weights]).max()
-        return quantize_weight(weight, self.scheme, qparams, largest)
+        return replace(quantize_weight(weight, self.scheme, qparams, largest), keep_dequantized=self.keep_dequantized)
 
     @property
     def has_run(self) -> bool:
@@ -139,11 +158,13 @@ class LowBitLayer:
     def _code_cache(self) -> CodeCache:
         return self.__dict__.setdefault("_codes", CodeCache())
 
+    def _compute_dtype(self, input: Tensor) -> torch.dtype:
+        """What autocast would cast `input` to, where it is on."""
+        device_type = input.device.type
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype
+
     def _compute_input(self, input: Tensor) -> Tensor:
-        """`input` in the compute dtype: what autocast would make of it, where it is on."""
-        if torch.is_autocast_enabled(input.device.type):
-            return input.to(torch.get_autocast_dtype(input.device.type))
-        return input
+        return input.to(self._compute_dtype(input))
 
     def _get_product(self, device: torch.device) -> Product:
         if not self.has_run:
@@ -185,6 +206,6 @@ class QuantLinear(LowBitLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.quantized_forward:
             return super().forward(input)
-        input, product = self._compute_input(input), self._get_product(input.device)
+        dtype, product = self._compute_dtype(input), self._get_product(input.device)
         with torch.autocast(input.device.type, enabled=False):
-            return LowBitMatmul.apply(input, self.weight, self.bias, self.low_bit(), product)
+            return LowBitMatmul.apply(input, self.weight, self.bias, self.low_bit(), product, dtype)

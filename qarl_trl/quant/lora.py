@@ -6,7 +6,7 @@ is no merge to undo and nothing that drifts (paper Sec. 3.1, step 2, with `theta
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from .activations import once
 from .linear import LowBitLayer, LowBitMatmul
 from .products import Product
 from .quantize import LowBitWeight
@@ -24,29 +25,9 @@ from .scheme import MASTER_CAST_DTYPE
 
 # Whatever else a LoraConfig sets changes what the layer computes, or where it is; a field of a later peft does until read.
 _PLAIN_LORA = {
-    *(
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
-    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
-}
-_WHY_NOT_LORA = {
-    "use_dora": "DoRA rescales the rows of the merged weight, which then is not W + s B A",
-    "lora_dropout": "dropout acts on the input of the adapter alone: W x + s B A dropout(x) has no merged weight, and the "
-    "engine does not drop",
-    "bias": "trained biases belong to the base model, which is never changed",
-    "lora_bias": "a bias of the adapter is not part of the merged weight",
-    "target_parameters": "adapters on bare parameters (fused experts) have no low-bit forward",
-    "fan_in_fan_out": "only torch.nn.Linear is quantized",
-    "layer_replication": "two layers would share one base weight under one name",
-    "trainable_token_indices": "the engine would not see the trained token vectors",
-    "alora_invocation_tokens": "activated LoRA switches the adapter on inside a sequence, and the engine runs one weight",
 }
 _PLAIN_INIT = (True, False, "gaussian", "orthogonal")
 
@@ -89,7 +70,9 @@ class LoraMatmul(torch.autograd.Function):
         scaling: float,
         weight: LowBitWeight,
         product: Product,
+        dtype: torch.dtype,
     ) -> Tensor:
+        ctx.input_dtype, x = x.dtype, once(Tensor.to, x, dtype)
         y, saved = product.forward(x, weight, None if bias is None else bias.to(x.dtype))
         ctx.weight, ctx.product, ctx.scaling = weight, product, scaling
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -101,7 +84,7 @@ class LoraMatmul(torch.autograd.Function):
         lora_A, lora_B, *saved = ctx.saved_tensors
         grad_x = grad_A = grad_B = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ ctx.product.matrix_from(ctx.weight, grad.dtype)
+            grad_x = (grad @ ctx.product.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             x = ctx.product.input_from(tuple(saved), grad.dtype).flatten(0, -2)
             scaled = grad.flatten(0, -2) * ctx.scaling
@@ -111,7 +94,7 @@ class LoraMatmul(torch.autograd.Function):
             grad_B = (scaled.t() @ (x @ used_A.t())).to(lora_B.dtype)
         if ctx.needs_input_grad[3]:
             grad_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype)
-        return grad_x, grad_A, grad_B, grad_bias, None, None, None
+        return grad_x, grad_A, grad_B, grad_bias, None, None, None, None
 
 
 class LoraQuantLinear(LowBitLayer, lora.Linear):
@@ -125,7 +108,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         """The base weight and the active adapter's two factors; an error while adapters are disabled."""
         if self.disable_adapters:
             raise RuntimeError(
-                "The adapters are disabled, so a publish or an export would hold the base model instead of the policy. "
+                "The adapters are disabled: a publish or an export would hold the base model instead of the policy. "
                 "Leave the `disable_adapter()` context first."
             )
         adapter = self._slot
@@ -137,10 +120,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         """
         The low-bit merged weight of the active adapter, or that of the base where none is active.
 
-        Args:
-            weight (`Tensor`, *optional*): The full base weight `(out, in)` where the layer holds a shard of it.
-            lora_A (`Tensor`, *optional*): The same of A, `(r, in)`.
-            lora_B (`Tensor`, *optional*): The same of B, `(out, r)`.
+        Where the layer holds shards, the full `weight` `(out, in)`, `lora_A` `(r, in)` and `lora_B` `(out, r)` are given.
 
         Raises:
             RuntimeError: when peft has merged an adapter into the base weight.
@@ -148,9 +128,8 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         """
         if self.merged:
             raise RuntimeError(
-                f"Adapters {self.merged_adapters} are merged into the base weight, which would count them twice and "
-                "rewrites the base. Call `model.unmerge_adapter()`; for a merged model use `save_model` or "
-                "`qarl-trl export`, which merge out of place."
+                f"Adapters {self.merged_adapters} are merged into the base weight and would count twice. Call "
+                "`model.unmerge_adapter()`; `save_model` and `qarl-trl export` merge out of place."
             )
         adapter, base = self._slot, self.base_layer.weight
         if not adapter:
@@ -172,68 +151,45 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         active = [name for name in self.active_adapters if name in self.lora_A]
         if len(active) > 1:
             raise ValueError(
-                f"Several adapters are active ({active}), but the engine runs one merged weight. Activate one: "
-                f"model.set_adapter({active[0]!r})."
+                f"Several adapters are active ({active}), and the engine runs one: model.set_adapter({active[0]!r})."
             )
         return active[0] if active else ""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs:
-            raise ValueError(
-                f"A low-bit LoRA layer takes its input only, got {len(args)} more arguments and {sorted(kwargs)}: "
-                "adapters chosen per sample have no single merged weight."
-            )
+    # Without peft's other arguments: adapters chosen per sample have no single merged weight.
+    def forward(self, x: Tensor) -> Tensor:
         if not self.quantized_forward:
             return super().forward(x)
-        base = self.base_layer
-        if base.weight.numel() != self.in_features * self.out_features:
-            raise RuntimeError(
-                f"The base weight is partitioned (shape {tuple(base.weight.shape)}), as under DeepSpeed ZeRO-3, and the "
-                "merged weight needs all of it. Use DDP or FSDP2."
-            )
-        x, product, adapter = self._compute_input(x), self._get_product(x.device), self._slot
+        base, product, adapter = self.base_layer, self._get_product(x.device), self._slot
+        dtype = self._compute_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
             if adapter:
                 factors = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-                return LoraMatmul.apply(x, *factors, base.bias, self.scaling[adapter], self.low_bit(), product)
-            return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), product)
+                return LoraMatmul.apply(x, *factors, base.bias, self.scaling[adapter], self.low_bit(), product, dtype)
+            return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), product, dtype)
 
 
 def check_lora_config(config: Any) -> None:
-    """
-    Refuse an adapter whose forward is not `x (W + s B A)^T`.
-
-    Args:
-        config (`peft.PeftConfig`): As given to the trainer, or as found on a `PeftModel`.
-
-    Raises:
-        ValueError: with the setting, the reason and what to do.
-    """
+    """Refuse (`ValueError`) an adapter, by its `peft.PeftConfig`, whose forward is not `x (W + s B A)^T`."""
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise ValueError(
             f"peft_config is a {type(config).__name__}, and only LoRA adapters merge into a weight that can be quantized. "
             "Use peft.LoraConfig, or set quant_scheme='none'."
         )
-    defaults = {
-        f.name: f.default if f.default is not MISSING else f.default_factory() if callable(f.default_factory) else None
-        for f in fields(config)
-    }
+    plain = LoraConfig()
+    given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _PLAIN_LORA}
     # peft itself leaves empty containers in fields that were not set.
-    given = {name: getattr(config, name) for name in defaults if name not in _PLAIN_LORA}
-    changed = [name for name, value in given.items() if value not in (defaults[name], None, (), [], set(), {})]
+    unset = None, (), [], set(), {}
+    changed = [name for name, value in given.items() if value not in (getattr(plain, name, None), *unset)]
     if changed:
         settings = ", ".join(f"{name}={given[name]!r}" for name in changed)
-        reasons = [_WHY_NOT_LORA[name] for name in changed if name in _WHY_NOT_LORA]
         raise ValueError(
-            f"The adapter sets {settings}, which cannot be aligned with the engine's weight Q(W + s B A)"
-            + (f": {'; '.join(reasons)}" if reasons else "")
-            + f". Leave {'it' if len(changed) == 1 else 'them'} at the default"
-            + (" (lora_dropout: 0.0; TRL's ModelConfig has 0.05)." if "lora_dropout" in changed else ".")
+            f"The adapter sets {settings}, with which the learner's layer is more than the engine's weight Q(W + s B "
+            "A). Leave out what is named (lora_dropout: 0.0; TRL's ModelConfig has 0.05)."
         )
     if config.init_lora_weights not in _PLAIN_INIT:
         raise ValueError(
-            f"init_lora_weights={config.init_lora_weights!r} rewrites the base weights or needs data at the start: with "
-            f"the adapter disabled, the reference would no longer be the base model. Use one of {_PLAIN_INIT}."
+            f"init_lora_weights={config.init_lora_weights!r} may rewrite the base weights: with the adapter disabled, the "
+            f"reference would no longer be the base model. Use one of {_PLAIN_INIT}."
         )
 
 
@@ -241,8 +197,8 @@ def check_lora_layer(name: str, layer: nn.Module) -> None:
     """Refuse what the configuration of an adapter does not show: its kind of layer, and the state it is in."""
     if type(layer) is not lora.Linear:
         raise ValueError(
-            f"Layer {name!r} carries a {type(layer).__module__}.{type(layer).__name__} adapter; only plain LoRA on "
-            f"linear layers can be merged before quantization. Take {name!r} out of the adapter's target_modules."
+            f"Layer {name!r} carries a {type(layer).__module__}.{type(layer).__name__} adapter, and only plain LoRA "
+            "on linear layers can be merged. Take it out of the adapter's target_modules."
         )
     active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
     if layer.merged or len(active) > 1:
@@ -250,8 +206,8 @@ def check_lora_layer(name: str, layer: nn.Module) -> None:
             "an adapter merged into its base weight" if layer.merged else f"more than one active adapter ({active})"
         )
         raise ValueError(
-            f"Layer {name!r} has {found}, and the engine's weight is Q(W + s B A) of one adapter. Call "
-            "`model.unmerge_adapter()`, or `model.set_adapter(...)` with one of them."
+            f"Layer {name!r} has {found}, and the engine runs Q(W + s B A) of one. Call `model.unmerge_adapter()`, or "
+            "`model.set_adapter(...)` with one of them."
         )
 
 
@@ -261,19 +217,19 @@ def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and id(module) not in quantized:
             raise ValueError(
-                f"Layer {name!r} ({type(module).__name__}) carries an adapter but is not quantized, so its forward "
-                "W x + s B A x would not be the engine's merged one. Take it out of the adapter's target_modules (or "
-                "target_parameters), or out of `quant_ignore` where it is listed there."
+                f"Layer {name!r} ({type(module).__name__}) carries an adapter but is not quantized: W x + s B A x is not the "
+                "engine's merged product. Take it out of the adapter's target_modules (or target_parameters), or out of "
+                "`quant_ignore` where it is listed there."
             )
         if isinstance(module, ModulesToSaveWrapper):
             inside = [n for n in matched if n == name or n.startswith(f"{name}.")]
             if inside:
                 raise ValueError(
-                    f"modules_to_save trains a copy of {name!r}, and quantization targets {inside[0]!r} in it. Give it "
-                    "an adapter (target_modules) instead, or add it to `quant_ignore`."
+                    f"modules_to_save trains a copy of {name!r}, and quantization targets {inside[0]!r} in it. Give it an "
+                    "adapter (target_modules), or add it to `quant_ignore`."
                 )
         elif hasattr(module, "original_module"):
             raise ValueError(
-                f"Module {name!r} is wrapped by peft's {type(module).__name__}, whose trained part the engine would "
-                "not see. Remove trainable_token_indices from the adapter's configuration."
+                f"Module {name!r} is wrapped by peft's {type(module).__name__}, whose trained part the engine would not see. "
+                "Remove trainable_token_indices from the adapter's configuration."
             )

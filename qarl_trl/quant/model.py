@@ -6,7 +6,7 @@ module tree stay as they were, because only `module.__class__` changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
@@ -20,7 +20,6 @@ from .products import ProductChoice, plain_product
 from .scheme import DEFAULT_IGNORE, has_global_scale, resolve_scheme
 
 
-# What vLLM loads into one matrix, with one global scale.
 MERGED_BY_ENGINES = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -38,10 +37,11 @@ def apply_quantization(
     group_size: int | None = None,
     product: ProductChoice = plain_product,
     quantize_forward: bool = True,
+    keep_dequantized: bool = False,
     qparams: Mapping[str, QParams] | None = None,
 ) -> nn.Module:
     """
-    Give the matching linear layers of `model` a low-bit forward with straight-through gradients.
+    Give the matching linear layers of `model` a low-bit forward with straight-through gradients; returns `model`.
 
     In a `PeftModel` a layer with a LoRA adapter computes with its quantized merged weight, one without as usual.
     Experts count as one linear layer per expert and projection, under the names of the checkpoint.
@@ -60,11 +60,9 @@ def apply_quantization(
         product (`ProductChoice`, *optional*): Takes scheme and device and returns what multiplies. Defaults to torch's own
             products; the engine's are in `qarl_trl.rollout.products`.
         quantize_forward (`bool`, *optional*, defaults to `True`): `False` keeps the forward in high precision.
+        keep_dequantized (`bool`, *optional*, defaults to `False`): Dequantize once for all uses of the codes: 2 bytes a weight.
         qparams (`Mapping`, *optional*): Frozen scale and zero point of every quantized layer, by its name
             ([`~qarl_trl.llmcompressor.quantized_start.QuantizedSource.qparams`]). Without it they follow the weights.
-
-    Returns:
-        `nn.Module`: `model` itself.
 
     Raises:
         ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches.
@@ -78,13 +76,13 @@ def apply_quantization(
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
     check_layers(model, experts, linears, product, frozen=qparams is not None)
-    merged = list(_merged_layers(model, {id(module): layer_scheme for _, module, layer_scheme in linears}))
+    merged = list(_with_one_scale(model, {id(module): layer_scheme for _, module, layer_scheme in linears}))
     for name, module, layer_scheme in experts:
         frozen = {} if qparams is None else stacked_qparams(name, module, qparams)
-        QuantExperts.convert(module, layer_scheme, product, quantize_forward, frozen)
+        QuantExperts.convert(module, layer_scheme, product, quantize_forward, keep_dequantized, frozen)
     for name, module, layer_scheme in linears:
         frozen = {} if qparams is None else {"weight": qparams[name]}
-        _low_bit_class(module).convert(module, layer_scheme, product, quantize_forward, frozen)
+        _low_bit_class(module).convert(module, layer_scheme, product, quantize_forward, keep_dequantized, frozen)
     for layers in merged:
         for layer in layers:
             layer.merged_with = tuple(other for other in layers if other is not layer)
@@ -113,22 +111,26 @@ def _matched(model: nn.Module, plan: QuantizationConfig, qparams: Mapping[str, Q
     return experts, [(name, modules[name], scheme) for name, _, scheme in linears]
 
 
-def _merged_layers(model: nn.Module, schemes: Mapping[int, QuantizationScheme]) -> Iterable[list[nn.Module]]:
-    """Layers that engines merge into one, where their scheme has a global scale; `schemes` by the `id` of the layer."""
-    if not any(map(has_global_scale, schemes.values())):
-        return
+def merged_by_engines(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], list[nn.Module]]]:
+    """Layers that vLLM loads into one matrix: name of their parent, their own names, the layers."""
     for parent_name, parent in model.named_modules():
         for names in MERGED_BY_ENGINES:
             layers = [getattr(parent, name, None) for name in names]
-            found = [schemes.get(id(layer)) for layer in layers if layer is not None]
-            shared = [scheme is not None and has_global_scale(scheme) for scheme in found]
-            if None in layers or not any(shared):
-                continue
-            if not all(shared):
-                raise ValueError(
-                    f"Of {names} in {parent_name!r} only some would be quantized with a global scale, and the engine merges "
-                    "them into one layer. Quantize or ignore all of them."
-                )
+            if None not in layers:
+                yield parent_name, names, layers
+
+
+def _with_one_scale(model: nn.Module, schemes: Mapping[int, QuantizationScheme]) -> Iterator[list[nn.Module]]:
+    """Merged layers whose scheme has a global scale, which they share; `schemes` by the `id` of the layer."""
+    for parent_name, names, layers in merged_by_engines(model):
+        found = [schemes.get(id(layer)) for layer in layers]
+        shared = [scheme is not None and has_global_scale(scheme) for scheme in found]
+        if any(shared) and not all(shared):
+            raise ValueError(
+                f"Of {names} in {parent_name!r} only some would be quantized with a global scale, and the engine merges "
+                "them into one layer. Quantize or ignore all of them."
+            )
+        if any(shared):
             yield layers
 
 

@@ -57,12 +57,8 @@ def match(
     """
     The modules that `config` quantizes, in their order, each with its scheme.
 
-    A module that several targets match takes the most specific one, by compressed-tensors' own order: exact name,
-    pattern, class. Containers, norms and activations that a wide pattern matches are passed over, as there.
-
-    Args:
-        modules (`Iterable[tuple[str, nn.Module]]`): With the names that a checkpoint would have.
-        config (`QuantizationConfig`): Groups and ignore list.
+    A module (by its name in a checkpoint) that several targets match takes the most specific one, by compressed-tensors'
+    own order: exact name, pattern, class. Containers, norms and activations that a wide pattern matches are passed over.
 
     Raises:
         ValueError: when a group matches nothing.
@@ -74,7 +70,7 @@ def match(
         for name, module in modules
         if (targets := match_targets(name, module, list(schemes)))
         and not match_targets(name, module, ignore)
-        and _holds_matrix(module)
+        and any(param.ndim >= 2 for param in module.parameters(recurse=False))
     ]
     used = {id(scheme) for _, _, scheme in matched}
     for name, group in config.config_groups.items():
@@ -101,7 +97,3 @@ def in_words(scheme: QuantizationScheme) -> str:
             + (", static" if side == "activations" and not args.dynamic else "")
         )
     return "; ".join(parts) or "nothing"
-
-
-def _holds_matrix(module: nn.Module) -> bool:
-    return any(param.ndim >= 2 for param in module.parameters(recurse=False))

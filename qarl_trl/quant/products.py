@@ -6,21 +6,21 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
+from . import reference
 from .activations import (
     FP8,
+    once,
     quantize_groups_fp8,
     quantize_tokens_fp8,
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
+from .dequantize import dequantize, kept
 from .quantize import LowBitWeight
-from .reference import as_blocks, as_matrix
-from .scheme import effective_group_size, gpu_generation, has_global_scale, support_of
+from .scheme import effective_group_size, gpu_generation, support_of
 
 
 # What a product keeps of its input for the backward.
@@ -61,23 +61,6 @@ class Product:
 ProductChoice = Callable[[QuantizationScheme, torch.device], Product]
 
 
-def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """
-    The matrix `(out, in)` that the low-bit tensors stand for, bit for bit as compressed-tensors decompresses it.
-
-    Codes (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to
-    `dtype`.
-    """
-    if has_global_scale(weight.scheme):
-        compressor = BaseCompressor.get_value_from_registry(weight.scheme.format.value)
-        return compressor.decompress(dict(weight.tensors), weight.scheme)["weight"].to(dtype)
-    codes = _unpack(weight) if "weight_packed" in weight.tensors else weight.codes
-    blocks = as_blocks(codes, weight.scheme).to(weight.scale.dtype)
-    if "weight_zero_point" in weight.tensors:
-        blocks.sub_(_zero_point(weight).to(blocks.dtype).unsqueeze(-1))
-    return as_matrix(blocks.mul_(weight.scale.unsqueeze(-1)), codes.shape, weight.scheme).to(dtype)
-
-
 class DequantGemm(Product):
     """
     Weight-only schemes: the codes are dequantized layer by layer into a GEMM in the compute dtype.
@@ -91,21 +74,25 @@ class DequantGemm(Product):
 
 
 class ActivationGemm(Product):
-    """Base of the products that quantize activations: they keep the codes of the input instead of the input."""
+    """
+    Base of the products that quantize activations: they keep the codes of the input instead of the input.
+
+    Attributes:
+        quantize (`Callable`): From the input `(..., in)` to its codes `(..., in)` and their scale `(..., groups)`.
+    """
+
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
-        codes, scale = self.quantize(x.reshape(-1, x.shape[-1]))
+        saved = once(self.quantize, x)
+        codes, scale = (tensor.reshape(-1, tensor.shape[-1]) for tensor in saved)
         y = self.matmul(codes, scale, weight, bias, x.dtype)
-        return y.reshape(*x.shape[:-1], -1), rows_of(x, codes, scale)
+        return y.reshape(*x.shape[:-1], -1), saved
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
         codes, scale = saved
         groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.unsqueeze(-1)).flatten(-2).to(dtype)
-
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes `(tokens, in)` and scale `(tokens, groups)` of the input."""
-        raise NotImplementedError
 
     def matmul(
         self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
@@ -117,8 +104,7 @@ class ActivationGemm(Product):
 class Fp8Gemm(ActivationGemm):
     """FP8 weights and per-token FP8 activations, accumulated in float32 (`(x_q W_q^T) s_x s_w + b`)."""
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize_tokens_fp8(x)
+    quantize = staticmethod(quantize_tokens_fp8)
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
         """What is multiplied, float8 `(out, in)`, and its scale, float32 `(out, 1)`."""
@@ -154,10 +140,14 @@ class Int4Fp8Gemm(Fp8Gemm):
     """
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
+        return kept(weight, "float8_table", lambda: self._table(weight))
+
+    def _table(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
         scale, channel_scale = quantize_tokens_fp8(weight.scale)
         # An eighth of it, so that the largest entry, 8 scales, is a float8 number.
         scale, channel_scale = (scale.float() / 8).to(FP8), channel_scale * 8
-        groups = _unpack(weight).unflatten(-1, (scale.shape[-1], -1))
+        codes = reference.unpacked(weight.codes, 4, weight.shape[1])
+        groups = codes.unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.float().unsqueeze(-1)).to(FP8).flatten(-2), channel_scale
 
     def matmul(
@@ -178,8 +168,7 @@ class Fp8BlockGemm(ActivationGemm):
     vLLM adds the bias to the rounded output of its block kernels.
     """
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize_groups_fp8(x)
+    quantize = staticmethod(quantize_groups_fp8)
 
     def matmul(
         self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
@@ -195,8 +184,7 @@ class Fp8BlockGemm(ActivationGemm):
 class Int8Gemm(ActivationGemm):
     """INT8 weights and per-token INT8 activations, accumulated exactly in int32."""
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize_tokens_int8(x)
+    quantize = staticmethod(quantize_tokens_int8)
 
     def matmul(
         self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
@@ -208,17 +196,21 @@ class Int8Gemm(ActivationGemm):
         return add_bias(sums.float() * weight.scale.float().t() * scale, bias).to(dtype)
 
 
+def _int16_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_tokens_int8_asymmetric` with codes minus zero point in int16."""
+    codes, scale = quantize_tokens_int8_asymmetric(x)
+    return codes.to(torch.int16), scale
+
+
 class CpuInt4Int8Gemm(ActivationGemm):
     """INT4 weights and asymmetric per-token INT8 activations: torch's own 4-bit kernel, which the CPU engine calls."""
 
-    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
-        flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)  # as the activations and the bias of the engine are
-        y = self._multiply(flat, weight, None if bias is None else bias.to(torch.bfloat16))
-        return y.to(x.dtype).reshape(*x.shape[:-1], -1), rows_of(x, *self.quantize(flat))
+    quantize = staticmethod(_int16_codes)
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scale = quantize_tokens_int8_asymmetric(x)
-        return codes.to(torch.int16), scale
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
+        cast = once(Tensor.to, x, torch.bfloat16)  # as the activations and the bias of the engine are
+        y = self._multiply(cast.reshape(-1, x.shape[-1]), weight, None if bias is None else bias.to(torch.bfloat16))
+        return y.to(x.dtype).reshape(*x.shape[:-1], -1), once(self.quantize, cast)
 
     def _multiply(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tensor:
         out_features, in_features = weight.codes.shape
@@ -296,29 +288,6 @@ def dequant_product(scheme: QuantizationScheme, device: torch.device) -> Product
     return plain_product(scheme, device)
 
 
-def rows_of(x: Tensor, *tensors: Tensor) -> Saved:
-    """`tensors` with one row for each token, `(tokens, n)`, in the shape of `x`: `(..., n)`."""
-    return tuple(tensor.reshape(*x.shape[:-1], -1) for tensor in tensors)
-
-
 def add_bias(sums: Tensor, bias: Tensor | None) -> Tensor:
     """The bias on float32 sums, before they are rounded."""
     return sums if bias is None else sums + bias.float()
-
-
-def _unpack(weight: LowBitWeight) -> Tensor:
-    """Codes of a packed weight, int8 `(out, in)`."""
-    words = weight.tensors["weight_packed"].view(torch.uint8)
-    in_features = int(weight.tensors["weight_shape"][1])
-    if weight.scheme.weights.num_bits == 8:
-        return (words ^ 0x80).view(torch.int8)[:, :in_features]
-    # Little-endian: byte i of a word holds codes 2i (low) and 2i + 1 (high), each plus 8.
-    codes = torch.stack((words & 0xF, words >> 4), dim=-1).flatten(-2).view(torch.int8)
-    return codes.sub_(8)[:, :in_features]
-
-
-def _zero_point(weight: LowBitWeight) -> Tensor:
-    """Zero points, int8 `(out, groups)`."""
-    return unpack_from_int32(
-        weight.tensors["weight_zero_point"], weight.scheme.weights.num_bits, weight.scale.shape, packed_dim=0
-    )

@@ -39,11 +39,13 @@ class LowBitWeight:
             or `(out / 128, in / 128)` for blocks. NVFP4A16: `weight_packed` uint8 `(out, in / 2)`, `weight_scale`
             float8_e4m3fn `(out, in / 16)`, `weight_global_scale` float32 `(1,)`.
         scheme (`QuantizationScheme`): How they were made.
+        keep_dequantized (`bool`): Whether the dequantized matrix is kept in `prepared` once it was made.
         prepared (`dict[str, Any]`): Where a kernel keeps a repacked form for as long as these codes live.
     """
 
     tensors: dict[str, Tensor]
     scheme: QuantizationScheme
+    keep_dequantized: bool = False
     prepared: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -70,6 +72,8 @@ class LowBitWeight:
         """
         The weights of `rows` rows each, from the first to the last, as if each had been quantized by itself.
 
+        Their tensors are views of this one's, but for `weight_shape`. Files take tensors that own their storage.
+
         Raises:
             ValueError: when rows of two of them share a scale (blocks), a word of zero points (of 8) or a global scale.
         """
@@ -78,8 +82,7 @@ class LowBitWeight:
         if out_features % rows or rows % unit or has_global_scale(self.scheme):
             raise ValueError(f"{out_features} rows in the scheme {self.scheme} cannot be split into {rows} each.")
         count = out_features // rows
-        # Copies, because files and engines take tensors that own their storage.
-        parts = {name: [t.clone() for t in tensor.chunk(count)] for name, tensor in self.tensors.items()}
+        parts = {name: tensor.chunk(count) for name, tensor in self.tensors.items()}
         if "weight_shape" in parts:
             parts["weight_shape"] = [torch.tensor((rows, in_features)) for _ in range(count)]
         return [LowBitWeight({name: parts[name][i] for name in parts}, self.scheme) for i in range(count)]

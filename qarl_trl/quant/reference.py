@@ -1,4 +1,4 @@
-"""Codes of a weight in plain tensor operations, in few passes over it: what the kernels of `fast` are compared with.
+"""Codes of a weight, and back, in plain tensor operations: what the kernels of `fast` are compared with.
 
 Invariant: the bytes of compressed-tensors' compressors (CPU). The division is rounded to bfloat16, as theirs is: in float32
 it would flip about one code in a hundred and cost alignment with the engine (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
@@ -84,13 +84,35 @@ def encode(
     return int_codes(quotient, bits)
 
 
+def decode(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: QuantizationScheme,
+    columns: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """
+    The matrix `(out, columns)` that the codes of [`encode`] stand for, without a global scale, in new storage.
+
+    Codes minus the zero point, times scale, multiplied and rounded in bfloat16 and only then cast to `dtype`: bit for bit the
+    decompression of compressed-tensors.
+    """
+    if scheme.format == "pack-quantized":
+        codes = unpacked(codes, scheme.weights.num_bits, columns)
+    blocks = as_blocks(codes, scheme).to(scale.dtype)
+    if zero_point is not None:
+        blocks.sub_(zero_point.to(blocks.dtype).unsqueeze(-1))
+    return as_matrix(blocks.mul_(scale.unsqueeze(-1)), codes.shape, scheme).to(dtype)
+
+
 def as_blocks(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
     """A matrix `(out, in)` with the elements of one scale along the last dimension: `(out, groups, group_size)` for groups."""
     if scheme.weights.block_structure is not None:
         height, width = scheme.weights.block_structure
         tiles = weight.unflatten(1, (-1, width)).unflatten(0, (-1, height))
         return tiles.transpose(1, 2).flatten(-2)
-    return weight.unflatten(-1, (-1, width_of_scales(weight, scheme)))
+    return weight.unflatten(-1, (-1, width_of_scales(weight.shape[1], scheme)))
 
 
 def as_matrix(blocks: Tensor, shape: torch.Size, scheme: QuantizationScheme) -> Tensor:
@@ -100,11 +122,11 @@ def as_matrix(blocks: Tensor, shape: torch.Size, scheme: QuantizationScheme) -> 
     return blocks.reshape(shape)
 
 
-def width_of_scales(weight: Tensor, scheme: QuantizationScheme) -> int:
-    """Neighbouring weights of a row that share a scale."""
+def width_of_scales(columns: int, scheme: QuantizationScheme) -> int:
+    """Neighbouring weights that share a scale, in a row of `columns`."""
     if scheme.weights.block_structure is not None:
         return scheme.weights.block_structure[1]
-    return effective_group_size(scheme) or weight.shape[1]
+    return effective_group_size(scheme) or columns
 
 
 def rows_of_scales(scale: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -153,6 +175,12 @@ def pack_zero_points(zero_point: Tensor) -> Tensor:
     return packed(zero_point, 4, dim=0)
 
 
+def unpack_zero_points(words: Tensor, rows: int) -> Tensor:
+    """The inverse of [`pack_zero_points`]: int8 `(rows, groups)`."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).unsqueeze(-1)
+    return ((words.unsqueeze(1) >> shifts & 0xF) - 8).to(torch.int8).flatten(0, 1)[:rows]
+
+
 def packed(values: Tensor, num_bits: int, dim: int = 1) -> Tensor:
     """Codes int8 `(out, in)` of any size to words int32 along `dim`, the first in the lowest bits; the last is filled up."""
     count = 32 // num_bits
@@ -161,6 +189,16 @@ def packed(values: Tensor, num_bits: int, dim: int = 1) -> Tensor:
     shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=values.device)
     shifted = lanes.unflatten(dim, (-1, count)) << (shifts if dim == 1 else shifts.unsqueeze(-1))
     return shifted.sum(dim + 1, dtype=torch.int32)
+
+
+def unpacked(words: Tensor, num_bits: int, columns: int) -> Tensor:
+    """Codes of [`packed`] words of 4 or 8 bits, int8 `(out, columns)`."""
+    octets = words.view(torch.uint8)
+    if num_bits == 8:
+        return (octets ^ 0x80).view(torch.int8)[:, :columns]
+    # Little-endian: byte i of a word holds codes 2i (low) and 2i + 1 (high), each plus 8.
+    codes = torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2).view(torch.int8)
+    return codes.sub_(8)[:, :columns]
 
 
 def int_codes(quotient: Tensor, num_bits: int) -> Tensor:

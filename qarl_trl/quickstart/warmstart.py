@@ -10,7 +10,6 @@ from collections.abc import Callable
 from itertools import islice
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -23,6 +22,7 @@ BATCH = 64
 STEPS = 420
 LEARNING_RATE = 2e-3
 WARMUP = 30
+IGNORED = -100  # as a label: not in the loss
 
 
 def warm_start(
@@ -42,11 +42,8 @@ def warm_start(
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     model.train()
     for step in range(steps):
-        rows = [
-            (tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["demonstration"]), EOS])
-            for row in islice(stream, BATCH)
-        ]
-        loss = completion_loss(model, *collate(rows))
+        rows = [(row["prompt"], row["demonstration"]) for row in islice(stream, BATCH)]
+        loss = completion_loss(model, tokenizer, rows)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -56,14 +53,12 @@ def warm_start(
             progress(step + 1, loss.item())
 
 
-def collate(rows: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """Prompts and completions to right-padded ids `(B, T)` and the completion mask `(B, T)`."""
-    ids = [torch.tensor(prompt + completion) for prompt, completion in rows]
-    masks = [torch.arange(len(p) + len(c)) >= len(p) for p, c in rows]
-    return pad_sequence(ids, batch_first=True, padding_value=PAD), pad_sequence(masks, batch_first=True)
-
-
-def completion_loss(model: Qwen3ForCausalLM, ids: Tensor, mask: Tensor) -> Tensor:
-    """Mean cross-entropy of the completion tokens."""
-    logits = model(input_ids=ids, attention_mask=(ids != PAD).long()).logits
-    return F.cross_entropy(logits[:, :-1][mask[:, 1:]].float(), ids[:, 1:][mask[:, 1:]])
+def completion_loss(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[tuple[str, str]]
+) -> Tensor:
+    """Mean cross-entropy of the completions of `rows`, prompts and completions, with their ends."""
+    pairs = [(tokenizer.encode(prompt), [*tokenizer.encode(completion), EOS]) for prompt, completion in rows]
+    ids = pad_sequence([torch.tensor(p + c) for p, c in pairs], batch_first=True, padding_value=PAD)
+    labels = [torch.tensor([IGNORED] * len(p) + c) for p, c in pairs]
+    labels = pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+    return model(input_ids=ids, attention_mask=(ids != PAD).long(), labels=labels).loss

@@ -91,8 +91,8 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         loaded.update(map(_loader_name, names))
         return names
 
-    load = rebound(model, "load_weights", checked)
-    with load, _vllm_cpu.quick_repack(), _vllm_cpu.complete_reload(model), _biases_in_place(model):
+    load, kept = rebound(model, "load_weights", checked), (_biases_in_place(model), _locks_in_place(model))
+    with _loading(llm), load, _vllm_cpu.quick_repack(), _vllm_cpu.complete_reload(model), kept[0], kept[1]:
         llm.llm_engine.model_executor.driver_worker.reload_weights(weights_iterator=iter(weights))
     if not expected:
         raise RuntimeError(
@@ -106,6 +106,40 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
             f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the published stream does "
             "not have them. The engine would answer from a mix of old and new weights."
         )
+
+
+@contextmanager
+def _loading(llm: Any) -> Iterator[None]:
+    """
+    What vLLM 0.31 does for a reload and 0.26 does not.
+
+    Kernels of experts are made anew, and may ask for the engine's settings. And on a GPU every tensor had the sizes of all that
+    wait added up, for one message: the 55,296 tensors of 48 layers of 128 experts would take an hour.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    with (
+        set_current_vllm_config(llm.llm_engine.vllm_config),
+        rebound(layerwise, "has_device_tensors", lambda arguments: False),
+    ):
+        yield
+
+
+@contextmanager
+def _locks_in_place(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Keep the locks of Marlin's layers in the storage that CUDA graphs were captured with, and open.
+
+    vLLM 0.26 makes new ones in every reload and gives the memory of the old ones away, into which a graph would go on to write. An
+    engine that slept has anything in them. From 0.31 on they are not the layers' own.
+    """
+    kernels = [getattr(getattr(module, "scheme", None), "kernel", None) for module in model.modules()]
+    holders = [h for h in (*model.modules(), *kernels) if isinstance(getattr(h, "workspace", None), Tensor)]
+    before = [holder.workspace for holder in holders]
+    yield
+    for holder, locks in zip(holders, before, strict=True):
+        holder.workspace = locks.zero_()
 
 
 @contextmanager

@@ -174,36 +174,28 @@ def rounding() -> Callable[[Tensor], Tensor]:
 _BLOCK = 32
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """
-    Causal attention by the engine's kernel, `(batch, tokens, heads, head_dim)` bfloat16; zero where padded.
+    Causal attention within each sequence by the engine's kernel, `(tokens, heads, head_dim)` bfloat16.
 
-    Of bfloat16 `(batch, heads, tokens, head_dim)`, key and value with fewer heads, and a mask `(batch, tokens)`, 0 for padding.
+    Of bfloat16 `(tokens, heads, head_dim)`, one sequence of `lengths`, int64, after the other; key and value with fewer heads.
     """
     from vllm import _custom_ops as ops
     from vllm import envs
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    batch, heads, tokens, head_dim = query.shape
-    mask = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
-    out = query.new_zeros(batch, tokens, heads, head_dim)
-    lengths = mask.sum(-1)
-    lengths = lengths[lengths > 0]
-    if len(lengths) == 0:
-        return out
-    # Only what counts, one sequence after the other: (all tokens, heads, head_dim).
-    q, k, v = (t.transpose(1, 2)[mask] for t in (query, key, value))
+    _, heads, head_dim = query.shape
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     slots, table = _slots(lengths, starts)
-    kv = q.new_zeros(int(table.max()) + 1, k.shape[1], 2 * _BLOCK, head_dim)
+    kv = query.new_zeros(int(table.max()) + 1, key.shape[1], 2 * _BLOCK, head_dim)
     key_cache, value_cache = kv.chunk(2, dim=2)
     isa, lengths = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim), lengths.to(torch.int32)
-    ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, slots, isa)
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
     sequences = {"query_start_loc": starts, "seq_lens": lengths, "causal": True}
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(lengths),
         num_heads=heads,
-        num_kv_heads=k.shape[1],
+        num_kv_heads=key.shape[1],
         head_dim=head_dim,
         dtype=torch.bfloat16,
         sliding_window_size=-1,
@@ -211,8 +203,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         **sequences,
     )
-    y = torch.empty_like(q)
-    tensors = {"query": q, "key_cache": key_cache, "value_cache": value_cache, "output": y, "block_table": table}
+    y = torch.empty_like(query)
+    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "output": y, "block_table": table}
     ops.cpu_attention_with_kv_cache(
         **tensors,
         **sequences,
@@ -223,8 +215,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
         scheduler_metadata=schedule,
         s_aux=None,
     )
-    out[mask] = y
-    return out
+    return y
 
 
 def _slots(lengths: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:

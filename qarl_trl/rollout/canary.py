@@ -33,26 +33,18 @@ VISIBLE = 12.0
 
 @dataclass(frozen=True)
 class Reading:
-    """
-    What one check found on this process. Gaps are mean absolute log-prob differences in nats per token.
+    """What one check found on this process. Gaps are mean absolute log-prob differences in nats per token."""
 
-    Attributes:
-        gap (`float`): Between engine and learner.
-        yardstick (`float`): Between the learner without and with rounding noise.
-        limit (`float`): Largest gap that passes; infinite where the model's answers allow no verdict.
-        before (`float`): The gap before the first publish; NaN in later checks.
-        explained (`float`): Share of the squared gap that the most similar wrong model explains.
-        suspect (`int`): Which of `Scores.wrong` that is; the number behind the last is the engine before its first publish.
-        followed (`float`): Share of the learner's movement since the anchor that the engine made too: 1 for an engine
-            with the new weights, 0 for one with the old. NaN where the learner has not moved visibly.
-    """
-
-    gap: float
-    yardstick: float
-    limit: float
-    before: float = math.nan
-    explained: float = -math.inf
-    suspect: int = 0
+    gap: float  # between engine and learner
+    yardstick: float  # between the learner without and with rounding noise
+    limit: float  # largest gap that passes; infinite where the model's answers allow no verdict
+    before: float = math.nan  # the gap before the first publish; NaN in later checks
+    explained: float = -math.inf  # share of the squared gap that the most similar wrong model explains
+    suspect: int = (
+        0  # which of `Scores.wrong` that is; the number behind the last: the engine before its first publish
+    )
+    # Share of the learner's movement since the anchor that the engine made too: 1 with the new weights, 0 with the old. NaN
+    # where the learner has not moved visibly.
     followed: float = math.nan
 
     @property
@@ -79,10 +71,9 @@ class Canary:
     Checks an engine against the learner after its publishes.
 
     Args:
-        token_ids (`Sequence[int]`): The fixed prompt, see [`~qarl_trl.rollout.scores.canary_tokens`].
+        token_ids (`Sequence[int]`): The fixed prompt.
         every (`str` or `int`): `"first"`, or every so many publishes, the first one included.
-        score (`Callable[[bool], Scores]`): The prompt by the learner, with wrong models if asked; collective where the model
-            is sharded.
+        score (`Callable[[bool], Scores]`): The prompt by the learner, with wrong models if asked; collective.
         gather (`Callable[[Tensor], Tensor]`): Values of all processes, so that all of them stop together.
         report (`Callable[[str, float], None]`): Takes `publish/verify_gap`, `..._yardstick` and `..._allowed`.
     """
@@ -141,12 +132,9 @@ class Canary:
 
 def read_first(engine: Tensor, learner: Scores, before: Tensor | None) -> Reading:
     """
-    Judge the first publish of a run.
+    Judge the first publish of a run by the log-probs `(T - 1,)` of the engine after it and `before` it.
 
-    Args:
-        engine (`Tensor`): Log-probs `(T - 1,)` by the engine after the publish.
-        learner (`Scores`): By the learner, with wrong models.
-        before (`Tensor`, *optional*): By the engine before the publish. Without it, or with NaN, size gives no verdict.
+    Without the latter, or with NaN in it, size gives no verdict.
     """
     gap, yardstick = _gaps(engine, learner)
     gap_before = math.nan if before is None else (before.to(engine.device) - learner.plain).abs().mean().item()
@@ -180,6 +168,7 @@ def _gaps(engine: Tensor, learner: Scores) -> tuple[float, float]:
 def diagnosis(reading: Reading, suspect: str, publishes: int, failed: int, processes: int) -> str:
     """What to tell the user about a failed check; `suspect` names the wrong model that explains the gap."""
     of_all = f" ({failed} of {processes} processes; the worst is shown)" if processes > 1 else ""
+    other_weights = "some layers of the engine hold other weights than the published ones."
     if reading.stale:
         cause = (
             f"It followed {100 * reading.followed:.0f} % of the learner's movement since the last clear check: the engine "
@@ -190,12 +179,11 @@ def diagnosis(reading: Reading, suspect: str, publishes: int, failed: int, proce
     elif not math.isnan(reading.before):
         cause = (
             f"Before it, with random weights, the gap was {reading.before:.4f}, and at most {reading.limit:.4f} should be "
-            "left: some layers of the engine hold other weights than the published ones."
+            f"left: {other_weights}"
         )
     else:
         cause = (
-            f"Judged by the first publish of this run, kernels explain at most {reading.limit:.4f}: some layer of the "
-            "engine holds other weights than the published ones."
+            f"Judged by the first publish of this run, kernels explain at most {reading.limit:.4f}: {other_weights}"
         )
     return (
         f"After publish {publishes} the engine's log-probs of the canary prompt are {reading.gap:.4f} nats per token from "
@@ -209,19 +197,15 @@ def _warn(reading: Reading) -> None:
     """Say of a first publish that passed what could not be judged, or is unusual."""
     if reading.limit == math.inf:
         logger.warning(
-            "publish_verify can tell little about the first publish: before it the engine's log-probs of the canary prompt "
-            "were %.4f nats per token from the learner's, and rounding alone moves them by %.4f. A model that answers nearly "
-            "uniformly looks like random weights. Watch mismatch/logp_gap_mean.",
-            reading.before,
-            reading.yardstick,
+            "publish_verify can tell little about the first publish: the engine's log-probs of the canary prompt were "
+            f"{reading.before:.4f} nats per token from the learner's before it, and rounding alone moves them by "
+            f"{reading.yardstick:.4f}. The model answers nearly as random weights do. Watch mismatch/logp_gap_mean."
         )
     elif reading.gap > USUAL * reading.yardstick:
         logger.warning(
-            "After the first publish the engine's log-probs of the canary prompt are %.4f nats per token from the learner's, "
-            "%.1f times what one more rounding per layer does; %g times is the most expected. No missing layer explains it. "
-            "Another scheme, rotary setting or attention variant in the engine would look like this, or much coarser "
-            "kernels: compare mismatch/logp_gap_mean with a run of quant_scheme='none'.",
-            reading.gap,
-            reading.gap / reading.yardstick,
-            USUAL,
+            f"After the first publish the engine's log-probs of the canary prompt are {reading.gap:.4f} nats per token "
+            f"from the learner's, {reading.gap / reading.yardstick:.1f} times what one more rounding per layer does; "
+            f"{USUAL:g} times is the most expected. No missing layer explains it; another scheme, rotary setting, "
+            "attention variant or much coarser kernels in the engine may: compare mismatch/logp_gap_mean with a run of "
+            "quant_scheme='none'."
         )

@@ -44,12 +44,7 @@ def why_no_engine(flags: frozenset[str], machine: str) -> str | None:
 
 
 def check_engine_cpu(device_type: str) -> None:
-    """
-    Refuse an engine on a CPU that it has no kernels for. Other devices pass.
-
-    Raises:
-        ValueError: with what it needs, what it got and what to do.
-    """
+    """Refuse (`ValueError`) an engine on a CPU that it has no kernels for. Other devices pass."""
     if device_type == "cpu" and (reason := why_no_engine(cpu_flags(), platform.machine())):
         raise ValueError(reason)
 

@@ -25,6 +25,9 @@ ATTENTION = "qarl_cpu_engine"
 # Decoders of one form: norm, attention, sum, norm, MLP, sum. The tests run a model of each beside the engine.
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
+# Tokens of the sequences in a packed row; `None` for rows of one sequence each.
+Lengths = tuple[int, ...] | None
+
 
 def unsupported(config: PretrainedConfig) -> str | None:
     """Why a model of this `config` cannot run on the engine's operations; `None` when it can."""
@@ -113,16 +116,22 @@ class EngineDecoderLayer(nn.Module):
 
 
 class _EngineAttention(torch.autograd.Function):
-    """Forward by the engine's kernel on queries and keys rounded as its rotary kernel rounds; backward in float32."""
+    """
+    Forward by the engine's kernel on queries and keys rounded as its rotary kernel rounds; backward in float32.
+
+    A packed row comes with the lengths of its sequences, padded ones with their mask.
+    """
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Lengths, scale: float
+    ) -> Tensor:
         to_bfloat16 = _vllm_cpu.rounding()
-        ctx.dtypes, ctx.scale = (query.dtype, key.dtype, value.dtype), scale
+        ctx.dtypes, ctx.lengths, ctx.scale = (query.dtype, key.dtype, value.dtype), lengths, scale
         query, key, value = to_bfloat16(query), to_bfloat16(key), value.to(torch.bfloat16)
         ctx.save_for_backward(query, key, value, mask)
         if query.shape[2] == key.shape[2]:
-            return _vllm_cpu.attention(query, key, value, mask, scale)
+            return engine_attention(query, key, value, mask, lengths, scale)
         # A cache is in use: generation by transformers, which no engine has to agree with.
         return to_bfloat16(float32_attention(query, key, value, mask, scale)).transpose(1, 2)
 
@@ -133,9 +142,32 @@ class _EngineAttention(torch.autograd.Function):
             grad = grad * mask[:, :, None, None].to(grad.dtype)  # the forward gave a constant there
         with torch.enable_grad():
             inputs = [t.float().requires_grad_() for t in inputs]
-            output = float32_attention(*inputs, mask, ctx.scale).transpose(1, 2)
-            grads = torch.autograd.grad(output, inputs, grad.float())
-        return *(g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
+            sequences = zip(*(t.split(ctx.lengths or t.shape[2], dim=2) for t in inputs), strict=True)
+            outputs = [float32_attention(*sequence, mask, ctx.scale) for sequence in sequences]
+            grads = torch.autograd.grad(torch.cat(outputs, dim=2).transpose(1, 2), inputs, grad.float())
+        return *(g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
+
+
+def engine_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Lengths, scale: float
+) -> Tensor:
+    """
+    Causal attention by the engine's kernel, `(batch, tokens, heads, head_dim)` bfloat16; zero where padded.
+
+    Of bfloat16 `(batch, heads, tokens, head_dim)`, key and value with fewer heads. Either `mask` `(batch, tokens)`, 0 for
+    padding, or `lengths` of the sequences within each row, which are then all that it holds.
+    """
+    batch, heads, tokens, head_dim = query.shape
+    if lengths is not None:
+        real, lengths = torch.ones(batch, tokens, dtype=torch.bool), torch.tensor(lengths).repeat(batch)
+    else:
+        real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
+        lengths = real.sum(-1)
+        lengths = lengths[lengths > 0]
+    out = query.new_zeros(batch, tokens, heads, head_dim)
+    if len(lengths):
+        out[real] = _vllm_cpu.attention(*(t.transpose(1, 2)[real] for t in (query, key, value)), lengths, scale)
+    return out
 
 
 def float32_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -158,10 +190,17 @@ def float32_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    sequence_lengths: Lengths = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' signature of an attention implementation: `(batch, queries, heads, head_dim)` and no weights."""
-    return _EngineAttention.apply(query, key, value, mask, scaling), None
+    return _EngineAttention.apply(query, key, value, mask, sequence_lengths, scaling), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

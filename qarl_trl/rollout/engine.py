@@ -46,8 +46,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
 
     Attributes:
-        rollout_seconds (`float`): Time spent generating since `reset_clock`, without publishes.
-        publish_seconds (`float`): Time spent publishing and checking since `reset_clock`.
+        rollout_seconds, publish_seconds (`float`): Since `reset_clock`: generating, and publishing and checking.
         last_publish (`Publish`, *optional*): The publish that the engine samples with.
         num_publishes (`int`): All publishes so far.
     """
@@ -106,26 +105,24 @@ class LowBitVLLMGeneration(VLLMGeneration):
             clear_device_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        names: list[str] = []
-        sizes: list[int] = []
+        sizes: dict[str, int] = {}
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._iter_named_params():
-                names.append(name)
-                sizes.append(tensor.numel() * tensor.element_size())
+                sizes[name] = tensor.nbytes
                 yield name, tensor
 
         stream, failure = counted(), None
         try:
             _vllm.reload_engine(self.llm, stream)
-            self._check_names(tuple(names))
+            self._check_names(tuple(sizes))
             _vllm.reset_prefix_cache(self.llm)
         except (RuntimeError, ValueError) as error:
             failure = error
             for _ in stream:  # sharded weights are gathered with the other processes, which do not know of this
                 pass
         self._stop_together(failure)
-        self.last_publish = Publish(time.perf_counter() - start, sum(sizes), len(names))
+        self.last_publish = Publish(time.perf_counter() - start, sum(sizes.values()), len(sizes))
         self.publish_seconds += self.last_publish.seconds
         self.num_publishes += 1
 
@@ -136,9 +133,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if failure is not None:
             raise failure
         if failed.any():
-            raise RuntimeError(
-                f"The publish failed in {int(failed.sum())} of {len(failed)} processes; their errors say why."
-            )
+            raise RuntimeError(f"The publish failed in {int(failed.sum())} of {len(failed)} processes, which say why.")
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """TRL's `generate` on a checked publish, timed without the publishes inside it."""

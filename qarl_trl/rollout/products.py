@@ -7,7 +7,8 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 from trl.import_utils import is_vllm_available
 
-from ..quant.products import ActivationGemm, Product, ProductChoice, Saved, dequant_product, plain_product, rows_of
+from ..quant.activations import once
+from ..quant.products import ActivationGemm, Product, ProductChoice, Saved, dequant_product, plain_product
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import support_of
 from ._vllm_cpu import is_cpu_engine
@@ -32,11 +33,13 @@ class EngineProduct(Product):
         quantizes = isinstance(self.plain, ActivationGemm)
         # Marlin and Machete add a bias to the rounded output, and Marlin would want it permuted; the others add it to the sums.
         inside = quantizes or x.device.type == "cpu"
-        flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-        y = multiply(flat, weight, bias.to(torch.bfloat16) if inside and bias is not None else None)
+        cast = once(Tensor.to, x, torch.bfloat16)
+        y = multiply(
+            cast.reshape(-1, x.shape[-1]), weight, bias.to(torch.bfloat16) if inside and bias is not None else None
+        )
         y = y.to(x.dtype).reshape(*x.shape[:-1], -1)
         # The engine keeps the codes of its input to itself: they are computed again.
-        saved = rows_of(x, *self.plain.quantize(flat)) if quantizes else (x,)
+        saved = once(self.plain.quantize, cast) if quantizes else (x,)
         return y if inside or bias is None else y + bias, saved
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:

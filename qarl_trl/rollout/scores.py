@@ -21,29 +21,15 @@ ROUNDING = 2.0**-8
 
 @dataclass(frozen=True)
 class Scores:
-    """
-    Log-probs `(T - 1,)`, float32, of the prompt by the learner's low-bit model.
+    """Log-probs `(T - 1,)`, float32, of the prompt by the learner's low-bit model."""
 
-    Attributes:
-        plain (`Tensor`): As it is.
-        noisy (`Tensor`): With [`rounding_noise`]; its mean distance from `plain` is the yardstick.
-        wrong (`dict[str, Tensor]`): With a fault that an engine may have, by what the fault leaves out.
-    """
-
-    plain: Tensor
-    noisy: Tensor
-    wrong: dict[str, Tensor] = field(default_factory=dict)
+    plain: Tensor  # as it is
+    noisy: Tensor  # with [`rounding_noise`]; its mean distance from `plain` is the yardstick
+    wrong: dict[str, Tensor] = field(default_factory=dict)  # with a fault of an engine, by what the fault leaves out
 
 
 def canary_tokens(tokenizer: Any, vocab_size: int, length: int = LENGTH) -> list[int]:
-    """
-    A fixed prompt: ordinary tokens of the vocabulary, drawn by a fixed seed.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Its special and added tokens are left out, since an engine may act on them.
-        vocab_size (`int`): Rows of the embedding.
-        length (`int`, *optional*, defaults to 128): Number of tokens.
-    """
+    """A fixed prompt: tokens drawn by a fixed seed, without special and added ones, since an engine may act on them."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ordinary = [token for token in range(min(vocab_size, len(tokenizer))) if token not in special]
     generator = torch.Generator().manual_seed(SEED)

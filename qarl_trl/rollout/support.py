@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from ..quant.experts import QuantExperts
 from ..quant.linear import LowBitLayer
-from ..quant.model import MERGED_BY_ENGINES
+from ..quant.model import merged_by_engines
 from ..quant.plan import match
 from ..quant.scheme import SchemeSupport, effective_group_size, gpu_generation, support_of
 from . import _vllm
@@ -28,12 +28,7 @@ logger = get_logger(__name__)
 
 
 def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
-    """
-    Refuse a device or scheme that vLLM has no kernel for, before a model loads.
-
-    Raises:
-        ValueError: with the scheme, the reason and what to do.
-    """
+    """Refuse (`ValueError`) a device or scheme that vLLM has no kernel for, before a model loads."""
     check_engine_cpu(args.device.type)
     for group in plan.config_groups.values():
         scheme = support_of(group)
@@ -45,21 +40,14 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
             )
         if scheme.activations.endswith(("token", "asymmetric")) and args.vllm_tensor_parallel_size > 1:
             logger.warning(
-                "vllm_tensor_parallel_size=%d with %s: the engine quantizes the inputs of o_proj and down_proj in that many "
-                "parts, each with a scale of its own, and the learner as a whole. Their log-probs will differ. Use 1, or "
-                "a scheme without activations (W4A16).",
-                args.vllm_tensor_parallel_size,
-                scheme.name,
+                f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {scheme.name}: the engine quantizes "
+                "the inputs of o_proj and down_proj in that many parts, the learner as a whole. Their log-probs will "
+                "differ. Use 1, or a scheme without activations (W4A16)."
             )
 
 
 def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLConfig) -> None:
-    """
-    Refuse an engine over several ranks whose parts of a layer the groups do not divide, before a model loads.
-
-    Raises:
-        ValueError: with the layer, its sizes and what to do.
-    """
+    """Refuse (`ValueError`) an engine over ranks whose parts of a layer the groups do not divide, before a model loads."""
     ranks, text = args.vllm_tensor_parallel_size, config.get_text_config()
     if ranks == 1:
         return
@@ -82,22 +70,15 @@ def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLC
 
 
 def check_merged_layers(model: nn.Module) -> None:
-    """
-    Refuse layers that vLLM merges into one and that are quantized in different ways, before it loads the model.
-
-    Raises:
-        ValueError: naming the layers and what each has.
-    """
-    for parent_name, parent in model.named_modules():
-        for names in MERGED_BY_ENGINES:
-            layers = [getattr(parent, name, None) for name in names]
-            schemes = [layer.scheme if isinstance(layer, LowBitLayer) else None for layer in layers]
-            if None not in layers and any(scheme != schemes[0] for scheme in schemes):
-                found = ", ".join(f"{name} {_describe(scheme)}" for name, scheme in zip(names, schemes, strict=True))
-                raise ValueError(
-                    f"The engine merges {', '.join(names)} of {parent_name!r} into one layer, which has one scheme; got "
-                    f"{found}. Give them one scheme, or ignore all of them."
-                )
+    """Refuse (`ValueError`) layers that vLLM merges into one and that are quantized in different ways, before it starts."""
+    for parent_name, names, layers in merged_by_engines(model):
+        schemes = [layer.scheme if isinstance(layer, LowBitLayer) else None for layer in layers]
+        if any(scheme != schemes[0] for scheme in schemes):
+            found = ", ".join(f"{name} {_describe(scheme)}" for name, scheme in zip(names, schemes, strict=True))
+            raise ValueError(
+                f"The engine merges {', '.join(names)} of {parent_name!r} into one layer, which has one scheme; got {found}. "
+                "Give them one scheme, or ignore all of them."
+            )
 
 
 def _describe(scheme: QuantizationScheme | None) -> str:
@@ -114,8 +95,8 @@ def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:
     experts = [m for m in model.modules() if isinstance(m, QuantExperts)]
     if any(support_of(m.scheme).activations != "none" for m in experts):
         logger.warning(
-            "Experts with quantized activations: the engine runs without CUDA graphs (enforce_eager), because vLLM 0.31 makes "
-            "new buffers for them at every publish, which a captured graph would not see."
+            "Experts with quantized activations: the engine runs without CUDA graphs (enforce_eager), which would not "
+            "see the buffers that vLLM 0.31 makes for them at every publish."
         )
         return {"enforce_eager": True}
     return {}

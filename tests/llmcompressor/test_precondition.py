@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl.cli import main
 from qarl_trl.llmcompressor import calibration, precondition
-from qarl_trl.llmcompressor.precondition import log_probs, quantization_error, transforms, transforms_of_recipe
+from qarl_trl.llmcompressor.precondition import log_probs, quantization_error, transforms_of_recipe
 from qarl_trl.quant.plan import single_group
 from qarl_trl.quant.scheme import resolve_scheme
 
@@ -148,9 +148,10 @@ def test_bad_input_costs_no_work(folder, no_model, monkeypatch):
         run(folder)
 
 
-def test_an_unknown_method_is_named():
-    with pytest.raises(ValueError, match="'gptq' must be one of"):
-        transforms("gptq", PLAN)
+def test_an_unknown_method_is_named(capsys):
+    with pytest.raises(SystemExit):
+        precondition.main(["--model", "m", "--output", "o", "--dataset", "d", "--method", "gptq"])
+    assert "invalid choice: 'gptq' (choose from" in capsys.readouterr().err
 
 
 def test_a_quantized_model_is_refused(folder, no_model, monkeypatch):

@@ -39,7 +39,7 @@ def plain(monkeypatch):
 
     def quantize(weight, scheme, qparams=None):
         with monkeypatch.context() as context:
-            context.setattr(fast, "module_for", lambda weight, scheme: reference)
+            context.setattr(fast, "_compiled", lambda device_type: None)
             return quantize_weight(weight, scheme, qparams).tensors
 
     return quantize
@@ -96,6 +96,7 @@ def test_words_of_zero_points_have_the_bytes_of_the_plain_operations(rows):
     zero_point = torch.arange(rows * 5).remainder(16).sub(8).to(torch.int8).view(rows, 5)
     found = cpu.pack_zero_points(zero_point)
     assert torch.equal(found, reference.pack_zero_points(zero_point))
+    assert torch.equal(reference.unpack_zero_points(found, rows), zero_point)
     assert not torch.equal(found, cpu.pack_zero_points(zero_point.roll(1, 0).roll(1, 1)))  # control
 
 
@@ -113,7 +114,7 @@ def test_an_error_in_a_thread_is_raised(monkeypatch):
     """A thread would only print it, and its part of the codes would be what was in memory before."""
     monkeypatch.setattr(cpu, "_WEIGHTS_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    weight, scheme, packed = normal(30, 128, dtype=torch.bfloat16), resolve_scheme("W4A16"), kernels.packed_int4
+    weight, scheme, encode = normal(30, 128, dtype=torch.bfloat16), resolve_scheme("W4A16"), kernels.encode
     main, threads = threading.current_thread(), set()
     quantize_weight(weight, scheme)
 
@@ -121,9 +122,9 @@ def test_an_error_in_a_thread_is_raised(monkeypatch):
         threads.add(threading.current_thread())
         if threading.current_thread() is not main:
             raise MemoryError("no room")
-        packed(*args)
+        encode(*args)
 
-    monkeypatch.setattr(kernels, "packed_int4", failing)
+    monkeypatch.setattr(kernels, "encode", failing)
     with pytest.raises(MemoryError, match="no room"):
         quantize_weight(weight, scheme)
     assert len(threads) == 3
@@ -133,7 +134,7 @@ def test_kernels_that_do_not_compile_are_not_used(plain, monkeypatch):
     def failing(*args):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(kernels, "packed_int4", failing)
+    monkeypatch.setattr(kernels, "encode", failing)
     weight, scheme = normal(30, 128, dtype=torch.bfloat16), resolve_scheme("W4A16")
     with pytest.warns(UserWarning, match="does not run on cpu.*no compiler"):
         assert fast.module_for(weight, scheme) is reference
@@ -413,8 +414,8 @@ from qarl_trl.quant.fast import cuda
 cuda._WORDS_PER_PROGRAM = 2**14  # the interpreter's time is that of its programs
 for name, group_size, dtype in {cases}:
     scheme = resolve_scheme(name, group_size)
-    assert fast.takes(fast.sample(dtype), scheme)
-    assert fast._agrees(cuda, scheme, torch.device("cpu"), dtype), (name, dtype)
+    assert fast.takes((256, 256), dtype, scheme)
+    assert fast._quantizes_alike(cuda, scheme, torch.device("cpu"), dtype), (name, dtype)
     print(name, "agrees")
 """
 # Sizes that fill no tile, and rows of several.
@@ -426,7 +427,7 @@ cuda._WORDS_PER_PROGRAM = 256
 for name, width in (("W8A8", 1050), ("FP8_DYNAMIC", 1050), ("NVFP4A16", 1104)):
     scheme, weight = resolve_scheme(name), torch.randn(10, width).bfloat16()
     global_scale = torch.tensor([500.0]) if name == "NVFP4A16" else None
-    assert fast.takes(weight, scheme)
+    assert fast.takes(weight.shape, weight.dtype, scheme)
     found, expected = (m.quantize(weight, scheme, global_scale) for m in (cuda, reference))
     for a, b in zip(found[:2], expected[:2]):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name

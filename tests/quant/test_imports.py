@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import qarl_trl
-from qarl_trl.quant import quantize_weight, reference, resolve_scheme
+from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
+from qarl_trl.quant.products import dequantize
 from qarl_trl.quant.quantize import _quantizer
-from qarl_trl.quant.scheme import SUPPORTED
+from qarl_trl.quant.scheme import SUPPORTED, has_global_scale
 from quant.schemes import normal
 
 
@@ -41,14 +42,15 @@ for name in {hidden}:
     sys.modules[name] = None  # an import of it fails
 import qarl_trl, torch
 from qarl_trl.quant import apply_quantization, quantize_weight, reference, resolve_scheme
+from qarl_trl.quant.products import dequantize
 from qarl_trl.quant.quantize import _quantizer
 from qarl_trl.quant.scheme import SUPPORTED
 weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
 for name in SUPPORTED:
     scheme = resolve_scheme(name)
-    tensors = quantize_weight(weight, scheme).tensors
+    low_bit = quantize_weight(weight, scheme)
     digest = hashlib.sha256()
-    for tensor in tensors.values():
+    for tensor in (*low_bit.tensors.values(), dequantize(low_bit)):
         digest.update(bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
     print(name, digest.hexdigest(), _quantizer(weight, scheme)[0] is reference)
 layer = apply_quantization(torch.nn.Sequential(torch.nn.Linear(128, 8)), "W4A16")[0]
@@ -75,7 +77,8 @@ def digests():
     """Scheme and digest of the bytes, here, where kernels are compiled."""
     for name in SUPPORTED:
         digest = hashlib.sha256()
-        for tensor in quantize_weight(normal(256, 256), resolve_scheme(name)).tensors.values():
+        low_bit = quantize_weight(normal(256, 256), resolve_scheme(name))
+        for tensor in (*low_bit.tensors.values(), dequantize(low_bit)):
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         yield name, digest.hexdigest()
 
@@ -102,4 +105,7 @@ def test_without_the_folder_of_the_compiled_quantizer_it_works_with_the_same_byt
 def test_with_it_the_compiled_quantizer_does_the_work(scheme):
     """The control of the two tests above."""
     pytest.importorskip("numba")
-    assert _quantizer(normal(256, 256), resolve_scheme(scheme))[0] is not reference
+    weight, scheme = normal(256, 256), resolve_scheme(scheme)
+    assert _quantizer(weight, scheme)[0] is not reference
+    if not has_global_scale(scheme):
+        assert fast.decoder_for(weight.shape, torch.bfloat16, weight.device, scheme) is not reference

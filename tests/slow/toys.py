@@ -165,7 +165,7 @@ def sample(
 @torch.no_grad()
 def learner_logprobs(model: torch.nn.Module, samples: list[tuple[list[int], list[int], Any]]) -> list[torch.Tensor]:
     """Log-probs of the same tokens by the learner, in batches padded as TRL pads them."""
-    found = []
+    found, device = [], next(model.parameters()).device
     for start in range(0, len(samples), 64):
         batch = samples[start : start + 64]
         left, right = (max(len(row[i]) for row in batch) for i in (0, 1))
@@ -173,10 +173,11 @@ def learner_logprobs(model: torch.nn.Module, samples: list[tuple[list[int], list
         for row, (prompt, answer, _) in enumerate(batch):
             begin, end = left - len(prompt), left + len(answer)
             ids[row, begin:end], mask[row, begin:end] = torch.tensor(prompt + answer), 1
-        with torch.autocast("cpu", torch.bfloat16):
+        ids, mask = ids.to(device), mask.to(device)
+        with torch.autocast(device.type, torch.bfloat16):
             logits = model(input_ids=ids, attention_mask=mask).logits
         logps = logits[:, left - 1 : -1].float().log_softmax(-1).gather(-1, ids[:, left:, None]).squeeze(-1)
-        found += [logps[row, : len(answer)] for row, (_, answer, _) in enumerate(batch)]
+        found += [logps[row, : len(answer)].cpu() for row, (_, answer, _) in enumerate(batch)]
     return found
 
 

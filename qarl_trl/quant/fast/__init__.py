@@ -1,7 +1,8 @@
 """The functions of `reference` as compiled kernels: byte-identical, quicker, and optional (this folder can be deleted).
 
-Invariant: a kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of `reference`
-for every bfloat16 number below 1e37; if it gave others or none, a warning says so and `reference` does the work.
+Invariant: a kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of `reference`:
+codes of every bfloat16 number below 1e37, and numbers of every code with every scale. If it gave others or none, a warning
+says so and `reference` does the work.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
 from .. import reference
@@ -32,30 +34,56 @@ def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
         weight (`Tensor`): Master weight `(out, in)`, contiguous.
         scheme (`QuantizationScheme`): A supported scheme.
     """
-    compiled = _compiled(weight.device.type)
-    if compiled is None or not takes(weight, scheme):
+    return _checked(_quantizes_alike, weight.shape, weight.dtype, weight.device, scheme)
+
+
+def decoder_for(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, scheme: QuantizationScheme
+) -> ModuleType:
+    """
+    The module whose `decode` is for a matrix: `fast.cpu`, `fast.cuda` or `reference`.
+
+    Args:
+        shape (`tuple[int, int]`): `(out, in)` of the matrix.
+        dtype (`torch.dtype`): Of the matrix.
+        device (`torch.device`): Where the codes are.
+        scheme (`QuantizationScheme`): A supported scheme without a global scale.
+    """
+    return _checked(_decodes_alike, shape, dtype, device, scheme)
+
+
+def takes(shape: tuple[int, int], dtype: torch.dtype, scheme: QuantizationScheme) -> bool:
+    """Whether there are kernels for a matrix, and whether its rows and groups are whole words of weights and of codes."""
+    multiple = 32 // scheme.weights.num_bits if scheme.format == "pack-quantized" else 2
+    width = reference.width_of_scales(shape[1], scheme)
+    return dtype in DTYPES and shape[0] * shape[1] > 0 and width % 2 == 0 and shape[1] % multiple == 0
+
+
+def _checked(
+    check: Callable[..., bool],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    scheme: QuantizationScheme,
+) -> ModuleType:
+    """The compiled module of a device if there is one for the matrix, and if it has passed `check`."""
+    compiled = _compiled(device.type)
+    if compiled is None or not takes(shape, dtype, scheme):
         return reference
-    case = (weight.device, weight.dtype, scheme.format, codes_key(scheme.weights))
+    case = (check.__name__, device, dtype, scheme.format, codes_key(scheme.weights))
     if case not in _AGREES:
         try:
-            _AGREES[case] = _agrees(compiled, scheme, weight.device, weight.dtype)
+            _AGREES[case] = check(compiled, scheme, device, dtype)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of whatever compiler there is
             warnings.warn(
-                f"The compiled quantizer {compiled.__name__} does not run on {weight.device} ({type(error).__name__}: {error}). "
-                "The plain operations are used instead: slower, with the same codes.",
-                stacklevel=2,
+                f"The compiled quantizer {compiled.__name__} does not run on {device} ({type(error).__name__}: {error}). "
+                "The plain operations are used instead: slower, with the same bytes.",
+                stacklevel=3,
             )
             _AGREES[case] = False
     return compiled if _AGREES[case] else reference
-
-
-def takes(weight: Tensor, scheme: QuantizationScheme) -> bool:
-    """Whether there are kernels for this dtype, and whether rows and groups are whole words of weights and of codes."""
-    multiple = 32 // scheme.weights.num_bits if scheme.format == "pack-quantized" else 2
-    width = reference.width_of_scales(weight, scheme)
-    return weight.dtype in DTYPES and weight.numel() > 0 and width % 2 == 0 and weight.shape[1] % multiple == 0
 
 
 @functools.cache
@@ -68,7 +96,10 @@ def _compiled(device_type: str) -> ModuleType | None:
         return None
 
 
-def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
+def _quantizes_alike(
+    compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether `compiled` has the codes, scales and zero points of `reference`."""
     weight = sample(dtype).to(device)
     plain = weight.bfloat16()
     found, expected = [*compiled.extremes(weight, scheme)], [*reference.extremes(plain, scheme)]
@@ -87,16 +118,67 @@ def _agrees(compiled: ModuleType, scheme: QuantizationScheme, device: torch.devi
             expected.append(reference.encode(plain, *args))
     found.append(_finite(compiled, weight, scheme))
     expected.append(_finite(reference, plain, scheme))
+    return _same_bytes(found, expected, compiled, scheme, dtype)
+
+
+def _decodes_alike(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `compiled` has the numbers of `reference`, of every code with every scale and of a quantized weight."""
+    weight = sample(torch.bfloat16).to(device)
+    codes, scale, zero_point = reference.quantize(weight, scheme)
+    cases = [every_product(scheme, device), (codes, scale, zero_point, scheme, weight.shape[1])]
+    found, expected = ([module.decode(*case, dtype) for case in cases] for module in (compiled, reference))
+    return _same_bytes(found, expected, compiled, scheme, dtype)
+
+
+def _same_bytes(
+    found: list[Tensor | None],
+    expected: list[Tensor | None],
+    compiled: ModuleType,
+    scheme: QuantizationScheme,
+    dtype: torch.dtype,
+) -> bool:
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if not a is b is None]
     if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
         return True
     warnings.warn(
-        f"The compiled quantizer {compiled.__name__} gives other bytes on {device} than the plain operations "
-        f"({codes_key(scheme.weights)}, {dtype}), which are used instead: slower, with the right codes. "
+        f"The compiled quantizer {compiled.__name__} gives other bytes on {pairs[0][0].device} than the plain operations "
+        f"({codes_key(scheme.weights)}, {dtype}), which are used instead: slower, with the right bytes. "
         "Please report this with the versions of torch and numba or triton.",
-        stacklevel=2,
+        stacklevel=4,
     )
     return False
+
+
+def every_product(
+    scheme: QuantizationScheme, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None, QuantizationScheme, int]:
+    """
+    What `decode` takes for every code with every scale, finite and not below zero; rows have 256 codes.
+
+    With zero points it is every difference of the two. Float8 codes of NaN, which no quantizer writes, are left out, and
+    blocks are of two rows.
+    """
+    args, zero_point = scheme.weights, None
+    scale = torch.arange(0x7F80, device=device).to(torch.int16).view(torch.bfloat16).unsqueeze(-1)
+    row = torch.arange(256, device=device)
+    if args.type == QuantizationType.FLOAT:
+        row = row.masked_fill(row & 0x7F == 0x7F, 0).to(torch.uint8).view(reference.FP8)
+    else:
+        row = (row % (1 << args.num_bits) - (1 << (args.num_bits - 1))).to(torch.int8)
+    if not args.symmetric:
+        zero_point = torch.tensor((-8, 7), dtype=torch.int8, device=device).repeat_interleave(len(scale)).unsqueeze(-1)
+        scale = scale.repeat(2, 1)
+    rows = row.unsqueeze(0)
+    if args.block_structure is not None:  # two blocks next to each other, each with all codes
+        scheme = scheme.model_copy(deep=True)
+        scheme.weights.block_structure = [2, 128]
+        rows, scale = row.view(2, 128).repeat(1, 2), scale.view(-1, 2)
+    if scheme.format == "pack-quantized":
+        rows = reference.packed(rows, args.num_bits)
+    groups = 256 // reference.width_of_scales(256, scheme) // scale.shape[1]
+    codes, scale = rows.repeat(len(scale), 1), scale.repeat(1, groups)
+    zero_point = None if zero_point is None else zero_point.repeat(1, groups)
+    return codes, scale, zero_point, scheme, 256
 
 
 def _finite(quantizer: ModuleType, weight: Tensor, scheme: QuantizationScheme) -> Tensor:

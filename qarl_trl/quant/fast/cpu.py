@@ -20,6 +20,8 @@ from ..reference import FP8, width_of_scales
 from . import cpu_kernels as kernels
 
 
+# Two codes, by the bits of one.
+_PAIRS = {4: np.uint8, 8: np.uint16}
 # Half a millisecond of work, a few times what starting a thread costs.
 _WEIGHTS_PER_THREAD = 1 << 20
 
@@ -74,34 +76,55 @@ def _encode(
     steps: float,
 ) -> Tensor:
     """Codes of a weight, which is given as [`_words`] too; writes `scale` and `zero_point` unless `steps` is `kernels.GIVEN`."""
-    bits, packed, steps = scheme.weights.num_bits, scheme.format == "pack-quantized", np.float32(steps)
+    steps = np.float32(steps)
     scales = _memory(scale, np.uint16 if global_scale is None else np.uint8)
     if global_scale is not None:
         out = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
         codes, global_number = _memory(out, np.uint8, words.shape), np.float32(global_scale.item())
         _over_rows(kernels.float4, words, scales, codes, steps, global_number)
-    elif scheme.weights.type == QuantizationType.FLOAT:
-        out = torch.empty(weight.shape, dtype=FP8)
-        _over_rows(kernels.float8, words, scales, _memory(out, np.uint16, words.shape), steps)
-    elif packed and bits == 4:
-        out = torch.empty(weight.shape[0], weight.shape[1] // 8, dtype=torch.int32)
-        codes = _memory(out, np.uint8, words.shape)
-        if zero_point is None:
-            _over_rows(kernels.packed_int4, words, scales, codes, steps)
-        else:
-            _over_rows(kernels.packed_int4_asymmetric, words, scales, _memory(zero_point, np.int8), codes, steps)
-    else:
-        out = torch.empty(weight.shape, dtype=torch.int8)
-        # In a packed word a code has 128 added, which is its two's complement with the highest bit turned.
-        half, flip = np.float32(1 << (bits - 1)), np.uint32(0x8080 if packed else 0)
-        _over_rows(kernels.int8, words, scales, _memory(out, np.uint16, words.shape), steps, -half, half - 1, flip)
-        out = out.view(torch.int32) if packed else out
+        return out
+    args, (size, signs) = scheme.weights, _layout(scheme)
+    low = high = None
+    if args.type == QuantizationType.INT:
+        low, high = (np.float32(limit.item()) for limit in calculate_range(args, "cpu"))
+    zeros = None if zero_point is None else _memory(zero_point, np.int8)
+    out = torch.empty(weight.shape[0], weight.shape[1] * size // 8, dtype=torch.uint8)
+    # Integers in packed words are above zero, which turns the highest bit of their two's complement.
+    flip = _PAIRS[size](signs if scheme.format == "pack-quantized" else 0)
+    codes = _memory(out, _PAIRS[size], words.shape)
+    _over_rows(kernels.encode, words, scales, zeros, codes, steps, low, high, flip)
+    packed = torch.int32 if scheme.format == "pack-quantized" else torch.int8
+    return out.view(FP8 if args.type == QuantizationType.FLOAT else packed)
+
+
+def decode(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: QuantizationScheme,
+    columns: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """As [`reference.decode`]."""
+    out = torch.empty(codes.shape[0], columns, dtype=dtype)
+    numbers = _words(out, scheme)
+    size, signs = _layout(scheme)
+    pairs = _memory(codes.contiguous(), _PAIRS[size], numbers.shape)
+    zeros = None if zero_point is None else _memory(zero_point.contiguous(), np.int8)
+    flip = _PAIRS[size](0 if scheme.format == "pack-quantized" else signs)
+    offset = None if scheme.weights.type == QuantizationType.FLOAT else np.float32(1 << (size - 1))
+    _over_rows(kernels.decode, pairs, _memory(scale.contiguous(), np.uint16), zeros, numbers, flip, offset)
     return out
+
+
+def _layout(scheme: QuantizationScheme) -> tuple[int, int]:
+    """Bits that a code takes, and the highest one of two of them."""
+    return (4, 0x88) if scheme.format == "pack-quantized" and scheme.weights.num_bits == 4 else (8, 0x8080)
 
 
 def _words(weight: Tensor, scheme: QuantizationScheme) -> np.ndarray:
     """Two numbers a word: `(rows of scales, rows of each, scales in a row, words of each)`."""
-    width, blocks = width_of_scales(weight, scheme), scheme.weights.block_structure
+    width, blocks = width_of_scales(weight.shape[1], scheme), scheme.weights.block_structure
     shape = -1, 1 if blocks is None else blocks[0], weight.shape[1] // width, width // 2
     return _memory(weight, np.uint32 if weight.dtype == torch.bfloat16 else np.uint64, shape)
 

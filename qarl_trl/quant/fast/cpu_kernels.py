@@ -1,6 +1,6 @@
-"""Kernels of `fast.cpu`: for each scale a row of words in, a row of codes out, compiled by numba.
+"""Kernels of `fast.cpu`: for each scale a row of words in, a row of codes out, or back, compiled by numba.
 
-A word is two neighbouring numbers, and two codes are written at a time, so that no lane of a vector has to move. What is done
+A word is two neighbouring numbers, and two codes go with it, so that no lane of a vector has to move. What is done
 to a word is written as LLVM instructions of 32 bits: numba's own integers are 64 bits wide, at half the speed. Instructions
 and kernels share a file because numba compiles anew what it has in its cache when the file of the kernel has changed.
 """
@@ -35,13 +35,13 @@ def _real(value: float) -> ir.Constant:
     return ir.Constant(_F32, value)
 
 
-def _instruction(returned: types.Type) -> Callable[[Callable[..., Any]], Any]:
-    """Make `emit(builder, *values)`, which writes LLVM instructions, a function that kernels can call."""
+def _instruction(returned: types.Type | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Make `emit(builder, *values)`, which writes LLVM instructions, a function for kernels. Without a type it returns the last's."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         @functools.wraps(emit)  # numba reads how many arguments there are
         def typed(typingctx: Any, *args: Any) -> Any:
-            return returned(*args), lambda context, builder, signature, values: emit(builder, *values)
+            return (returned or args[-1])(*args), lambda context, builder, signature, values: emit(builder, *values)
 
         return intrinsic(typed)
 
@@ -69,11 +69,6 @@ def _rounded(b: ir.IRBuilder, x: Any) -> Any:
 def _widened(b: ir.IRBuilder, bits: Any) -> Any:
     """A bfloat16 number of 16 bits to float32."""
     return b.bitcast(b.shl(b.zext(bits, _I32), _int(16)), _F32)
-
-
-def _between(b: ir.IRBuilder, x: Any, low: Any, high: Any) -> Any:
-    x = b.select(b.fcmp_ordered("<", x, high), x, high)
-    return b.select(b.fcmp_ordered(">", x, low), x, low)
 
 
 def _halves(b: ir.IRBuilder, word: Any) -> tuple[Any, Any]:
@@ -149,7 +144,9 @@ def _plus(b: ir.IRBuilder, x: Any, y: Any) -> Any:
 def _nearest(b: ir.IRBuilder, x: Any, low: Any, high: Any) -> Any:
     """The nearest integer between two, ties to even, in two's complement; only the lowest 16 bits mean anything."""
     # In [2^23, 2^24) neighbouring float32 numbers are 1 apart, and here the lowest bits of 1.5 * 2^23 are zero.
-    return b.bitcast(b.fadd(_between(b, x, low, high), _real(1.5 * 2**23)), _I32)
+    x = b.select(b.fcmp_ordered("<", x, high), x, high)
+    x = b.select(b.fcmp_ordered(">", x, low), x, low)
+    return b.bitcast(b.fadd(x, _real(1.5 * 2**23)), _I32)
 
 
 def _float_code(b: ir.IRBuilder, x: Any, largest: float, exponent: int, mantissa: int) -> Any:
@@ -230,16 +227,48 @@ def _bfloat16(b: ir.IRBuilder, x: Any) -> Any:
     return b.trunc(b.lshr(b.bitcast(x, _I32), _int(16)), ir.IntType(16))
 
 
-@_instruction(types.uint8)
-def _two_in_a_byte(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
-    lower = b.and_(first, _int(15))
-    return b.trunc(b.xor(b.or_(lower, b.shl(second, _int(4))), flip), ir.IntType(8))
+@_instruction()
+def _pair(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
+    """Two codes of as many bits as half of `flip`, the bits of which are turned."""
+    bits = flip.type.width // 2
+    lower = b.and_(first, _int((1 << bits) - 1))
+    return b.xor(b.trunc(b.or_(lower, b.shl(second, _int(bits))), flip.type), flip)
 
 
-@_instruction(types.uint16)
-def _two_bytes(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
-    lower = b.and_(first, _int(255))
-    return b.trunc(b.xor(b.or_(lower, b.shl(second, _int(8))), flip), ir.IntType(16))
+def _products(b: ir.IRBuilder, first: Any, second: Any, scale: Any, like: Any) -> Any:
+    """Two numbers times a bfloat16 scale, each rounded to bfloat16, as the two bfloat16 or float32 numbers of a word."""
+    # Numbers and scale have 8 bits each, so that the product is exact and rounded once.
+    first, second = (_to_bfloat16(b, b.bitcast(b.fmul(x, _widened(b, scale)), _I32)) for x in (first, second))
+    if like.type.width == 32:
+        return b.or_(b.lshr(first, _int(16)), second)
+    return b.or_(b.zext(first, like.type), b.shl(b.zext(second, like.type), ir.Constant(like.type, 32)))
+
+
+def _codes(b: ir.IRBuilder, pair: Any) -> tuple[Any, Any]:
+    """Two codes of as many bits as half of `pair`."""
+    bits, both = pair.type.width // 2, b.zext(pair, _I32)
+    return b.and_(both, _int((1 << bits) - 1)), b.lshr(both, _int(bits))
+
+
+@_instruction()
+def _int_products(b: ir.IRBuilder, pair: Any, flip: Any, shift: Any, scale: Any, like: Any) -> Any:
+    """Two integer codes, the bits of `flip` turned, minus `shift`, times a scale."""
+    numbers = (b.fsub(b.uitofp(code, _F32), shift) for code in _codes(b, b.xor(pair, flip)))
+    return _products(b, *numbers, scale, like)
+
+
+@_instruction()
+def _float8_products(b: ir.IRBuilder, pair: Any, scale: Any, like: Any) -> Any:
+    """Two float8_e4m3fn numbers, none of them NaN, times a scale."""
+    numbers = []
+    for code in _codes(b, pair):
+        magnitude = b.and_(code, _int(0x7F))
+        normal = b.add(b.shl(magnitude, _int(20)), _int((127 - 7) << 23))
+        # Below 2^-6 the numbers are multiples of 2^-9.
+        subnormal = b.bitcast(b.fmul(b.uitofp(magnitude, _F32), _real(2.0**-9)), _I32)
+        bits = b.select(b.icmp_unsigned("<", magnitude, _int(8)), subnormal, normal)
+        numbers.append(b.bitcast(b.or_(bits, b.shl(b.and_(code, _int(0x80)), _int(24))), _F32))
+    return _products(b, *numbers, scale, like)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -330,70 +359,45 @@ def words_of_rows(codes, out):
 
 
 @_kernel
-def packed_int4(words, scales, out, steps):
+def encode(words, scales, zeros, out, steps, low, high, flip):
+    """Integer codes between `low` and `high`, with `zeros` or `None`; float8 ones where `high` is `None`."""
     _wide_vectors()
-    # A code has 8 added, which is its two's complement with the highest bit turned.
-    low, high, flip = np.float32(-8), np.float32(7), np.uint32(0x88)
     for row in range(words.shape[0]):
         if steps != GIVEN:
-            _symmetric_scales(words[row], steps, scales[row])
+            if zeros is None:
+                _symmetric_scales(words[row], steps, scales[row])
+            else:
+                _asymmetric_scales(words[row], steps, scales[row], zeros[row])
         for line in range(words.shape[1]):
             for column in range(words.shape[2]):
                 part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
                 factor = _reciprocal(scales[row, column], power)
+                zero = np.float32(0) if zeros is None else np.float32(zeros[row, column])
                 for i in range(part.shape[0]):
-                    first = _nearest(_first_steps(part[i], power, factor), low, high)
-                    second = _nearest(_second_steps(part[i], power, factor), low, high)
-                    codes[i] = _two_in_a_byte(first, second, flip)
+                    first, second = _first_steps(part[i], power, factor), _second_steps(part[i], power, factor)
+                    if zeros is not None:
+                        first, second = _plus(first, zero), _plus(second, zero)
+                    if high is None:
+                        codes[i] = _pair(_float8_code(first), _float8_code(second), flip)
+                    else:
+                        codes[i] = _pair(_nearest(first, low, high), _nearest(second, low, high), flip)
 
 
 @_kernel
-def packed_int4_asymmetric(words, scales, zeros, out, steps):
+def decode(codes, scales, zeros, out, flip, offset):
+    """Numbers of integer codes that have `offset` added once `flip` is turned; of float8 ones where `offset` is `None`."""
     _wide_vectors()
-    # A code has 8 added, which is its two's complement with the highest bit turned.
-    low, high, flip = np.float32(-8), np.float32(7), np.uint32(0x88)
-    for row in range(words.shape[0]):
-        if steps != GIVEN:
-            _asymmetric_scales(words[row], steps, scales[row], zeros[row])
-        for line in range(words.shape[1]):
-            for column in range(words.shape[2]):
-                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
-                factor, zero = _reciprocal(scales[row, column], power), np.float32(zeros[row, column])
+    like = out.dtype.type(0)
+    for row in range(codes.shape[0]):
+        for line in range(codes.shape[1]):
+            for column in range(codes.shape[2]):
+                part, numbers, scale = codes[row, line, column], out[row, line, column], scales[row, column]
+                zero = np.float32(0) if zeros is None else np.float32(zeros[row, column])
                 for i in range(part.shape[0]):
-                    first = _nearest(_plus(_first_steps(part[i], power, factor), zero), low, high)
-                    second = _nearest(_plus(_second_steps(part[i], power, factor), zero), low, high)
-                    codes[i] = _two_in_a_byte(first, second, flip)
-
-
-@_kernel
-def int8(words, scales, out, steps, low, high, flip):
-    _wide_vectors()
-    for row in range(words.shape[0]):
-        if steps != GIVEN:
-            _symmetric_scales(words[row], steps, scales[row])
-        for line in range(words.shape[1]):
-            for column in range(words.shape[2]):
-                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
-                factor = _reciprocal(scales[row, column], power)
-                for i in range(part.shape[0]):
-                    first = _nearest(_first_steps(part[i], power, factor), low, high)
-                    second = _nearest(_second_steps(part[i], power, factor), low, high)
-                    codes[i] = _two_bytes(first, second, flip)
-
-
-@_kernel
-def float8(words, scales, out, steps):
-    _wide_vectors()
-    for row in range(words.shape[0]):
-        if steps != GIVEN:
-            _symmetric_scales(words[row], steps, scales[row])
-        for line in range(words.shape[1]):
-            for column in range(words.shape[2]):
-                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
-                factor = _reciprocal(scales[row, column], power)
-                for i in range(part.shape[0]):
-                    first = _float8_code(_first_steps(part[i], power, factor))
-                    codes[i] = _two_bytes(first, _float8_code(_second_steps(part[i], power, factor)), np.uint32(0))
+                    if offset is None:
+                        numbers[i] = _float8_products(part[i], scale, like)
+                    else:
+                        numbers[i] = _int_products(part[i], flip, offset + zero, scale, like)
 
 
 @_kernel
@@ -420,4 +424,4 @@ def float4(words, scales, out, steps, global_scale):
         for i in range(part.shape[0]):
             # In float32, whose quotients may be as near to a tie as they like: no product would do.
             first, second = _float4_code(_first(part[i]) / unit[i]), _float4_code(_second(part[i]) / unit[i])
-            codes[i] = _two_in_a_byte(first, second, np.uint32(0))
+            codes[i] = _pair(first, second, np.uint8(0))

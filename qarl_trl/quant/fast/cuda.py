@@ -1,10 +1,12 @@
-"""Quantization on a GPU in two passes over the weight, by Triton kernels: one for extremes, one for codes.
+"""Quantization on a GPU in two passes over the weight, by Triton kernels: one for extremes, one for codes. And back in one.
 
 The functions are those of `reference`. They take float32 weights too, without a bfloat16 copy of them. Not run on a GPU yet:
 the tests run the kernels in Triton's interpreter, which does not show what the compiler makes of them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -15,18 +17,12 @@ from torch import Tensor
 from ..reference import FP8, pack_zero_points, qparams, rows_of_scales, width_of_scales
 
 
-__all__ = ["encode", "extremes", "pack_zero_points", "quantize"]
+__all__ = ["decode", "encode", "extremes", "pack_zero_points", "quantize"]
 
 # A word is two neighbouring numbers. Roundings are written on the bits, because a compiler may drop a cast to bfloat16 and
 # back.
 _WORDS_PER_PROGRAM = 2048
 _INT, _FLOAT8, _FLOAT4 = 0, 1, 2
-_KINDS = {
-    (QuantizationType.INT, 4): _INT,
-    (QuantizationType.INT, 8): _INT,
-    (QuantizationType.FLOAT, 8): _FLOAT8,
-    (QuantizationType.FLOAT, 4): _FLOAT4,
-}
 
 
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
@@ -35,7 +31,7 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     shape = weight.shape[0], words.shape[0] // weight.shape[0]
     low, high = (torch.empty(shape, dtype=torch.int32, device=weight.device) for _ in range(2))
     tile = _tile(words.shape[1])
-    with torch.cuda.device_of(weight):  # Triton launches on the current device
+    with torch.cuda.device_of(weight):
         _extremes[(triton.cdiv(words.shape[0], tile[0]),)](words, low, high, *words.shape, *tile)
     low, high = (bits.view(torch.float32).to(torch.bfloat16) for bits in (low, high))
     if scheme.weights.block_structure is not None:
@@ -72,34 +68,52 @@ def encode(
     # Little end first: two codes of 4 bits are a byte, two of 8 bits are 16.
     out = torch.empty(words.shape, dtype=torch.uint8 if nibbles else torch.int16, device=weight.device)
     half = 1 << (bits - 1)
-    tile = _tile(words.shape[1])
-    with torch.cuda.device_of(weight):
-        _encode[(triton.cdiv(words.shape[0], tile[0]), triton.cdiv(words.shape[1], tile[1]))](
-            words,
-            scales,
-            zeros,
-            out,
-            *words.shape,
-            *tile,
-            KIND=_KINDS[scheme.weights.type, bits],
-            ASYMMETRIC=zero_point is not None,
-            LOW=float(-half),
-            HIGH=float(half - 1),
-            CODE_BITS=4 if nibbles else 8,
-            # In a packed word a code has half its range added, which is its two's complement with the highest bit turned.
-            FLIP=half if packed else 0,
-        )
+    kind = _INT if scheme.weights.type == QuantizationType.INT else _FLOAT8 if bits == 8 else _FLOAT4
+    constants = {"KIND": kind, "ASYMMETRIC": zero_point is not None}
+    constants |= {"LOW": float(-half), "HIGH": float(half - 1), "CODE_BITS": 4 if nibbles else 8}
+    # In a packed word a code has half its range added, which is its two's complement with the highest bit turned.
+    _over_tiles(_encode, words, scales, zeros, out, FLIP=half if packed else 0, **constants)
+    out = out.view(weight.shape[0], -1)
     if global_scale is not None:
-        return out.view(weight.shape[0], -1)
-    if scheme.weights.type == QuantizationType.FLOAT:
-        return out.view(FP8).view(weight.shape)
-    return out.view(weight.shape[0], -1).view(torch.int32 if packed else torch.int8)
+        return out
+    return out.view(FP8 if scheme.weights.type == QuantizationType.FLOAT else torch.int32 if packed else torch.int8)
+
+
+def decode(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: QuantizationScheme,
+    columns: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """As [`reference.decode`]."""
+    out = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
+    words, scales = _words(out, scheme), rows_of_scales(scale, scheme).float().contiguous()
+    zeros = scales if zero_point is None else zero_point.float().contiguous()
+    packed = scheme.format == "pack-quantized"
+    size = scheme.weights.num_bits if packed else 8
+    half = 1 << (size - 1)
+    pairs = codes.contiguous().view(torch.uint8 if size == 4 else torch.int16)
+    constants = {"FLOAT8": scheme.weights.type == QuantizationType.FLOAT, "ASYMMETRIC": zero_point is not None}
+    # Integers in packed words have half their range added; others get it with their highest bit turned.
+    constants |= {"CODE_BITS": size, "FLIP": 0 if packed else half, "OFFSET": float(half)}
+    _over_tiles(_decode, words, scales, zeros, pairs, **constants)
+    return out
 
 
 def _words(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
     """Two numbers a word, one row for each scale (of a block: for each of its rows)."""
     words = weight.view(torch.int32 if weight.dtype == torch.bfloat16 else torch.int64)
-    return words.view(-1, width_of_scales(weight, scheme) // 2)
+    return words.view(-1, width_of_scales(weight.shape[1], scheme) // 2)
+
+
+def _over_tiles(kernel: triton.JITFunction, words: Tensor, *tensors: Tensor, **constants: Any) -> None:
+    """Call a kernel that takes a tile of words and what belongs to it."""
+    tile = _tile(words.shape[1])
+    grid = tuple(triton.cdiv(size, part) for size, part in zip(words.shape, tile, strict=True))
+    with torch.cuda.device_of(words):  # Triton launches on the current device
+        kernel[grid](words, *tensors, *words.shape, *tile, **constants)
 
 
 def _tile(columns: int) -> tuple[int, int]:
@@ -229,3 +243,55 @@ def _encode(
     last: tl.constexpr = (1 << CODE_BITS) - 1
     pair = ((first ^ FLIP) & last) | (((second ^ FLIP) & last) << CODE_BITS)
     tl.store(out + place, pair.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _float8_number(code):
+    """The number of a float8_e4m3fn code that is not NaN."""
+    magnitude = code & 0x7F
+    normal = (magnitude << 20) + 0x3C000000  # the exponent's bias, 127 - 7
+    # Below 2^-6 the numbers are multiples of 2^-9.
+    subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+    bits = tl.where(magnitude < 8, subnormal, normal) | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decode(
+    words,
+    scales,
+    zeros,
+    pairs,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    FLIP: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    pair = tl.load(pairs + place, mask, 0).to(tl.int32)
+    scale = tl.load(scales + row, row < rows, 1.0)[:, None]
+    last: tl.constexpr = (1 << CODE_BITS) - 1
+    first, second = pair & last, (pair >> CODE_BITS) & last
+    shift = OFFSET
+    if ASYMMETRIC:
+        shift = OFFSET + tl.load(zeros + row, row < rows, 0.0)[:, None]
+    if FLOAT8:
+        first, second = _float8_number(first), _float8_number(second)
+    else:
+        first, second = (first ^ FLIP).to(tl.float32) - shift, (second ^ FLIP).to(tl.float32) - shift
+    # A code has 8 bits and a scale has 8, so that the product is exact and rounded once.
+    first = _to_bfloat16((first * scale).to(tl.int32, bitcast=True))
+    second = _to_bfloat16((second * scale).to(tl.int32, bitcast=True))
+    if words.dtype.element_ty == tl.int64:
+        word = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
+    else:
+        word = ((first >> 16) & 0xFFFF) | second
+    tl.store(words + place, word, mask)

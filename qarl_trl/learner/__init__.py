@@ -1,0 +1,1 @@
+"""Passes through the learner that hold real tokens only."""

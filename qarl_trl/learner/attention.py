@@ -1,0 +1,91 @@
+"""Attention within each sequence of a packed row, by transformers' own sdpa."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+
+ATTENTION = "qarl_packed_sdpa"
+
+
+def use_packed_attention(model: nn.Module) -> None:
+    """Let a `model` on transformers' sdpa pay for the squares of its sequences, not of the row; with a mask it stays stock sdpa."""
+    causal_lm = transformers_model(model)
+    if causal_lm.config._attn_implementation == "sdpa":
+        causal_lm.set_attn_implementation(ATTENTION)
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers within an adapter or a wrapper."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def sequence_arguments(model: nn.Module, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """
+    What the attention of `model` is told about a packed row, as keyword arguments of its forward.
+
+    Args:
+        model (`nn.Module`): Its attention implementation decides on the form.
+        lengths (`Sequence[int]`): Tokens of each sequence.
+        device (`torch.device`): Of the row.
+    """
+    if "flash" not in (transformers_model(model).config._attn_implementation or ""):
+        return {"sequence_lengths": tuple(lengths)}  # numbers: a tensor would be read back in every layer
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    return {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sequence_lengths: tuple[int, ...] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Stock sdpa on `(batch, heads, tokens, head_dim)`, with `sequence_lengths` on each sequence alone."""
+    unmasked = attention_mask is None or attention_mask.numel() == 0
+    if sequence_lengths is None:
+        if unmasked and attention_mask is not None:
+            raise RuntimeError(
+                "Positions start anew within a row, but the attention was not told where: it would reach across sequences."
+            )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    outputs, start = [], 0
+    for length in sequence_lengths:
+        here = slice(start, start + length)
+        mask = None if unmasked else attention_mask[:, :, here, here]
+        parts = (t[:, :, here] for t in (query, key, value))
+        outputs.append(sdpa_attention_forward(module, *parts, mask, **kwargs)[0])
+        start += length
+    return torch.cat(outputs, dim=1), None
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
+    """
+    Stock sdpa's, without the square of a packed row: an empty mask stands for "causal within each sequence".
+
+    transformers asks for a mask that it cannot leave out, though there is no padding, when positions start anew; a
+    sliding window comes with `local_size`, a form of the model's own with `use_vmap`.
+    """
+    kept = kwargs.get("attention_mask") is None and not kwargs.get("allow_is_causal_skip", True)
+    if kept and q_length == kv_length > 1 and kwargs.get("local_size") is None and not kwargs.get("use_vmap"):
+        return torch.empty(batch_size, 1, 0, 0, dtype=torch.bool, device=kwargs.get("device"))
+    return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _mask)

@@ -1,0 +1,122 @@
+"""One product for all experts: their matrices lie one above the other in one low-bit weight, the rows are sorted by expert.
+
+Every form gives the bits that `Product.forward` gives for each expert by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import singledispatch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .products import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, Product, Saved
+from .quantize import LowBitWeight
+
+
+def stacked(matrix: Tensor, offsets: Tensor) -> Tensor:
+    """`(experts * rows, n)` as `(experts, rows, n)`."""
+    return matrix.unflatten(0, (len(offsets), -1))
+
+
+def multiply(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+    """`y[rows of e] = x[rows of e] @ matrices[e]^T`, `(pairs, out)`, by the GEMM of transformers' `grouped_mm` experts."""
+    return F.grouped_mm(x, matrices.transpose(-2, -1), offs=offsets)
+
+
+@singledispatch
+def grouped_product(product: Product, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    """
+    `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, by the class of the product.
+
+    Args:
+        product (`Product`): What multiplies.
+        x (`Tensor`): `(pairs, in)`, sorted by expert.
+        weight (`LowBitWeight`): Of `(experts * out, in)`.
+        offsets (`Tensor`): For each expert the row behind its last one, int32 `(experts,)`, on the device of `x`.
+
+    Returns:
+        `tuple[Tensor, Saved]`: `y` `(pairs, out)` in `x.dtype`, and what `product.input_from` takes.
+    """
+    raise NotImplementedError(f"{type(product).__name__} has no product for experts.")
+
+
+@grouped_product.register
+def _(product: DequantGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    return multiply(x, stacked(product.matrix_from(weight, x.dtype), offsets), offsets), (x,)
+
+
+@grouped_product.register
+def _(product: CpuInt4Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    # Its kernel quantizes what it multiplies, and takes one matrix.
+    y = _expert_by_expert(lambda rows, part: product.forward(rows, part)[0], x, (x,), weight, offsets)
+    return y, product.quantize(x.to(torch.bfloat16))
+
+
+@grouped_product.register
+def _(product: Fp8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    saved = codes, scale = product.quantize(x)
+    on_cpu = x.device.type == "cpu"
+    if not on_cpu and (x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10)):
+        # torch's grouped float8 GEMM is for Hopper and B200, and gives bfloat16.
+        return _expert_by_expert(lambda *args: product.matmul(*args, None, x.dtype), x, saved, weight, offsets), saved
+    matrices, w_scale = (stacked(operand, offsets) for operand in product.operand(weight))
+    if on_cpu:
+        sums = multiply(codes.float(), matrices.float(), offsets)
+        return (sums * scale * _of_rows(w_scale.squeeze(-1), sums, offsets)).to(x.dtype), saved
+    y = torch._scaled_grouped_mm(
+        codes,
+        matrices.transpose(-2, -1),
+        scale_a=scale.squeeze(-1),
+        scale_b=w_scale.squeeze(-1),
+        offs=offsets,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+    return y, saved
+
+
+@grouped_product.register
+def _(product: Fp8BlockGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    saved = codes, scale = product.quantize(x)
+    height, width = weight.scheme.weights.block_structure
+    y = torch.zeros(len(x), weight.codes.shape[0] // len(offsets), device=x.device)
+    w_scale = _of_rows(stacked(weight.scale.float(), offsets), y, offsets)
+    for i, (a, b) in enumerate(zip(codes.split(width, dim=1), weight.codes.split(width, dim=1), strict=True)):
+        sums = multiply(a.float(), stacked(b.float(), offsets), offsets) * scale[:, i : i + 1]
+        y += (sums.unflatten(-1, (-1, height)) * w_scale[..., i : i + 1]).flatten(-2)
+    return y.to(x.dtype), saved
+
+
+@grouped_product.register
+def _(product: Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    saved = codes, scale = product.quantize(x)
+    sums = torch.zeros(len(x), weight.codes.shape[0] // len(offsets), dtype=torch.int32, device=x.device)
+    # torch has no grouped GEMM of integers. In float32 this one is exact: 1024 products of two codes are at most 2^24.
+    for a, b in zip(codes.split(1024, dim=1), weight.codes.split(1024, dim=1), strict=True):
+        sums += multiply(a.float(), stacked(b.float(), offsets), offsets).to(torch.int32)
+    w_scale = _of_rows(stacked(weight.scale.float(), offsets).squeeze(-1), sums, offsets)
+    return (sums.float() * w_scale * scale).to(x.dtype), saved
+
+
+def _of_rows(of_experts: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """What belongs to the expert of each row: `of_experts` `(experts, ...)` as `(rows, ...)`."""
+    row = torch.arange(len(rows), dtype=offsets.dtype, device=offsets.device)
+    return of_experts[torch.bucketize(row, offsets, right=True)]
+
+
+def _expert_by_expert(
+    multiply_one: Callable[..., Tensor], x: Tensor, inputs: Saved, weight: LowBitWeight, offsets: Tensor
+) -> Tensor:
+    """`multiply_one(rows of each input, weight)` of every expert that has rows; waits for the device to know which."""
+    rows = weight.shape[0] // len(offsets)
+    if "experts" not in weight.prepared:
+        weight.prepared["experts"] = weight.split(rows)
+    start, outputs = 0, []
+    for end, part in zip(offsets.tolist(), weight.prepared["experts"], strict=True):
+        if end > start:
+            outputs.append(multiply_one(*(tensor[start:end] for tensor in inputs), part))
+        start = end
+    return torch.cat(outputs) if outputs else x.new_zeros((0, rows))

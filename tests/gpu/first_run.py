@@ -1,0 +1,203 @@
+"""Thirty minutes on one GPU: what no CPU can show, in three parts of at most nine minutes (README.md beside this file)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = ("ok", "failed", "timeout", "skipped-for-budget")
+# Of a stage's output: what is kept in the log, and what its line says of a failure.
+LOG_BYTES, TAIL_BYTES = 400_000, 3_000
+# A stage is not started with less than this share of its limit left.
+WORTH_STARTING = 0.4
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Kernels that vLLM chose are named in the log.
+    "VLLM_LOGGING_LEVEL": "INFO",
+    # The engine in the stage's own process: reachable, and gone with it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One measurement in a process of its own: `function` is `module:name` in this folder, `limit_s` its seconds."""
+
+    part: int
+    name: str
+    limit_s: int
+    function: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+_EAGER, _GRAPHS = {"graphs": False}, {"graphs": True, "sleep": True, "family": "Qwen2"}
+_MOE = {"shape": "qwen3-30b-a3b", "scheme": "W4A16"}
+STAGES = [
+    Stage(1, "environment", 60, "kernels:environment"),
+    Stage(1, "quantizer", 90, "kernels:quantizer"),
+    Stage(1, "dequantizer", 60, "kernels:dequantizer"),
+    Stage(1, "layers", 90, "kernels:layers"),
+    Stage(1, "toy-W4A16", 120, "toy_engines:toy", {"scheme": "W4A16"} | _EAGER),
+    Stage(1, "toy-FP8", 120, "toy_engines:toy", {"scheme": "FP8_DYNAMIC"} | _EAGER),
+    Stage(1, "toy-W4A16-graphs-sleep", 120, "toy_engines:toy", {"scheme": "W4A16"} | _GRAPHS),
+    Stage(1, "toy-FP8-graphs-sleep", 120, "toy_engines:toy", {"scheme": "FP8_DYNAMIC"} | _GRAPHS),
+    Stage(1, "toy-MoE-W4A16", 120, "toy_engines:toy", {"scheme": "W4A16", "experts": 8} | _EAGER),
+    Stage(
+        1,
+        "toy-MoE-W4A16-graphs-sleep",
+        120,
+        "toy_engines:toy",
+        {"scheme": "W4A16", "experts": 8, **_GRAPHS, "family": "Qwen3"},
+    ),
+    Stage(2, "step-8B-QaRL", 170, "shapes:step", {"shape": "qwen3-8b", "scheme": "W4A16"}),
+    Stage(2, "step-8B-bf16", 170, "shapes:step", {"shape": "qwen3-8b", "scheme": None}),
+    Stage(2, "step-8B-rollout-only", 170, "shapes:step", {"shape": "qwen3-8b", "scheme": "W4A16", "learner": False}),
+    Stage(2, "adamw-8B", 60, "shapes:adamw"),
+    Stage(2, "step-8B-FP8", 170, "shapes:step", {"shape": "qwen3-8b", "scheme": "FP8_DYNAMIC"}),
+    Stage(3, "decode-8B-bf16", 120, "shapes:decode", {"scheme": None}),
+    Stage(3, "decode-8B-W4A16", 120, "shapes:decode", {"scheme": "W4A16"}),
+    Stage(3, "decode-8B-FP8", 120, "shapes:decode", {"scheme": "FP8_DYNAMIC"}),
+    Stage(3, "step-MoE-2-layers", 120, "shapes:step", _MOE | {"layers": 2}),
+    Stage(3, "step-MoE-4-layers", 120, "shapes:step", _MOE | {"layers": 4}),
+    Stage(3, "pytest", 540, "kernels:remaining_tests"),
+]
+
+
+# The parent ---------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    args = arguments()
+    if args.stage:
+        from gpu.measure import run_in_this_process
+
+        stage = Stage(**json.loads(args.stage))
+        run_in_this_process(load(stage), stage.settings, args.figures, args.dry, args.limit)
+    names = args.only.split(",") if args.only else [s.name for s in STAGES if args.part in (None, s.part)]
+    unknown = set(names) - {s.name for s in STAGES}
+    if unknown:
+        sys.exit(f"--only must name stages of {[s.name for s in STAGES]}, got {sorted(unknown)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = run_stages([s for s in STAGES if s.name in names], args)
+    print(table(rows), flush=True)
+    return 0 if all(row["status"] == "ok" for row in rows) else 1
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", type=int, choices=(1, 2, 3), help="default: all stages")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "first_run")), help="folder of results")
+    parser.add_argument("--budget", type=float, default=540, help="seconds for all stages together")
+    parser.add_argument("--only", help="names of stages, with commas, in place of a part")
+    parser.add_argument("--dry", action="store_true", help="toy sizes on the CPU: that everything runs, no figures")
+    parser.add_argument("--stage", help=argparse.SUPPRESS)
+    parser.add_argument("--figures", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_stages(stages: list[Stage], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run each while the budget lasts. One JSON line a stage in `part1.jsonl`, all their output in `part1.log`."""
+    end, rows = time.monotonic() + args.budget, []
+    name = f"part{args.part}" if args.part else "stages"
+    for stage in stages:
+        left = end - time.monotonic() - 5
+        if left < WORTH_STARTING * stage.limit_s and stage.name != "pytest":
+            row = {"stage": stage.name, "status": "skipped-for-budget", "seconds": 0.0, "figures": {}, "error": ""}
+        else:
+            row = run_stage(stage, min(stage.limit_s, left), args.dry, args.out / f"{name}.log")
+        rows.append(row)
+        with open(args.out / f"{name}.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(in_words(row), flush=True)
+    return rows
+
+
+def run_stage(stage: Stage, limit_s: float, dry: bool, log: Path) -> dict[str, Any]:
+    """The stage in a new process, killed with its children at the limit; what it recorded until then counts."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        figures, output = Path(folder) / "figures.jsonl", Path(folder) / "output"
+        command = [sys.executable, "-X", "faulthandler", "-m", "gpu.first_run"]
+        command += ["--stage", json.dumps(asdict(stage)), "--figures", str(figures), "--limit", str(limit_s)]
+        command += ["--dry"] if dry else []
+        with open(output, "wb") as stream:
+            process = subprocess.Popen(
+                command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=environment(), cwd=folder
+            )
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        text = output.read_bytes()
+        found = merged(figures.read_text()) if figures.exists() else {}
+    status = "timeout" if code is None else "ok" if code == 0 else "failed"
+    error = "" if status == "ok" else f"exit code {code}\n" + text[-TAIL_BYTES:].decode(errors="replace")
+    seconds = round(time.monotonic() - start, 1)
+    with open(log, "ab") as file:
+        file.write(f"\n##### {stage.name}: {status} after {seconds} s\n".encode() + text[-LOG_BYTES:])
+    return {"stage": stage.name, "status": status, "seconds": seconds, "figures": found, "error": error}
+
+
+def merged(lines: str) -> dict[str, Any]:
+    """The figures of a stage, those of one case together. A line that a kill cut off is left out."""
+    found: dict[str, Any] = {}
+    for line in lines.splitlines():
+        with suppress(json.JSONDecodeError):
+            for name, value in json.loads(line).items():
+                both = isinstance(value, dict) and isinstance(found.get(name), dict)
+                found[name] = found[name] | value if both else value
+    return found
+
+
+def environment() -> dict[str, str]:
+    """That of this process, with the package, the tests and the settings above, which the caller's come before."""
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return ENVIRONMENT | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def load(stage: Stage) -> Any:
+    module, name = stage.function.split(":")
+    return getattr(importlib.import_module(f"gpu.{module}"), name)
+
+
+def in_words(row: dict[str, Any]) -> str:
+    """A stage, its figures and the end of what failed."""
+    lines = [f"{row['stage']:28} {row['status']:20} {row['seconds']:6.1f} s"]
+    lines += [f"    {name}: {json.dumps(value)}" for name, value in row["figures"].items() if value not in ("", [])]
+    return "\n".join(lines + [f"    | {line[:300]}" for line in row["error"].splitlines()[-4:]])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a stage, and how many of each status."""
+    lines = [
+        f"{row['stage']:28} {row['status']:20} {row['seconds']:6.1f} s  {row['figures'].get('checks', '')}"
+        for row in rows
+    ]
+    counts = {status: sum(row["status"] == status for row in rows) for status in FOUND}
+    return "\n".join(["", *lines, ", ".join(f"{count} {status}" for status, count in counts.items() if count)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
