@@ -202,6 +202,7 @@ def remaining_tests(run: Run) -> None:
                 run.record(tests=counts)
                 if found[2] in ("FAILED", "ERROR"):
                     run.check(found[1], False)
+    run.check("tests ran", run.dry or counts["PASSED"])
     run.check("pytest passed", process.returncode == 0)
 
 
