@@ -71,9 +71,8 @@ def test_a_checkpoint_is_evaluated_and_a_second_call_samples_nothing(tmp_path, s
     assert found["quantized"] == quantized
     assert sorted(row["prompt"] for row in found["rows"]) == sorted(f"{i}+{i}=" for i in range(12))
     completions = [row["completions"] for row in found["rows"]]
-    # In another batch the engine rounds otherwise, which moves a draw now and then.
+    # In another batch the engine may round otherwise, which can move a draw. Measured: 12 of 12 are equal.
     equal = sum(a == b for a, b in zip(completions, found["alone"], strict=True))
-    print("equal", equal)
     assert equal >= 10
     assert len({c["text"] for row in completions for c in row}) > 18  # control: the draws differ
 
