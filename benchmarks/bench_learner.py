@@ -6,7 +6,7 @@ masters, and at most 0.6 byte per weight of extra memory.
 "cached" is one forward and backward whose codes exist already, as in every micro-batch after the first. "step, n" is
 what an optimizer step pays: quantize once, then n forwards and backwards, the first of which also
 makes what a kernel keeps beside the codes. Extra memory is what stays alive between
-steps (codes, scales, a kernel's own layout); what autograd keeps for one backward is given beside that of the plain
+steps (codes, scales, a kernel's own layout, and with `quant_keep_dequantized`, "kept", the dequantized weight); what autograd keeps for one backward is given beside that of the plain
 layer, which keeps a bf16 copy of each weight under autocast.
 """
 
@@ -27,9 +27,11 @@ from qarl_trl.rollout.products import PRODUCTS
 
 
 BASE = "bf16"
+KEPT = "W4A16 dequant, kept"
 ARMS = {  # name: (scheme, quant_kernel)
     BASE: None,
     "W4A16 dequant": ("W4A16", "dequant"),
+    KEPT: ("W4A16", "dequant"),
     "W4A16 engine": ("W4A16", "engine"),
     "FP8_DYNAMIC": ("FP8_DYNAMIC", "auto"),
 }
@@ -63,10 +65,12 @@ class Block(nn.Module):
 class Arm:
     """One copy of the model in one scheme."""
 
-    def __init__(self, model: nn.Module, x: Tensor, grad: Tensor, setting: tuple[str, str] | None) -> None:
+    def __init__(self, model: nn.Module, x: Tensor, grad: Tensor, name: str) -> None:
         self.model, self.x, self.grad = copy.deepcopy(model), x, grad
-        if setting is not None:
-            apply_quantization(self.model, setting[0], ignore=(), product=PRODUCTS[setting[1]])
+        if ARMS[name] is not None:
+            scheme, kernel = ARMS[name]
+            keep = name == KEPT
+            apply_quantization(self.model, scheme, ignore=(), product=PRODUCTS[kernel], keep_dequantized=keep)
         self.layers = [module for _, module in quantized_modules(self.model)]
 
     def forget_codes(self) -> None:
@@ -144,7 +148,7 @@ def _bytes_within(value: object) -> int:
 def measure(label: str, model: nn.Module, x: Tensor, rounds: int) -> tuple[list[dict], dict]:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         grad = torch.randn(model(x).shape)
-    arms = {name: Arm(model, x, grad, setting) for name, setting in ARMS.items()}
+    arms = {name: Arm(model, x, grad, name) for name in ARMS}
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
     times = common.interleave(
@@ -206,7 +210,7 @@ def main() -> None:
         rows += more
     headlines = []
     for row in rows:
-        goals = row["arm"].startswith("W4A16")
+        goals = row["arm"] in ("W4A16 dequant", "W4A16 engine")
         headlines.append(
             f"{row['model']}, {row['arm']} / bf16: cached {row['cached']:.2f}x, with quantization {row['step, 1']:.2f}x "
             f"(1 forward a step), {row['step, 4']:.2f}x (4) {common.verdict(row['cached'], GOAL_TIME) if goals else ''}; "

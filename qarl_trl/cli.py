@@ -11,6 +11,7 @@ _FORWARDED = {
     "train": (".train:run", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
     "precondition": (".llmcompressor.precondition:main", "fold transforms into a model before training"),
     "ptq": (".llmcompressor.ptq:main", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
+    "eval": (".evaluation.command:main", "what a checkpoint scores on math problems, through vLLM"),
     "quickstart": (".quickstart.__main__:main", "train a small model on this machine, with a report at the end"),
 }
 

@@ -91,11 +91,13 @@ def final_answer(reference: Any) -> str:
     r"""
     The final answer in a reference: after GSM8K's `####`, in the last `\boxed{}`, or the whole text.
 
-    A reference is text, a number, or chat messages (of which the last is read). Without an answer it is `""`; whole
-    floats lose their `.0`.
+    A reference is text, a number, a list of texts (parts of one answer), or chat messages (of which the last is read).
+    Without an answer it is `""`; whole floats lose their `.0`.
     """
     if isinstance(reference, float) and reference.is_integer():
         reference = int(reference)
+    if isinstance(reference, list) and all(isinstance(part, str) for part in reference):
+        reference = ", ".join(reference)  # OlympiadBench: the parts of one answer
     text = text_of(reference)
     if "####" in text:
         return text.rsplit("####", 1)[1].strip().replace(",", "")
@@ -108,7 +110,7 @@ def local_path(name_or_path: str) -> Path | None:
 
     Raises:
         FileNotFoundError: If it can only be a path, and nothing is there.
-        ValueError: If it is a file of an unknown kind.
+        ValueError: If it is a file of an unknown kind, or empty.
     """
     path = Path(name_or_path).expanduser()
     looks_local = path.suffix in _BUILDERS or path.is_absolute() or name_or_path.startswith((".", "~"))
@@ -121,6 +123,8 @@ def local_path(name_or_path: str) -> Path | None:
         return None
     if path.is_file() and path.suffix not in _BUILDERS:
         raise ValueError(f"The dataset {name_or_path!r} is a {path.suffix!r} file. Give one of {sorted(_BUILDERS)}.")
+    if path.is_file() and not path.stat().st_size:
+        raise ValueError(f"The dataset {name_or_path!r} is an empty file.")
     return path
 
 

@@ -72,7 +72,7 @@ class ExpertMuon(torch.optim.Optimizer):
     [`torch.optim.Muon`] for parameters `(experts, projections * rows, columns)`, each `(rows, columns)` a matrix of its own.
 
     Equal to torch's Muon over the matrices one by one. Args: groups with `params` and `projections`; `defaults` of torch's Muon.
-    A DTensor (FSDP2) must be sharded by experts: every process updates those it holds, without communication.
+    A DTensor (FSDP2) must be sharded by experts: each process updates its own, without communication.
     """
 
     @torch.no_grad()
@@ -204,7 +204,6 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
             len(stacked),
             100 * sum(stacked) / sum(param.numel() for param in params.values()),
         )
-
     muon = torch.optim.Muon(
         [{"params": [params[name] for name in matrices]}],
         lr=args.learning_rate,

@@ -3,7 +3,9 @@
 Only tests import this file. Nothing here calls the package, compressed-tensors or a tensor operation that rounds.
 """
 
+import itertools
 import math
+import random
 import struct
 
 import torch
@@ -462,3 +464,19 @@ def logps_of_each_alone(model, input_ids, attention_mask, logits_to_keep):
             if columns[i] >= first:
                 out[row, columns[i] - first] = logits[i - 1].log_softmax(-1)[tokens[i]]
     return out
+
+
+# Evaluation ---------------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(rewards, k):
+    """Share of all ways to draw `k` of the completions in which at least one is correct."""
+    draws = list(itertools.combinations(rewards, k))
+    return sum(any(draw) for draw in draws) / len(draws)
+
+
+def bootstrap_interval(values, resamples, seed):
+    """95 % percentile interval of the mean, one draw at a time, by Python's own generator."""
+    rng = random.Random(seed)
+    means = sorted(sum(rng.choice(values) for _ in values) / len(values) for _ in range(resamples))
+    return means[round(0.025 * resamples)], means[round(0.975 * resamples) - 1]

@@ -100,6 +100,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"model_init_kwargs": {"device_map": "balanced"}}, ["device_map='balanced'", "one device a process"]),
         ({"model_init_kwargs": {"device_map": {"a": 0, "b": 1}}}, ["device_map={'a': 0, 'b': 1}", "FSDP2"]),
         ({"fp16": True}, ["fp16=True", "bf16=True"]),
+        ({"quant_keep_dequantized": True, "quant_learner": False}, ["quant_learner=False", "Leave one of them out"]),
         ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, ["hub_strategy=", "every_save"]),
         ({"push_to_hub": True, "export_low_bit": False}, ["export_low_bit=False", "export_low_bit=True"]),
         ({"mismatch_abort_threshold": 0.1}, ["mismatch_abort_threshold", "use_vllm=True"]),

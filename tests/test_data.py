@@ -160,6 +160,7 @@ def test_unknown_kind_of_file_is_refused(tmp_path):
         (4, "4"),
         (None, ""),
         ([], ""),
+        (["$2$", "$-3$"], "$2$, $-3$"),
     ],
 )
 def test_final_answer(reference, answer):

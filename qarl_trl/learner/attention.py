@@ -61,7 +61,8 @@ def _attention(
     if sequence_lengths is None:
         if unmasked and attention_mask is not None:
             raise RuntimeError(
-                "Positions start anew within a row, but the attention was not told where: it would reach across sequences."
+                "Positions start anew within a row, but the attention was not told where (sequence_lengths): it would reach "
+                "across."
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     outputs, start = [], 0

@@ -15,7 +15,7 @@ from .attention import transformers_model
 
 LENGTH = 12
 # Layers whose attention transformers masks by the positions of a row; state spaces and convolutions run through it.
-ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 # Of a mixture, whose experts get other numbers of tokens when a neighbour changes: rounding against what a neighbour would
 # change if it were seen. Measured on toys: 2e-6 in float32, 0 in bfloat16; 1 where attention reaches across.
 NOISE = 0.25
@@ -27,8 +27,7 @@ def unfit(model: nn.Module) -> str | None:
     config = causal_lm.config
     if config.get_text_config() is not config:
         return "it has other parts than a text model, which count positions in their own way"
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    other = sorted(set(kinds) - set(ATTENTION_LAYERS))
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENTION_LAYERS))
     if other:
         return f"it has layers of type {', '.join(map(repr, other))}, whose state runs on into the next sequence"
     if "position_ids" not in inspect.signature(causal_lm.base_model.forward).parameters:

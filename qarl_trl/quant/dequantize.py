@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from torch import Tensor
 
 from . import reference
@@ -42,8 +41,7 @@ def _decoded(weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
         return compressor.decompress(dict(weight.tensors), weight.scheme)["weight"].to(dtype)
     (rows, columns), tensors, zero_point = weight.shape, weight.tensors, None
     if "weight_zero_point" in tensors:
-        words, bits = tensors["weight_zero_point"], weight.scheme.weights.num_bits
-        zero_point = unpack_from_int32(words, bits, weight.scale.shape, packed_dim=0)
+        zero_point = reference.unpack_zero_points(tensors["weight_zero_point"], rows)
     device = weight.codes.device
     decoder = reference if fast is None else fast.decoder_for((rows, columns), dtype, device, weight.scheme)
     return decoder.decode(weight.codes, weight.scale, zero_point, weight.scheme, columns, dtype)

@@ -60,8 +60,7 @@ def apply_quantization(
         product (`ProductChoice`, *optional*): Takes scheme and device and returns what multiplies. Defaults to torch's own
             products; the engine's are in `qarl_trl.rollout.products`.
         quantize_forward (`bool`, *optional*, defaults to `True`): `False` keeps the forward in high precision.
-        keep_dequantized (`bool`, *optional*, defaults to `False`): Keep what a low-bit weight is multiplied as, 2 bytes per
-            weight (W4AFP8: 1), for as long as its codes, instead of making it anew in every forward and backward.
+        keep_dequantized (`bool`, *optional*, defaults to `False`): Dequantize once for all uses of the codes: 2 bytes a weight.
         qparams (`Mapping`, *optional*): Frozen scale and zero point of every quantized layer, by its name
             ([`~qarl_trl.llmcompressor.quantized_start.QuantizedSource.qparams`]). Without it they follow the weights.
 

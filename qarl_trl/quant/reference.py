@@ -175,6 +175,12 @@ def pack_zero_points(zero_point: Tensor) -> Tensor:
     return packed(zero_point, 4, dim=0)
 
 
+def unpack_zero_points(words: Tensor, rows: int) -> Tensor:
+    """The inverse of [`pack_zero_points`]: int8 `(rows, groups)`."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).unsqueeze(-1)
+    return ((words.unsqueeze(1) >> shifts & 0xF) - 8).to(torch.int8).flatten(0, 1)[:rows]
+
+
 def packed(values: Tensor, num_bits: int, dim: int = 1) -> Tensor:
     """Codes int8 `(out, in)` of any size to words int32 along `dim`, the first in the lowest bits; the last is filled up."""
     count = 32 // num_bits

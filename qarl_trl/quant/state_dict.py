@@ -1,7 +1,7 @@
 """The low-bit model as a stream of tensors in checkpoint names.
 
-Invariant: the publish and the export read this one stream; a quantized layer's tensors are the very objects its
-forward multiplies with, everything else is a fresh bfloat16 copy (paper Sec. 3.1, step 3).
+Invariant: the publish and the export read this one stream; a quantized layer's tensors are those its forward
+multiplies with (of experts: views of them), everything else is a fresh bfloat16 copy (paper Sec. 3.1, step 3).
 """
 
 from __future__ import annotations

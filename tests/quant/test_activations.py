@@ -1,16 +1,24 @@
 """`qarl_trl.quant.activations`: the codes of the definition, and of vLLM's own operations."""
 
+import threading
+import weakref
+
 import pytest
 import references
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from qarl_trl.quant import apply_quantization, linear, products
 from qarl_trl.quant.activations import (
+    once,
     quantize_groups_fp8,
     quantize_tokens_fp8,
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from quant.schemes import normal, relative_error
+from quant.schemes import NAMES, WEIGHT_ONLY, normal, relative_error
 
 
 SIZES = [1e-30, 1e-3, 1.0, 1e4]
@@ -150,6 +158,198 @@ def test_the_zero_point_comes_from_the_side_that_the_engine_takes():
     # Control: the rows tell the two sides apart.
     steps = torch.full((2000,), 255.0) / (x[:, 1] - x[:, 0])
     assert ((-128 - x[:, 0] * steps).round() != (127 - x[:, 1] * steps).round()).sum() > 100
+
+
+# Once for each input -------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A function of a tensor that counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, x, factor=2.0):
+        self.calls += 1
+        return x * factor
+
+
+def test_the_same_tensor_gives_the_same_object_and_another_one_does_not():
+    function, x = Counted(), normal(3, 4)
+    found = once(function, x)
+    assert once(function, x) is found
+    assert function.calls == 1
+    assert once(function, x.clone()) is not found  # equal numbers, another tensor
+    assert function.calls == 2
+    assert torch.equal(once(function, x, 3.0), 3 * x)
+    assert torch.equal(once(Counted(), x), 2 * x)
+
+
+def changed_in_place(x):
+    x.add_(1)
+
+
+def changed_in_part(x):
+    x[1, 2] = 9
+
+
+def changed_through_a_view(x):
+    x.view(-1)[3:5].zero_()
+
+
+def changed_storage(x):
+    x.data = x + 1
+
+
+@pytest.mark.parametrize("change", [changed_in_place, changed_in_part, changed_through_a_view, changed_storage])
+def test_a_changed_tensor_is_computed_again(change):
+    function, x = Counted(), normal(3, 4)
+    before = once(function, x)
+    change(x)
+    assert torch.equal(once(function, x), 2 * x)
+    assert not torch.equal(before, 2 * x)  # control
+    assert function.calls == 2
+
+
+def test_nothing_is_held_longer_than_the_input():
+    function, x = Counted(), normal(3, 4)
+    result, source = weakref.ref(once(function, x)), weakref.ref(x)
+    assert result() is not None
+    y = once(Counted(), result())  # as the codes of a cast
+    chained = weakref.ref(y)
+    del y
+    assert chained() is not None
+    del x
+    assert (source(), result(), chained()) == (None, None, None)
+
+
+def test_a_function_that_returns_its_input_holds_nothing():
+    x = normal(3, 4)
+    assert once(torch.Tensor.to, x, torch.float32) is x
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
+
+
+def test_every_thread_computes_for_itself():
+    function, x, found = Counted(), normal(3, 4), []
+    once(function, x)
+    thread = threading.Thread(target=lambda: found.append(once(function, x)))
+    thread.start()
+    thread.join()
+    assert function.calls == 2
+    assert once(function, x) is not found[0]
+
+
+def test_tensors_of_inference_mode_are_computed_each_time():
+    function = Counted()
+    with torch.inference_mode():
+        x = normal(3, 4)
+        once(function, x)
+        x.add_(1)  # which counts no version
+        assert torch.equal(once(function, x), 2 * x)
+
+
+def counted(monkeypatch, scheme):
+    """Counts the calls of the quantizer of a scheme's activations."""
+    product = products._PRODUCTS[scheme]
+    owner = next(cls for cls in product.__mro__ if "quantize" in vars(cls))
+    original, calls = product.quantize, []
+    monkeypatch.setattr(owner, "quantize", staticmethod(lambda x: calls.append(1) or original(x)))
+    return calls
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    torch.manual_seed(0)
+    size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    return Qwen3ForCausalLM(Qwen3Config(**size, **heads, tie_word_embeddings=False)).state_dict(), size | heads
+
+
+def step(decoder, scheme, recomputed=False, autocast=True):
+    """Loss and gradients of a small Qwen3 in a scheme."""
+    state, config = decoder
+    model = Qwen3ForCausalLM(Qwen3Config(**config, tie_word_embeddings=False))
+    model.load_state_dict(state)
+    apply_quantization(model.train(), scheme)
+    if recomputed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tokens = torch.arange(32).view(2, 16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("scheme", [name for name in NAMES if name not in WEIGHT_ONLY])
+def test_a_decoder_layer_quantizes_four_inputs_for_seven_layers(monkeypatch, decoder, scheme, autocast, recomputed):
+    """Those of q, k, v; o; gate, up; and down; again where the forward is computed again, with the same results."""
+    calls = counted(monkeypatch, scheme)
+    found = step(decoder, scheme, recomputed, autocast)
+    passes = 2 * (2 if recomputed else 1)  # of two layers
+    assert len(calls) == 4 * passes
+    # Control: each layer by itself.
+    for module in (products, linear):
+        monkeypatch.setattr(module, "once", lambda function, x, *args: function(x, *args))
+    calls.clear()
+    expected = step(decoder, scheme, recomputed, autocast)
+    assert len(calls) == 7 * passes
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("FP8_DYNAMIC", 128 + 4), ("W8A8", 128 + 4), ("W4A16", 2 * 128)])
+def test_layers_with_one_input_keep_one_copy_for_the_backward(monkeypatch, scheme, size):
+    """Bytes a token: codes and their scale, or the bfloat16 cast of autocast."""
+    model = apply_quantization(nn.ModuleList([nn.Linear(128, 128) for _ in range(3)]), scheme)
+    x = normal(10, 128).requires_grad_()
+
+    def kept():
+        storages = {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+            outputs = [layer(x.clone() if clones else shared) for shared in [x * 1] for layer in model]
+        assert len(outputs) == 3
+        return sum(storage.nbytes() for storage in storages.values())
+
+    clones = False
+    assert kept() == 10 * size
+    clones = True
+    assert kept() == 3 * 10 * size  # control: equal inputs in three tensors
+
+
+def test_an_input_changed_between_two_layers_reaches_the_second():
+    model = apply_quantization(nn.ModuleList([nn.Linear(128, 128) for _ in range(2)]), "FP8_DYNAMIC")
+    x = normal(10, 128)
+    with torch.no_grad():
+        model[0](x)
+        x.mul_(-3)
+        found = model[1](x)
+        assert torch.equal(found, model[1](x.clone()))
+
+
+def test_checkpointed_layers_get_the_gradients_of_the_others():
+    """The recomputation is given the very tensor of the forward."""
+    model = apply_quantization(nn.ModuleList([nn.Linear(128, 128) for _ in range(2)]), "W8A8")
+    gradients = []
+    for reentrant in (None, False, True):
+        x = normal(10, 128).requires_grad_()
+        model.zero_grad()
+        calls = [layer if reentrant is None else checkpointed(layer, reentrant) for layer in model]
+        sum(call(x).square().sum() for call in calls).backward()
+        gradients.append([x.grad, *(p.grad.clone() for p in model.parameters())])
+    assert all(map(torch.equal, gradients[0], gradients[1]))
+    assert all(map(torch.equal, gradients[0], gradients[2]))
+
+
+def checkpointed(layer, reentrant):
+    return lambda x: checkpoint(layer, x, use_reentrant=reentrant)
 
 
 # Against vLLM -------------------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def test_words_of_zero_points_have_the_bytes_of_the_plain_operations(rows):
     zero_point = torch.arange(rows * 5).remainder(16).sub(8).to(torch.int8).view(rows, 5)
     found = cpu.pack_zero_points(zero_point)
     assert torch.equal(found, reference.pack_zero_points(zero_point))
+    assert torch.equal(reference.unpack_zero_points(found, rows), zero_point)
     assert not torch.equal(found, cpu.pack_zero_points(zero_point.roll(1, 0).roll(1, 1)))  # control
 
 

@@ -221,6 +221,33 @@ def test_attention_is_the_engines_kernel_on_each_sequence_alone(mask):
         assert (found[~mask.bool()] == 0).all()
 
 
+def packed(*tensors, mask):
+    """The real tokens of `(batch, heads, tokens, head_dim)` in one row, and the lengths of the sequences."""
+    rows = [t.transpose(1, 2)[mask.bool()].transpose(0, 1)[None] for t in tensors]
+    return rows, tuple(mask.sum(1).tolist())
+
+
+@pytest.mark.slow
+def test_attention_of_a_packed_row_is_that_of_padded_ones_with_its_gradients():
+    mask = MASKS["padded"]
+    query, key, value = heads(3, 4, 7, 32, seed=1), heads(3, 2, 7, 32, seed=2), heads(3, 2, 7, 32, seed=3)
+    grad = normal(3, 7, 4, 32, seed=4, dtype=torch.bfloat16) * mask[:, :, None, None]
+
+    def run(query, key, value, mask, lengths, grad):
+        inputs = [t.clone().requires_grad_() for t in (query, key, value)]
+        output, _ = cpu_ops._attention(None, *inputs, mask, 0.2, sequence_lengths=lengths)
+        return output, torch.autograd.grad(output, inputs, grad)
+
+    expected, expected_grads = run(query, key, value, mask, None, grad)
+    row, lengths = packed(query, key, value, mask=mask)
+    found, grads = run(*row, None, lengths, grad[mask.bool()][None])
+    assert same_bytes(found[0], expected[mask.bool()])
+    for mine, theirs in zip(grads, packed(*expected_grads, mask=mask)[0], strict=True):
+        assert relative_error(mine, theirs) < 1e-3  # measured 0: float32 sums of other lengths, rounded to bfloat16
+    across, _ = run(*row, None, (sum(lengths),), grad[mask.bool()][None])
+    assert not same_bytes(across, found)  # control
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [33, 600])
 def test_attention_over_several_blocks_is_exact_attention_cut_off(tokens):
@@ -279,6 +306,12 @@ def test_padding_and_the_masters_dtype_change_no_bit(config, architecture):
     expected = logits_of(model, ids)
     assert same_bytes(logits_of(model, padded, attention_mask=mask)[:, 4:-3], expected)
     assert not same_bytes(logits_of(stock, padded, attention_mask=mask)[:, 4:-3], logits_of(stock, ids))  # control
+    row, positions = ids.view(1, -1), torch.arange(9).repeat(1, 2)
+    assert same_bytes(
+        logits_of(model, row, position_ids=positions, sequence_lengths=(9, 9)).view(expected.shape), expected
+    )
+    with pytest.raises(RuntimeError, match="would reach across"):
+        logits_of(model, row, position_ids=positions)
 
     low = make_model(config, architecture, torch.bfloat16)
     use_engine_ops(low)

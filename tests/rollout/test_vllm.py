@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from trl.generation import vllm_generation
+from vllm.config import VllmConfig
 
 from qarl_trl.rollout import _vllm
 
@@ -47,7 +48,9 @@ class Engine:
         worker = SimpleNamespace(
             model_runner=SimpleNamespace(get_model=lambda: self.model), reload_weights=self.reload_weights
         )
-        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+        self.llm_engine = SimpleNamespace(
+            model_executor=SimpleNamespace(driver_worker=worker), vllm_config=VllmConfig()
+        )
 
     def reload_weights(self, weights_iterator):
         if self.calls_load:

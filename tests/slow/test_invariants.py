@@ -254,8 +254,8 @@ def test_a_sleeping_engine_is_woken_before_the_publish(tmp_path):
     assert order == ["wake ['weights']", "reload", "sleeping False"]
 
 
-def _permuted_biases(model: str, folder: str, repaired: bool) -> dict[str, Any]:
-    """Publishes into an engine whose kernel reorders biases into a new tensor, as Marlin's does on GPUs."""
+def _made_anew(model: str, folder: str, repaired: bool) -> dict[str, Any]:
+    """Publishes into an engine whose kernel puts biases, reordered, and its locks into new tensors, as Marlin does on GPUs."""
     from contextlib import nullcontext
     from unittest.mock import patch
 
@@ -263,25 +263,32 @@ def _permuted_biases(model: str, folder: str, repaired: bool) -> dict[str, Any]:
 
     process = CPUWNA16LinearKernel.process_weights_after_loading
 
-    def permuting(kernel: Any, layer: torch.nn.Module) -> None:
+    def making(kernel: Any, layer: torch.nn.Module) -> None:
         process(kernel, layer)
+        kernel.workspace = torch.zeros(8)
         if layer.bias is not None:
             layer.bias.data = layer.bias.data.flip(0)
 
-    with patch.object(CPUWNA16LinearKernel, "process_weights_after_loading", permuting):
+    with patch.object(CPUWNA16LinearKernel, "process_weights_after_loading", making):
         from qarl_trl.rollout import _vllm
 
         trainer = make_trainer(model, Path(folder))
         engine = trainer.vllm_generation
-        bias = _vllm.engine_model(engine.llm).get_parameter("model.layers.0.self_attn.qkv_proj.bias")
-        captured = bias.data  # what a CUDA graph would have
-        with nullcontext() if repaired else patch.object(_vllm, "_biases_in_place", lambda model: nullcontext()):
+        layer = _vllm.engine_model(engine.llm).get_submodule("model.layers.0.self_attn.qkv_proj")
+        bias, locks = layer.bias.data, layer.scheme.kernel.workspace  # what a CUDA graph would have
+        locks.fill_(7)  # as after a level 2 sleep
+        nothing = {name: lambda model: nullcontext() for name in ("_biases_in_place", "_locks_in_place")}
+        with nullcontext() if repaired else patch.multiple(_vllm, **nothing):
             sent = publish(engine)
     expected = torch.cat([sent[f"model.layers.0.self_attn.{n}_proj.bias"] for n in "qkv"]).flip(0)
-    return {"layer": torch.equal(bias, expected), "captured": torch.equal(captured, expected)}
+    return {
+        "layer": torch.equal(layer.bias, expected),
+        "captured bias": torch.equal(bias, expected),
+        "captured locks": layer.scheme.kernel.workspace is locks and not locks.any(),
+    }
 
 
 @pytest.mark.parametrize("repaired", [True, False])
-def test_a_bias_that_the_kernel_reorders_stays_where_graphs_read_it(tmp_path, repaired):
-    found = isolated(_permuted_biases, save_model(tmp_path / "m", family="Qwen2"), str(tmp_path / "run"), repaired)
-    assert found == {"layer": True, "captured": repaired}
+def test_what_the_kernel_makes_anew_stays_where_graphs_read_it(tmp_path, repaired):
+    found = isolated(_made_anew, save_model(tmp_path / "m", family="Qwen2"), str(tmp_path / "run"), repaired)
+    assert found == {"layer": True, "captured bias": repaired, "captured locks": repaired}

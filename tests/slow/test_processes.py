@@ -112,17 +112,17 @@ def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engi
         assert found["ratios"][1] != (1, 1)
 
 
-def _resumed(model: str, folder: str, checkpoint: str | None) -> dict[str, Any]:
-    trainer = _trainer(model, folder, True, save_strategy="steps", save_steps=2, optim_muon=True, seed=1)
+def _resumed(model: str, folder: str, checkpoint: str | None, changes: dict[str, Any]) -> dict[str, Any]:
+    trainer = _trainer(model, folder, True, save_strategy="steps", save_steps=2, optim_muon=True, seed=1, **changes)
     trainer.train(resume_from_checkpoint=checkpoint)
     return {name: p.numpy() for name, p in _whole(trainer).items()}
 
 
 def test_shards_resume_bit_for_bit(tmp_path):
     model = save_model(tmp_path / "model")
-    straight, _ = isolated_group(_resumed, 2, model, str(tmp_path / "straight"), None)
+    straight, _ = isolated_group(_resumed, 2, model, str(tmp_path / "straight"), None, {})
     half = tmp_path / "straight" / "checkpoint-2"
-    again, _ = isolated_group(_resumed, 2, model, str(tmp_path / "again"), str(half))
+    again, _ = isolated_group(_resumed, 2, model, str(tmp_path / "again"), str(half), {})
     assert _same(straight, again)
     masters = stored_tensors(half)
     assert masters.keys() == straight.keys()
@@ -135,6 +135,18 @@ def test_shards_resume_bit_for_bit(tmp_path):
     alone = apply_quantization(AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32), "W4A16")
     low_bit = stored_tensors(half / "low_bit")
     assert all(torch.equal(low_bit[name], tensor) for name, tensor in iter_low_bit_weights(alone))
+
+
+def test_uneven_shards_of_experts_resume_bit_for_bit(tmp_path):
+    model = save_model(tmp_path / "model", layers=1, experts=3)
+    changes = {"use_vllm": False, "max_completion_length": 8}  # no engine on a CPU runs low-bit experts
+    straight, _ = isolated_group(_resumed, 2, model, str(tmp_path / "straight"), None, changes)
+    half = tmp_path / "straight" / "checkpoint-2"
+    again, _ = isolated_group(_resumed, 2, model, str(tmp_path / "again"), str(half), changes)
+    assert _same(straight, again)
+    experts = "model.layers.0.mlp.experts"
+    stored = stored_tensors(half)[f"{experts}.2.down_proj.weight"].numpy()
+    assert not (stored == straight[f"{experts}.down_proj"][2]).all()  # control
 
 
 def _frozen(checkpoint: str, folder: str) -> list[str]:

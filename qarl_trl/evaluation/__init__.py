@@ -1,0 +1,1 @@
+"""What a checkpoint scores on math problems, sampled by vLLM: `qarl-trl eval`."""

@@ -1,0 +1,88 @@
+"""The checkpoint under evaluation: found, described and refused before an engine starts."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from huggingface_hub import snapshot_download
+from transformers import PretrainedConfig
+
+from ..quant.plan import in_words
+from ..quant.scheme import support_of
+from ..rollout._vllm_cpu import is_cpu_engine
+from ..rollout.cpu import check_engine_cpu
+from ..rollout.support import missing_in_engine
+
+
+# What vLLM reads: on the Hub there may be a second copy of the weights in another format.
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+
+
+def find_checkpoint(name_or_path: str) -> Path:
+    """
+    The folder of a checkpoint, downloaded if `name_or_path` is a Hub id.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, or it holds no model.
+        ConnectionError: If it can only be on the Hub, and the Hub does not give it.
+        ValueError: If it is an adapter.
+    """
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        if name_or_path.startswith((".", "~", "/")) or name_or_path.count("/") > 1:
+            raise FileNotFoundError(f"there is no model folder {name_or_path} (seen from {Path.cwd()}).")
+        try:
+            folder = Path(snapshot_download(name_or_path, allow_patterns=list(_FILES)))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConnectionError(
+                f"{name_or_path} is no folder (seen from {Path.cwd()}), and the Hub does not give it: {reason}"
+            ) from error
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} is an adapter. Evaluate its folder low_bit, or what `qarl-trl export {folder} OUTPUT` writes."
+        )
+    for needed in ("config.json", "*.safetensors"):
+        if not any(folder.glob(needed)):
+            raise FileNotFoundError(f"{folder} is no model folder: it has no {needed}.")
+    return folder
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the names and bytes of all files that decide what a checkpoint answers. It reads the weights once."""
+    total = hashlib.sha256()
+    for path in sorted({path for kind in _FILES for path in folder.glob(kind)}):
+        with path.open("rb") as file:
+            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def precision(config: PretrainedConfig) -> str:
+    """
+    The precision of the quantized layers in words.
+
+    Raises:
+        ValueError: If vLLM has no kernel for a scheme on this machine, or none at all.
+    """
+    device = torch.device("cpu" if is_cpu_engine() else "cuda")
+    check_engine_cpu(device.type)
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return "not quantized"
+    stored = stored if isinstance(stored, dict) else stored.to_dict()
+    if stored.get("quant_method") != "compressed-tensors":
+        return str(stored.get("quant_method"))
+    parts = []
+    for group in QuantizationConfig.model_validate(stored).config_groups.values():
+        parts.append(in_words(group))
+        try:
+            row = support_of(group)
+        except ValueError:  # not one of ours; vLLM itself says whether it runs
+            continue
+        if missing := missing_in_engine(row, device):
+            raise ValueError(f"vLLM cannot run {row.name} on device {device.type!r}: {missing}.")
+        parts[-1] = f"{row.name} ({parts[-1]})"
+    return ", ".join(parts)

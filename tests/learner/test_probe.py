@@ -1,0 +1,99 @@
+"""`qarl_trl.learner.probe`: which models are packed, by what they say and by what they do."""
+
+import contextlib
+
+import pytest
+import torch
+import transformers
+from peft import PromptTuningConfig, get_peft_model
+from trl.trainer.utils import add_fused_lm_head
+
+from qarl_trl.learner import attention
+from qarl_trl.learner.logps import PackedPasses
+from qarl_trl.learner.probe import unfit
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def make(family, architecture="ForCausalLM", **sizes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    return getattr(transformers, family + architecture)(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "sizes", "why"),
+    [
+        ("Qwen3Next", "ForCausalLM", SIZES | HEADS, "layers of type 'linear_attention', whose state runs on"),
+        ("Jamba", "ForCausalLM", SIZES | HEADS, "linear_attention"),
+        ("Mamba", "ForCausalLM", SIZES, "linear_attention"),
+        ("Bloom", "ForCausalLM", {"vocab_size": 32, "hidden_size": 32, "n_layer": 1, "n_head": 2}, "no position_ids"),
+        ("Qwen2_5_VL", "ForConditionalGeneration", {}, "other parts than a text model"),
+    ],
+)
+def test_what_a_config_says_is_believed(family, architecture, sizes, why):
+    with torch.device("meta"):
+        assert why in unfit(make(family, architecture, **sizes))
+
+
+def test_learned_tokens_before_a_row_are_not_packed(tiny_model):
+    adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert "learned tokens" in unfit(get_peft_model(tiny_model(), adapter))
+
+
+def measured(model):
+    """What the trainer would find, model in evaluation mode or not."""
+    add_fused_lm_head(model)
+    assert unfit(model) is None
+    passes = PackedPasses(1000, contextlib.nullcontext, lambda t: t, lambda m: m)
+    attention.use_packed_attention(model)
+    dropout = model.get_input_embeddings().eval()
+    model.train()
+    dropout.eval()
+    found = passes._crossing(model, model)
+    assert model.training and not dropout.training  # each module as it was
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "olmoe"])
+def test_decoders_whose_attention_is_told_are_fit(tiny_model, kind, dtype):
+    assert measured(tiny_model(kind, dtype=dtype)) is None
+
+
+def test_absolute_positions_and_windows_are_measured():
+    sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    assert measured(make("GPT2", "LMHeadModel", **sizes)) is None
+    assert measured(make("Gemma2", **SIZES | HEADS, sliding_window=4, head_dim=16)) is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_layer_that_reaches_across_is_noticed(tiny_model, kind, dtype):
+    model = tiny_model(kind, dtype=dtype)
+    for layer in model.model.layers[1:]:
+        layer.self_attn.forward = forget_lengths(layer.self_attn.forward)
+    assert "with its neighbour" in measured(model)
+
+
+def forget_lengths(forward):
+    def without(*args, sequence_lengths=None, **kwargs):
+        kwargs["attention_mask"] = None
+        return forward(*args, **kwargs)
+
+    return without
+
+
+def test_positions_that_run_on_are_noticed_where_they_are_absolute():
+    sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    model = make("GPT2", "LMHeadModel", **sizes, initializer_range=0.2)
+
+    def run_on(module, args, kwargs):
+        if "position_ids" in kwargs:
+            kwargs["position_ids"] = torch.arange(kwargs["position_ids"].shape[1])[None]
+        return args, kwargs
+
+    model.transformer.register_forward_pre_hook(run_on, with_kwargs=True)
+    assert "when it is packed" in measured(model)
