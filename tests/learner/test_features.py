@@ -195,7 +195,7 @@ def break_packing(monkeypatch, how):
 
 
 def assert_equal_runs(found, expected):
-    """Measured: losses 3e-7, gradients 2e-6 of their norm, and 5e-6 in what is logged, of which the norm is about 7."""
+    """Measured for tbpo and the stock losses: losses 1.2e-7, gradients 1.3e-6 of their norm, what is logged 2.9e-6 (up to 7)."""
     off = distances(found, expected)
     assert off["losses"] < 2e-6 and off["gradients"] < 1e-5 and off["logged"] < 3e-5, off
 
