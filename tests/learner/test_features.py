@@ -38,7 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "four steps per generation": {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
     "lora": {"lora": True},
     "lora and kl": {"lora": True, "beta": 0.3},
-    "mixture": {"experts": 4},
+    "mixture": {"experts": 4, "router_aux_loss_coef": 0.0},
     "mixture and balance": {"experts": 4, "router_aux_loss_coef": 0.3},
 }
 # Of these a run without the feature has the same.
@@ -195,7 +195,7 @@ def break_packing(monkeypatch, how):
 
 
 def assert_equal_runs(found, expected):
-    """Measured: losses 3e-7, gradients 2e-6 of their norm, and 5e-6 in what is logged, of which the norm is about 7."""
+    """Measured for tbpo and the stock losses: losses 1.2e-7, gradients 1.3e-6 of their norm, what is logged 2.9e-6 (up to 7)."""
     off = distances(found, expected)
     assert off["losses"] < 2e-6 and off["gradients"] < 1e-5 and off["logged"] < 3e-5, off
 
@@ -214,7 +214,7 @@ def test_packed_passes_train_as_padded_rows_do(start, monkeypatch, feature, sche
     expected = large_of = train(start(None, **changes))
     large, small = (train(start(budget, **changes)) for budget in (LARGE, SMALL))
     assert_equal_runs(large, expected)
-    if "router_aux_loss_coef" in changes:
+    if changes.get("router_aux_loss_coef"):
         with monkeypatch.context() as patch:
             balance_by_passes(patch, SMALL)
             expected = train(start(None, **changes))

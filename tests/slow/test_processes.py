@@ -44,7 +44,8 @@ def _shard_on_cpu() -> None:
         original(self, *args, **kwargs)
         plugin = kwargs.get("fsdp_plugin")
         if plugin is not None and self.distributed_type == state.DistributedType.MULTI_CPU:
-            plugin.set_mixed_precision(self._mixed_precision)
+            if self._mixed_precision != "no":
+                plugin.set_mixed_precision(self._mixed_precision)
             self.fsdp_plugin = plugin
             self.distributed_type = state.PartialState._shared_state["distributed_type"] = state.DistributedType.FSDP
 
