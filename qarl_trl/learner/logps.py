@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from .attention import sequence_arguments, use_packed_attention
-from .packing import PackedRow, outer_columns, pack, split_rows, unpack
+from .packing import PackedRow, check_longest, outer_columns, pack, split_rows, unpack
 from .probe import crossing, unfit
 
 
@@ -86,6 +86,8 @@ class PackedPasses:
 
     def _passes(self, mask: Tensor, chunks: Sequence[list[int]]) -> list[list[int]]:
         """The rows of each pass. All processes have as many passes of a micro-batch, since wrappers let them wait for each other."""
+        # On any process, so that all of them stop: one alone would leave the others waiting.
+        check_longest(int(self.gather(mask.sum(1).amax().view(1)).max()), self.budget)
         lengths = mask.sum(1).tolist()
         lengths = [[lengths[row] for row in chunk] for chunk in chunks]
         numbers = torch.tensor([len(split_rows(n, self.budget)) for n in lengths], device=mask.device)

@@ -96,11 +96,7 @@ def split_rows(lengths: Sequence[int], budget: int, passes: int = 1) -> list[lis
     Raises:
         ValueError: for a row longer than the budget, and for more passes than rows.
     """
-    if max(lengths) > budget:
-        raise ValueError(
-            f"A sequence of {max(lengths)} tokens does not fit into max_tokens_per_pass={budget}. Set max_tokens_per_pass to "
-            "at least the longest prompt and completion together."
-        )
+    check_longest(max(lengths), budget)
     if passes > len(lengths):
         raise ValueError(
             f"{len(lengths)} rows cannot fill {passes} passes: another process has more rows than this one."
@@ -116,6 +112,15 @@ def split_rows(lengths: Sequence[int], budget: int, passes: int = 1) -> list[lis
         largest = max((b for b in bins if len(b) > 1), key=lambda b: sum(lengths[i] for i in b))
         bins.append([largest.pop() for _ in range(len(largest) // 2)])
     return [sorted(b) for b in bins]
+
+
+def check_longest(tokens: int, budget: int) -> None:
+    """Refuse (`ValueError`) a longest sequence of `tokens` that no pass can hold."""
+    if tokens > budget:
+        raise ValueError(
+            f"A sequence of {tokens} tokens does not fit into max_tokens_per_pass={budget}. Set max_tokens_per_pass to at "
+            "least the longest prompt and completion together."
+        )
 
 
 def outer_columns(attention_mask: Tensor, logits_to_keep: int) -> tuple[int, int]:

@@ -153,6 +153,15 @@ def test_every_process_makes_as_many_passes_as_the_one_with_most(make):
     assert (found - expected).abs().max() < 5e-6
 
 
+def test_a_sequence_too_long_on_another_process_stops_this_one_before_a_pass(make):
+    batch, model = make_batch(), make()
+    passes = make_passes(60, gather=lambda t: torch.cat((t, torch.full_like(t, 61))) if t.dtype == torch.long else t)
+    seen = watch(model, passes)
+    with pytest.raises(ValueError, match="A sequence of 61 tokens does not fit into max_tokens_per_pass=60"):
+        run(passes, model, **batch)
+    assert not seen
+
+
 def test_the_balancing_loss_is_the_mean_over_passes(make):
     batch, model = make_batch(), make("qwen3_moe", router_aux_loss_coef=0.1)
     expected = padded(model, **batch, compute_aux_loss=True)[2]
