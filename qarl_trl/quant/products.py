@@ -18,8 +18,7 @@ from .activations import (
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from .dequantize import dequantize, kept
-from .quantize import LowBitWeight
+from .quantize import LowBitWeight, dequantize, kept
 from .scheme import effective_group_size, gpu_generation, support_of
 
 

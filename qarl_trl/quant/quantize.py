@@ -1,4 +1,4 @@
-"""The one quantizer: a weight to the tensors that are computed with, published and saved.
+"""The one quantizer: a weight to the tensors that are computed with, published and saved; and the matrix that they stand for.
 
 Invariant: every low-bit tensor in this package comes out of `quantize_weight`, from the bfloat16 cast of the master
 weight, as compressed-tensors would round it (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
@@ -7,11 +7,13 @@ weight, as compressed-tensors would round it (paper Sec. 3.1, `W_low-bit = Quant
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor
@@ -140,6 +142,39 @@ def quantize_weight(
     if zero_point is not None:
         tensors["weight_zero_point"] = quantizer.pack_zero_points(zero_point)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
+
+
+def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """
+    The matrix `(out, in)` that the low-bit tensors stand for, bit for bit as compressed-tensors decompresses it.
+
+    Codes (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to
+    `dtype`. With `weight.keep_dequantized` it is made once, kept in bfloat16, and must not be written to.
+    """
+    if weight.keep_dequantized:
+        return kept(weight, "dequantized", lambda: _decoded(weight, torch.bfloat16)).to(dtype)
+    return _decoded(weight, dtype)
+
+
+def kept(weight: LowBitWeight, name: str, make: Callable[[], Any]) -> Any:
+    """`make()`, or where the weight keeps what it is multiplied by, what that gave for these codes."""
+    if not weight.keep_dequantized:
+        return make()
+    if name not in weight.prepared:
+        weight.prepared[name] = make()
+    return weight.prepared[name]
+
+
+def _decoded(weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+    if has_global_scale(weight.scheme):
+        compressor = BaseCompressor.get_value_from_registry(weight.scheme.format.value)
+        return compressor.decompress(dict(weight.tensors), weight.scheme)["weight"].to(dtype)
+    (rows, columns), tensors, zero_point = weight.shape, weight.tensors, None
+    if "weight_zero_point" in tensors:
+        zero_point = reference.unpack_zero_points(tensors["weight_zero_point"], rows)
+    device = weight.codes.device
+    decoder = reference if fast is None else fast.decoder_for((rows, columns), dtype, device, weight.scheme)
+    return decoder.decode(weight.codes, weight.scale, zero_point, weight.scheme, columns, dtype)
 
 
 def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.dequantize`: the numbers that codes stand for, and how often they are computed."""
+"""`dequantize` of `qarl_trl.quant.quantize`: the numbers that codes stand for, and how often they are computed."""
 
 import copy
 import weakref
@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from qarl_trl.quant import apply_quantization, quantize_weight, quantized_modules, resolve_scheme
 from qarl_trl.quant import dequantize as dequantize_module
-from qarl_trl.quant.dequantize import dequantize
 from qarl_trl.quant.products import Int4Fp8Gemm
+from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from quant.schemes import (
     NAMES,
