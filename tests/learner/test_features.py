@@ -41,6 +41,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "mixture": {"experts": 4, "router_aux_loss_coef": 0.0},
     "mixture and balance": {"experts": 4, "router_aux_loss_coef": 0.3},
 }
+# In the fast tier; the others are slow by their number alone.
+QUICK = ("tool mask", "two iterations", "mixture and balance")
 # Of these a run without the feature has the same.
 KINDS = {"experts", "lora", "loss_type", "quant_scheme", "quant_kernel", "epsilon_high", "max_steps"}
 
@@ -207,7 +209,11 @@ def plain_losses(scheme):
 
 @pytest.mark.parametrize(
     ("feature", "scheme"),
-    [*((f, None) for f in FEATURES), *((f, "W4A16") for f in ("tbpo", "lora and kl", "mixture"))],
+    [
+        *(pytest.param(f, None, marks=() if f in QUICK else pytest.mark.slow) for f in FEATURES),
+        *((f, "W4A16") for f in ("tbpo", "lora and kl")),
+        pytest.param("mixture", "W4A16", marks=pytest.mark.slow),
+    ],
 )
 def test_packed_passes_train_as_padded_rows_do(start, monkeypatch, feature, scheme):
     changes = plain_losses(scheme) | FEATURES[feature]
@@ -228,6 +234,7 @@ def test_packed_passes_train_as_padded_rows_do(start, monkeypatch, feature, sche
         assert distances(train(start(LARGE, **changes)), large_of)["gradients"] > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", [name for name, changes in FEATURES.items() if not changes.keys() <= KINDS])
 def test_the_features_act_in_these_runs(start, feature):
     changes = plain_losses(None) | FEATURES[feature]
