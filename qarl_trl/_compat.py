@@ -144,15 +144,15 @@ def loads_weights() -> bool:
 
 def restore_masters(model: PreTrainedModel, folder: str) -> None:
     """
-    Copy the weights of a training checkpoint of a mixture into `model`, in place.
+    Copy the weights of a training checkpoint into a `model` that `save_pretrained` stores under other names, in place.
 
-    `save_pretrained` stores experts one by one. The Trainer resumes by `load_state_dict`, to which those names are unknown:
-    it would warn and go on with the experts that training began with. `from_pretrained` fuses them again.
+    It stores experts one by one, and models of several parts as older versions named them. The Trainer resumes by
+    `load_state_dict`, to which those names are unknown: it would warn and go on with the weights that training began with.
 
     Raises:
         RuntimeError: when the checkpoint lacks a weight.
     """
-    stored, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    stored, found = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     if found["missing_keys"]:
         raise RuntimeError(f"The checkpoint {folder} lacks {sorted(found['missing_keys'])}: it cannot be resumed.")
     model.load_state_dict(stored.state_dict())

@@ -105,8 +105,8 @@ class QaRLConfig(GRPOConfig):
     quant_keep_dequantized: bool = HfArg(
         default=False,
         help="Keep what a low-bit weight is multiplied as from its first use to the next optimizer step, instead of "
-        "dequantizing in every forward, recomputation and backward. Costs 2 bytes per quantized weight (W4AFP8: 1). The "
-        "engine's kernels (quant_kernel) need it in the backward only.",
+        "dequantizing in every forward, recomputation and backward. Costs 2 bytes per quantized weight (W4AFP8: 1), twice with "
+        "LoRA and a reference (beta > 0). The engine's kernels (quant_kernel) need it in the backward only.",
     )
     quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,11 @@ class QaRLTrainer(GRPOTrainer):
         if args.max_tokens_per_pass is not None:
             accelerator = self.accelerator
             self._passes = PackedPasses(
-                args.max_tokens_per_pass, accelerator.autocast, accelerator.gather, accelerator.unwrap_model
+                args.max_tokens_per_pass,
+                accelerator.autocast,
+                accelerator.gather,
+                # With it accelerate would change the compiled wrapper of DDP, which then synchronizes every micro-batch.
+                partial(accelerator.unwrap_model, keep_torch_compile=False),
             )
         self.add_callback(StepClock(self))
 
@@ -302,11 +307,24 @@ class QaRLTrainer(GRPOTrainer):
             self._saving_masters = False
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        mixture = any(expert_modules(self._unwrapped)) and not is_peft_model(self._unwrapped)
-        if mixture and not self.is_fsdp_enabled:  # FSDP has its own files, with the names of the model
+        if self._stored_under_other_names:
             _compat.restore_masters(self._unwrapped, resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self._stored_under_other_names:
+            _compat.restore_masters(self._unwrapped, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    @property
+    def _stored_under_other_names(self) -> bool:
+        """Mixtures and models of several parts, unless FSDP, DeepSpeed or peft write the files, by the model's own names."""
+        model = self._unwrapped
+        if is_peft_model(model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False
+        return any(expert_modules(model)) or model.config.get_text_config() is not model.config
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """The Trainer's, but a weight that a checkpoint lacks is an error: training would go on from another one."""

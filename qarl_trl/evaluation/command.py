@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 # Of the options: what decides a completion, beside model, prompt and engine.
 SAMPLING = ("k", "temperature", "top_p", "max_new_tokens", "seed", "tensor_parallel_size", "engine_kwargs")
+# And what decides a prompt.
+PROMPTING = ("prompt_template", "system_prompt", "chat_template_kwargs")
 
 
 @dataclass
@@ -121,6 +124,7 @@ def prepare(options: argparse.Namespace) -> tuple[Job | None, Any]:
         ValueError, OSError, ImportError: with what came, what was needed and what to do.
     """
     check_options(options)
+    import torch
     from transformers import AutoConfig, AutoTokenizer
 
     from .._compat import installed_version, require_vllm
@@ -144,6 +148,7 @@ def prepare(options: argparse.Namespace) -> tuple[Job | None, Any]:
     length = needed_length(config, problems, options)
     settings = {"model_sha256": digest(folder), **{name: getattr(options, name) for name in SAMPLING}}
     settings["vllm"] = installed_version("vllm")
+    settings["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     short = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     output = options.output_dir or f"runs/eval/{Path(options.model).resolve().name}-{short}"
     job = Job(options, in_words, problems, left_out, CompletionStore(Path(output).expanduser(), settings))
@@ -240,7 +245,19 @@ def report(job: Job) -> None:
             "mean_tokens": sum(c.tokens for c in completions) / len(completions),
             "cut_off": sum(c.cut_off for c in completions) / len(completions),
         }
-    head = {"model": job.options.model, "precision": job.precision, "settings": job.store.settings}
-    path = job.store.folder / "results.json"
+    prompts = {name: getattr(job.options, name) for name in PROMPTING}
+    head = {"model": job.options.model, "precision": job.precision, "settings": job.store.settings | prompts}
+    path = results_file(job.store.folder, head, list(job.problems))
     path.write_text(json.dumps(head | summary, indent=2) + "\n")
     print(f"\n{job.options.model}: {job.precision}\n\n{table(summary)}\n\nwritten to {path}")
+
+
+def results_file(folder: Path, head: dict[str, Any], suites: list[str]) -> Path:
+    """`results.json`, or `results-2.json` and so on where that is of other suites or other prompts: no result is lost."""
+    for number in itertools.count(1):
+        path = folder / ("results.json" if number == 1 else f"results-{number}.json")
+        if not path.exists():
+            return path
+        stored = json.loads(path.read_text())
+        if list(stored["suites"]) == suites and all(stored.get(name) == value for name, value in head.items()):
+            return path

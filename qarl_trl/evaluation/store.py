@@ -36,7 +36,7 @@ class CompletionStore(dict[tuple[int, ...], list[Completion]]):
         self.folder, self.settings = folder, settings
         self._file, described = folder / "completions.jsonl", folder / "settings.json"
         folder.mkdir(parents=True, exist_ok=True)
-        if not any(folder.iterdir()):
+        if not any(folder.iterdir()) or (described.is_file() and not self._file.is_file()):
             described.write_text(json.dumps(settings, indent=2) + "\n")
         if not described.is_file():
             raise ValueError(f"--output_dir {folder} is not empty and not of an earlier evaluation. Use a new folder.")

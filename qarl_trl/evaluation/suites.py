@@ -57,18 +57,24 @@ def find_suites(names: Sequence[str], data: Sequence[str]) -> list[Suite]:
 
     Raises:
         FileNotFoundError: If a file or folder is missing, or a folder lacks a suite.
-        ValueError: If a name is unknown, or nothing is asked for.
+        ValueError: If a name is unknown or given twice, a folder is not used, or nothing is asked for.
     """
-    files, folder = {}, None
+    files: dict[str, Suite] = {}
+    folder = None
     for entry in data:
         name, given, path = entry.partition("=")
         if not given or "/" in name:
             name, path = "", entry
         found = local_path(str(Path(path).expanduser().absolute()))
+        name = name or found.stem
         if found.is_dir():
+            if folder is not None or (given and name != found.stem) or not names:
+                raise ValueError(f"--data {entry}: one folder without a name, for the suites that --suite names.")
             folder = found
+        elif name in files:
+            raise ValueError(f"--data {entry}: there is a suite {name!r} already. Name it: --data OTHER={path}.")
         else:
-            files[name or found.stem] = Suite(name or found.stem, str(found))
+            files[name] = Suite(name, str(found))
     wanted = list(dict.fromkeys(part for name in names for part in (MATH if name == "math" else (name,))))
     if not wanted and not files:
         raise ValueError("nothing to evaluate on: give --suite (math, or names of suites), --data FILE, or both.")

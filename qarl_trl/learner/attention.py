@@ -15,6 +15,10 @@ from transformers.masking_utils import sdpa_mask
 ATTENTION = "qarl_packed_sdpa"
 
 
+class LostSequences(RuntimeError):
+    """The layers of a model did not hand on where the sequences of a packed row start."""
+
+
 def use_packed_attention(model: nn.Module) -> None:
     """Let a `model` on transformers' sdpa pay for the squares of its sequences, not of the row; with a mask it stays stock sdpa."""
     causal_lm = transformers_model(model)
@@ -60,7 +64,7 @@ def _attention(
     unmasked = attention_mask is None or attention_mask.numel() == 0
     if sequence_lengths is None:
         if unmasked and attention_mask is not None:
-            raise RuntimeError(
+            raise LostSequences(
                 "Positions start anew within a row, but the attention was not told where (sequence_lengths): it would reach "
                 "across."
             )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 
-from .attention import sequence_arguments, use_packed_attention
+from .attention import LostSequences, sequence_arguments, use_packed_attention
 from .packing import PackedRow, check_longest, outer_columns, pack, split_rows, unpack
 from .probe import crossing, unfit
 
@@ -128,7 +128,10 @@ class PackedPasses:
             packed = pack(ids.to(device), torch.ones_like(ids, device=device), keep, range(len(ids)))
             return unpack([self._forward(model, packed).log_probs], [packed], len(ids), keep)
 
-        reason = crossing(model, score, bare.config.get_text_config().vocab_size)
+        try:
+            reason = crossing(model, score, bare.config.get_text_config().vocab_size)
+        except LostSequences:
+            reason = "its layers do not tell their attention where sequences start"
         wrong = self.gather(torch.tensor([reason is not None], device=device)).any()
         return reason or ("another process found its sequences mixed" if wrong else None)
 

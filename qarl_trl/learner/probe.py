@@ -14,8 +14,9 @@ from .attention import transformers_model
 
 
 LENGTH = 12
-# Layers whose attention transformers masks by the positions of a row; state spaces and convolutions run through it.
-ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+# Layers whose attention transformers masks by the positions of a row; state spaces and convolutions run through it,
+# chunks are counted from its start.
+ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 # Of a mixture, whose experts get other numbers of tokens when a neighbour changes: rounding against what a neighbour would
 # change if it were seen. Measured on toys: 2e-6 in float32, 0 in bfloat16; 1 where attention reaches across.
 NOISE = 0.25
@@ -29,9 +30,11 @@ def unfit(model: nn.Module) -> str | None:
         return "it has other parts than a text model, which count positions in their own way"
     other = sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENTION_LAYERS))
     if other:
-        return f"it has layers of type {', '.join(map(repr, other))}, whose state runs on into the next sequence"
+        return f"it has layers of type {', '.join(map(repr, other))}, which run on into the next sequence"
     if "position_ids" not in inspect.signature(causal_lm.base_model.forward).parameters:
         return "it takes no position_ids"
+    if config._attn_implementation in ("eager", "flex_attention"):
+        return f"its {config._attn_implementation} attention would compute the square of a row; take sdpa or a flash attention"
     adapter = getattr(model, "active_peft_config", None)
     if adapter is not None and adapter.is_prompt_learning:
         return "its adapter puts learned tokens before each row"

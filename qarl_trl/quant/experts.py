@@ -62,7 +62,8 @@ class Routing(NamedTuple):
         offsets = torch.searchsorted(chosen, experts, right=True, out_int32=True)
         # The products would leave the rows of an expert that is not there as they found the memory.
         torch._assert_async(
-            offsets[-1] == len(chosen), f"The router chose an expert beyond the {num_experts} there are."
+            (offsets[-1] == len(chosen)) & (chosen[:1] >= 0).all(),
+            f"The router chose an expert that is none of the {num_experts} there are.",
         )
         places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
         return cls(pairs, places, offsets)

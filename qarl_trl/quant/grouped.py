@@ -1,6 +1,6 @@
 """One product for all experts: their matrices lie one above the other in one low-bit weight, the rows are sorted by expert.
 
-Every form gives the bits that `Product.forward` gives for each expert by itself.
+On a CPU every form gives the bits that `Product.forward` gives for each expert by itself.
 """
 
 from __future__ import annotations

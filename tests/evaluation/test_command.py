@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import make_model, make_tokenizer
@@ -147,9 +148,23 @@ def test_results_are_graded_summed_up_and_resumed(capsys, models, sums, answerin
     assert suite["pass@4"]["value"] == 1.0
     assert (suite["problems"], suite["mean_tokens"], suite["cut_off"]) == (4, 20.0, 0.5)
     assert "sums   4         50.0 [50.0, 50.0]" in capsys.readouterr().out
+    cli.main([*argv, "--limit", "2", "--prompt_template", "Add {problem}"])
+    assert json.loads(Path("out/results.json").read_text()) == results  # other prompts have a file of their own
+    assert json.loads(Path("out/results-2.json").read_text())["settings"]["prompt_template"] == "Add {problem}"
+    del answering[4:]
     assert "other temperature" in stopped(capsys, *argv[1:], "--temperature", "1.0")
     assert "other model_sha256" in stopped(capsys, str(models / "plain"), *argv[2:])
     assert len(answering) == 4
+
+
+def test_an_engine_that_did_not_start_leaves_the_folder_to_the_next_call(capsys, models, sums, answering, monkeypatch):
+    argv = [str(models / "plain"), "--data", sums, "--max_new_tokens", "16", "--output_dir", "out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sample, "start_engine", lambda *args, bad, **kwargs: None)
+        assert "TypeError" in stopped(capsys, *argv)
+    cli.main(["eval", *argv, "--engine_kwargs", '{"enforce_eager": true}'])
+    assert len(answering) == 4
+    assert "other engine_kwargs" in stopped(capsys, *argv)  # control: once there are completions
 
 
 def test_without_a_folder_named_settings_have_folders_of_their_own(models, sums, answering, tmp_path):

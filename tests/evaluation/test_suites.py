@@ -39,7 +39,10 @@ def test_files_and_folders_take_the_place_of_the_hub(tmp_path):
     [
         (["math50"], [], ValueError, "'math50' must be math, or of math500, aime24"),
         ([], [], ValueError, "nothing to evaluate on"),
-        ([], ["."], ValueError, "nothing to evaluate on"),
+        ([], ["."], ValueError, "one folder without a name, for the suites that --suite names"),
+        (["math500"], [".", "."], ValueError, "one folder"),
+        (["math500"], ["own=."], ValueError, "one folder"),
+        ([], ["a.jsonl", "a/a.jsonl"], ValueError, "there is a suite 'a' already"),
         (["math500"], ["."], FileNotFoundError, "has no math500.jsonl"),
         ([], ["none.jsonl"], FileNotFoundError, "none.jsonl"),
         ([], ["empty.jsonl"], ValueError, "empty file"),
@@ -49,6 +52,9 @@ def test_files_and_folders_take_the_place_of_the_hub(tmp_path):
 def test_what_is_not_there_is_named(tmp_path, monkeypatch, names, data, error, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "a").mkdir()
+    for name in ("a.jsonl", "a/a.jsonl"):
+        write(tmp_path / name, ROWS)
     (tmp_path / "sums.csv").write_text("a,b\n")
     with pytest.raises(error, match=message):
         find_suites(names, data)

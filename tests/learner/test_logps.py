@@ -93,7 +93,6 @@ def apart(a, b):
         ("llama", {}),
         ("qwen2", {}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
-        ("qwen3", {"attn_implementation": "eager"}),
         ("qwen3_moe", {}),
     ],
     ids=str,

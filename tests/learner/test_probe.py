@@ -26,7 +26,7 @@ def make(family, architecture="ForCausalLM", **sizes):
 @pytest.mark.parametrize(
     ("family", "architecture", "sizes", "why"),
     [
-        ("Qwen3Next", "ForCausalLM", SIZES | HEADS, "layers of type 'linear_attention', whose state runs on"),
+        ("Qwen3Next", "ForCausalLM", SIZES | HEADS, "layers of type 'linear_attention', which run on"),
         ("Jamba", "ForCausalLM", SIZES | HEADS, "linear_attention"),
         ("Mamba", "ForCausalLM", SIZES, "linear_attention"),
         ("Bloom", "ForCausalLM", {"vocab_size": 32, "hidden_size": 32, "n_layer": 1, "n_head": 2}, "no position_ids"),
@@ -41,6 +41,16 @@ def test_what_a_config_says_is_believed(family, architecture, sizes, why):
 def test_learned_tokens_before_a_row_are_not_packed(tiny_model):
     adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     assert "learned tokens" in unfit(get_peft_model(tiny_model(), adapter))
+
+
+def test_an_attention_of_the_whole_row_is_not_packed(tiny_model):
+    assert "eager attention would compute the square" in unfit(tiny_model(attn_implementation="eager"))
+    assert unfit(tiny_model()) is None
+
+
+def test_layers_that_do_not_tell_their_attention_are_padded():
+    model = make("StableLm", **SIZES | HEADS)
+    assert "do not tell their attention" in measured(model)
 
 
 def measured(model):
