@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,14 +30,16 @@ class CodeCache:
 
     - any optimizer of the process has made a step, unless no source needs a gradient. Fused and sharded optimizers write
       through aliases whose version counters a parameter does not share, so the parameter itself cannot tell;
-    - a source was written in place or has another storage (not asked of shards, whose storage comes and goes);
+    - a source was written in place, is another tensor or has another storage (not asked of shards, whose storage comes and
+      goes). The storage alone does not tell: FSDP frees a parameter that a rank has not loaded yet, and may put the whole one
+      in its place;
     - something else that the result depends on has changed;
 
     and whenever the sources are gathered from shards, because those may have been loaded without an optimizer step.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[tuple, Any]] = {}
+        self._entries: dict[str, tuple[tuple, list[weakref.ref[Tensor]], Any]] = {}
         self._sharded = False
 
     def get(
@@ -62,15 +65,17 @@ class CodeCache:
         step = _optimizer_steps if any(tensor.requires_grad for tensor in own) else None
         identity = () if self._sharded else tuple((tensor.data_ptr(), tensor._version) for tensor in own)
         key = (step, others, identity)
-        valid = slot in self._entries and self._entries[slot][0] == key and not (self._sharded and gathered)
-        if not valid:
+        its_key, tensors, _ = self._entries.get(slot, (None, [], None))
+        same = self._sharded or all(last() is tensor for last, tensor in zip(tensors, own, strict=False))
+        if its_key != key or not same or (self._sharded and gathered):
             self._entries.pop(slot, None)  # frees the old codes before the new ones are made
-            self._entries[slot] = key, quantize(*(own if gathered is None else gathered))
-        return self._entries[slot][1]
+            result = quantize(*(own if gathered is None else gathered))
+            self._entries[slot] = key, [weakref.ref(tensor) for tensor in own], result
+        return self._entries[slot][2]
 
     def last(self) -> dict[str, Any]:
         """What `get` returned last for each slot."""
-        return {slot: result for slot, (_, result) in self._entries.items()}
+        return {slot: result for slot, (_, _, result) in self._entries.items()}
 
     def clear(self) -> None:
         """Free the codes."""

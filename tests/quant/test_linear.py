@@ -262,9 +262,17 @@ def changed_to_a_new_parameter(layer):
     layer.weight = nn.Parameter(torch.randn(OUT, 128))
 
 
+def changed_to_a_new_parameter_in_the_old_place(layer):
+    """As when FSDP gathers the whole parameter where an unloaded one was; of equal version, too."""
+    place = layer.weight.data
+    layer.weight = nn.Parameter(place)
+    place.data.normal_()
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        changed_to_a_new_parameter_in_the_old_place,
         changed_by_optimizer,
         changed_by_fused_optimizer,
         changed_in_place,
