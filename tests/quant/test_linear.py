@@ -263,10 +263,13 @@ def changed_to_a_new_parameter(layer):
 
 
 def changed_to_a_new_parameter_in_the_old_place(layer):
-    """As when FSDP gathers the whole parameter where an unloaded one was; of equal version, too."""
-    place = layer.weight.data
-    layer.weight = nn.Parameter(place)
-    place.data.normal_()
+    """As when FSDP gathers the whole parameter where one was that had not been loaded; of equal version, too."""
+    old = layer.weight
+    layer.weight = nn.Parameter(old.data)
+    with torch.no_grad():
+        while layer.weight._version < old._version:
+            layer.weight.normal_()
+    assert (layer.weight.data_ptr(), layer.weight._version) == (old.data_ptr(), old._version) != (old.data_ptr(), 0)
 
 
 @pytest.mark.parametrize(
