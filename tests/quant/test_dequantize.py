@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qarl_trl.quant import apply_quantization, quantize_weight, quantized_modules, resolve_scheme
-from qarl_trl.quant import dequantize as dequantize_module
+from qarl_trl.quant import quantize as quantize_module
 from qarl_trl.quant.products import Int4Fp8Gemm
 from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
@@ -118,9 +118,9 @@ def test_the_dequantized_weight_is_near_the_master(scheme, group_size, error):
 @pytest.fixture
 def made(monkeypatch):
     """The shapes of what was dequantized, one for each time."""
-    shapes, decoded, table = [], dequantize_module._decoded, Int4Fp8Gemm._table
+    shapes, decoded, table = [], quantize_module._decoded, Int4Fp8Gemm._table
     monkeypatch.setattr(
-        dequantize_module, "_decoded", lambda weight, dtype: shapes.append(weight.shape) or decoded(weight, dtype)
+        quantize_module, "_decoded", lambda weight, dtype: shapes.append(weight.shape) or decoded(weight, dtype)
     )
     monkeypatch.setattr(Int4Fp8Gemm, "_table", lambda self, weight: shapes.append(weight.shape) or table(self, weight))
     return shapes
