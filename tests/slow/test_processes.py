@@ -78,7 +78,7 @@ def _train(model: str, folder: str, fsdp: bool, changes: dict[str, Any]) -> dict
     rows = trainer.state.log_history
     return {
         "gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row],
-        "ratios": [(row["tbpo/ratio_min"], row["tbpo/ratio_max"]) for row in rows if "tbpo/ratio_min" in row],
+        "ratios": [(row["ratio/min"], row["ratio/max"]) for row in rows if "ratio/min" in row],
         "moved": sum(not torch.equal(before[name], p) for name, p in _whole(trainer).items()),
         "masters": {name: p.numpy() for name, p in _whole(trainer).items()},
         "sent": {name: tensor.view(torch.uint8).numpy() for name, tensor in sent.items()},
