@@ -143,6 +143,15 @@ def at_temperature(trainer: Any, temperature: float) -> Iterator[None]:
         yield
 
 
+def ungathered_rewards() -> AbstractContextManager:
+    """
+    Make `GRPOTrainer._calculate_rewards` return the rewards of this process only.
+
+    It gathers them as its last act, where the others would wait for ever for a process whose reward function has raised.
+    """
+    return rebound(grpo_trainer, "gather", lambda rewards: rewards)
+
+
 def fsdp_version(args: Any) -> int | None:
     """Which FSDP the run shards with: by `args.fsdp`, or by `accelerate launch`, which says so in the environment."""
     plugin = args.fsdp_plugin_args

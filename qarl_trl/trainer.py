@@ -21,6 +21,7 @@ from trl import GRPOTrainer
 from . import _compat
 from .config import TBPO, QaRLConfig
 from .export import LOW_BIT_FOLDER, SERVING, quantization_config, save_low_bit
+from .learner import guards
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
@@ -101,6 +102,7 @@ class QaRLTrainer(GRPOTrainer):
         self._step_of_rollout = -1
         self._passes: PackedPasses | None = None
         self._ratios = RatioMeter(self)
+        self._idle = guards.IdleBatches()
         self._token_stats: TokenStats | None = None
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
@@ -152,6 +154,16 @@ class QaRLTrainer(GRPOTrainer):
             return self.optimizer
         return super().create_optimizer(model)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, which begins with a publish and a rollout of its own; an error names the last checkpoint."""
+        # Left from an earlier call, they would be of other weights: it may have failed, and this one may resume.
+        self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
+        try:
+            return super().train(*args, **kwargs)
+        except Exception as error:
+            error.add_note(guards.where_to_resume(self.state.global_step, self.args.output_dir))
+            raise
+
     # Rollout --------------------------------------------------------------------------------------------------------
 
     def _build_canary(self) -> Canary | None:
@@ -179,6 +191,8 @@ class QaRLTrainer(GRPOTrainer):
                 weight = mismatch_weight(old, sampling, mask, self.args.tbpo_mismatch_cap)
                 output["importance_sampling_ratio"] = weight.unsqueeze(1)
             self._log_mismatch(old, sampling, mask)
+        if self._mode == "train":
+            self._idle.see(self._logs["advantages"], output["num_items_in_batch"])
         if self._token_stats is not None and self._mode == "train":
             self._token_stats.follow(output, self._rewards[: len(inputs)])  # of the main process, which comes first
         return output
@@ -192,11 +206,18 @@ class QaRLTrainer(GRPOTrainer):
                 # TRL logged its own weight here, which this loss does not use.
                 logged = self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"]
                 logged[-1] = metrics[f"seq_weight_{name}"]
-        check_mismatch(metrics["logp_gap_mean"], self.args)
+        check_mismatch(metrics["logp_gap_mean"], metrics["unscored_max"], self.args)
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's; their weighted sums, NaN where no function gave one, are kept for `log_token_stats`."""
-        rewards = super()._calculate_rewards(*args, **kwargs)
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
+        """TRL's, within `reward_timeout`; their weighted sums, NaN where no function gave one, are kept for `log_token_stats`."""
+        calculate = super()._calculate_rewards
+
+        def own() -> Tensor:
+            with _compat.ungathered_rewards(), guards.time_limit(self.args.reward_timeout):
+                return calculate(inputs, *args)
+
+        shape = (len(inputs), len(self.reward_funcs))
+        rewards = guards.rewards_of_all(own, shape, self.reward_func_names, self.accelerator)
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
         self._rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)
         return rewards
@@ -260,6 +281,12 @@ class QaRLTrainer(GRPOTrainer):
         if self._token_stats is not None and self._mode == "train":
             step, rollout_step = self.state.global_step + 1, self._step_of_rollout + 1
             self._token_stats.add(step, rollout_step, inputs, logps, errors)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
+        """The Trainer's, which asks before each update; it must be a number."""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        guards.check_gradient(grad_norm, self._unwrapped)
+        return grad_norm
 
     # Saving ---------------------------------------------------------------------------------------------------------
 

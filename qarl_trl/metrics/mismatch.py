@@ -5,6 +5,7 @@ Every statistic of it counts only tokens that are masked in and that the engine 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ from ..loss import mismatch_weight
 
 if TYPE_CHECKING:
     from ..config import QaRLConfig
+
+
+# Share of tokens without a log-prob of the engine. TRL gives them weight 1, which is meant for single ones.
+MOST_UNSCORED = 0.5
 
 
 def mismatch_metrics(
@@ -36,7 +41,8 @@ def mismatch_sums(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> di
 
     Returns:
         `dict[str, Tensor]`: float32 scalars `gap_sum` (sum of |difference|, nats), `k3_sum` (sum of
-        `exp(d) - 1 - d` with `d = old - sampling`, whose mean estimates KL(engine || learner)), `tokens_sum`, `gap_max`.
+        `exp(d) - 1 - d` with `d = old - sampling`, whose mean estimates KL(engine || learner)), `tokens_sum`, `gap_max`, and
+        `unscored_max`, the share of masked-in tokens without a value.
     """
     counted = mask.bool() & ~sampling_logps.isnan()
     difference = torch.where(counted, old_logps.float() - sampling_logps.float(), 0.0)
@@ -45,6 +51,7 @@ def mismatch_sums(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> di
         # expm1: a gap of 1e-3 has a term of 5e-7, of which exp(d) - 1 keeps one digit in float32.
         "k3_sum": (difference.expm1() - difference).sum(),
         "tokens_sum": counted.sum().float(),
+        "unscored_max": 1 - counted.sum() / mask.sum().clamp(min=1) if mask.any() else difference.new_zeros(()),
         "gap_max": difference.abs().max() if difference.numel() else difference.new_zeros(()),
     }
 
@@ -77,8 +84,20 @@ def reduce_stats(stats: dict[str, Tensor], gather: Callable[[Tensor], Tensor]) -
     }
 
 
-def check_mismatch(gap: float, args: QaRLConfig) -> None:
-    """Stop (`RuntimeError`) at a gap, in nats per token, that is NaN or above `args.mismatch_abort_threshold`."""
+def check_mismatch(gap: float, unscored: float, args: QaRLConfig) -> None:
+    """
+    Stop (`RuntimeError`) at log-probs that are no numbers, and at a gap above `args.mismatch_abort_threshold`.
+
+    Args:
+        gap (`float`): Mean over all tokens, nats.
+        unscored (`float`): Share of tokens that the engine could not score, in the worst process.
+    """
+    if not math.isfinite(gap) or unscored > MOST_UNSCORED:
+        raise RuntimeError(
+            f"Log-probs hold NaN or infinity: the gap between engine and learner is {gap} nats per token, and the engine gave "
+            f"NaN to {unscored:.0%} of the tokens of a process. Activations overflow in one of the two: compare with "
+            "quant_scheme='none', and lower the learning rate if the run was healthy before."
+        )
     threshold = args.mismatch_abort_threshold
     if threshold is None or gap <= threshold:
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.canary = canary
         self.last_publish: Publish | None = None
         self.num_publishes = self._checked = 0
+        self._failed: str | None = None
         self._published_names: tuple[str, ...] | None = None
         self.reset_clock()
         super().__init__(*args, **kwargs)
@@ -112,35 +114,57 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 sizes[name] = tensor.nbytes
                 yield name, tensor
 
-        stream, failure = counted(), None
-        try:
-            _vllm.reload_engine(self.llm, stream)
-            self._check_names(tuple(sizes))
-            _vllm.reset_prefix_cache(self.llm)
-        except (RuntimeError, ValueError) as error:
-            failure = error
-            for _ in stream:  # sharded weights are gathered with the other processes, which do not know of this
-                pass
-        self._stop_together(failure)
+        stream = counted()
+        with self._all_or_none("publish"):
+            try:
+                _vllm.reload_engine(self.llm, stream)
+                self._check_names(tuple(sizes))
+                _vllm.reset_prefix_cache(self.llm)
+            except Exception:
+                for _ in stream:  # sharded weights are gathered with the other processes, which do not know of this
+                    pass
+                raise
         self.last_publish = Publish(time.perf_counter() - start, sum(sizes.values()), len(sizes))
         self.publish_seconds += self.last_publish.seconds
         self.num_publishes += 1
 
-    def _stop_together(self, failure: Exception | None) -> None:
-        """Raise on every process what failed on any: one that stops alone leaves the others waiting in a collective."""
+    @contextmanager
+    def _all_or_none(self, what: str) -> Iterator[None]:
+        """
+        Raise on every process what failed on any: one that stops alone leaves the others waiting in a collective.
+
+        An engine in which something failed is refused from then on. A publish would leave it with old and new weights (vLLM's
+        reload goes on with what the last one had buffered), a generation with requests whose completions the next one returns.
+        """
+        if self._failed:
+            raise RuntimeError(
+                f"A {self._failed} of this engine failed earlier, so it may hold a mix of weights or unfinished requests, and "
+                "nothing may be sampled from it. Start the process again, and resume from the last checkpoint."
+            )
+        failure = None
+        try:
+            yield
+        except BaseException as error:
+            failure, self._failed = error, what
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
         failed = torch.tensor([failure is not None], device=self.accelerator.device)
         failed = self.accelerator.gather(failed) if self.accelerator.num_processes > 1 else failed
         if failure is not None:
             raise failure
         if failed.any():
-            raise RuntimeError(f"The publish failed in {int(failed.sum())} of {len(failed)} processes, which say why.")
+            self._failed = what
+            raise RuntimeError(f"The {what} failed in {int(failed.sum())} of {len(failed)} processes, which say why.")
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """TRL's `generate` on a checked publish, timed without the publishes inside it."""
-        if self.canary is not None and self.mode == "colocate":
+        if self.mode != "colocate":
+            return super().generate(*args, **kwargs)
+        if self.canary is not None:
             self._check_publish(self.canary)
         start, published = time.perf_counter(), self.publish_seconds
-        result = super().generate(*args, **kwargs)
+        with self._all_or_none("generation"):
+            result = super().generate(*args, **kwargs)
         self.rollout_seconds += time.perf_counter() - start - (self.publish_seconds - published)
         return result
 

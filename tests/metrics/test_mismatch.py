@@ -30,6 +30,7 @@ def test_mismatch_sums_are_those_of_python_floats(size):
     ]
     k3 = [math.expm1(gap) - gap for gap in gaps]
     assert found["tokens_sum"] == len(gaps) < mask.sum()
+    assert found["unscored_max"] == pytest.approx(1 - len(gaps) / mask.sum().item(), abs=1e-6)
     assert found["gap_sum"] == pytest.approx(sum(abs(gap) for gap in gaps), rel=1e-5)
     assert found["gap_max"] == pytest.approx(max(abs(gap) for gap in gaps), rel=1e-5)
     assert found["k3_sum"] == pytest.approx(sum(k3), rel=1e-3)  # measured 2e-4 at 1e-3: d itself is rounded by 6e-8
@@ -47,7 +48,9 @@ def test_k3_keeps_its_digits_where_engine_and_learner_agree_best():
 def test_a_batch_without_a_scored_token_counts_nothing():
     old = torch.full((2, 3), -1.0)
     for sampling, mask in ((torch.full((2, 3), math.nan), torch.ones(2, 3)), (old + 1, torch.zeros(2, 3))):
-        assert all(value.item() == 0 for value in mismatch_sums(old, sampling, mask).values())
+        found = mismatch_sums(old, sampling, mask)
+        assert found.pop("unscored_max").item() == float(mask.any())
+        assert all(value.item() == 0 for value in found.values())
     nothing = torch.zeros(2, 0)
     assert mismatch_sums(nothing, nothing, nothing)["gap_max"].item() == 0
 
@@ -90,13 +93,13 @@ def test_statistics_of_all_processes_come_in_one_collective():
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(("gap", "stops"), [(0.09, False), (0.1, False), (0.11, True), (float("nan"), True)])
+@pytest.mark.parametrize(("gap", "stops"), [(0.09, False), (0.1, False), (0.11, True)])
 def test_a_gap_above_the_threshold_stops_the_run_with_its_likely_causes(tmp_path, gap, stops):
     args = config(tmp_path, use_vllm=True, mismatch_abort_threshold=0.1, temperature=0.7)
     if not stops:
-        return check_mismatch(gap, args)
+        return check_mismatch(gap, 0.0, args)
     with pytest.raises(RuntimeError) as error:
-        check_mismatch(gap, args)
+        check_mismatch(gap, 0.0, args)
     message = str(error.value)
     for cause in ("stale engine", "wrong scheme", "sampling parameters", "kernels"):
         assert cause in message
@@ -108,8 +111,16 @@ def test_a_gap_above_the_threshold_stops_the_run_with_its_likely_causes(tmp_path
 def test_the_baseline_is_told_that_its_gap_is_the_point(tmp_path):
     args = config(tmp_path, use_vllm=True, mismatch_abort_threshold=0.1, quant_learner=False)
     with pytest.raises(RuntimeError, match=r"quant_learner=False: this gap is what the method removes"):
-        check_mismatch(1.0, args)
+        check_mismatch(1.0, 0.0, args)
 
 
 def test_without_a_threshold_no_gap_stops(tmp_path):
-    check_mismatch(float("nan"), config(tmp_path))
+    check_mismatch(100.0, 0.5, config(tmp_path))
+
+
+@pytest.mark.parametrize(("gap", "unscored"), [(math.nan, 0.0), (math.inf, 0.0), (0.0, 0.6)])
+def test_log_probs_that_are_no_numbers_stop_every_run(tmp_path, gap, unscored):
+    with pytest.raises(
+        RuntimeError, match=f"the gap .* is {gap} nats per token, and the engine gave NaN to {unscored:.0%}"
+    ):
+        check_mismatch(gap, unscored, config(tmp_path))

@@ -1,0 +1,130 @@
+"""What stops a run before it steps on something that is no number, and what says that a run learns nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor, nn
+from transformers.trainer_utils import get_last_checkpoint
+
+
+logger = get_logger(__name__)
+
+# Rollout batches in a row without a learning signal, from one warning to the next.
+IDLE_BATCHES = 10
+
+
+def check_gradient(norm: Tensor | float | None, model: nn.Module) -> None:
+    """
+    Stop (`RuntimeError`) at a gradient norm that is NaN or infinite, before the optimizer writes it into the weights.
+
+    The norm is that of all processes, so all of them stop.
+    """
+    if norm is None or math.isfinite(norm):
+        return
+    masters = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in model.named_parameters()}
+    broken = [name for name, p in masters.items() if not p.detach().isfinite().all()]
+    if broken:
+        cause = f"{len(broken)} weights hold NaN or infinity already, first {broken[0]!r}."
+    else:
+        cause = "The weights hold numbers and are as before this step, so a log-prob, an advantage or the backward overflowed."
+    raise RuntimeError(
+        f"The gradient norm is {float(norm)}, and a step would make NaN of the weights. {cause} Resume from the last checkpoint "
+        "with a lower learning rate or max_grad_norm, and look at grad_norm, entropy and reward in the log before it."
+    )
+
+
+def where_to_resume(step: int, output_dir: str) -> str:
+    """What an error adds for the user: how far the run came, and its last checkpoint."""
+    last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    resume = f"Its last checkpoint is {last}: train(resume_from_checkpoint=...)." if last else "It has no checkpoint."
+    return f"The run stopped after {step} updates. {resume}"
+
+
+def rewards_of_all(
+    calculate: Callable[[], Tensor], shape: tuple[int, int], names: Sequence[str], accelerator: Any
+) -> Tensor:
+    """
+    The rewards of all processes `(processes * rows, functions)`, from those that `calculate` gives in the `shape` of each.
+
+    Raises:
+        Exception: What `calculate` raised here; a `RuntimeError` on the processes where it did not, instead of a wait.
+        ValueError: On all processes for a reward that is infinite. NaN is TRL's word for `None`, not applicable.
+    """
+    failure = None
+    try:
+        rewards = calculate()
+    except Exception as error:
+        # No reward may be infinite, so a block of it tells the others.
+        failure, rewards = error, torch.full(shape, -math.inf, device=accelerator.device)
+    rewards = accelerator.gather(rewards)
+    if failure is not None:
+        raise failure
+    if not rewards.isinf().any():
+        return rewards
+    row, column = rewards.isinf().nonzero()[0].tolist()
+    process, row = divmod(row, shape[0])
+    if accelerator.num_processes > 1 and rewards.split(shape[0])[process].isneginf().all():
+        raise RuntimeError(f"The rewards failed in process {process}, which says why.")
+    raise ValueError(
+        f"The reward function {names[column]!r} gave an infinite reward to completion {row} of process {process}. A reward must "
+        "be a number, or None where it does not apply: the advantages of its whole group would be NaN or 0."
+    )
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """
+    `TimeoutError` when the block takes longer, raised inside it. Only in the main thread, where Ctrl-C arrives.
+
+    A call into C code that does not return is not interrupted. Unlike SIGALRM, which math-verify needs for itself.
+    """
+    if seconds is None:
+        yield
+        return
+    expired = threading.Event()
+
+    def interrupt() -> None:
+        expired.set()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        if not expired.is_set():
+            raise
+        raise TimeoutError(
+            f"The reward functions took longer than reward_timeout={seconds:g} s; the traceback above shows where. Repair "
+            "what hangs, give it a limit of its own, or raise reward_timeout."
+        ) from interruption
+    finally:
+        timer.cancel()
+
+
+class IdleBatches:
+    """Warns at every tenth rollout batch in a row from which no process learns anything."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def see(self, advantages: Iterable[float], tokens: float) -> None:
+        """Count a batch by the advantages of all completions and by the number of tokens in the loss."""
+        self.count = 0 if any(advantages) and tokens else self.count + 1
+        if self.count and self.count % IDLE_BATCHES == 0:
+            cause = (
+                "all advantages are 0, because the completions of each group got the same reward, or none"
+                if tokens
+                else "all completions were cut off, which mask_truncated_completions leaves out"
+            )
+            logger.warning("The last %d rollout batches taught nothing: %s.", self.count, cause)

@@ -1,0 +1,229 @@
+"""Faults in a running job without an engine: what TRL's users expect, or one error, and never a step on NaN."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from accelerate import PartialState
+from learner.test_features import rollout
+from slow.toys import distinct_characters, prompts, save_model, settings
+from transformers import TrainerCallback
+
+from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.learner import guards
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@pytest.fixture
+def make(model, tmp_path):
+    def build(reward: Any = distinct_characters, ends: bool = True, **changes: Any) -> QaRLTrainer:
+        small = {"use_vllm": False, "bf16": False, "max_completion_length": 20, "per_device_train_batch_size": 4}
+        config = QaRLConfig(**settings(tmp_path / "run", **small | changes))
+        trajectories = functools.partial(rollout, tools=False, ends=ends)
+        return QaRLTrainer(model, reward, config, train_dataset=prompts(), rollout_func=trajectories)
+
+    return build
+
+
+class SpoilGradient(TrainerCallback):
+    """Puts `value` into one gradient of the second update."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 1:
+            model.model.norm.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([3]), self.value))
+
+
+def masters(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_gradient_that_is_no_number_stops_before_the_step(make, value):
+    trainer = make(save_strategy="steps", save_steps=1, export_low_bit=False)
+    trainer.add_callback(SpoilGradient(value))
+    with pytest.raises(
+        RuntimeError, match=f"gradient norm is {value}.*weights hold numbers and are as before"
+    ) as error:
+        trainer.train()
+    assert "stopped after 1 updates. Its last checkpoint is" in error.value.__notes__[0]
+    assert "checkpoint-1:" in error.value.__notes__[0]
+    assert all(p.isfinite().all() for p in masters(trainer).values())
+
+
+def test_without_the_guard_one_nan_spoils_every_weight(make):
+    """The control: the Trainer's clipping multiplies all gradients by the NaN, and the loss it logs leaves NaN out."""
+    trainer = make(max_steps=2, quant_scheme=None, loss_type="grpo")
+    trainer.add_callback(SpoilGradient(NAN))
+    with patch.object(guards, "check_gradient", lambda *_: None):
+        trainer.train()
+    assert not any(p.isfinite().all() for p in masters(trainer).values())
+    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+
+
+def test_a_weight_that_is_no_number_is_named(make):
+    trainer = make(quant_scheme=None, loss_type="grpo")
+    with torch.no_grad():
+        trainer.model.model.norm.weight[3] = NAN
+    with pytest.raises(
+        RuntimeError, match=r"1 weights hold NaN or infinity already, first 'model\.norm\.weight'"
+    ) as e:
+        trainer.train()
+    assert "after 0 updates. It has no checkpoint" in e.value.__notes__[0]
+
+
+def rewarded(function):
+    def reward(completions, **_):
+        return function(distinct_characters(completions))
+
+    return reward
+
+
+def broken(_):
+    raise KeyError("no such answer")
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "words"),
+    [
+        (broken, KeyError, "no such answer"),
+        (lambda r: [INF, *r[1:]], ValueError, "'reward' gave an infinite reward to completion 0 of process 0"),
+        (lambda r: [-INF] * len(r), ValueError, "'reward' gave an infinite reward to completion 0 of process 0"),
+        (lambda r: r[1:], ValueError, "'reward' returned 7 rewards, but 8 were expected"),
+        (lambda r: ["good"] * len(r), (ValueError, TypeError), "str"),
+        (lambda r: None, TypeError, "not iterable"),
+    ],
+)
+def test_a_reward_function_that_is_wrong_stops_the_run_in_its_own_words(make, function, kind, words):
+    with pytest.raises(kind, match=words) as error:
+        make(rewarded(function)).train()
+    assert "stopped after 0 updates" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("nothing", [None, NAN])
+def test_completions_that_no_function_rewards_teach_nothing(make, nothing):
+    trainer = make(rewarded(lambda r: [nothing] * len(r)), max_steps=2)
+    before = masters(trainer)
+    trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in masters(trainer).items())
+    assert trainer._idle.count == 1
+
+
+def test_rewards_in_a_tensor_are_those_of_a_list(make):
+    found = []
+    for function in (list, torch.tensor, lambda r: r[::-1]):
+        trainer = make(rewarded(function), max_steps=2)
+        trainer.train()
+        found.append(masters(trainer)["model.norm.weight"])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])  # control
+
+
+def test_a_reward_function_that_hangs_is_stopped_where_it_hangs(make):
+    trainer = make(rewarded(lambda r: time.sleep(60)), reward_timeout=0.5)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"longer than reward_timeout=0\.5 s"):
+        trainer.train()
+    assert time.monotonic() - start < 30
+
+
+def test_a_time_limit_leaves_the_rest_alone():
+    with guards.time_limit(0.05):
+        pass
+    time.sleep(0.1)
+    with guards.time_limit(None):
+        pass
+    with pytest.raises(KeyboardInterrupt), guards.time_limit(60):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0])
+def test_a_limit_of_no_time_is_refused(tmp_path, seconds):
+    with pytest.raises(ValueError, match="must be > 0 seconds"):
+        QaRLConfig(**settings(tmp_path, use_vllm=False, reward_timeout=seconds))
+
+
+class TwoProcesses:
+    """This process and another one, whose rewards are given."""
+
+    num_processes, device = 2, "cpu"
+
+    def __init__(self, others: torch.Tensor, first: bool) -> None:
+        self.others, self.first = others, first
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        self.sent = own
+        return torch.cat([own, self.others] if self.first else [self.others, own])
+
+
+def test_both_processes_learn_that_the_rewards_of_one_failed():
+    healthy = torch.tensor([[1.0], [NAN]])
+    failing = TwoProcesses(healthy, first=False)
+    with pytest.raises(KeyError, match="no such answer"):
+        guards.rewards_of_all(functools.partial(broken, None), (2, 1), ["f"], failing)
+    waiting = TwoProcesses(failing.sent, first=True)
+    with pytest.raises(RuntimeError, match="The rewards failed in process 1, which says why"):
+        guards.rewards_of_all(lambda: healthy, (2, 1), ["f"], waiting)
+    one = TwoProcesses(torch.tensor([[INF], [0.0]]), first=True)
+    with pytest.raises(ValueError, match="'f' gave an infinite reward to completion 0 of process 1"):
+        guards.rewards_of_all(lambda: healthy, (2, 1), ["f"], one)
+    whole = guards.rewards_of_all(lambda: healthy, (2, 1), ["f"], TwoProcesses(healthy, first=True))
+    assert whole.shape == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "idle"),
+    [
+        ({"reward": rewarded(lambda r: [1.0] * len(r))}, 2),
+        ({"ends": False, "mask_truncated_completions": True}, 2),
+        ({"ends": False}, 0),
+        ({}, 0),
+    ],
+)
+def test_rollout_batches_without_a_signal_are_counted(make, changes, idle):
+    trainer = make(**changes)
+    trainer.train()
+    assert trainer._idle.count == idle
+
+
+def test_every_tenth_idle_batch_in_a_row_is_said(caplog):
+    PartialState()  # the logger asks it which process this is
+    idle = guards.IdleBatches()
+    with caplog.at_level(logging.WARNING):
+        for batch in range(25):
+            idle.see([0.0, 0.0], 10 if batch < 15 else 0)
+        idle.see([0.0, 1.0], 10)
+        for _ in range(9):
+            idle.see([0.0, 0.0], 10)
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == [
+        "The last 10 rollout batches taught nothing",
+        "The last 20 rollout batches taught nothing",
+    ]
+    assert "all advantages are 0" in caplog.text and "all completions were cut off" in caplog.text
+
+
+def test_a_second_train_begins_with_a_rollout_of_its_own(make):
+    """What a failed call left would be of other weights. TRL goes on with it."""
+    trainer = make(max_steps=1)
+    rollouts = []
+    trajectories = trainer.rollout_func
+    trainer.rollout_func = lambda *given: rollouts.append(trainer.state.global_step) or trajectories(*given)
+    trainer.train()
+    trainer.train()
+    assert rollouts == [0, 0]
