@@ -140,9 +140,10 @@ class QaRLTrainer(GRPOTrainer):
             self.add_callback(self._token_stats)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """TRL's, with log-probs that stay float32 under FSDP2."""
+        """TRL's; under FSDP2 with log-probs that stay float32 and gradients that stay sharded."""
         super().create_accelerator_and_postprocess()
-        _compat.keep_log_probs_float32(self.accelerator)
+        _compat.keep_float32(self.accelerator)
+        _compat.keep_gradients_sharded(self.accelerator, self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Muon for matrices and AdamW for the rest with `optim_muon`, otherwise TRL's."""
