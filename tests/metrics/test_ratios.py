@@ -88,7 +88,8 @@ def test_a_ratio_that_is_no_number_is_not_left_out():
     assert math.isnan(measured(batch, PAPER, True)["ratio/max"])
 
 
-@pytest.mark.parametrize("loss_type", STOCK_LOSSES)
+# Not vespo: its weight of a sequence is soft, and so small far out that it is 0 in float32.
+@pytest.mark.parametrize("loss_type", [name for name in STOCK_LOSSES if name != "vespo"])
 @pytest.mark.parametrize("delta", [None, 1.1, 1.4])
 def test_beyond_the_bounds_and_only_there_trls_loss_has_no_gradient(trainer, compute, loss_type, delta):
     """The second oracle: where TRL's own loss stops following a ratio, token by token."""
