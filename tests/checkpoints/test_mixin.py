@@ -1,7 +1,9 @@
 """Saving and resuming without an engine: bit for bit from any step, and a save that fails costs nothing."""
 
 import os
+import pickle
 import resource
+import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from slow.toys import distinct_characters, prompts, save_model
-from test_trainer import masters, without_engine
-from transformers import TrainerCallback
+from test_trainer import adapter, masters, without_engine
+from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, TrainerCallback
+from transformers.trainer_callback import TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -131,8 +134,8 @@ class FullDisk(TrainerCallback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.before[1]))
 
 
-# Above the low-bit file, which is a fifth of the masters; above the masters, which the optimizer's state is larger than.
-@pytest.mark.parametrize("limit", [100_000, 1_000_000, 3_000_000])
+# Less than the masters, and more than these but less than AdamW's state.
+@pytest.mark.parametrize("limit", [1_000_000, 3_000_000])
 def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(model, tmp_path, limit):
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     trainer = make(model, tmp_path, **changes)
@@ -197,3 +200,130 @@ def test_a_handler_of_the_user_stays(model, tmp_path):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert seen == [1]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("mixture"), layers=1, experts=4)
+
+
+def worse_each_time(completions, calls=[], **_):  # noqa: B006
+    """So that the evaluation after the first step finds the best model."""
+    calls.append(1)
+    return [value - 100 * len(calls) for value in distinct_characters(completions)]
+
+
+@pytest.mark.parametrize("kind", ["model", "mixture", "adapter"])
+def test_the_best_model_is_kept_and_comes_back(request, tmp_path, kind):
+    """Also of a mixture, whose experts transformers' own way leaves as they are at the end."""
+    model = request.getfixturevalue("mixture" if kind == "mixture" else "model")
+    changes = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "reward", "max_steps": 3}
+    args = QaRLConfig(**without_engine(tmp_path, **changes), per_device_eval_batch_size=4)
+    config = adapter() if kind == "adapter" else None
+    data = {"train_dataset": prompts(4), "eval_dataset": prompts(1)}
+    trainer = QaRLTrainer(model, worse_each_time, args, **data, peft_config=config)
+    seen, ends, load = [], [], trainer._load_best_model
+    save = trainer._save_checkpoint
+    trainer._save_checkpoint = lambda *a: (seen.append(masters(trainer)), save(*a))
+    trainer._load_best_model = lambda: (ends.append({f.name for f in finished(tmp_path)}), load())
+    trainer.train()
+    best = tmp_path / "checkpoint-1"
+    assert ends == [{"checkpoint-1", "checkpoint-3"}]  # a limit of one keeps the best and the last
+    assert trainer.state.best_model_checkpoint == str(best) and damage(best) is None
+    assert TrainerState.load_from_json(str(best / "trainer_state.json")).best_model_checkpoint == str(best)
+    assert same(masters(trainer), seen[0])
+    assert not same(seen[-1], seen[0])  # control
+
+
+def test_a_signal_keeps_the_last_checkpoint_beside_the_best(model, tmp_path):
+    """At the end of a run with a limit of one, transformers deletes all but the best."""
+    changes = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "reward", "max_steps": 3}
+    args = QaRLConfig(**without_engine(tmp_path, **changes), per_device_eval_batch_size=4)
+    trainer = QaRLTrainer(model, worse_each_time, args, train_dataset=prompts(4), eval_dataset=prompts(1))
+    real = trainer._generate_and_score_completions
+
+    def killed_in_the_last_step(inputs):
+        if trainer.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(inputs)
+
+    trainer._generate_and_score_completions = killed_in_the_last_step
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert {folder.name for folder in finished(tmp_path)} == {"checkpoint-1", "checkpoint-3"}
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    """A Qwen2.5-VL with a text model of one layer and an eye of one."""
+    folder = tmp_path_factory.mktemp("vision")
+    save_model(folder, layers=1)
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    text = sizes | {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1, "pad_token_id": 0}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4}
+    eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    torch.manual_seed(0)
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=eye, tie_word_embeddings=False)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_model_of_several_parts_resumes_in_the_same_bits(vision, tmp_path):
+    def trainer(folder, **changes):
+        ignore = ["lm_head", "re:.*visual.*"]
+        args = QaRLConfig(**without_engine(folder, quant_ignore=ignore, **changes))
+        tokenizer = AutoTokenizer.from_pretrained(vision)
+        return QaRLTrainer(vision, distinct_characters, args, train_dataset=prompts(8), processing_class=tokenizer)
+
+    straight = trainer(tmp_path / "a", save_strategy="steps", save_steps=1)
+    straight.train()
+    half = str(tmp_path / "a" / "checkpoint-1")
+    resumed = trainer(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=half)
+    assert same(masters(resumed), masters(straight))
+    # Control: its weights are stored under other names, which transformers' own way does not find.
+    other = trainer(tmp_path / "c")
+    with pytest.raises(RuntimeError, match="lacks 32 weights"):
+        GRPOTrainer._load_from_checkpoint(other, half)
+
+
+class Attack:
+    """A pickle that makes a folder when it is read by `pickle`."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_0.pt", "training_args.bin"]
+)
+def test_a_pickle_in_a_checkpoint_does_not_run(model, straight, tmp_path, name):
+    folder = shutil.copytree(Path(straight.args.output_dir) / "checkpoint-6", tmp_path / "checkpoint-6")
+    (folder / "manifest.json").unlink()  # an attacker could write it anew
+    torch.save(Attack(tmp_path / "ran"), folder / name)
+    resumed = make(model, tmp_path, **LONG | {"save_strategy": "no"})
+    if name == "training_args.bin":  # is written, and never read
+        resumed.train(resume_from_checkpoint=str(folder))
+    else:
+        with pytest.raises(pickle.UnpicklingError, match="(?i)weights.only"):
+            resumed.train(resume_from_checkpoint=str(folder))
+    assert not (tmp_path / "ran").exists()
+    torch.load(folder / name, weights_only=False)  # control
+    assert (tmp_path / "ran").exists()
