@@ -9,6 +9,7 @@ import inspect
 import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
