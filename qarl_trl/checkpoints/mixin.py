@@ -117,7 +117,8 @@ class CheckpointMixin:
         """The Trainer's, and of a rollout batch that is not used up the completions with their log-probs and advantages."""
         super()._save_rng_state(output_dir)
         used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
-        content = {"cycle": self._cycle, "step": self._step, "batches": None if used_up else self._buffered_inputs}
+        content = {"cycle": self._cycle, "step": self._step, "sampled_at": self._step_of_rollout}
+        content["batches"] = None if used_up else self._buffered_inputs
         torch.save(content, self._rollout_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -135,6 +136,7 @@ class CheckpointMixin:
                 f"per_device_train_batch_size) was {stored['cycle']}, is {self._cycle}. Keep these settings."
             )
         self._step, self._buffered_inputs = stored["step"], stored["batches"]
+        self._step_of_rollout = stored["sampled_at"]
 
     def _any_process(self, flag: bool) -> bool:
         """Whether `flag` is set on any process, asked by all of them."""

@@ -33,14 +33,17 @@ SETTINGS = {
 WITHOUT_ENGINE = {"use_vllm": False, "max_completion_length": 8, "bf16": False}
 
 
-def run(model: str, folder: Path, engine: bool, kill: tuple[str, int, float] | None = None) -> dict[str, Any]:
+def run(
+    model: str, folder: Path, engine: bool, kill: tuple[str, int, float] | None = None, by: int = signal.SIGKILL
+) -> dict[str, Any]:
     """
     One start with `resume_from_checkpoint="auto"`, in a process of its own.
 
     Args: model folder; output folder; with the engine or by transformers; `kill`: the phase, which of its beginnings in this
-    process, and how many seconds after it the process gets SIGKILL.
+    process, and how many seconds after it the process gets the signal `by`, after which it may take a minute to leave.
 
-    Returns: `killed`, the phase and step it was in, `resumed` (step), and, of a run that ended, `digests` of masters and codes.
+    Returns: `killed`, the phase and step it was in, `resumed` (step), `code`, and, of a run that ended, `digests` of masters,
+    codes and optimizer.
     """
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
@@ -69,10 +72,14 @@ def run(model: str, folder: Path, engine: bool, kill: tuple[str, int, float] | N
                 at = time.monotonic() + kill[2]
     finally:
         found["killed"] = process.is_alive()
+        if by != signal.SIGKILL and found["killed"]:
+            os.kill(process.pid, by)
+            process.join(60)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
+    found["code"] = process.exitcode
     if not found["killed"] and found["digests"] is None:
         raise AssertionError(f"the run failed: see {folder / 'log'}\n{(folder / 'log').read_text()[-3000:]}")
     return found

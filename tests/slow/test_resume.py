@@ -22,13 +22,15 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_run_killed_while_it_publishes_saves_and_trains_ends_in_the_same_bits(tmp_path):
-    """Within the second rollout batch, which is sampled by the engine. The long form is benchmarks/faults.py."""
+    """With SIGTERM at last, beside an engine. The long form is benchmarks/faults.py."""
     model, folder = save_model(tmp_path / "model", layers=1), tmp_path / "killed"
     straight = run(model, tmp_path / "straight", engine=True)
     for kill in (("publish", 2, 0.01), ("save", 2, 0.05), ("train", 2, 0.02)):
         found = run(model, folder, engine=True, kill=kill)
         assert found["killed"]
         assert not any(map(damage, finished(folder)))
+    asked = run(model, folder, engine=True, kill=("sample", 1, 0.0), by=signal.SIGTERM)
+    assert asked["code"] == EXIT_CODE
     last = run(model, folder, engine=True)
     assert last["resumed"] and last["digests"] == straight["digests"]
 
