@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
-from transformers.trainer_utils import get_last_checkpoint
+from torch.distributed.tensor import DTensor
 
 
 logger = get_logger(__name__)
@@ -28,6 +27,7 @@ def check_gradient(norm: Tensor | float | None, model: nn.Module) -> None:
 
     The norm is that of all processes, so all of them stop.
     """
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if norm is None or math.isfinite(norm):
         return
     masters = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in model.named_parameters()}
@@ -40,13 +40,6 @@ def check_gradient(norm: Tensor | float | None, model: nn.Module) -> None:
         f"The gradient norm is {float(norm)}, and a step would make NaN of the weights. {cause} Resume from the last checkpoint "
         "with a lower learning rate or max_grad_norm, and look at grad_norm, entropy and reward in the log before it."
     )
-
-
-def where_to_resume(step: int, output_dir: str) -> str:
-    """What an error adds for the user: how far the run came, and its last checkpoint."""
-    last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-    resume = f"Its last checkpoint is {last}: train(resume_from_checkpoint=...)." if last else "It has no checkpoint."
-    return f"The run stopped after {step} updates. {resume}"
 
 
 def rewards_of_all(

@@ -51,7 +51,7 @@ def mismatch_sums(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> di
         # expm1: a gap of 1e-3 has a term of 5e-7, of which exp(d) - 1 keeps one digit in float32.
         "k3_sum": (difference.expm1() - difference).sum(),
         "tokens_sum": counted.sum().float(),
-        "unscored_max": 1 - counted.sum() / mask.sum().clamp(min=1) if mask.any() else difference.new_zeros(()),
+        "unscored_max": (mask.bool() & sampling_logps.isnan()).sum() / mask.sum().clamp(min=1),
         "gap_max": difference.abs().max() if difference.numel() else difference.new_zeros(()),
     }
 

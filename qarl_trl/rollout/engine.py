@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,12 +158,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """TRL's `generate` on a checked publish, timed without the publishes inside it."""
-        if self.mode != "colocate":
-            return super().generate(*args, **kwargs)
-        if self.canary is not None:
-            self._check_publish(self.canary)
-        start, published = time.perf_counter(), self.publish_seconds
-        with self._all_or_none("generation"):
+        with self._all_or_none("generation") if self.mode == "colocate" else nullcontext():
+            if self.canary is not None and self.mode == "colocate":
+                self._check_publish(self.canary)
+            start, published = time.perf_counter(), self.publish_seconds
             result = super().generate(*args, **kwargs)
         self.rollout_seconds += time.perf_counter() - start - (self.publish_seconds - published)
         return result

@@ -19,7 +19,8 @@ def generation(order, due=lambda number: True, sleep=False):
     engine = object.__new__(LowBitVLLMGeneration)
     engine.enable_sleep_mode = engine._llm_weights_sleeping = sleep
     engine.mode, engine.canary, engine.num_publishes, engine._checked = "colocate", None, 1, 0
-    engine.last_publish = Publish(1.0, 8, 1)
+    engine.last_publish, engine._failed = Publish(1.0, 8, 1), None
+    engine.accelerator = SimpleNamespace(num_processes=1, device="cpu")
     engine.reset_clock()
     engine.llm = SimpleNamespace(wake_up=lambda tags: order.append(f"wake {tags}"))
 
