@@ -5,6 +5,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
@@ -96,6 +97,34 @@ def test_the_canary_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch, asl
     engine.quantization_config, engine.engine_kwargs = None, {}
     engine._init_vllm()
     assert order == ["dummy", "look", *["sleep 2"] * asleep]
+
+
+@pytest.mark.parametrize("error", [ValueError("no memory"), KeyboardInterrupt("no memory")])
+def test_an_engine_in_which_something_failed_is_refused(monkeypatch, error):
+    def fail(self):
+        raise error
+
+    engine, _ = generation([])
+    monkeypatch.setattr(VLLMGeneration, "generate", fail)
+    with pytest.raises(type(error), match="no memory"):
+        engine.generate()
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self: 1)
+    with pytest.raises(RuntimeError, match="A generation of this engine failed earlier"):
+        engine.generate()
+    engine._failed = None
+    assert engine.generate() == 1  # control
+
+
+def test_what_failed_in_another_process_is_raised_in_this_one_too(monkeypatch):
+    engine, _ = generation([])
+    engine.accelerator = SimpleNamespace(
+        num_processes=2, device="cpu", gather=lambda own: torch.tensor([own[0], True])
+    )
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self: 1)
+    with pytest.raises(RuntimeError, match="The generation failed in 1 of 2 processes, which say why"):
+        engine.generate()
+    with pytest.raises(RuntimeError, match="failed earlier"):
+        engine.generate()
 
 
 def test_the_publish_of_an_evaluation_counts_for_the_step_that_samples_with_it(monkeypatch):
