@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import re
 import time
 from typing import Any
 from unittest.mock import patch
@@ -141,6 +142,12 @@ def test_a_reward_function_that_hangs_is_stopped_where_it_hangs(make):
     with pytest.raises(TimeoutError, match=r"longer than reward_timeout=0\.5 s"):
         trainer.train()
     assert time.monotonic() - start < 30
+
+
+def test_a_time_limit_that_passes_within_one_call_is_seen_after_it():
+    """Here the interruption came after the block at first, as a Ctrl-C that nobody had pressed."""
+    with pytest.raises(TimeoutError), guards.time_limit(0.05):
+        re.match(r"(a+)+$", "a" * 22 + "b")  # 0.4 s and more, which hold Python's lock
 
 
 def test_a_time_limit_leaves_the_rest_alone():

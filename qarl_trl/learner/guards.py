@@ -78,7 +78,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     """
     `TimeoutError` when the block takes longer, raised inside it. Only in the main thread, where Ctrl-C arrives.
 
-    A call into C code that does not return is not interrupted. Unlike SIGALRM, which math-verify needs for itself.
+    A call into C code is not interrupted until it returns. Unlike SIGALRM, which math-verify needs for itself.
     """
     if seconds is None:
         yield
@@ -93,7 +93,11 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # an interruption that is on its way arrives here
     except KeyboardInterrupt as interruption:
         if not expired.is_set():
             raise
@@ -101,8 +105,6 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             f"The reward functions took longer than reward_timeout={seconds:g} s; the traceback above shows where. Repair "
             "what hangs, give it a limit of its own, or raise reward_timeout."
         ) from interruption
-    finally:
-        timer.cancel()
 
 
 class IdleBatches:
