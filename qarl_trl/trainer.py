@@ -196,14 +196,11 @@ class QaRLTrainer(CheckpointMixin, GRPOTrainer):
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         """TRL's, within `reward_timeout`; their weighted sums, NaN where no function gave one, are kept for `log_token_stats`."""
-        calculate = super()._calculate_rewards
-
-        def own() -> Tensor:
-            with _compat.ungathered_rewards(), guards.time_limit(self.args.reward_timeout):
-                return calculate(inputs, *args)
-
-        shape = (len(inputs), len(self.reward_funcs))
-        rewards = guards.rewards_of_all(own, shape, self.reward_func_names, self.accelerator)
+        calculate = partial(
+            guards.within, self.args.reward_timeout, partial(super()._calculate_rewards, inputs, *args)
+        )
+        with _compat.ungathered_rewards():
+            rewards = guards.rewards_of_all(calculate, len(inputs), self.reward_func_names, self.accelerator)
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
         self._rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)
         return rewards

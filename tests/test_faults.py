@@ -145,19 +145,26 @@ def test_a_reward_function_that_hangs_is_stopped_where_it_hangs(make):
 
 
 def test_a_time_limit_that_passes_within_one_call_is_seen_after_it():
-    """Here the interruption came after the block at first, as a Ctrl-C that nobody had pressed."""
-    with pytest.raises(TimeoutError), guards.time_limit(0.05):
-        re.match(r"(a+)+$", "a" * 22 + "b")  # 0.4 s and more, which hold Python's lock
+    """In a context manager the interruption came between block and exit, as a Ctrl-C that nobody had pressed."""
+    with pytest.raises(TimeoutError):
+        guards.within(0.05, lambda: re.match(r"(a+)+$", "a" * 22 + "b"))  # 0.4 s and more, which hold Python's lock
 
 
 def test_a_time_limit_leaves_the_rest_alone():
-    with guards.time_limit(0.05):
-        pass
+    assert guards.within(0.05, lambda: 1) == 1
     time.sleep(0.1)
-    with guards.time_limit(None):
-        pass
-    with pytest.raises(KeyboardInterrupt), guards.time_limit(60):
-        raise KeyboardInterrupt
+    assert guards.within(None, lambda: 1) == 1
+    with pytest.raises(KeyboardInterrupt):
+        guards.within(60, _raising(KeyboardInterrupt()))
+    with pytest.raises(KeyError):
+        guards.within(60, _raising(KeyError()))
+
+
+def _raising(error):
+    def call():
+        raise error
+
+    return call
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0])
@@ -183,14 +190,14 @@ def test_both_processes_learn_that_the_rewards_of_one_failed():
     healthy = torch.tensor([[1.0], [NAN]])
     failing = TwoProcesses(healthy, first=False)
     with pytest.raises(KeyError, match="no such answer"):
-        guards.rewards_of_all(functools.partial(broken, None), (2, 1), ["f"], failing)
+        guards.rewards_of_all(functools.partial(broken, None), 2, ["f"], failing)
     waiting = TwoProcesses(failing.sent, first=True)
     with pytest.raises(RuntimeError, match="The rewards failed in process 1, which says why"):
-        guards.rewards_of_all(lambda: healthy, (2, 1), ["f"], waiting)
+        guards.rewards_of_all(lambda: healthy, 2, ["f"], waiting)
     one = TwoProcesses(torch.tensor([[INF], [0.0]]), first=True)
     with pytest.raises(ValueError, match="'f' gave an infinite reward to completion 0 of process 1"):
-        guards.rewards_of_all(lambda: healthy, (2, 1), ["f"], one)
-    whole = guards.rewards_of_all(lambda: healthy, (2, 1), ["f"], TwoProcesses(healthy, first=True))
+        guards.rewards_of_all(lambda: healthy, 2, ["f"], one)
+    whole = guards.rewards_of_all(lambda: healthy, 2, ["f"], TwoProcesses(healthy, first=True))
     assert whole.shape == (4, 1)
 
 

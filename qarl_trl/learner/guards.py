@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,11 +41,9 @@ def check_gradient(norm: Tensor | float | None, model: nn.Module) -> None:
     )
 
 
-def rewards_of_all(
-    calculate: Callable[[], Tensor], shape: tuple[int, int], names: Sequence[str], accelerator: Any
-) -> Tensor:
+def rewards_of_all(calculate: Callable[[], Tensor], rows: int, names: Sequence[str], accelerator: Any) -> Tensor:
     """
-    The rewards of all processes `(processes * rows, functions)`, from those that `calculate` gives in the `shape` of each.
+    The rewards of all processes `(processes * rows, functions)`, from the `(rows, functions)` that `calculate` gives each.
 
     Raises:
         Exception: What `calculate` raised here; a `RuntimeError` on the processes where it did not, instead of a wait.
@@ -57,15 +54,15 @@ def rewards_of_all(
         rewards = calculate()
     except Exception as error:
         # No reward may be infinite, so a block of it tells the others.
-        failure, rewards = error, torch.full(shape, -math.inf, device=accelerator.device)
+        failure, rewards = error, torch.full((rows, len(names)), -math.inf, device=accelerator.device)
     rewards = accelerator.gather(rewards)
     if failure is not None:
         raise failure
     if not rewards.isinf().any():
         return rewards
     row, column = rewards.isinf().nonzero()[0].tolist()
-    process, row = divmod(row, shape[0])
-    if accelerator.num_processes > 1 and rewards.split(shape[0])[process].isneginf().all():
+    process, row = divmod(row, rows)
+    if accelerator.num_processes > 1 and rewards.split(rows)[process].isneginf().all():
         raise RuntimeError(f"The rewards failed in process {process}, which says why.")
     raise ValueError(
         f"The reward function {names[column]!r} gave an infinite reward to completion {row} of process {process}. A reward must "
@@ -73,16 +70,15 @@ def rewards_of_all(
     )
 
 
-@contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
+def within(seconds: float | None, calculate: Callable[[], Any]) -> Any:
     """
-    `TimeoutError` when the block takes longer, raised inside it. Only in the main thread, where Ctrl-C arrives.
+    `calculate()`, interrupted by a `TimeoutError` when it takes longer. Only in the main thread, where Ctrl-C arrives.
 
-    A call into C code is not interrupted until it returns. Unlike SIGALRM, which math-verify needs for itself.
+    A call into C code is not interrupted until it returns. Unlike SIGALRM, which math-verify needs for itself. A function and no
+    context manager, between whose block and exit an interruption would be taken for a Ctrl-C.
     """
     if seconds is None:
-        yield
-        return
+        return calculate()
     expired = threading.Event()
 
     def interrupt() -> None:
@@ -94,7 +90,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     timer.start()
     try:
         try:
-            yield
+            return calculate()
         finally:
             timer.cancel()
             timer.join()  # an interruption that is on its way arrives here
