@@ -69,7 +69,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_step(make, value):
 
 
 def test_without_the_guard_one_nan_spoils_every_weight(make):
-    """The control: the Trainer's clipping multiplies all gradients by the NaN, and the loss it logs leaves NaN out."""
+    """The control: the Trainer's clipping multiplies all gradients by the NaN, and no logged loss shows it."""
     trainer = make(max_steps=2, quant_scheme=None, loss_type="grpo")
     trainer.add_callback(SpoilGradient(NAN))
     with patch.object(guards, "check_gradient", lambda *_: None):
@@ -141,7 +141,7 @@ def test_a_reward_function_that_hangs_is_stopped_where_it_hangs(make):
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"longer than reward_timeout=0\.5 s"):
         trainer.train()
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 55
 
 
 def test_a_time_limit_that_passes_within_one_call_is_seen_after_it():
