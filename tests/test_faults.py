@@ -225,7 +225,7 @@ def test_every_tenth_idle_batch_in_a_row_is_said(caplog):
         idle.see([0.0, 1.0], 10)
         for _ in range(9):
             idle.see([0.0, 0.0], 10)
-    assert [r.getMessage().split(":")[0] for r in caplog.records] == [
+    assert [r.getMessage().removeprefix("[RANK 0] ").split(":")[0] for r in caplog.records] == [
         "The last 10 rollout batches taught nothing",
         "The last 20 rollout batches taught nothing",
     ]
