@@ -90,7 +90,8 @@ def main() -> None:
         path = common.save_model(Path(folder) / "model", 256, 2, 512)
         for number, (scheme, lora) in enumerate(CASES):
             name = scheme + (", LoRA" if lora else "")
-            found = series[name] = soak(path, f"{folder}/{number}", scheme, lora, args.seconds)
+            found = soak(path, f"{folder}/{number}", scheme, lora, args.seconds)
+            series[name] = [round(row["memory"] / 1e6, 1) for row in found[::10]]
             gc.collect()
             late = found[len(found) // 2 :]
             (grows, error), (slower, slower_error) = (slope([r[k] for r in late]) for k in ("memory", "publish"))
@@ -111,7 +112,7 @@ def main() -> None:
             headline = [
                 f"{r['case']}: {r['MB per 100']:.2f} +- {r['+-']:.2f} MB per 100 rollout batches" for r in rows
             ]
-            common.report("bench_soak", args, headline, rows, load, series=series)
+            common.report("bench_soak", args, headline, rows, load, memory_of_every_tenth_batch=series)
 
 
 if __name__ == "__main__":
