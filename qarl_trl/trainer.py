@@ -6,8 +6,6 @@ A table of contents: each override hands over to the module that holds the idea.
 from __future__ import annotations
 
 import inspect
-import shutil
-import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,14 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from transformers.utils import PushInProgress
 from trl import GRPOTrainer
 
 from . import _compat
 from .config import TBPO, QaRLConfig
-from .export import LOW_BIT_FOLDER, SERVING, quantization_config, save_low_bit
+from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
+from .export.card import PAPER, training_facts, write_card
+from .export.push import repository_of
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
@@ -58,20 +59,7 @@ class QaRLTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "qarl"]
     _name = "QaRL"
-    _paper = {
-        "title": "QaRL: Rollout-Aligned Quantization-Aware RL for Fast and Stable Training under Training-Inference "
-        "Mismatch",
-        "id": "2604.07853",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @inproceedings{gu2026qarl,
-                title        = {{QaRL: Rollout-Aligned Quantization-Aware RL for Fast and Stable Training under Training-Inference Mismatch}},
-                author       = {Hao Gu and Hao Wang and Jiacheng Liu and Lujun Li and Qiyuan Zhu and Bei Liu and Binxing Xu and Lei Wang and Xintong Yang and Sida Lin and Sirui Han and Yike Guo},
-                year         = 2026,
-                booktitle    = {Findings of the Association for Computational Linguistics: ACL 2026},
-                eprint       = {arXiv:2604.07853},
-            }"""),
-    }
+    _paper = PAPER
 
     def __init__(
         self,
@@ -89,6 +77,7 @@ class QaRLTrainer(GRPOTrainer):
         source = check_run(model, args, given.arguments)
         as_stored = isinstance(model, str)  # masters given as an object may have been changed
         self._saving_masters = False
+        self._named_in_card: dict[str, list[str]] = {}
         self._code_flips = CodeFlips()
         self._current_logps: Tensor | None = None
         self._step_of_rollout = -1
@@ -274,26 +263,77 @@ class QaRLTrainer(GRPOTrainer):
             super().save_model(output_dir, _internal_call)
             return
         path = Path(output_dir or self.args.output_dir)
-        if self._saving_masters or is_peft_model(self._unwrapped):
+        low_bit = self._low_bit_folder(path)
+        if low_bit != path:
             super().save_model(str(path), _internal_call=True)
-            if self.args.export_low_bit or not self._saving_masters:
-                self._save_low_bit(path / LOW_BIT_FOLDER)
-        else:
-            self._save_low_bit(path)
+        if low_bit == path or self.args.export_low_bit or not self._saving_masters:
+            self._save_low_bit(low_bit)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, and what to know for serving the low-bit model on a CPU."""
-        super().create_model_card(*args, **kwargs)
-        card = Path(self.args.output_dir) / "README.md"
-        if self.args.quantized and self.is_world_process_zero() and card.exists():
-            card.write_text(card.read_text().rstrip() + "\n" + SERVING)
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """The card of the low-bit model in `output_dir`, if there is one (with quantization off: TRL's)."""
+        if not self.args.quantized:
+            super().create_model_card(model_name, dataset_name, tags)
+            return
+        named = {"datasets": dataset_name, "tags": tags}
+        self._named_in_card |= {key: [v] if isinstance(v, str) else list(v) for key, v in named.items() if v}
+        folder = self._low_bit_folder(Path(self.args.output_dir))
+        if self.is_world_process_zero() and not self._saving_masters and (folder / "config.json").exists():
+            write_card(folder, self.hub_model_id, **self._named_in_card)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """TRL's, with the branches of `hub_revision` and `hub_masters`."""
+        if self.is_world_process_zero():
+            self._repository = repository_of(self.args, token)
+            self.hub_model_id, self.push_in_progress = self._repository.name, None
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Save the low-bit model and make it the content of the Hub repository; `HubError` says what failed and what to do.
+
+        Arguments and result are those of [`~transformers.Trainer.push_to_hub`]; with quantization off it is that.
+        """
+        if not self.args.quantized:
+            return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None or token is not None:
+            self.init_hf_repo(token)
+        self.save_model(_internal_call=True)
+        self.create_model_card(**kwargs)
+        if not self.is_world_process_zero():
+            return None
+        self._finish_current_push()
+        folder = self._low_bit_folder(Path(self.args.output_dir))
+        return self._repository.push(folder, commit_message, revision, blocking)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.args.quantized:
+            super()._push_from_checkpoint(checkpoint_folder)
+        elif self.is_world_process_zero() and self.args.hub_strategy != "end":
+            going_on = self.push_in_progress
+            if going_on is None or going_on.is_done() or self.args.hub_always_push:
+                self.callback_handler.on_push_begin(self.args, self.state, self.control)
+                job = self._repository.push_checkpoint(Path(checkpoint_folder), self.args.hub_strategy)
+                self.push_in_progress = PushInProgress([*(going_on.jobs if going_on else ()), job])
+
+    def _low_bit_folder(self, path: Path) -> Path:
+        return path / LOW_BIT_FOLDER if self._saving_masters or is_peft_model(self._unwrapped) else path
 
     def _save_low_bit(self, path: Path) -> None:
         weights = iter_low_bit_weights(self._unwrapped, full_parameters(self._unwrapped, self._dist))
         if self.args.should_save:
             save_low_bit(self._unwrapped, self.processing_class, path, weights=weights, recipe=self.args.quant_recipe)
+            write_card(path, self.hub_model_id, **training_facts(self), **self._named_in_card)
         else:
             for _ in weights:  # take part in the gathers
                 pass
@@ -332,17 +372,6 @@ class QaRLTrainer(GRPOTrainer):
         missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
         if missing:
             raise RuntimeError(f"The checkpoint lacks {len(missing)} weights of the model, first {min(missing)!r}.")
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # Copies the model files of this folder to `output_dir` and uploads that: never the masters.
-        folder = Path(checkpoint_folder)
-        if self.args.quantized and is_peft_model(self._unwrapped):
-            if self.is_world_process_zero():
-                target = Path(self.args.output_dir) / LOW_BIT_FOLDER
-                shutil.copytree(folder / LOW_BIT_FOLDER, target, dirs_exist_ok=True)
-        elif self.args.quantized:
-            folder /= LOW_BIT_FOLDER
-        super()._push_from_checkpoint(str(folder))
 
     # Small helpers --------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ ROOMS = {
     "rollout": {"rollout", "quant", "_compat"},
     "learner": {"learner", "quant", "_compat"},
     "llmcompressor": {"llmcompressor", "quant", "data"},
-    "evaluation": {"evaluation", "data", "rewards", "rollout", "quant", "_compat"},
+    "export": {"export", "quant", "config"},
+    "evaluation": {"evaluation", "export", "data", "rewards", "rollout", "quant", "_compat"},
 }
 
 

@@ -10,9 +10,8 @@ import json
 import re
 import subprocess
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
@@ -20,8 +19,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from safetensors import safe_open
 
 from .. import __version__
+from ..quant.names import base_model, is_peft_model
 from ..quant.scheme import effective_group_size, support_of
 from .low_bit import digest
+
+
+if TYPE_CHECKING:
+    from ..trainer import QaRLTrainer
 
 
 CARD, FACTS = "README.md", "training.yaml"
@@ -84,18 +88,12 @@ def dataset_id(dataset: Any) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def training_facts(args: Any, log: Sequence[dict], steps: int, **more: Any) -> dict[str, Any]:
-    """
-    What a card says of a training run, as plain YAML types.
-
-    Args:
-        args (`QaRLConfig`): Its settings, of which those of `SETTINGS` are used.
-        log (`Sequence[dict]`): `trainer.state.log_history`.
-        steps (`int`): Optimizer steps.
-        more: `base_facts`, and `adapter`, `datasets`, `rewards`.
-    """
+def training_facts(trainer: QaRLTrainer) -> dict[str, Any]:
+    """What a card says of a training run so far, as plain YAML types."""
     from ..config import TBPO, changed_fields
 
+    args, log, model = trainer.args, trainer.state.log_history, trainer._unwrapped
+    dataset = dataset_id(trainer.train_dataset)
     band = args.trust_band
     objective = f"Objective: {args.loss_type}, as TRL computes it."
     if args.loss_type == TBPO:
@@ -106,10 +104,13 @@ def training_facts(args: Any, log: Sequence[dict], steps: int, **more: Any) -> d
         )
     last = {text: next((row[name] for row in reversed(log) if name in row), None) for name, text in LOGGED.items()}
     plain = {name: getattr(value, "value", value) for name, value in changed_fields(args, SETTINGS).items()}
-    return more | {
+    return base_facts(base_model(model).config._name_or_path) | {
+        "adapter": is_peft_model(model),
+        "datasets": [dataset] if dataset else [],
+        "rewards": list(trainer.reward_func_names),
         "objective": objective,
         "learner": "The learner ran on the low-bit weights." if args.quant_learner else "The learner ran in bfloat16.",
-        "steps": steps,
+        "steps": trainer.state.global_step,
         "settings": json.loads(json.dumps(plain)),
         "mismatch": {text: f"{float(value):.2g}" for text, value in last.items() if value is not None},
         "code": f"qarl_trl {__version__}{_commit()}, "
@@ -118,10 +119,10 @@ def training_facts(args: Any, log: Sequence[dict], steps: int, **more: Any) -> d
     }
 
 
-def write_card(folder: Path, repo: str | None = None, facts: dict[str, Any] | None = None) -> None:
-    """Write `README.md` (unless it was edited), and `training.yaml` if `facts` are given, into a low-bit folder."""
-    if facts is not None:
-        (folder / FACTS).write_text(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
+def write_card(folder: Path, repo: str | None = None, **facts: Any) -> None:
+    """Write `README.md`, unless it was edited, into a low-bit folder; `facts` replace those of `training.yaml` there."""
+    facts = _stored(folder) | facts
+    (folder / FACTS).write_text(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
     card = folder / CARD
     if not card.exists() or GENERATED in card.read_text():
         card.write_text(model_card(folder, repo).content)
@@ -141,7 +142,7 @@ def model_card(folder: Path, repo: str | None = None) -> ModelCard:
     config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
     if "config_groups" not in (quantized := config.get("quantization_config") or {}):
         raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
-    facts = yaml.safe_load((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
+    facts = _stored(folder)
     schemes = [QuantizationScheme.model_validate(group) for group in quantized["config_groups"].values()]
     names = [support_of(scheme).name for scheme in schemes]
     base_id, trained = facts.get("base_id"), bool(facts.get("steps"))
@@ -151,7 +152,9 @@ def model_card(folder: Path, repo: str | None = None) -> ModelCard:
         datasets=facts.get("datasets") or None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["compressed-tensors", "vllm", *(name.lower() for name in names)] + ["qarl", "trl", "grpo"] * trained,
+        tags=["compressed-tensors", "vllm", *(name.lower() for name in names)]
+        + ["qarl", "trl", "grpo"] * trained
+        + facts.get("tags", []),
     )
     weights = sorted(folder.glob("*.safetensors"))
     layers, experts = _low_bit_layers(weights)
@@ -196,13 +199,19 @@ def evaluations(folder: Path) -> list[str]:
     return tables
 
 
+def _stored(folder: Path) -> dict[str, Any]:
+    return yaml.safe_load((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
+
+
 def _in_table(scheme: QuantizationScheme, layers: int | None) -> list[str]:
     row, weights, activations = support_of(scheme), scheme.weights, scheme.input_activations
     size = effective_group_size(scheme)
     per = f"{size} weights" if size else "output channel"
     if weights.strategy == QuantizationStrategy.BLOCK:
         per = "block of {} x {}".format(*weights.block_structure)
-    kind = f"{weights.num_bits}-bit {weights.type}, a scale per {per}{'' if weights.symmetric else ', with zero points'}"
+    kind = (
+        f"{weights.num_bits}-bit {weights.type}, a scale per {per}{'' if weights.symmetric else ', with zero points'}"
+    )
     inputs = f"{activations.num_bits}-bit {activations.type}, dynamic" if activations else "bfloat16"
     which = f"{layers}" if layers is not None else ", ".join(f"`{target}`" for target in scheme.targets)
     return [row.name, kind, inputs, which, row.format]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -13,14 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from accelerate.logging import get_logger
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+from .low_bit import LOW_BIT_FOLDER
 
 
 # All that a model repository needs: no pickles, logs, completions or states of a run, whatever else is in the folder.
 MODEL_FILES = (
-    *("*.safetensors", "*.safetensors.index.json", "config.json", "*_config.json", "tokenizer*", "vocab*", "merges.txt"),
+    *(
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "config.json",
+        "*_config.json",
+        "tokenizer*",
+        "vocab*",
+        "merges.txt",
+    ),
     *("*_map.json", "added_tokens.json", "*.jinja", "*.model", "recipe.yaml", "training.yaml", "README.md"),
 )
 # What a push removes at the root of a repository when the new model does not have it: an engine would load it too.
@@ -28,7 +38,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.js
 STAGING = ".push-"
 WAITS_S = (2, 20)  # before the second and third try
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class HubError(RuntimeError):
@@ -60,34 +70,63 @@ class Repository:
     ) -> None:
         self.api, self.name, self.revision, self.masters = HfApi(token=token), name, revision, masters
         self.name = self._tried(lambda: self.api.create_repo(name, private=private, exist_ok=True)).repo_id
+        self._tried(
+            lambda: self.api.auth_check(self.name, write=True)
+        )  # creating what is there passes for readers too
         for branch in {revision, masters} - {None, "main"}:
             self._tried(lambda branch=branch: self._create_branch(branch))
 
-    def push(self, folder: Path, message: str) -> CommitInfo:
-        """Make the repository's content the model of `folder`."""
-        files = {file.name: file for file in model_files(folder)}
-        return self._commit(files, message, self.revision, lambda name: "/" not in name and _any(name, WEIGHTS))
+    def push(self, folder: Path, message: str, revision: str | None = None, blocking: bool = True) -> Any:
+        """
+        Make the repository's content the model of `folder`.
 
-    def push_masters(self, folder: Path, message: str, subfolder: str | None = None) -> CommitInfo:
-        """The model files of a training checkpoint on the branch of masters, or into `subfolder` all that it holds."""
-        if subfolder is None:
-            files = {file.name: file for file in model_files(folder)}
-            return self._commit(files, message, self.masters, lambda name: "/" not in name and _any(name, WEIGHTS))
-        found = (file for file in sorted(folder.rglob("*")) if file.is_file())
-        files = {f"{subfolder}/{file.relative_to(folder).as_posix()}": file for file in found}
-        return self._commit(files, message, self.masters, lambda name: name.startswith(f"{subfolder}/"))
+        Returns:
+            `CommitInfo`, or a `Future` of it without `blocking`.
+        """
+        if not blocking:
+            return self.api.run_as_future(self.push, folder, message, revision)
+        try:
+            return self._push_model(folder, message, revision or self.revision)
+        except HubError as error:
+            again = f"Nothing is lost: the model is in {folder}; `qarl-trl push {folder} {self.name}` tries again."
+            raise HubError(f"{error} {again}") from error
 
-    def in_background(self, pushes: list[Callable[[], CommitInfo]], kept_in: Path) -> Future:
-        """Run `pushes` one after the other in a thread. A failure is one line in the log; training goes on."""
+    def push_checkpoint(self, checkpoint: Path, strategy: str) -> Future:
+        """
+        Push the low-bit model of a training checkpoint in a thread, and with `masters` what belongs there.
+
+        It works on hard links, which neither a save nor the rotation of checkpoints changes. A failure is one line in the
+        log, and training goes on.
+        """
+        source = checkpoint if self.masters else checkpoint / LOW_BIT_FOLDER
+        scratch = Path(tempfile.mkdtemp(dir=checkpoint.parent, prefix=STAGING))
+        copy = shutil.copytree(source, scratch / source.name, copy_function=_link_or_copy)
+        message = f"Training in progress, {checkpoint.name}"
 
         def run() -> None:
             try:
-                for push in pushes:
-                    push()
+                self._push_model(copy / LOW_BIT_FOLDER if self.masters else copy, message, self.revision)
+                if self.masters:
+                    subfolders = {"checkpoint": "last-checkpoint", "all_checkpoints": checkpoint.name}
+                    self._push_masters(copy, message, subfolders.get(strategy))
             except Exception as error:
-                logger.warning("%s Training goes on; the model is in %s.", error, kept_in)
+                logger.warning("Push failed. %s Training goes on; nothing is lost of %s.", error, checkpoint)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
 
         return self.api.run_as_future(run)
+
+    def _push_model(self, folder: Path, message: str, revision: str | None) -> CommitInfo:
+        files = {file.name: file for file in model_files(folder)}
+        return self._commit(files, message, revision, lambda name: "/" not in name and _any(name, WEIGHTS))
+
+    def _push_masters(self, folder: Path, message: str, subfolder: str | None) -> None:
+        if subfolder is None:
+            self._push_model(folder, message, self.masters)
+            return
+        found = (file for file in sorted(folder.rglob("*")) if file.is_file())
+        files = {f"{subfolder}/{file.relative_to(folder).as_posix()}": file for file in found}
+        self._commit(files, message, self.masters, lambda name: name.startswith(f"{subfolder}/"))
 
     def _commit(
         self, files: dict[str, Path], message: str, revision: str | None, stale: Callable[[str], bool]
@@ -117,23 +156,23 @@ class Repository:
         return None
 
 
+def repository_of(args: Any, token: str | None = None) -> Repository:
+    """The repository of a run with these settings (a `QaRLConfig`); errors as of [`Repository`]."""
+    name = args.hub_model_id or Path(args.output_dir).absolute().name
+    return Repository(name, token or args.hub_token, args.hub_private_repo, args.hub_revision, args.hub_masters)
+
+
 def model_files(folder: Path) -> list[Path]:
     """
     The files of `folder` that make up its model, sorted.
 
     Raises:
-        ValueError: when there is none, or it brings code of its own.
+        ValueError: when it has no weights.
     """
     files = sorted(file for file in folder.iterdir() if file.is_file() and _any(file.name, MODEL_FILES))
     if not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(f"{folder} holds no model to push: it has no *.safetensors.")
     return files
-
-
-def staged(folder: Path, beside: Path) -> Path:
-    """`folder` as hard links in a new folder in `beside`: a save or a rotation during the upload does not change it."""
-    target = Path(tempfile.mkdtemp(dir=beside, prefix=STAGING))
-    return Path(shutil.copytree(folder, target / folder.name, copy_function=_link_or_copy))
 
 
 def _link_or_copy(source: str, target: str) -> None:
