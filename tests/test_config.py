@@ -282,6 +282,7 @@ CHANGED = {
     "vllm_engine_kwargs": {"enforce_eager": True},
     "publish_verify": 4,
     "export_low_bit": False,
+    "hub_masters": None,  # needs pushes, which exclude export_low_bit: False
 }
 ALWAYS = {"use_cpu": True, "bf16": False, "use_vllm": True, "report_to": "none"}
 

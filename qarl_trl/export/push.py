@@ -31,7 +31,8 @@ MODEL_FILES = (
         "vocab*",
         "merges.txt",
     ),
-    *("*_map.json", "added_tokens.json", "*.jinja", "*.model", "recipe.yaml", "training.yaml", "README.md"),
+    *("*_map.json", "added_tokens.json", "chat_template.json", "tekken.json", "*.jinja", "*.model"),
+    *("recipe.yaml", "training.yaml", "README.md"),
 )
 # What a push removes at the root of a repository when the new model does not have it: an engine would load it too.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
@@ -70,9 +71,8 @@ class Repository:
     ) -> None:
         self.api, self.name, self.revision, self.masters = HfApi(token=token), name, revision, masters
         self.name = self._tried(lambda: self.api.create_repo(name, private=private, exist_ok=True)).repo_id
-        self._tried(
-            lambda: self.api.auth_check(self.name, write=True)
-        )  # creating what is there passes for readers too
+        # To create what is there passes for those who may only read it.
+        self._tried(lambda: self.api.auth_check(self.name, write=True))
         for branch in {revision, masters} - {None, "main"}:
             self._tried(lambda branch=branch: self._create_branch(branch))
 
@@ -117,8 +117,9 @@ class Repository:
         return self.api.run_as_future(run)
 
     def _push_model(self, folder: Path, message: str, revision: str | None) -> CommitInfo:
-        files = {file.name: file for file in model_files(folder)}
-        return self._commit(files, message, revision, lambda name: "/" not in name and _any(name, WEIGHTS))
+        return self._commit(
+            model_files(folder), message, revision, lambda name: "/" not in name and _any(name, WEIGHTS)
+        )
 
     def _push_masters(self, folder: Path, message: str, subfolder: str | None) -> None:
         if subfolder is None:
@@ -162,17 +163,18 @@ def repository_of(args: Any, token: str | None = None) -> Repository:
     return Repository(name, token or args.hub_token, args.hub_private_repo, args.hub_revision, args.hub_masters)
 
 
-def model_files(folder: Path) -> list[Path]:
+def model_files(folder: Path) -> dict[str, Path]:
     """
-    The files of `folder` that make up its model, sorted.
+    The files of `folder` that make up its model, by their names in a repository.
 
     Raises:
         ValueError: when it has no weights.
     """
-    files = sorted(file for file in folder.iterdir() if file.is_file() and _any(file.name, MODEL_FILES))
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and _any(file.name, MODEL_FILES)]
     if not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(f"{folder} holds no model to push: it has no *.safetensors.")
-    return files
+    files += sorted(folder.glob("additional_chat_templates/*.jinja"))
+    return {file.relative_to(folder).as_posix(): file for file in files}
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -170,10 +170,9 @@ def test_a_mixture_in_low_bits_has_no_such_lines_because_transformers_fills_it_w
     card = model_card(tmp_path)
     assert "transformers does not load it" in card.text
     assert not [block for block in blocks(card, "python") if "AutoModel" in block]
-    tokens = torch.tensor([[3, 4, 5]])
-    with torch.no_grad():  # the reason: no error, other weights each time
-        a, b = (AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits for _ in range(2))
-    assert not torch.equal(a, b)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)  # the reason: no error, and other weights
+    expected = learner.model.layers[0].mlp.experts.down_proj.bfloat16()
+    assert not torch.allclose(loaded.model.layers[0].mlp.experts.down_proj, expected, atol=0.05)
 
 
 def test_with_a_chat_template_the_snippets_chat(folder):

@@ -46,7 +46,7 @@ def low_bit(tiny_model, tiny_tokenizer, tmp_path):
 
 def same(files: dict[str, bytes], folder: Path) -> bool:
     """Whether a branch holds exactly the model files of `folder`."""
-    expected = {file.name: file.read_bytes() for file in model_files(folder)}
+    expected = {name: file.read_bytes() for name, file in model_files(folder).items()}
     return {name: content for name, content in files.items() if name != ".gitattributes"} == expected
 
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_is_rotated_away_during_the_upload_still_arrives(hub, 
     trainer = pushing(model, tmp_path)
     trainer.train()
     original = trainer._repository._commit
-    low_bit = {f.name: f.read_bytes() for f in model_files(tmp_path / "checkpoint-4" / "low_bit")}
+    low_bit = {name: f.read_bytes() for name, f in model_files(tmp_path / "checkpoint-4" / "low_bit").items()}
 
     def slow(*args):
         shutil.rmtree(tmp_path / "checkpoint-4", ignore_errors=True)
