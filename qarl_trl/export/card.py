@@ -94,22 +94,23 @@ def training_facts(trainer: QaRLTrainer) -> dict[str, Any]:
 
     args, log, model = trainer.args, trainer.state.log_history, trainer._unwrapped
     dataset = dataset_id(trainer.train_dataset)
+    plain = {name: getattr(value, "value", value) for name, value in changed_fields(args, SETTINGS).items()}
     band = args.trust_band
     objective = f"Objective: {args.loss_type}, as TRL computes it."
     if args.loss_type == TBPO:
+        plain.pop("delta", None)  # the trainer set it from the band
         objective = (
             f"Objective: TBPO (trust-band policy optimization); sequence ratio at most 1 + {band.epsilon_high:g} for "
             f"positive advantages, within 1 - {band.delta_low:g} and 1 + {band.delta_high:g} for negative ones, mismatch "
             f"weight within 1/{args.tbpo_mismatch_cap:g} and {args.tbpo_mismatch_cap:g}."
         )
     last = {text: next((row[name] for row in reversed(log) if name in row), None) for name, text in LOGGED.items()}
-    plain = {name: getattr(value, "value", value) for name, value in changed_fields(args, SETTINGS).items()}
     return base_facts(base_model(model).config._name_or_path) | {
         "adapter": is_peft_model(model),
         "datasets": [dataset] if dataset else [],
         "rewards": list(trainer.reward_func_names),
         "objective": objective,
-        "learner": "The learner ran on the low-bit weights." if args.quant_learner else "The learner ran in bfloat16.",
+        "aligned": args.quant_learner,
         "steps": trainer.state.global_step,
         "settings": json.loads(json.dumps(plain)),
         "mismatch": {text: f"{float(value):.2g}" for text, value in last.items() if value is not None},
@@ -144,7 +145,7 @@ def model_card(folder: Path, repo: str | None = None) -> ModelCard:
         raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
     facts = _stored(folder)
     schemes = [QuantizationScheme.model_validate(group) for group in quantized["config_groups"].values()]
-    names = [support_of(scheme).name for scheme in schemes]
+    names = [_name(scheme) for scheme in schemes]
     base_id, trained = facts.get("base_id"), bool(facts.get("steps"))
     data = ModelCardData(
         base_model=base_id,
@@ -203,8 +204,15 @@ def _stored(folder: Path) -> dict[str, Any]:
     return yaml.safe_load((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
 
 
+def _name(scheme: QuantizationScheme) -> str:
+    try:
+        return support_of(scheme).name
+    except ValueError:  # made by another method: GPTQ with an order of its own, a fixed scale of activations
+        return f"W{scheme.weights.num_bits}A{scheme.input_activations.num_bits if scheme.input_activations else 16}"
+
+
 def _in_table(scheme: QuantizationScheme, layers: int | None) -> list[str]:
-    row, weights, activations = support_of(scheme), scheme.weights, scheme.input_activations
+    weights, activations = scheme.weights, scheme.input_activations
     size = effective_group_size(scheme)
     per = f"{size} weights" if size else "output channel"
     if weights.strategy == QuantizationStrategy.BLOCK:
@@ -212,9 +220,11 @@ def _in_table(scheme: QuantizationScheme, layers: int | None) -> list[str]:
     kind = (
         f"{weights.num_bits}-bit {weights.type}, a scale per {per}{'' if weights.symmetric else ', with zero points'}"
     )
-    inputs = f"{activations.num_bits}-bit {activations.type}, dynamic" if activations else "bfloat16"
+    inputs = "bfloat16"
+    if activations is not None:
+        inputs = f"{activations.num_bits}-bit {activations.type}, {'dynamic' if activations.dynamic else 'static'}"
     which = f"{layers}" if layers is not None else ", ".join(f"`{target}`" for target in scheme.targets)
-    return [row.name, kind, inputs, which, row.format]
+    return [_name(scheme), kind, inputs, which, getattr(scheme.format, "value", scheme.format)]
 
 
 def _in_short(ignored: list[str]) -> str:
