@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hub_server import WRITER, running_hub
 
+from qarl_trl.rollout.cpu import choose_arithmetic
 from slow.isolated import ENVIRONMENT
 from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, random_adapter, save_model
 
@@ -36,6 +37,7 @@ def download_and_answer(folder: str) -> Any:
     """Answers of a new engine on the repository's main branch, by the real client."""
     from huggingface_hub import snapshot_download
 
+    choose_arithmetic()  # as the trainer did
     return fresh_engine_logprobs(snapshot_download("me/toy", local_dir=folder))
 
 
@@ -74,4 +76,5 @@ def test_the_downloaded_model_answers_as_the_training_engine(tmp_path, lora):
 
 def engine_of_base(model: str) -> Any:
     """Answers of the model that training started from."""
+    choose_arithmetic()
     return fresh_engine_logprobs(model)
