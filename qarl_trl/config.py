@@ -190,6 +190,11 @@ class QaRLConfig(GRPOConfig):
         "main branch holds the low-bit model alone. hub_strategy 'checkpoint' and 'all_checkpoints' push whole training "
         "checkpoints there, into last-checkpoint/ or checkpoint-N/. Unset: masters are not pushed.",
     )
+    resume_from_checkpoint: str | None = HfArg(
+        default=None,
+        help="Of a recipe, as of `QaRLTrainer.train`. 'true': the newest complete checkpoint of output_dir; 'auto': the same, "
+        "and the start where there is none; or the path of one.",
+    )
     export_low_bit: bool = HfArg(
         default=True, help="Also write the low-bit model into the sub-folder low_bit/ of every training checkpoint."
     )
@@ -307,6 +312,11 @@ class QaRLConfig(GRPOConfig):
                     "use_liger_kernel=True computes with layers and a loss of its own, so neither the low-bit forward "
                     "nor TBPO would run. Set use_liger_kernel=False."
                 )
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                "enable_jit_checkpoint=True saves within a step, which no resume continues exactly. Remove it: SIGTERM saves "
+                "at the end of the step anyway."
+            )
         _check_rollout(self)
         _check_passes(self)
         _check_muon(self)

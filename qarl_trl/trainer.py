@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
-from transformers.utils import PushInProgress
 from trl import GRPOTrainer
 
 from . import _compat
+from .checkpoints.mixin import CheckpointMixin
 from .config import TBPO, QaRLConfig
-from .export import LOW_BIT_FOLDER, quantization_config, save_low_bit
-from .export.card import PAPER, training_facts, write_card
-from .export.push import repository_of
+from .export import quantization_config
+from .export.card import PAPER
+from .export.mixin import SharingMixin
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
@@ -38,10 +38,7 @@ from .metrics import (
 )
 from .optim import build_muon
 from .preflight import check_run, default_output_dir
-from .quant.experts import expert_modules
 from .quant.model import apply_quantization, bypassed_layers
-from .quant.names import is_peft_model
-from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout.canary import Canary
 from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
@@ -54,7 +51,7 @@ from .rollout.support import default_engine_kwargs
 logger = get_logger(__name__)
 
 
-class QaRLTrainer(GRPOTrainer):
+class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     """
     Reinforcement learning on low-bit rollouts with a learner that runs the same low-bit weights.
 
@@ -83,8 +80,6 @@ class QaRLTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
         source = check_run(model, args, given.arguments)
         as_stored = isinstance(model, str)  # masters given as an object may have been changed
-        self._saving_masters = False
-        self._named_in_card: dict[str, list[str]] = {}
         self._code_flips = CodeFlips()
         self._current_logps: Tensor | None = None
         self._step_of_rollout = -1
@@ -249,131 +244,6 @@ class QaRLTrainer(GRPOTrainer):
         if self._token_stats is not None and self._mode == "train":
             step, rollout_step = self.state.global_step + 1, self._step_of_rollout + 1
             self._token_stats.add(step, rollout_step, inputs, logps, errors)
-
-    # Saving ---------------------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """
-        Write the low-bit checkpoint (with quantization off: what TRL writes).
-
-        With LoRA: the adapter, and the merged low-bit checkpoint in its sub-folder `low_bit/`.
-
-        Args:
-            output_dir (`str`, *optional*): Folder; defaults to `args.output_dir`.
-        """
-        if not self.args.quantized:
-            super().save_model(output_dir, _internal_call)
-            return
-        path = Path(output_dir or self.args.output_dir)
-        low_bit = self._low_bit_folder(path)
-        if low_bit != path:
-            super().save_model(str(path), _internal_call=True)
-        if low_bit == path or self.args.export_low_bit or not self._saving_masters:
-            self._save_low_bit(low_bit)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """The card of the low-bit model in `output_dir`, if there is one (with quantization off: TRL's)."""
-        if not self.args.quantized:
-            super().create_model_card(model_name, dataset_name, tags)
-            return
-        named = {"datasets": dataset_name, "tags": tags}
-        self._named_in_card |= {key: [v] if isinstance(v, str) else list(v) for key, v in named.items() if v}
-        folder = self._low_bit_folder(Path(self.args.output_dir))
-        if self.is_world_process_zero() and not self._saving_masters and (folder / "config.json").exists():
-            write_card(folder, self.hub_model_id, **self._named_in_card)
-
-    def init_hf_repo(self, token: str | None = None) -> None:
-        """TRL's, with the branches of `hub_revision` and `hub_masters`."""
-        if self.is_world_process_zero():
-            self._repository = repository_of(self.args, token)
-            self.hub_model_id, self.push_in_progress = self._repository.name, None
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """
-        Save the low-bit model and make it the content of the Hub repository; `HubError` says what failed and what to do.
-
-        Arguments and result are those of [`~transformers.Trainer.push_to_hub`]; with quantization off it is that.
-        """
-        if not self.args.quantized:
-            return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        if self.hub_model_id is None or token is not None:
-            self.init_hf_repo(token)
-        self.save_model(_internal_call=True)
-        self.create_model_card(**kwargs)
-        if not self.is_world_process_zero():
-            return None
-        self._finish_current_push()
-        folder = self._low_bit_folder(Path(self.args.output_dir))
-        return self._repository.push(folder, commit_message, revision, blocking)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self.args.quantized:
-            super()._push_from_checkpoint(checkpoint_folder)
-        elif self.is_world_process_zero() and self.args.hub_strategy != "end":
-            going_on = self.push_in_progress
-            if going_on is None or going_on.is_done() or self.args.hub_always_push:
-                self.callback_handler.on_push_begin(self.args, self.state, self.control)
-                job = self._repository.push_checkpoint(Path(checkpoint_folder), self.args.hub_strategy)
-                self.push_in_progress = PushInProgress([*(going_on.jobs if going_on else ()), job])
-
-    def _low_bit_folder(self, path: Path) -> Path:
-        return path / LOW_BIT_FOLDER if self._saving_masters or is_peft_model(self._unwrapped) else path
-
-    def _save_low_bit(self, path: Path) -> None:
-        weights = iter_low_bit_weights(self._unwrapped, full_parameters(self._unwrapped, self._dist))
-        if self.args.should_save:
-            save_low_bit(self._unwrapped, self.processing_class, path, weights=weights, recipe=self.args.quant_recipe)
-            write_card(path, self.hub_model_id, **training_facts(self), **self._named_in_card)
-        else:
-            for _ in weights:  # take part in the gathers
-                pass
-        self.accelerator.wait_for_everyone()
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._saving_masters = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._saving_masters = False
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self._stored_under_other_names:
-            _compat.restore_masters(self._unwrapped, resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if self._stored_under_other_names:
-            _compat.restore_masters(self._unwrapped, self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
-
-    @property
-    def _stored_under_other_names(self) -> bool:
-        """Mixtures and models of several parts, unless FSDP, DeepSpeed or peft write the files, by the model's own names."""
-        model = self._unwrapped
-        if is_peft_model(model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return False
-        return any(expert_modules(model)) or model.config.get_text_config() is not model.config
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """The Trainer's, but a weight that a checkpoint lacks is an error: training would go on from another one."""
-        super()._issue_warnings_after_load(load_result)
-        missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
-        if missing:
-            raise RuntimeError(f"The checkpoint lacks {len(missing)} weights of the model, first {min(missing)!r}.")
 
     # Small helpers --------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ ROOMS = {
     "llmcompressor": {"llmcompressor", "quant", "data"},
     "export": {"export", "quant", "config"},
     "evaluation": {"evaluation", "export", "data", "rewards", "rollout", "quant", "_compat"},
+    "checkpoints": {"checkpoints", "quant", "export", "_compat"},
     "metrics": {"metrics", "loss", "quant"},
 }
 

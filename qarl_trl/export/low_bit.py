@@ -38,6 +38,7 @@ RECIPE = "recipe.yaml"  # llm-compressor's name
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 # What vLLM reads: on the Hub there may be a second copy of the weights in another format.
 READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+SCRATCH = ".incoming-"
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
@@ -124,12 +125,15 @@ def save_low_bit(
     stream = iter_low_bit_weights(model) if weights is None else weights
     state_dict = {name: _owning(tensor.to("cpu")) for name, tensor in stream}
     path.mkdir(parents=True, exist_ok=True)
+    for left in path.glob(f"{SCRATCH}*"):  # by a process that was killed
+        shutil.rmtree(left)
     # Inside the folder rather than beside it: `path` may be a mount, and files can only be renamed within one.
-    with tempfile.TemporaryDirectory(dir=path, prefix=".incoming-") as scratch:
+    with tempfile.TemporaryDirectory(dir=path, prefix=SCRATCH) as scratch:
         save_torch_state_dict(state_dict, scratch, max_shard_size="5GB", metadata={"format": "pt"})
         _save_configs(base_model(model), tokenizer, quant_config, Path(scratch))
         if recipe is not None:
             shutil.copyfile(recipe, Path(scratch) / RECIPE)
+        flush(Path(scratch))
         _move_into_place(Path(scratch), path)
     return path
 
@@ -174,6 +178,16 @@ def _save_configs(model: nn.Module, tokenizer: Any | None, quant_config: dict[st
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def flush(folder: Path, tree: bool = True) -> None:
+    """Have the disk hold a folder before what follows, with all that is in it (`tree`) or as a list of names."""
+    for path in [folder, *(folder.rglob("*") if tree else ())]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _move_into_place(scratch: Path, path: Path) -> None:
