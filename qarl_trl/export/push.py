@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -99,12 +98,19 @@ class Repository:
         log, and training goes on.
         """
         source = checkpoint if self.masters else checkpoint / LOW_BIT_FOLDER
-        scratch = Path(tempfile.mkdtemp(dir=checkpoint.parent, prefix=STAGING))
-        copy = shutil.copytree(source, scratch / source.name, copy_function=_link_or_copy)
-        message = f"Training in progress, {checkpoint.name}"
+        scratch = checkpoint.parent / f"{STAGING}{checkpoint.name}"
+        copy, message = scratch / source.name, f"Training in progress, {checkpoint.name}"
+        broken: OSError | None = None
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            shutil.copytree(source, copy, copy_function=_link_or_copy)
+        except OSError as error:  # a full disk
+            broken = error
 
         def run() -> None:
             try:
+                if broken is not None:
+                    raise broken
                 self._push_model(copy / LOW_BIT_FOLDER if self.masters else copy, message, self.revision)
                 if self.masters:
                     subfolders = {"checkpoint": "last-checkpoint", "all_checkpoints": checkpoint.name}
