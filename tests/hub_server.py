@@ -72,9 +72,10 @@ class Hub:
                 return 409, {"error": "exists"}
             branches[argument] = body.get("startingPoint") or branches["main"]
             return 200, {}
-        oid = branches.get(argument, argument)
-        if oid not in self.commits:
-            return 404, {"error": "no such revision"}
+        revision, _, folder = argument.partition("/")
+        oid = branches.get(revision, revision)
+        if oid not in self.commits or folder:
+            return 404, {"error": "no such revision or folder"}
         files = self.commits[oid][0]
         if action == "revision":
             siblings = [{"rfilename": name} for name in files]
@@ -147,13 +148,14 @@ class _Handler(BaseHTTPRequestHandler):
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(auth-check(?:/write)?)", path):
             if self._may(write=found[2].endswith("write")):
                 self._answer(200 if found[1] in self.hub.branches else 404, {})
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(\w+)/([^/]+))?", path):
+        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(\w+)/(.+))?", path):
             if not self._may(write=False):
                 return
             if found[1] not in self.hub.branches:
                 self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
                 return
-            self._answer(*self.hub.api(found[1], found[2] or "revision", found[3] or "main", None))
+            status, content = self.hub.api(found[1], found[2] or "revision", found[3] or "main", None)
+            self._answer(status, content, {"X-Error-Code": "EntryNotFound"} if status == 404 else None)
         elif (found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) and self._may(write=False):
             oid = self.hub.branches[found[1]].get(found[2], found[2])
             content = self.hub.commits[oid][0].get(found[3])
