@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _make_parser().parse_args(argv)
     if args.command == "schemes":
         print(schemes())
+    elif args.command == "push":
+        push(args)
     else:
         export(args)
 
@@ -41,6 +43,8 @@ def export(args: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from .export import save_low_bit
+    from .export.card import base_facts, write_card
+    from .export.push import Repository
     from .quant import apply_quantization
     from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
@@ -52,11 +56,34 @@ def export(args: argparse.Namespace) -> None:
         loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(args.checkpoint).base_model_name_or_path
     if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
         raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
+    # Before the work: the Hub may refuse.
+    repository = Repository(args.push, private=args.private, revision=args.revision) if args.push else None
     model = loader.from_pretrained(args.checkpoint, dtype="auto")
     ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
     apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
-    save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output)
+    folder = save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output)
+    write_card(folder, repository and repository.name, **base_facts(weights))
     print(f"{args.scheme} checkpoint written to {args.output}")
+    if repository is not None:
+        print(f"pushed: {repository.push(folder, f'{args.scheme} model').commit_url}")
+
+
+def push(args: argparse.Namespace) -> None:
+    """Push a low-bit folder with its card, written anew for that address and with the evaluations in its sub-folders."""
+    from pathlib import Path
+
+    from .export.card import model_card, write_card
+    from .export.push import HubError, Repository
+
+    folder = Path(args.folder)
+    try:
+        model_card(folder)  # refuses what is no low-bit model
+        repository = Repository(args.repo, private=args.private, revision=args.revision)
+        write_card(folder, repository.name)
+        print(f"pushed: {repository.push(folder, args.message).commit_url}")
+    except (HubError, ValueError) as error:
+        print(f"qarl-trl push: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def schemes() -> str:
@@ -92,6 +119,15 @@ def _make_parser() -> argparse.ArgumentParser:
     exporter.add_argument("--group-size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
     exporter.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
     exporter.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")
+    exporter.add_argument("--push", metavar="REPO", help="push it to this repository of the Hub: user/model")
+    pusher = commands.add_parser("push", help="push a low-bit folder with its card to the Hub", allow_abbrev=False)
+    pusher.add_argument("folder", help="as `save_model` and `qarl-trl export` write it")
+    pusher.add_argument("repo", help="user/model; created if it is not there")
+    pusher.add_argument("--message", default="Low-bit model", help="of the commit")
+    for command in (exporter, pusher):
+        # The token is that of HF_TOKEN or `hf auth login`: on a command line others could read it.
+        command.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+        command.add_argument("--revision", help="branch to push to (default: main)")
     return parser
 
 

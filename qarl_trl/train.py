@@ -8,6 +8,7 @@ the command line overrides it. An unknown key is an error on both, so a typo can
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,23 @@ if TYPE_CHECKING:
 
     from .config import QaRLConfig
 
+# What a recipe's `env:` may set: how libraries run. Not what they load (PATH, LD_PRELOAD) or whom they talk to (HF_ENDPOINT).
+ENVIRONMENT = (
+    *(
+        "VLLM_",
+        "NCCL_",
+        "CUDA_",
+        "OMP_",
+        "MKL_",
+        "PYTORCH_",
+        "TORCHINDUCTOR_",
+        "TORCHDYNAMO_",
+        "TOKENIZERS_",
+        "HF_HUB_",
+    ),
+    *("WANDB_PROJECT", "WANDB_MODE", "WANDB_NAME", "TRACKIO_PROJECT", "QARL_"),
+)
+_SECRET = re.compile("TOKEN$|KEY|SECRET|PASSWORD|INSECURE")
 REWARDS = ("math_reward", "boxed_format_reward")
 
 
@@ -122,11 +140,12 @@ def main(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_ar
         peft_config=get_peft_config(model_args),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Model saved in {training_args.output_dir}")
-    if training_args.push_to_hub:
+    if training_args.push_to_hub:  # saves first
         name = script_args.dataset_name_or_path
         trainer.push_to_hub(dataset_name=name if local_path(name) is None else None)
+    else:
+        trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(f"Model saved in {training_args.output_dir}")
 
 
 def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
@@ -203,7 +222,13 @@ def run(argv: Sequence[str] | None = None) -> None:
         print(f"qarl-trl train: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     if not script_args.dry_run:
-        main(script_args, training_args, model_args)
+        from .export.push import HubError
+
+        try:
+            main(script_args, training_args, model_args)
+        except HubError as error:
+            print(f"qarl-trl train: {error}", file=sys.stderr)
+            raise SystemExit(1) from error
     elif training_args.process_index == 0:
         print(describe(script_args, training_args, model_args))
 
@@ -216,8 +241,17 @@ def _export_env(recipe: Path) -> None:
         raise FileNotFoundError(f"--config {recipe}: there is no such file in {Path.cwd()}.")
     content = yaml.safe_load(recipe.read_text())
     env = content.get("env") if isinstance(content, dict) else None
-    if isinstance(env, dict):
-        os.environ.update({key: str(value) for key, value in env.items()})
+    if not isinstance(env, dict):
+        return
+    refused = sorted(key for key in env if not key.startswith(ENVIRONMENT) or _SECRET.search(key))
+    if refused:
+        raise ValueError(
+            f"env of {recipe} sets {', '.join(refused)}. A recipe may set names that start with {', '.join(ENVIRONMENT)}, and no "
+            "tokens or keys: recipes get shared. Export it in the shell."
+        )
+    if os.environ.get("RANK", "0") == "0":
+        print(f"env of {recipe}:", *(f"{key}={value}" for key, value in env.items()), file=sys.stderr)
+    os.environ.update({key: str(value) for key, value in env.items()})
 
 
 def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> None:

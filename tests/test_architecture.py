@@ -17,9 +17,10 @@ ROOMS = {
     "rollout": {"rollout", "quant", "_compat"},
     "learner": {"learner", "quant", "_compat"},
     "llmcompressor": {"llmcompressor", "quant", "data"},
+    "export": {"export", "quant", "config"},
+    "evaluation": {"evaluation", "export", "data", "rewards", "rollout", "quant", "_compat"},
     "checkpoints": {"checkpoints", "quant", "export", "_compat"},
     "metrics": {"metrics", "loss", "quant"},
-    "evaluation": {"evaluation", "data", "rewards", "rollout", "quant", "_compat"},
 }
 
 

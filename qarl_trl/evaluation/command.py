@@ -128,7 +128,8 @@ def prepare(options: argparse.Namespace) -> tuple[Job | None, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     from .._compat import installed_version, require_vllm
-    from .checkpoint import digest, find_checkpoint, precision
+    from ..export.low_bit import digest
+    from .checkpoint import find_checkpoint, precision
     from .sample import start_engine
     from .store import CompletionStore
     from .suites import find_suites
