@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .runs import Run
-
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +28,12 @@ def _theme(ink: str, paper: str, grid: str) -> dict[str, Any]:
     names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     faces = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper)
     sizes = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False}
-    return dict.fromkeys(names, ink) | faces | sizes | {"grid.color": grid, "axes.grid": True, "lines.linewidth": 1.4}
+    return (
+        dict.fromkeys(names, ink)
+        | faces
+        | sizes
+        | {"grid.color": grid, "axes.grid": True, "axes.axisbelow": True, "lines.linewidth": 1.4}
+    )
 
 
 THEMES = {"light": _theme("#24292f", "#ffffff", "#e4e7eb"), "dark": _theme("#d6dae0", "#15181d", "#31363e")}
@@ -63,16 +66,18 @@ def picture(key: str, title: str, caption: str, draw: Callable[[], Figure]) -> P
     return Picture(key, title, caption, *images)
 
 
-def panels(number: int, runs: Sequence[Run]) -> tuple[Figure, list[Axes]]:
-    """A figure of `number` panels, three abreast, with the runs' names above them."""
+def panels(number: int, names: dict[int, str]) -> tuple[Figure, list[Axes]]:
+    """A figure of `number` panels, three abreast, with the names of the runs that it shows above them, by their index."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     columns = 2 if number in (2, 4) else min(number, 3)
     rows = math.ceil(number / columns)
     figure = Figure(figsize=(10 if columns > 1 else 6, 2.9 * rows + 0.4), layout="constrained")
-    handles = [Line2D([], [], **look(i)) for i in range(len(runs))]
-    figure.legend(handles, [plain(run.name) for run in runs], loc="outside upper center", ncols=4, frameon=False)
+    handles = [Line2D([], [], **look(index)) for index in names]
+    figure.legend(
+        handles, [plain(name) for name in names.values()], loc="outside upper center", ncols=4, frameon=False
+    )
     axes = [figure.add_subplot(rows, columns, i + 1) for i in range(number)]
     return figure, axes
 
@@ -111,7 +116,7 @@ def style_legend(axis: Axes, styles: dict[str, str]) -> None:
     """What solid, dashed and dotted mean, below the panel; `styles` by label."""
     from matplotlib.lines import Line2D
 
-    if styles:
+    if set(styles.values()) - {"-"}:
         ink = axis.xaxis.label.get_color()
         handles = [Line2D([], [], color=ink, linestyle=style) for style in styles.values()]
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": len(styles)}
@@ -119,7 +124,7 @@ def style_legend(axis: Axes, styles: dict[str, str]) -> None:
 
 
 def log_scale_fits(values: Sequence[np.ndarray]) -> bool:
-    """Whether the values above 0 span more than a factor of 30."""
+    """Whether the values above 0 span more than a factor of 30; values of 0 are then not drawn."""
     joined = np.concatenate([*values, np.array([])])
     above = joined[np.isfinite(joined) & (joined > 0)]
     return len(above) > 1 and float(above.max() / above.min()) > 30

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from .draw import COLOURS, STYLES, Picture, line, log_scale_fits, panels, picture, plain, style_legend
 from .runs import Run
@@ -76,8 +79,8 @@ CHARTS = (
         "now: KL within a rollout batch. A mismatch that grows over the run ends in collapse (paper Fig. 8).",
         (
             Panel("KL, engine to learner", "nats per token", {"mismatch/kl_k3": ""}, log=True),
-            Panel("KL, old to current policy", "nats per token", {"ratio/kl_k3": ""}, log=True),
-            Panel("KL to the reference model", "nats per token", {"kl": ""}, log=True),
+            Panel("KL, old to current policy", "nats per token", {"ratio/kl_k3": ""}),
+            Panel("KL to the reference model", "nats per token", {"kl": ""}),
             Panel(
                 "Sequence weight w",
                 "learner / engine",
@@ -112,8 +115,8 @@ CHARTS = (
     ),
     Chart(
         "error_tokens",
-        "Error tokens and length",
-        "Repeated tokens, as docs/metrics.md defines them (paper Figs. 1 and 6), and how completions end.",
+        "Error tokens",
+        "Tokens in repetitions, as docs/metrics.md defines them, and the completions that have any (paper Figs. 1 and 6).",
         (
             Panel("Error tokens", "share of tokens", {"error_tokens/frac": ""}, share=True),
             Panel(
@@ -124,12 +127,38 @@ CHARTS = (
             ),
             Panel(
                 "Completions with error tokens",
-                "share of those in and out of the band",
-                {"error_tokens/extreme_frac": "r out of the paper's band", "error_tokens/inside_frac": "in it"},
+                SHARE,
+                {"error_tokens/extreme_frac": "r outside the paper's band", "error_tokens/inside_frac": "r inside"},
                 share=True,
             ),
-            Panel("Length of completions", "tokens", {"completions/mean_length": ""}),
+        ),
+    ),
+    Chart(
+        "completions",
+        "Completions",
+        "Their length, how they end, and how far the rewards of one prompt spread: without spread there is no gradient.",
+        (
+            Panel("Length", "tokens", {"completions/mean_length": ""}),
             Panel("Cut off at the longest length", SHARE, {"completions/clipped_ratio": ""}, share=True),
+            Panel("Spread of rewards within a prompt", "standard deviation", {"reward_std": ""}),
+        ),
+    ),
+    Chart(
+        "publish",
+        "Publishes",
+        "The canary's gap after a checked publish, beside what one rounding per layer does and the gap that stops the run.",
+        (
+            Panel(
+                "Gap on the canary prompt",
+                "nats per token",
+                {
+                    "publish/verify_gap": "gap",
+                    "publish/verify_yardstick": "one rounding",
+                    "publish/verify_allowed": "stops",
+                },
+                log=True,
+            ),
+            Panel("Published stream", "bytes", {"publish/bytes": ""}),
         ),
     ),
 )
@@ -154,21 +183,24 @@ def missing(run: Run) -> list[str]:
 def _draw(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = panels(len(filled), runs)
+    shown = {
+        i: run.name for i, run in enumerate(runs) if any(run.has(name) for panel in filled for name in panel.metrics)
+    }
+    figure, axes = panels(len(filled), shown)
     for panel, axis in zip(filled, axes, strict=True):
-        drawn, styles = [], {}
+        logarithmic = panel.log and log_scale_fits([run.series(name)[1] for run in runs for name in panel.metrics])
+        styles = {}
         for (name, label), style in zip(panel.metrics.items(), STYLES, strict=False):
             if label and any(run.has(name) for run in runs):
                 styles[label] = style
             for index, run in enumerate(runs):
                 steps, values = run.series(name)
                 if len(values):
-                    line(axis, steps, values, index, style)
-                    drawn.append(values)
+                    line(axis, steps, np.where(values > 0, values, math.nan) if logarithmic else values, index, style)
         for index, run in enumerate(runs):
             _edges(axis, panel, run, index)
         axis.set(title=plain(panel.title, 99), xlabel="update", ylabel=panel.unit)
-        if panel.log and log_scale_fits(drawn):
+        if logarithmic:
             axis.set_yscale("log")
         elif panel.share:
             top = max(axis.get_ylim()[1], 0.01)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .draw import COLOURS, Picture, look, panels, picture, style_legend
+from .draw import COLOURS, Picture, log_scale_fits, look, panels, picture, style_legend
 from .runs import Run
 
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FILES = 48  # read of a run, evenly spaced over it
 PROBABILITIES = np.geomspace(1e-4, 1.0, 9)  # edges of the groups of Fig. 5; the lowest takes all below
-FEWEST = 20  # tokens in such a group
+FEWEST = 10  # tokens in such a group
 # A panel of Fig. 4: its title, the numbers, the sign of the advantage if it matters, the level, and the bounds to draw.
 PANELS = (
     ("r of tokens, A > 0", "token_r", 1, "token", ("pos_high",)),
@@ -106,40 +106,50 @@ def _floats(values: list[float | None] | None, mask: np.ndarray) -> np.ndarray:
 
 
 def _draw_ratios(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figure:
-    figure, axes = panels(len(PANELS), runs)
+    figure, axes = panels(len(PANELS), _shown(runs, tokens))
     for axis, (title, name, sign, level, edges) in zip(axes, PANELS, strict=True):
         values = {i: tokens[run.name].of(name, sign) for i, run in enumerate(runs) if run.name in tokens}
-        bars = _bars(np.concatenate(list(values.values())))
+        bars, shares = _bars(np.concatenate(list(values.values()))), []
         for index, found in values.items():
             if len(found):
                 counts, _ = np.histogram(np.clip(found, bars[0], bars[-1]), bars)
-                axis.stairs(counts / counts.sum(), bars, color=COLOURS[index], linewidth=1.4)
+                shares.append(counts / counts.sum())
+                axis.stairs(shares[-1], bars, color=COLOURS[index], linewidth=1.4)
         for index in values:
-            for edge in _edges(runs[index], level, edges):
+            for edge in _edges(runs[index], level, edges, bars):
                 axis.axvline(edge, color=COLOURS[index], linewidth=1, linestyle="--")
         axis.set(title=title, xlabel="ratio", ylabel=f"share of {'tokens' if level == 'token' else 'completions'}")
-        axis.set_yscale("log")
+        if log_scale_fits(shares):
+            axis.set_yscale("log")
         if bars[-1] / bars[0] > 10:
             axis.set_xscale("log")
     return figure
 
 
 def _bars(values: np.ndarray) -> np.ndarray:
-    """Edges of 50 bars, geometric, over the middle 99.8 % of the values."""
+    """Edges of 10 to 50 bars, geometric, over the middle 99.8 % of the values."""
     low, high = np.quantile(values, [0.001, 0.999]) if len(values) else (1.0, 1.0)
-    return np.geomspace(min(low, 0.999) * 0.999, max(high, 1.001) * 1.001, 51)
+    return np.geomspace(
+        min(low, 0.999) * 0.999, max(high, 1.001) * 1.001, int(np.clip(len(values) ** 0.5, 10, 50)) + 1
+    )
 
 
-def _edges(run: Run, level: str, names: tuple[str, ...]) -> list[float]:
+def _edges(run: Run, level: str, names: tuple[str, ...], bars: np.ndarray) -> list[float]:
+    """The bounds of an arm that clips at this level; the cap of w only if anything comes near it."""
     if run.bounds is None or run.bounds.level != level:
         return []
-    values = [getattr(run.bounds, name) for name in names]
-    values += [1 / cap for cap in values if "cap" in names and cap]
-    return [value for value in values if value is not None]
+    if "cap" in names:
+        cap = run.bounds.cap or math.inf
+        return [edge for edge in (cap, 1 / cap) if bars[0] < edge < bars[-1]]
+    return [edge for name in names if (edge := getattr(run.bounds, name)) is not None]
+
+
+def _shown(runs: Sequence[Run], tokens: dict[str, Tokens]) -> dict[int, str]:
+    return {index: run.name for index, run in enumerate(runs) if run.name in tokens}
 
 
 def _draw_by_probability(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figure:
-    figure, axes = panels(2, runs)
+    figure, axes = panels(2, _shown(runs, tokens))
     for axis, sign in zip(axes, (1, -1), strict=True):
         for index, run in enumerate(runs):
             if run.name in tokens:
@@ -147,7 +157,7 @@ def _draw_by_probability(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figu
                 axis.plot(middles, high, **look(index))
                 axis.plot(middles, low, **look(index) | {"linestyle": "--"})
         title = f"A {'>' if sign > 0 else '<'} 0"
-        axis.set(title=title, xlabel="probability at rollout", ylabel="r of tokens", xscale="log", yscale="log")
+        axis.set(title=title, xlabel="probability at rollout", ylabel="r of tokens", xscale="log", xlim=(1e-4, 1))
         style_legend(axis, {"99 %": "-", "1 %": "--"})
     return figure
 
