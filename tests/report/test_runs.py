@@ -29,7 +29,13 @@ def test_the_state_that_is_furthest_on_is_read(tmp_path):
 
 
 def test_series_are_in_order_with_nan_for_what_is_no_number(tmp_path):
-    log = [row(3), row(1, reward=math.nan), row(2, reward=math.inf), {"step": 4, "reward": "high"}, {"step": 5, "x": 1}]
+    log = [
+        row(3),
+        row(1, reward=math.nan),
+        row(2, reward=math.inf),
+        {"step": 4, "reward": "high"},
+        {"step": 5, "x": 1},
+    ]
     run = read_run(str(write_run(tmp_path, log)))
     steps, values = run.series("reward")
     assert steps.tolist() == [1, 2, 3]

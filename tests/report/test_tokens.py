@@ -50,7 +50,7 @@ def test_tails_by_probability(run, sign):
     found = tails(read_tokens(run), sign)
     expected = ratio_tails(rows, sign, PROBABILITIES.tolist(), FEWEST)
     assert len(expected) >= 4
-    assert np.array(found).T == pytest.approx(np.array(expected), rel=1e-5)  # float32 in the file
+    assert pytest.approx(np.array(expected), rel=1e-5) == np.array(found).T  # float32 in the file
     other = ratio_tails(rows, -sign, PROBABILITIES.tolist(), FEWEST)
     assert np.array(other) != pytest.approx(np.array(expected), rel=1e-5)  # control: signs differ
 
@@ -91,7 +91,11 @@ class Letters:
 
 
 def test_error_tokens_are_marked_in_escaped_text():
-    line = {"token_ids": [0, 1, 2, 3, 4, 5], "error_mask": [False, False, True, True, True, False], "completion": "<x>"}
+    line = {
+        "token_ids": [0, 1, 2, 3, 4, 5],
+        "error_mask": [False, False, True, True, True, False],
+        "completion": "<x>",
+    }
     assert marked(line, Letters()) == "ab<mark>&lt;c&amp;</mark>d"
     assert marked(line, None) == "&lt;x&gt;"
     long = {"token_ids": [0] * 500 + [2] + [1] * 500, "error_mask": [False] * 500 + [True] + [False] * 500}
