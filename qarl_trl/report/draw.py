@@ -75,9 +75,9 @@ def panels(number: int, names: dict[int, str]) -> tuple[Figure, list[Axes]]:
     rows = math.ceil(number / columns)
     figure = Figure(figsize=(10 if columns > 1 else 6, 2.9 * rows + 0.4), layout="constrained")
     handles = [Line2D([], [], **look(index)) for index in names]
-    figure.legend(
-        handles, [plain(name) for name in names.values()], loc="outside upper center", ncols=4, frameon=False
-    )
+    labels = [plain(name) for name in names.values()]
+    abreast = 7 if sum(map(len, labels)) < 80 else 3
+    figure.legend(handles, labels, loc="outside upper center", ncols=abreast, frameon=False)
     axes = [figure.add_subplot(rows, columns, i + 1) for i in range(number)]
     return figure, axes
 

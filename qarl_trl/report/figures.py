@@ -79,7 +79,7 @@ CHARTS = (
         "now: KL within a rollout batch. A mismatch that grows over the run ends in collapse (paper Fig. 8).",
         (
             Panel("KL, engine to learner", "nats per token", {"mismatch/kl_k3": ""}, log=True),
-            Panel("KL, old to current policy", "nats per token", {"ratio/kl_k3": ""}),
+            Panel("KL, old to current policy", "nats per token", {"ratio/kl_k3": ""}, log=True),
             Panel("KL to the reference model", "nats per token", {"kl": ""}),
             Panel(
                 "Sequence weight w",
@@ -205,7 +205,7 @@ def _draw(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:
         elif panel.share:
             top = max(axis.get_ylim()[1], 0.01)
             axis.set_ylim(-0.02 * top, top)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         style_legend(axis, styles)
     return figure
 

@@ -106,6 +106,8 @@ def _floats(values: list[float | None] | None, mask: np.ndarray) -> np.ndarray:
 
 
 def _draw_ratios(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figure:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure, axes = panels(len(PANELS), _shown(runs, tokens))
     for axis, (title, name, sign, level, edges) in zip(axes, PANELS, strict=True):
         values = {i: tokens[run.name].of(name, sign) for i, run in enumerate(runs) if run.name in tokens}
@@ -123,6 +125,9 @@ def _draw_ratios(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figure:
             axis.set_yscale("log")
         if bars[-1] / bars[0] > 10:
             axis.set_xscale("log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter(NullFormatter())
     return figure
 
 
