@@ -26,8 +26,8 @@ h2 { margin-top: 2em; border-top: 1px solid var(--line); padding-top: 1em }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .35em .8em; border-bottom: 1px solid var(--line); vertical-align: top; white-space: nowrap }
-td:nth-child(2) { white-space: normal; min-width: 9em }
-img { width: 100%; height: auto; display: block }
+td:nth-child(2), td:nth-child(8) { white-space: normal; min-width: 8em }
+img { max-width: 100%; height: auto; display: block }
 .dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em }
 .facts, figcaption, .missing { font-size: 13px; opacity: .85 }
 figure { margin: 1em 0 }
