@@ -18,6 +18,7 @@ ROOMS = {
     "learner": {"learner", "quant", "_compat"},
     "llmcompressor": {"llmcompressor", "quant", "data"},
     "report": {"report"},
+    "checkpoints": {"checkpoints", "quant", "export", "_compat"},
     "metrics": {"metrics", "loss", "quant"},
     "evaluation": {"evaluation", "data", "rewards", "rollout", "quant", "_compat"},
 }

@@ -47,8 +47,8 @@ CHARTS = (
         "overview",
         "Overview",
         "Reward of the sampled completions and on held-out problems (the quickstart's are greedy); gap between engine and "
-        "learner; completions whose ratio has left the arm's own bounds (of plain TRL: tokens, clip_ratio/high_mean and "
-        "low_mean). Where values span decades the axis is logarithmic, and zeros are not drawn.",
+        "learner; share of completions, or of tokens in an arm that clips tokens, whose ratio has left the arm's own bounds "
+        "(plain TRL: clip_ratio/high_mean and low_mean). Where values span decades the axis is logarithmic: no zeros.",
         (
             Panel("Reward", "mean reward", {"reward": "sampled", "eval_reward": "held out"}),
             Panel(
@@ -59,7 +59,7 @@ CHARTS = (
             ),
             Panel(
                 "Beyond the arm's own bounds",
-                SHARE,
+                "share",
                 {
                     "ratio/pos_high_frac": "A>0, above",
                     "ratio/neg_low_frac": "A<0, below",

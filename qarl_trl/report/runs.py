@@ -117,7 +117,7 @@ def _quickstart(folder: Path) -> tuple[list[Any], dict[str, Any]]:
     """The quickstart's log; its held-out accuracies become `eval_reward`, its floor a line of two points."""
     log, summary = _read_json(folder / "log.json", list), _read_json(folder / "quickstart.json", dict)
     last = max((row.get("step", 0) for row in log), default=0)
-    for step, accuracy in ((0, "accuracy_before"), (last, "accuracy_after")):
+    for step, accuracy in ((0, "accuracy_before"), (last, "accuracy_after")) if log else ():
         log.append({"step": step, "eval_reward": summary.get(accuracy), "gap_floor": summary.get("gap_bf16_floor")})
     return log, {"quant_scheme": summary.get("scheme", "none"), "quant_learner": True}
 

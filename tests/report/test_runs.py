@@ -97,10 +97,10 @@ def saved(tmp_path, args):
 
 
 def test_settings_come_from_the_training_arguments(tmp_path):
-    args = config(tmp_path, hub_token="hf_secret", tbpo_epsilon_high=0.008)
+    args = config(tmp_path, hub_token="hf_secret", tbpo_epsilon_high=0.0003)
     found = saved(tmp_path, args)
     assert arm(found) == "W4A16 engine and learner, tbpo"
-    band = args.band
+    band = args.trust_band
     edges = 1 + band.epsilon_high, 1 - band.delta_low, 1 + band.delta_high, band.mismatch_cap
     assert bounds(found) == Bounds("sequence", *edges)
     assert "hf_secret" in pickle.dumps(args).decode(errors="ignore")  # control: it is in the file
