@@ -584,15 +584,8 @@ def ratio_tails(rows, sign, edges, fewest):
     found = []
     for low, high, group in zip(edges[:-1], edges[1:], groups, strict=True):
         if len(group) >= fewest:
-            found.append((math.sqrt(low * high), *(quantile(sorted(group), share) for share in (0.01, 0.99))))
+            found.append((math.sqrt(low * high), *(quantile(group, share) for share in (0.01, 0.99))))
     return found
-
-
-def quantile(ordered, share):
-    """By linear interpolation between the two nearest."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
 def moving_average_reference(values, width):
