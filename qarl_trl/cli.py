@@ -12,6 +12,7 @@ _FORWARDED = {
     "precondition": (".llmcompressor.precondition:main", "fold transforms into a model before training"),
     "ptq": (".llmcompressor.ptq:main", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
     "eval": (".evaluation.command:main", "what a checkpoint scores on math problems, through vLLM"),
+    "report": (".report.command:main", "plots and one page of what runs logged, side by side"),
     "quickstart": (".quickstart.__main__:main", "train a small model on this machine, with a report at the end"),
 }
 
