@@ -10,10 +10,11 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
 
 # Only the standard library above: a recipe's `env:` may hold what torch or vLLM read at import.
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
     from trl import ModelConfig, TrlParser
 
     from .config import QaRLConfig
+    from .trainer import QaRLTrainer
 
 REWARDS = ("math_reward", "boxed_format_reward")
+USAGE = "qarl-trl train --config FILE [--key value ...]"
 
 
 @dataclass
@@ -72,7 +75,8 @@ def make_parser() -> "TrlParser":
     return TrlParser(
         (QaRLScriptArguments, QaRLConfig, ModelConfig),
         prog="qarl-trl train",
-        description="Train with qarl_trl. --config FILE reads a YAML recipe; the options below override it.",
+        usage=USAGE,
+        description="Every key, of a recipe or of the command line.",
         allow_abbrev=False,
     )
 
@@ -85,22 +89,25 @@ def parse(argv: Sequence[str] | None = None) -> tuple[QaRLScriptArguments, "QaRL
         ValueError: On unknown keys, and on settings that do not fit together.
         FileNotFoundError: If the recipe or a local dataset is missing.
     """
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early = argparse.ArgumentParser("qarl-trl train", USAGE, add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     given, options = early.parse_known_args(argv)
+    recipe = {} if given.config is None else _read(given.config)
     if given.config is not None:
-        _export_env(given.config)
         options = ["--config", str(given.config), *options]
+    if _is_dry(recipe, options):
+        options += _without_gpu(recipe, options)
     script_args, training_args, model_args = make_parser().parse_args_and_config(args=options)
     _check(script_args, training_args, model_args)
     return script_args, training_args, model_args
 
 
-def main(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> None:
-    """Train, save and (with `push_to_hub`) publish."""
+def make_trainer(
+    script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig"
+) -> "QaRLTrainer":
+    """The trainer of a recipe, with data, model and engine loaded."""
     from trl import get_peft_config, get_quantization_config
 
-    from .data import local_path
     from .trainer import QaRLTrainer
 
     reward_funcs = load_rewards(script_args.reward_funcs)
@@ -112,7 +119,7 @@ def main(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_ar
         "trust_remote_code": training_args.trust_remote_code,
         **(training_args.model_init_kwargs or {}),
     }
-    trainer = QaRLTrainer(
+    return QaRLTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=reward_funcs,
         args=training_args,
@@ -121,12 +128,18 @@ def main(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_ar
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Model saved in {training_args.output_dir}")
-    if training_args.push_to_hub:
-        name = script_args.dataset_name_or_path
-        trainer.push_to_hub(dataset_name=name if local_path(name) is None else None)
+
+
+def train(trainer: "QaRLTrainer", dataset: str) -> None:
+    """Train, save and (with `push_to_hub`) publish; `dataset` is a name for the model card."""
+    from .data import local_path
+
+    args = trainer.args
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    trainer.accelerator.print(f"Model saved in {args.output_dir}")
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=dataset if local_path(dataset) is None else None)
 
 
 def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
@@ -183,6 +196,7 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
         f"rollout batch: {args.generation_batch_size // args.num_generations} prompts x {args.num_generations} = "
         f"{args.generation_batch_size} completions on {args.world_size} process(es)",
         f"update: {per_update} completions; {updates:g} updates per rollout batch",
+        *_elsewhere(args),
     ]
     if local_path(data) is None:
         lines.append(f"dataset: {data} (Hub id, not contacted)")
@@ -195,29 +209,83 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
     return "\n".join(lines)
 
 
-def run(argv: Sequence[str] | None = None) -> None:
-    """`python -m qarl_trl.train` and `qarl-trl train`. Wrong settings are one message and exit code 2."""
-    try:
-        script_args, training_args, model_args = parse(argv)
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        print(f"qarl-trl train: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+def _elsewhere(args: "QaRLConfig") -> list[str]:
+    """What a dry run on a machine without a GPU cannot tell."""
+    import torch
+
+    if torch.cuda.is_available():
+        return []
+    on_gpu = "bfloat16 autocast on cuda, " if args.bf16 else ""
+    return [
+        "device: no CUDA device here, so the settings were checked for a CPU, with one process unless launched. On a GPU the "
+        f"same recipe runs with {on_gpu}the scheme's own GPU kernels (`qarl-trl schemes`) and learner_ops 'stock'; kernels and "
+        "memory are checked there, at the start."
+    ]
+
+
+def main(argv: Sequence[str]) -> Callable[[], None] | None:
+    """`qarl-trl train`: check everything, load everything, and return the training; `None` after a dry run."""
+    if "--help" in argv or "-h" in argv:
+        print(short_help())
+        return None
+    if "--help_all" in argv:
+        make_parser().print_help()
+        return None
+    script_args, training_args, model_args = parse(argv)
     if not script_args.dry_run:
-        main(script_args, training_args, model_args)
-    elif training_args.process_index == 0:
+        return partial(train, make_trainer(script_args, training_args, model_args), script_args.dataset_name_or_path)
+    if training_args.process_index == 0:
         print(describe(script_args, training_args, model_args))
+    return None
 
 
-def _export_env(recipe: Path) -> None:
-    """TrlParser exports `env:` too, but building it needs `QaRLConfig`, and with it torch and vLLM."""
+def short_help() -> str:
+    """What can be said of the options without the libraries that hold most of them."""
+    rows = [("config", "YAML recipe, which the other options override."), ("debug", "Bad input ends in a traceback.")]
+    rows += [(f.name, f.metadata["help"]) for f in fields(QaRLScriptArguments)]
+    rows += [("help_all", "Every key: these, and the fields of QaRLConfig and of TRL's ModelConfig.")]
+    indent = " " * 4
+    texts = (f"  --{name}\n{fill(text, 100, initial_indent=indent, subsequent_indent=indent)}" for name, text in rows)
+    return "\n".join([f"usage: {USAGE}", "", __doc__.strip(), "", *texts])
+
+
+def _read(recipe: Path) -> dict[str, Any]:
+    """
+    The recipe, with its `env:` exported: TrlParser does that too, but building it needs `QaRLConfig`, and with it torch.
+
+    Raises:
+        FileNotFoundError, ValueError: If there is no such file, or it is no YAML mapping.
+    """
     import yaml
 
     if not recipe.is_file():
         raise FileNotFoundError(f"--config {recipe}: there is no such file in {Path.cwd()}.")
-    content = yaml.safe_load(recipe.read_text())
-    env = content.get("env") if isinstance(content, dict) else None
+    try:
+        content = yaml.safe_load(recipe.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {recipe} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {recipe} must be a mapping of keys to values, got {type(content).__name__}.")
+    env = content.get("env")
     if isinstance(env, dict):
         os.environ.update({key: str(value) for key, value in env.items()})
+    return content
+
+
+def _is_dry(recipe: dict[str, Any], options: Sequence[str]) -> bool:
+    """Whether the recipe or the command line, which wins, asks for a dry run."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--dry_run", nargs="?", const="true", default=str(recipe.get("dry_run", "")))
+    return early.parse_known_args(options)[0].dry_run.lower() in ("true", "1", "yes", "t", "y")
+
+
+def _without_gpu(recipe: dict[str, Any], options: Sequence[str]) -> list[str]:
+    """Offline, and where there is no GPU the option with which transformers accepts a GPU's settings, bf16 among them."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+
+    given = "use_cpu" in recipe or any(option.partition("=")[0] == "--use_cpu" for option in options)
+    return [] if given or torch.cuda.is_available() else ["--use_cpu", "true"]
 
 
 def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> None:
@@ -246,4 +314,6 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
 
 
 if __name__ == "__main__":
-    run()
+    from .cli import main as cli_main
+
+    cli_main(["train", *sys.argv[1:]])

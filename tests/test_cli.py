@@ -37,7 +37,7 @@ def test_train_and_quickstart_get_their_arguments_whole(monkeypatch):
     module.main = lambda argv: seen.append(("quickstart", argv))
     monkeypatch.setitem(sys.modules, "qarl_trl.quickstart", types.ModuleType("qarl_trl.quickstart"))
     monkeypatch.setitem(sys.modules, "qarl_trl.quickstart.__main__", module)
-    monkeypatch.setattr("qarl_trl.train.run", lambda argv: seen.append(("train", argv)))
+    monkeypatch.setattr("qarl_trl.train.main", lambda argv: seen.append(("train", argv)))
     cli.main(["train", "--config", "a.yaml", "--help"])
     cli.main(["quickstart", "--help", "--steps", "3"])
     assert seen == [("train", ["--config", "a.yaml", "--help"]), ("quickstart", ["--help", "--steps", "3"])]
@@ -102,16 +102,16 @@ def test_export_merges_an_adapter_into_its_base_model(checkpoint, tmp_path):
 def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):
     cli.main(["export", str(checkpoint), str(tmp_path / "once"), "--scheme", "FP8_DYNAMIC"])
     with pytest.raises(ValueError, match="quantized already"):
-        cli.main(["export", str(tmp_path / "once"), str(tmp_path / "twice")])
+        cli.run(["export", str(tmp_path / "once"), str(tmp_path / "twice")])
 
 
 def test_export_refuses_an_unknown_scheme_before_it_reads_the_model(tmp_path):
     with pytest.raises(ValueError, match="W2A2"):
-        cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out"), "--scheme", "W2A2"])
+        cli.run(["export", str(tmp_path / "nothing"), str(tmp_path / "out"), "--scheme", "W2A2"])
 
 
 def test_schemes_prints_a_row_for_each_of_the_table(capsys):
-    from qarl_trl.quant.scheme import GPU_GENERATIONS, SUPPORTED
+    from qarl_trl.quant.table import GPU_GENERATIONS, SUPPORTED
 
     cli.main(["schemes"])
     head, *rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]

@@ -10,7 +10,7 @@ from torch import nn
 
 from qarl_trl.metrics import CodeFlips, check_mismatch, mismatch_sums, reduce_stats, weight_stats
 from qarl_trl.quant import apply_quantization, quantized_modules
-from qarl_trl.quant.scheme import SUPPORTED
+from qarl_trl.quant.table import SUPPORTED
 
 
 def random_gap(seed, size):

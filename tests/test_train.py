@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import make_model, make_tokenizer
 
-from qarl_trl import train
-from qarl_trl.train import describe, load_rewards, parse, run
+from qarl_trl import cli, train
+from qarl_trl.train import describe, load_rewards, parse
 
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -30,6 +30,10 @@ def problems(tmp_path):
 def base(problems, tmp_path):
     return ["--model_name_or_path", "org/model", "--dataset_name_or_path", problems,
             "--output_dir", str(tmp_path / "out"), *ON_CPU]  # fmt: skip
+
+
+def run(argv):
+    cli.main(["train", *argv])
 
 
 def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
@@ -115,7 +119,7 @@ def test_wrong_settings_on_the_command_line_are_one_message(base, capsys):
 
 
 def test_dry_run_prints_batches_data_and_settings_and_loads_no_model(base, capsys, monkeypatch):
-    monkeypatch.setattr(train, "main", lambda *args: pytest.fail("a dry run must not train"))
+    monkeypatch.setattr(train, "make_trainer", lambda *args: pytest.fail("a dry run must not train"))
     run([*base, "--dry_run", "--prompt_template", "Q: {problem}", "--gradient_accumulation_steps", "4",
          "--per_device_train_batch_size", "4", "--steps_per_generation", "32", "--hub_token", "secret"])  # fmt: skip
     printed = capsys.readouterr().out
@@ -131,7 +135,7 @@ def test_dry_run_prints_batches_data_and_settings_and_loads_no_model(base, capsy
 def test_dry_run_finds_a_wrong_column(base, tmp_path):
     (tmp_path / "wrong.jsonl").write_text('{"task": "1", "gold": "2"}\n')
     with pytest.raises(ValueError, match="problem_column"):
-        run([*base, "--dry_run", "--dataset_name_or_path", str(tmp_path / "wrong.jsonl")])
+        cli.run(["train", *base, "--dry_run", "--dataset_name_or_path", str(tmp_path / "wrong.jsonl")])
 
 
 def test_dry_run_leaves_the_hub_alone(base):
