@@ -81,9 +81,13 @@ def make_parser() -> "TrlParser":
     )
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[QaRLScriptArguments, "QaRLConfig", "ModelConfig"]:
+def parse(
+    argv: Sequence[str] | None = None, any_device: bool = False
+) -> tuple[QaRLScriptArguments, "QaRLConfig", "ModelConfig"]:
     """
     Read and check the command line (without the program's name; by default the process's) and the recipe it names.
+
+    With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none.
 
     Raises:
         ValueError: On unknown keys, and on settings that do not fit together.
@@ -96,6 +100,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[QaRLScriptArguments, "QaRL
     if given.config is not None:
         options = ["--config", str(given.config), *options]
     if _is_dry(recipe, options):
+        os.environ["HF_HUB_OFFLINE"], any_device = "1", True
+    if any_device:
         options += _without_gpu(recipe, options)
     script_args, training_args, model_args = make_parser().parse_args_and_config(args=options)
     _check(script_args, training_args, model_args)
@@ -280,8 +286,7 @@ def _is_dry(recipe: dict[str, Any], options: Sequence[str]) -> bool:
 
 
 def _without_gpu(recipe: dict[str, Any], options: Sequence[str]) -> list[str]:
-    """Offline, and where there is no GPU the option with which transformers accepts a GPU's settings, bf16 among them."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    """Where there is no GPU, the option with which transformers accepts a GPU's settings, bf16 among them."""
     import torch
 
     given = "use_cpu" in recipe or any(option.partition("=")[0] == "--use_cpu" for option in options)

@@ -107,9 +107,9 @@ def transforms_of_recipe(path: str | os.PathLike) -> list[Any]:
 
 
 @torch.no_grad()
-def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def log_probs(model: PreTrainedModel, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-prob of each token after the first, `(1, T - 1)` in float32."""
-    logits = model(input_ids=ids.to(model.device)).logits[:, :-1].float()
+    logits = model(input_ids=ids.to(model.device)).logits[:, :-1].float() / temperature
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None].to(logits.device)).squeeze(-1)
 
 
