@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import make_model, make_tokenizer
@@ -130,6 +131,36 @@ def test_dry_run_prints_batches_data_and_settings_and_loads_no_model(base, capsy
     assert "Q: 0 + 1" in printed and "first answer: '1'" in printed
     assert "QaRLConfig.steps_per_generation: 32" in printed
     assert "secret" not in printed
+
+
+def test_a_dry_run_of_a_recipe_for_gpus_needs_no_gpu_and_no_option(base, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for_gpu = [option for option in base if option not in ON_CPU]
+    run([*for_gpu, "--dry_run", "--use_vllm"])
+    printed = capsys.readouterr().out
+    assert "no CUDA device here, so the settings were checked for a CPU" in printed and "bfloat16" in printed
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    with pytest.raises(ValueError, match="use_cpu"):  # control: without the dry run transformers refuses them
+        parse(for_gpu)
+    recipe = Path(base[-1 - len(ON_CPU)]).parent / "dry.yaml"
+    recipe.write_text("dry_run: true\n")
+    run(["--config", str(recipe), *for_gpu])
+    assert "no CUDA device here" in capsys.readouterr().out
+
+
+def test_a_recipe_that_is_no_mapping_of_keys_is_named(tmp_path):
+    for text, word in (("a: [1\n", "is not YAML"), ("- a\n", "must be a mapping of keys to values, got list")):
+        (tmp_path / "recipe.yaml").write_text(text)
+        with pytest.raises(ValueError, match=word):
+            parse(["--config", str(tmp_path / "recipe.yaml")])
+
+
+def test_help_is_short_and_help_all_has_every_key(capsys):
+    run(["--help"])
+    short = capsys.readouterr().out
+    assert "--reward_funcs" in short and "--tbpo_delta_low" not in short
+    run(["--help_all"])
+    assert "--tbpo_delta_low" in capsys.readouterr().out
 
 
 def test_dry_run_finds_a_wrong_column(base, tmp_path):
