@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,13 @@ if TYPE_CHECKING:
     from .findings import Finding
 
 # Of vLLM and OpenMP, before they are imported.
-ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
 REWARD_ROWS = 32
 
 
@@ -26,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     own, others = make_parser().parse_known_args(argv)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
     from .findings import FAIL, SKIPPED, Finding, render
 
     given = None
