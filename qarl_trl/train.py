@@ -6,7 +6,6 @@ the command line overrides it. An unknown key is an error on both, so a typo can
 """
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from .config import QaRLConfig
     from .trainer import QaRLTrainer
 
-REWARDS = ("math_reward", "boxed_format_reward")
 USAGE = "qarl-trl train --config FILE [--key value ...]"
 
 
@@ -114,6 +112,7 @@ def make_trainer(
     """The trainer of a recipe, with data, model and engine loaded."""
     from trl import get_peft_config, get_quantization_config
 
+    from .rewards import load_rewards
     from .trainer import QaRLTrainer
 
     reward_funcs = load_rewards(script_args.reward_funcs)
@@ -146,24 +145,6 @@ def train(trainer: "QaRLTrainer", dataset: str) -> None:
     trainer.accelerator.print(f"Model saved in {args.output_dir}")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset if local_path(dataset) is None else None)
-
-
-def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
-    """Reward functions by name or dotted path, in order; `ValueError` for a name that is not found."""
-    functions = []
-    for name in names:
-        path = f"{__package__}.rewards.{name}" if name in REWARDS else name
-        module, _, attribute = path.rpartition(".")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        try:
-            functions.append(getattr(importlib.import_module(module or name), attribute))
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"reward_funcs has {name!r}, which cannot be imported: {error}. Give one of {REWARDS}, or the dotted path of "
-                "a function that is installed or in the current folder."
-            ) from error
-    return functions
 
 
 def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["Dataset", "Dataset | None"]:
@@ -296,6 +277,7 @@ def _without_gpu(recipe: dict[str, Any], options: Sequence[str]) -> list[str]:
 def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> None:
     """What only the three together can tell, before anything is loaded."""
     from .data import local_path
+    from .rewards import load_rewards
 
     if not model_args.model_name_or_path:
         raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")

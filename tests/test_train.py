@@ -9,7 +9,8 @@ import pytest
 from conftest import make_model, make_tokenizer
 
 from qarl_trl import cli, train
-from qarl_trl.train import describe, load_rewards, parse
+from qarl_trl.rewards import load_rewards
+from qarl_trl.train import describe, parse
 
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]

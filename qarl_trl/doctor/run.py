@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ..config import QaRLConfig
 from ..preflight import check_run
-from ..train import QaRLScriptArguments, load_datasets, load_rewards
+from ..rewards import load_rewards
+from ..train import QaRLScriptArguments, load_datasets
 from . import memory
 from .budget import describe, measure
 from .findings import FAIL, OK, PLAIN, SKIPPED, WARN, Finding
