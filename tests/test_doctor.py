@@ -195,14 +195,19 @@ MEASURED = budget.Budget(100, 0.006, 0.01, 0.0, 0.0, 0.012, 0.0)
         ({}, {}, OK, "agree as far as kernels let them. mismatch_abort_threshold: 3e-06"),
         ({"aligned": 0.03, "rollout_only": 0.031}, {}, FAIL, "does not compute what the engine does"),
         ({"aligned": 0.03, "activations": 0.02, "rollout_only": 0.031}, {}, WARN, "5.0 times the floor"),
-        ({}, {"quant_learner": False}, WARN, "2 times the floor"),
-        ({"sampling": 0.1}, {}, WARN, "top_p, top_k or min_p cost"),
+        ({}, {"quant_learner": False}, WARN, "2.0 times the floor"),
         ({}, {"quantized": False}, OK, "no scheme"),
     ],
 )
 def test_the_verdict_follows_the_numbers(changes, settings, status, words):
     found = budget.verdict(replace(MEASURED, **changes), arguments(**settings))
     assert found.status == status and words in found.text
+
+
+def test_what_sampling_costs_is_a_warning_beside_the_verdict():
+    assert budget.sampling_warning(MEASURED) == []
+    (found,) = budget.sampling_warning(replace(MEASURED, sampling=0.1))
+    assert found.status == WARN and "top_p, top_k or min_p cost" in found.text
 
 
 def test_a_long_word_is_cut_at_the_page():

@@ -118,21 +118,13 @@ def _parts(model: PreTrainedModel, samples: list[Sample], args: QaRLConfig) -> t
     plain = _learner(model, samples, temperature, "float32 learner")
     apply_quantization(model, args.quant_plan())
     low_bit = _learner(model, samples, temperature, "its low-bit forward")
-    rounded = {name: dequantize(module.low_bit()) for name, module in _dense(model)}
+    rounded = {module: dequantize(module.low_bit()) for _, module in quantized_modules(model)}
     remove_quantization(model)
     with torch.no_grad():
-        for name, weight in rounded.items():
-            model.get_submodule(name).weight.copy_(weight)
+        for module, weight in rounded.items():
+            module.weight.copy_(weight)
     weights_only = _learner(model, samples, temperature, "its rounded weights")
     return _gap(weights_only, plain), _gap(low_bit, weights_only), rollout_only
-
-
-def _dense(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    names = {module: name for name, module in model.named_modules()}
-    found = [(names[module], module) for _, module in quantized_modules(model)]
-    if not all(isinstance(module, torch.nn.Linear) for _, module in found):
-        raise ValueError("the parts of a mixture of experts are not told apart")
-    return found
 
 
 def _aligned(model: PreTrainedModel, samples: list[Sample], args: QaRLConfig) -> Tensor:
@@ -211,27 +203,32 @@ def describe(budget: Budget, args: QaRLConfig) -> list[Finding]:
             ("removed by the learner", b.rollout_only - b.aligned, f"{1 - b.aligned / b.rollout_only:.1%}"),
         ]
     lines = [Finding(PLAIN, name, f"{value:9.2e}  {text}") for name, value, text in rows]
-    return [*lines, verdict(budget, args)]
+    return [*lines, *sampling_warning(budget), verdict(budget, args)]
+
+
+def sampling_warning(budget: Budget) -> list[Finding]:
+    """For sampling parameters that cost more than kernels do."""
+    if budget.sampling <= max(budget.floor, 1e-4):
+        return []
+    text = f"top_p, top_k or min_p cost {budget.sampling:.1e}, more than kernels do, and no learner removes it: sample with 1, 0, 0"
+    return [Finding(WARN, "sampling", text)]
 
 
 def verdict(budget: Budget, args: QaRLConfig) -> Finding:
     """What to make of the numbers. A gap of the learner that is no floor of kernels is a failure or, if expected, a warning."""
-    b = budget
-    if b.sampling > max(b.floor, 1e-4):
-        text = f"top_p, top_k or min_p cost {b.sampling:.1e}, more than kernels do, and no learner removes it: sample with 1, 0 and 0"
-        return Finding(WARN, "verdict", text)
+    b, times = budget, lambda gap: f"{gap / max(budget.floor, 1e-9):.1f} times the floor"
     if not args.quantized:
         return Finding(OK, "verdict", f"no scheme: the gap to expect is the floor, {b.floor:.1e}")
     limit = f"mismatch_abort_threshold: {3 * max(b.aligned, 1e-6):.1g} is three times the gap"
     if not args.quant_learner:
-        text = f"quant_learner: false leaves {b.rollout_only / b.floor:.0f} times the floor. With true it would be {b.aligned:.1e}"
+        text = f"quant_learner: false leaves {times(b.rollout_only)}. With true it would be {b.aligned:.1e}"
         return Finding(WARN, "verdict", text)
     if b.aligned <= 1.5 * b.floor:
         return Finding(OK, "verdict", f"engine and learner agree as far as kernels let them. {limit}")
     if b.aligned > 0.5 * b.rollout_only and b.rollout_only > 2 * b.floor and not b.activations > b.weights / 10:
         text = "the low-bit learner is hardly nearer to the engine than a bf16 one: it does not compute what the engine does. "
         return Finding(FAIL, "verdict", text + "Compare versions above; report model and scheme")
-    text = f"{b.aligned / b.floor:.1f} times the floor. With quantized activations that is expected where engine and learner round at "
+    text = f"{times(b.aligned)}. With quantized activations that is expected where engine and learner round at "
     text += f"different places (docs/numerics.md); a weight-only scheme (W4A16) reaches the floor. {limit}"
     return Finding(WARN, "verdict", text)
 

@@ -11,7 +11,8 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ..config import QaRLConfig
-from ..preflight import check_run
+from ..preflight import check_arguments, check_run
+from ..quant.experts import num_experts
 from ..rewards import load_rewards
 from ..train import QaRLScriptArguments, load_datasets
 from . import memory
@@ -61,8 +62,6 @@ class Run:
             found.append(Finding(SKIPPED, "model", f"{name} is not on this machine: its layers were not looked at"))
         try:
             if self.folder is None:
-                from ..preflight import check_arguments
-
                 check_arguments(name, args, {"peft_config": self.peft_config})
             else:
                 check_run(name, args, {"peft_config": self.peft_config})
@@ -118,6 +117,7 @@ class Run:
         reasons = {
             "no local model": self.config is None,
             "the model is quantized already": bool(missing),
+            "a mixture of experts": self.config is not None and num_experts(self.config) > 0,
             "use_vllm: false, so the learner samples itself": not self.args.use_vllm,
             "no prompts": number < 1 or not self.rows,
         }
