@@ -276,6 +276,7 @@ def _without_gpu(recipe: dict[str, Any], options: Sequence[str]) -> list[str]:
 
 def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> None:
     """What only the three together can tell, before anything is loaded."""
+    from .checkpoints.resume import resume_path
     from .data import local_path
     from .rewards import load_rewards
 
@@ -298,6 +299,7 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
 
         check_adapter(get_peft_config(model_args), training_args)
     load_rewards(script_args.reward_funcs)
+    training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
 
 
 if __name__ == "__main__":
