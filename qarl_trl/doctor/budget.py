@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..config import QaRLConfig
-from ..evaluation.sample import start_engine
+from ..evaluation.sample import prompt_seed, start_engine
 from ..export import save_low_bit
 from ..llmcompressor.precondition import log_probs
 from ..processes import in_fresh_process
@@ -97,7 +97,9 @@ def sample(
     llm = start_engine(folder, **settings)
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, logprobs=0, seed=SEED)
+    # One seed for all prompts would draw the same numbers for each.
+    seeds = [prompt_seed(ids, SEED) for ids in prompts]
+    params = [SamplingParams(temperature=temperature, max_tokens=tokens, logprobs=0, seed=seed) for seed in seeds]
     outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
     rows = [(list(ids), output.outputs[0]) for ids, output in zip(prompts, outputs, strict=True)]
     return [

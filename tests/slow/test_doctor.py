@@ -25,7 +25,7 @@ def _measure(model: str, folder: str, scheme: str, broken: bool):
         other = QaRLConfig(**settings(Path(folder), quant_scheme=scheme, quant_group_size=32))
         budget._aligned = lambda model, samples, _: real(model, samples, other)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = budget.measure(model, args, [tokenizer(row["prompt"])["input_ids"] for row in prompts(8)], 32)
+    found = budget.measure(model, args, [tokenizer(row["prompt"])["input_ids"] for row in prompts(16)], 32)
     return found, budget.verdict(found, args)
 
 
