@@ -8,6 +8,7 @@ from slow.toys import save_model
 from transformers import PreTrainedTokenizerFast
 
 from qarl_trl import QaRLConfig, cli
+from qarl_trl import recipe as recipe_file
 from qarl_trl.evaluation import command
 from qarl_trl.export import save_low_bit
 from qarl_trl.llmcompressor import ptq
@@ -15,7 +16,7 @@ from qarl_trl.llmcompressor.checkpoint import quantized_source
 from qarl_trl.llmcompressor.recipe import read_recipe
 from qarl_trl.preflight import check_run
 from qarl_trl.quant import apply_quantization
-from qarl_trl.train import _export_env, parse
+from qarl_trl.train import parse
 
 
 CODE = """
@@ -78,7 +79,7 @@ def test_the_engine_is_not_told_to_trust_what_the_learner_was_not(tmp_path):
 def test_a_recipe_is_data(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"x: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'it-ran'}]\n")
-    for read in (_export_env, read_recipe):
+    for read in (recipe_file.read_recipe, read_recipe):
         with pytest.raises(Exception, match="could not determine a constructor"):
             read(recipe)
     assert not (tmp_path / "it-ran").exists()
@@ -100,7 +101,7 @@ def test_a_recipe_sets_no_secret_no_address_and_nothing_that_loads_code(tmp_path
 def test_what_a_recipe_sets_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "recipe.yaml").write_text("env:\n  OMP_NUM_THREADS: 2\n")
-    _export_env(tmp_path / "recipe.yaml")
+    recipe_file.read_recipe(tmp_path / "recipe.yaml")
     assert "OMP_NUM_THREADS=2" in capsys.readouterr().err
 
 

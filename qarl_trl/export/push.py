@@ -41,7 +41,7 @@ WAITS_S = (2, 20)  # before the second and third try
 logger = logging.getLogger(__name__)
 
 
-class HubError(RuntimeError):
+class HubError(OSError):
     """A push that failed, with the reason and what to do."""
 
 
