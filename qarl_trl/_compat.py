@@ -154,7 +154,7 @@ def ungathered_rewards() -> AbstractContextManager:
 
     It gathers them as its last act, where the others would wait for ever for a process whose reward function has raised.
     """
-    return rebound(grpo_trainer, "gather", lambda rewards: rewards)
+    return rebound(_grpo_trainer(), "gather", lambda rewards: rewards)
 
 
 def fsdp_version(args: Any) -> int | None:
