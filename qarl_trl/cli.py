@@ -9,6 +9,7 @@ from importlib import import_module
 # Commands with a parser of their own: the module and function that get the other arguments, `--help` included.
 _FORWARDED = {
     "train": (".train:run", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
+    "plan": (".memory.command:main", "what a recipe needs of each GPU's memory, estimated without a model"),
     "precondition": (".llmcompressor.precondition:main", "fold transforms into a model before training"),
     "ptq": (".llmcompressor.ptq:main", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
     "eval": (".evaluation.command:main", "what a checkpoint scores on math problems, through vLLM"),
