@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # What a recipe's fields are checked for does not depend on the GPU that runs it.
 ANYWHERE = ["--use_cpu", "true"]
+CODES = "codes (whole)"  # as `rank.resident` calls them
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -101,6 +102,7 @@ def report(run: Run) -> dict[str, Any]:
 
     peaks = rank.peaks(run)
     over = [name for name, size in peaks.items() if size > run.memory]
+    cache = rank.cache_tokens(run) if run.utilization else run.tokens
     helps = []
     for words, changed in rank.changes(run) if over else ():
         after = rank.peaks(changed)
@@ -115,12 +117,12 @@ def report(run: Run) -> dict[str, Any]:
         "tokens_per_pass": rank.pass_tokens(run),
         "moments": rank.moments(run),
         "peaks": peaks,
-        "fits": not over,
+        "fits": not over and cache >= run.tokens,
         "over": over,
         "changes": helps,
         "utilization": run.utilization,
         "best_utilization": rank.best_utilization(run) if run.utilization else 0.0,
-        "cache_tokens": rank.cache_tokens(run) if run.utilization else 0,
+        "cache_tokens": cache,
         "engine_weights": rank.engine_weights(run),
         "publish": run.published,
     }
@@ -151,7 +153,12 @@ def table(found: dict[str, Any]) -> str:
         ]
     if found["fits"]:
         return "\n".join([*lines, "It fits."])
-    lines.append(f"It does not fit: {', '.join(found['over'])}. What helps, alone:")
+    if found["cache_tokens"] < found["tokens"]:
+        lines.append("The engine has no room for one row: vllm_tensor_parallel_size or vllm_gpu_memory_utilization up.")
+    if found["over"]:
+        lines.append(f"It does not fit: {', '.join(found['over'])}. What helps, alone:")
     for change in found["changes"]:
         lines.append(f"  {change['change']}: {change['peak'] / gib:.1f} GiB{', fits' if change['fits'] else ''}")
+    if 2 * moments["backward"].get(CODES, 0) > found["memory"]:
+        lines.append("  Codes are whole on every GPU, so that more GPUs do not shrink them.")
     return "\n".join([*lines, "  use_peft: true (LoRA: optimizer state and gradients of the adapter alone)"])

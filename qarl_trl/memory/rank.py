@@ -118,28 +118,23 @@ def activations(run: Run) -> dict[str, int]:
 
 
 def backward_work(run: Run) -> int:
-    """Bytes that come and go in a backward: of the fused head, or of a layer, whichever is more."""
+    """Bytes that come and go in a backward: of the fused head or of a layer, whichever is more, and what FSDP2 gathers."""
     tokens, hidden = pass_tokens(run), run.layer.hidden
-    rows, columns = min(tokens, formulas.TILE[0]), min(run.vocabulary, formulas.TILE[1])
-    head = tokens * 4 * hidden + rows * columns * run.compute + run.vocabulary * hidden * (4 + run.compute)
+    tile = min(tokens, formulas.TILE[0]) * min(run.vocabulary, formulas.TILE[1]) * run.compute
+    head = 4 * hidden * (tokens + run.vocabulary) + tile
     layer = tokens * formulas.layer_work(run.layer, run.residual, run.compute)
-    whole = max(_sums(run).values())
-    largest = max(p.entries for p in run.parameters if p.layer or len(run.parameters) == 1)
-    if run.sharded:  # two layers gathered, the gradients of one in 16 bits and in float32
-        layer += whole * (3 * run.compute + 4) + largest * run.compute
-        head += _sums(run, outside=True).get("", 0) * 2 * run.compute  # stays gathered until its backward
-    else:
-        layer += largest * (2 * run.compute + (4 if run.compute < 4 else 0))
-    return int(max(head, layer))
-
-
-def _sums(run: Run, outside: bool = False) -> dict[str, int]:
-    """Entries of what FSDP2 gathers together: each layer, or everything outside of them."""
-    found: dict[str, int] = {"": 0}
+    largest = max((p.entries for p in run.parameters if p.layer), default=0)
+    layer += largest * 2 * run.compute  # what it multiplied by, and the product that is its gradient
+    if not run.sharded:
+        return int(max(head, layer + 4 * largest * (run.compute < 4)))
+    sums: dict[str, int] = {}
     for p in run.parameters:
-        if outside == (p.layer == ""):
-            found[p.layer] = found.get(p.layer, 0) + p.entries
-    return found
+        sums[p.layer] = sums.get(p.layer, 0) + p.entries
+    outside, whole = sums.pop("", 0), max(sums.values())
+    # Two layers gathered, the gradient of one, and that in float32 to be reduced. What is outside of the layers is gathered
+    # from the forward to the end of the backward, when its gradient is reduced.
+    layer += whole * (3 * run.compute + 4)
+    return int(2 * run.compute * outside + max(head, layer, 4 * outside))
 
 
 def step_work(run: Run) -> int:
@@ -149,7 +144,7 @@ def step_work(run: Run) -> int:
     muon = [
         formulas.muon_work(p.entries, ranks, p.optimizer == "experts")
         for p in run.parameters
-        if "adamw" != p.optimizer != ""
+        if p.optimizer in ("muon", "experts")
     ]
     return max(adamw, *muon, 0)
 

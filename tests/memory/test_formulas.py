@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import make_model
 from trl.trainer.utils import add_fused_lm_head
 
 from qarl_trl.learner.attention import use_packed_attention
@@ -13,7 +14,6 @@ from qarl_trl.quant.model import quantized_modules
 from qarl_trl.quant.quantize import dequantize, quantize_weight
 from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
 from qarl_trl.quant.state_dict import iter_low_bit_weights
-from conftest import make_model
 
 
 SCHEMES = [(name, size) for name, row in SUPPORTED.items() for size in (row.group_sizes or (None,))]
