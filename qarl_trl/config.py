@@ -5,6 +5,7 @@ What would silently bias the method is refused here, before a model loads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -142,6 +143,16 @@ class QaRLConfig(GRPOConfig):
     tbpo_mismatch_cap: float = HfArg(
         default=2.0, help="The mismatch weight is kept in [1/c, c]. c (Eq. 5; Table 2, seq_tis_imp_ratio_cap)."
     )
+    eval_temperature: float | None = HfArg(
+        default=None,
+        help="Sampling temperature of evaluation during training, > 0; the learner scores at the same one. Unset: temperature. The "
+        "paper evaluates at 0.6 (Sec. 4).",
+    )
+    log_token_stats: int = HfArg(
+        default=0,
+        help="Completions per rollout batch, of the main process, whose every token is written to "
+        "output_dir/token_stats/token_stats_{step}.parquet after each update that trains on them: ids, log-probs, masks. 0: none.",
+    )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
         help="Stop the run when the mean absolute log-prob gap between engine and learner, in nats per token, exceeds this. "
@@ -172,6 +183,11 @@ class QaRLConfig(GRPOConfig):
         default=None,
         help="More arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
         "needs no compiler.",
+    )
+    resume_from_checkpoint: str | None = HfArg(
+        default=None,
+        help="Of a recipe, as of `QaRLTrainer.train`. 'true': the newest complete checkpoint of output_dir; 'auto': the same, "
+        "and the start where there is none; or the path of one.",
     )
     export_low_bit: bool = HfArg(
         default=True, help="Also write the low-bit model into the sub-folder low_bit/ of every training checkpoint."
@@ -268,6 +284,7 @@ class QaRLConfig(GRPOConfig):
         if self.loss_type not in (TBPO, *STOCK_LOSSES):
             # TRL would only notice after the first rollout.
             raise ValueError(f"loss_type={self.loss_type!r} must be {TBPO!r} or one of {', '.join(STOCK_LOSSES)}.")
+        _check_band(self)
         if self.loss_type == TBPO:
             _check_tbpo(self)
         if self.quantized:
@@ -284,16 +301,25 @@ class QaRLConfig(GRPOConfig):
                     "use_liger_kernel=True computes with layers and a loss of its own, so neither the low-bit forward "
                     "nor TBPO would run. Set use_liger_kernel=False."
                 )
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                "enable_jit_checkpoint=True saves within a step, which no resume continues exactly. Remove it: SIGTERM saves "
+                "at the end of the step anyway."
+            )
         _check_rollout(self)
         _check_passes(self)
         _check_muon(self)
 
 
-def _check_tbpo(args: QaRLConfig) -> None:
+def _check_band(args: QaRLConfig) -> None:
     try:
-        band = args.trust_band
+        _ = args.trust_band  # every loss is measured by it
     except ValueError as error:
         raise ValueError(f"tbpo_{error}") from None
+
+
+def _check_tbpo(args: QaRLConfig) -> None:
+    band = args.trust_band
     if band.delta_high < band.epsilon_high:
         raise ValueError(
             f"tbpo_delta_high={band.delta_high} must be at least tbpo_epsilon_high={band.epsilon_high}: TRL's two-sided "
@@ -430,6 +456,9 @@ def _check_rollout(args: QaRLConfig) -> None:
             f"vllm_engine_kwargs sets {owned}, which the trainer sets itself. Remove them: they come from quant_scheme "
             "and from the fields of the same name that start with vllm_."
         )
+    if args.log_token_stats < 0:
+        raise ValueError(f"log_token_stats={args.log_token_stats} must be >= 0 completions; 0 writes none.")
+    _check_eval_temperature(args)
     args.publish_verify = _checked_verify(args.publish_verify)
     threshold = args.mismatch_abort_threshold
     if threshold is not None and not args.weighs_mismatch:
@@ -439,6 +468,19 @@ def _check_rollout(args: QaRLConfig) -> None:
         )
     if threshold is not None and not threshold > 0:
         raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
+
+
+def _check_eval_temperature(args: QaRLConfig) -> None:
+    value = args.eval_temperature
+    if value is None:
+        return
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"eval_temperature={value} must be > 0 and finite: a log-prob is of a distribution, and greedy decoding has none. "
+            "`qarl-trl eval` scores a saved model at temperature 0."
+        )
+    if "temperature" in (args.generation_kwargs or {}):
+        raise ValueError(f"eval_temperature={value} and a temperature in generation_kwargs: set `temperature` itself.")
 
 
 def _check_passes(args: QaRLConfig) -> None:
