@@ -154,7 +154,9 @@ def table(found: dict[str, Any]) -> str:
     if found["fits"]:
         return "\n".join([*lines, "It fits."])
     if found["cache_tokens"] < found["tokens"]:
-        lines.append("The engine has no room for one row: vllm_tensor_parallel_size or vllm_gpu_memory_utilization up.")
+        lines.append(
+            "The engine has no room for one row: vllm_tensor_parallel_size or vllm_gpu_memory_utilization up."
+        )
     if found["over"]:
         lines.append(f"It does not fit: {', '.join(found['over'])}. What helps, alone:")
     for change in found["changes"]:

@@ -8,8 +8,9 @@ from peft import LoraConfig
 from slow.toys import save_model
 from test_trainer import make
 
+from qarl_trl import optim
+from qarl_trl.memory import formulas, rank
 from qarl_trl.memory import model as meta
-from qarl_trl.memory import rank
 from qarl_trl.quant.model import quantized_modules
 
 
@@ -45,13 +46,13 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, changes):
     adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if changes.pop("lora", False) else None
     settings = {"max_steps": 1, "export_low_bit": False, **changes}
     trainer = make(folders[kind], tmp_path, peft_config=adapter, **settings)
-    gradients = []
-    trainer.optimizer_step_hook = None
-    clear = trainer.model.zero_grad
-    trainer.model.zero_grad = lambda *a: (
-        gradients.append(sum(p.grad.nbytes for p in trainer.model.parameters() if p.grad is not None)),
-        clear(*a),
-    )
+    gradients, clear = [], trainer.model.zero_grad
+
+    def zero_grad(*args):
+        gradients.append(sum(p.grad.nbytes for p in trainer.model.parameters() if p.grad is not None))
+        clear(*args)
+
+    trainer.model.zero_grad = zero_grad
     trainer.train()
     config = meta.read_config(folders[kind])
     skeleton = meta.skeleton(config, torch.float32, adapter, trainer.args.quant_plan())
@@ -146,3 +147,11 @@ def test_fewer_tokens_in_a_pass_cost_less_in_the_layer_that_is_computed_again(ei
     assert rank.pass_tokens(padded) == 4 * 18432 and rank.pass_tokens(short) == 18432
     assert rank.activations(padded)["one layer again"] == 4 * rank.activations(short)["one layer again"]
     assert rank.activations(padded)["activations"] == rank.activations(short)["activations"]
+
+
+def test_sizes_of_temporaries_are_those_of_the_code():
+    from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    assert (TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE) == formulas.TILE
+    assert optim._ENTRIES_PER_PASS == formulas.MUON_ENTRIES
