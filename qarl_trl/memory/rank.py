@@ -104,7 +104,7 @@ def pass_tokens(run: Run) -> int:
 
 
 def activations(run: Run) -> dict[str, int]:
-    """Bytes of a micro-batch when its backward begins, and of the layer that is computed again then."""
+    """Bytes of a micro-batch when its backward begins."""
     layer = formulas.layer_saved(run.layer, run.residual, run.compute)
     head = formulas.head_saved(run.layer.hidden, run.layer.head_dim, run.residual)
     tokens = run.rows * run.tokens
@@ -114,15 +114,21 @@ def activations(run: Run) -> dict[str, int]:
             found["weights in bfloat16"] = run.compute * sum(p.entries for p in run.parameters if p.layer)
         return found
     saved = tokens * (run.layers * run.residual * run.layer.hidden + head)
-    return {"activations": int(saved), "one layer again": int(pass_tokens(run) * layer)}
+    return {"activations": int(saved)}
 
 
 def backward_work(run: Run) -> int:
-    """Bytes that come and go in a backward: of the fused head or of a layer, whichever is more, and what FSDP2 gathers."""
+    """
+    Bytes that come and go in a backward: of the fused head or of a layer, whichever is more, and what FSDP2 gathers.
+
+    With checkpointing the layer's own activations, computed again, are among them.
+    """
     tokens, hidden = pass_tokens(run), run.layer.hidden
-    tile = min(tokens, formulas.TILE[0]) * min(run.vocabulary, formulas.TILE[1]) * run.compute
+    tile = min(tokens, formulas.TILE[0]) * formulas.TILE[1] * run.compute
     head = 4 * hidden * (tokens + run.vocabulary) + tile
     layer = tokens * formulas.layer_work(run.layer, run.residual, run.compute)
+    if run.checkpointing:
+        layer += tokens * formulas.layer_saved(run.layer, run.residual, run.compute)
     largest = max((p.entries for p in run.parameters if p.layer), default=0)
     layer += largest * 2 * run.compute  # what it multiplied by, and the product that is its gradient
     if not run.sharded:
