@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .rank import Run
 
-# What a recipe's fields are checked for does not depend on the GPU that runs it.
-ANYWHERE = ["--use_cpu", "true"]
 CODES = "codes (whole)"  # as `rank.resident` calls them
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`qarl-trl plan`. Wrong settings are one message and exit code 2; a plan that does not fit exits with 1."""
+    """`qarl-trl plan`. A run that does not fit exits with 1. `ValueError` for settings that cannot run."""
     args, overrides = make_parser().parse_known_args(argv)
-    try:
-        run, facts = read_run(args, overrides)
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        print(f"qarl-trl plan: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+    run, facts = read_run(args, overrides)
     found = report(run) | facts
     print(json.dumps(found, indent=2) if args.json else table(found))
-    raise SystemExit(0 if found["fits"] else 1)
+    if not found["fits"]:
+        raise SystemExit(1)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -62,7 +56,7 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
 
     if args.gpus < 1 or not args.memory > 0:
         raise ValueError(f"--gpus {args.gpus} and --memory {args.memory:g} must be at least 1 and above 0.")
-    _, settings, model_args = parse(["--config", args.config, *ANYWHERE, *overrides])
+    _, settings, model_args = parse(["--config", args.config, *overrides], any_device=True)
     name = model_args.model_name_or_path
     config = meta.read_config(name)
     source = quantized_source(name) if settings.from_checkpoint else None

@@ -148,7 +148,8 @@ def cache_bytes(layers: int, kv_heads: int, head_dim: int, ranks: int) -> int:
 
 
 def layer_work(layer: Layer, residual: int, compute: int) -> float:
-    """Gradients of activations that are alive at once in the backward of a decoder layer: the MLP's."""
-    pairs = layer.top_k or 1
-    around = 2 * compute * layer.hidden * layer.top_k
-    return (residual + compute) * layer.hidden + around + 3 * compute * layer.inner * pairs
+    """Alive at once in the backward of a decoder layer: gradients within its MLP, and codes of its input as float32 numbers."""
+    choices = layer.top_k or 1
+    quantized = layer.mlp is not None and support_of(layer.mlp).activations != "none"
+    inner = (3 * compute + 8 * quantized) * layer.inner + compute * layer.hidden * bool(layer.top_k)
+    return (residual + compute) * layer.hidden + choices * inner

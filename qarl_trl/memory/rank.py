@@ -126,9 +126,14 @@ def backward_work(run: Run) -> int:
     tokens, hidden = pass_tokens(run), run.layer.hidden
     tile = min(tokens, formulas.TILE[0]) * formulas.TILE[1] * run.compute
     head = 4 * hidden * (tokens + run.vocabulary) + tile
-    layer = tokens * formulas.layer_work(run.layer, run.residual, run.compute)
+    # A layer's turn comes when what the head saved is free. Its checkpoint is among what it saves.
+    layer = tokens * (
+        formulas.layer_work(run.layer, run.residual, run.compute)
+        - formulas.head_saved(hidden, run.layer.head_dim, run.residual)
+    )
     if run.checkpointing:
-        layer += tokens * formulas.layer_saved(run.layer, run.residual, run.compute)
+        again = formulas.layer_saved(run.layer, run.residual, run.compute)
+        layer += tokens * (again - run.residual * hidden)
     largest = max((p.entries for p in run.parameters if p.layer), default=0)
     layer += largest * 2 * run.compute  # what it multiplied by, and the product that is its gradient
     if not run.sharded:

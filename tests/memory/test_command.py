@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl_trl.memory.command import main
+from qarl_trl.cli import main
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -15,9 +15,12 @@ EIGHT = RECIPES / "qwen3-8b-base" / "w4a16_qarl_tbpo.yaml"
 
 
 def plan(capsys, *argv):
-    with pytest.raises(SystemExit) as stopped:
-        main([str(a) for a in argv])
-    return stopped.value.code, capsys.readouterr()
+    code = 0
+    try:
+        main(["plan", *map(str, argv)])
+    except SystemExit as stopped:
+        code = stopped.code
+    return code, capsys.readouterr()
 
 
 @pytest.mark.parametrize(
