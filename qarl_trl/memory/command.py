@@ -1,0 +1,160 @@
+"""The command `qarl-trl plan`: what a recipe needs of each GPU, whether that fits, and which field to change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+
+# Only the standard library above, so that --help is instant.
+
+if TYPE_CHECKING:
+    from .rank import Run
+
+CODES = "codes (whole)"  # as `rank.resident` calls them
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`qarl-trl plan`. A run that does not fit exits with 1. `ValueError` for settings that cannot run."""
+    args, overrides = make_parser().parse_known_args(argv)
+    run, facts = read_run(args, overrides)
+    found = report(run) | facts
+    print(json.dumps(found, indent=2) if args.json else table(found))
+    if not found["fits"]:
+        raise SystemExit(1)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command; what it does not know goes to the recipe, as in `qarl-trl train`."""
+    parser = argparse.ArgumentParser(
+        prog="qarl-trl plan",
+        description="Estimate the memory of each GPU from a recipe, without loading a model. Other options override the recipe.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="recipe (.yaml), as of qarl-trl train")
+    parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each (default: 1)")
+    parser.add_argument("--memory", type=float, default=79, help="GiB of each (default: 79, a card of 80 GB)")
+    parser.add_argument("--sharding", choices=("ddp", "fsdp2"), help="with several GPUs (default: fsdp2)")
+    parser.add_argument(
+        "--tokens", type=int, help="of prompt and completion in each row (default: the longest allowed)"
+    )
+    parser.add_argument("--json", action="store_true", help="all numbers, in bytes")
+    return parser
+
+
+def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, dict[str, Any]]:
+    """The run that a recipe and the command line describe, and what the table says of it. `ValueError` for what cannot run."""
+    import torch
+    from trl import get_peft_config
+
+    from ..llmcompressor.quantized_start import quantized_source
+    from ..train import parse
+    from . import model as meta
+    from .rank import GIB, Run
+
+    if args.gpus < 1 or not args.memory > 0:
+        raise ValueError(f"--gpus {args.gpus} and --memory {args.memory:g} must be at least 1 and above 0.")
+    _, settings, model_args = parse(["--config", args.config, *overrides], any_device=True)
+    name = model_args.model_name_or_path
+    config = meta.read_config(name)
+    source = quantized_source(name) if settings.from_checkpoint else None
+    plan = settings.quant_plan(None if source is None else source.plan())
+    dtype = getattr(torch, model_args.dtype or "float32", torch.float32)
+    model = meta.skeleton(config, dtype, get_peft_config(model_args), plan)
+    found, text = meta.parameters(model, settings.optim_muon), config.get_text_config()
+    longest = settings.vllm_max_model_length or settings.max_tokens_per_pass
+    run = Run(
+        parameters=tuple(found),
+        layer=meta.decoder_layer(model, config, settings.quant_learner),
+        layers=text.num_hidden_layers,
+        vocabulary=text.vocab_size,
+        codes=meta.codes(model),
+        kept=meta.kept(model) if settings.quant_keep_dequantized else 0,
+        published=meta.published(model),
+        reference=settings.beta > 0 and not model_args.use_peft,
+        ranks=args.gpus,
+        sharded=args.gpus > 1 and args.sharding != "ddp",
+        memory=int(args.memory * GIB),
+        rows=settings.per_device_train_batch_size,
+        tokens=args.tokens or longest or settings.max_completion_length,
+        budget=settings.max_tokens_per_pass,
+        checkpointing=settings.gradient_checkpointing,
+        half=settings.bf16,
+        utilization=settings.vllm_gpu_memory_utilization if settings.use_vllm else 0.0,
+        sleep=settings.vllm_enable_sleep_mode,
+        engine_ranks=settings.vllm_tensor_parallel_size,
+    )
+    total = sum(p.entries for p in found)
+    return run, {"model": name, "parameters": total, "scheme": settings.quant_name}
+
+
+def report(run: Run) -> dict[str, Any]:
+    """All numbers of the table, in bytes and tokens."""
+    from . import rank
+
+    peaks = rank.peaks(run)
+    over = [name for name, size in peaks.items() if size > run.memory]
+    cache = rank.cache_tokens(run) if run.utilization else run.tokens
+    helps = []
+    for words, changed in rank.changes(run) if over else ():
+        after = rank.peaks(changed)
+        if any(after[name] < peaks[name] for name in over):
+            helps.append({"change": words, "peak": max(after.values()), "fits": max(after.values()) <= run.memory})
+    return {
+        "gpus": run.ranks,
+        "sharding": "one GPU" if run.ranks == 1 else "FSDP2" if run.sharded else "DDP",
+        "memory": run.memory,
+        "rows": run.rows,
+        "tokens": run.tokens,
+        "tokens_per_pass": rank.pass_tokens(run),
+        "moments": rank.moments(run),
+        "peaks": peaks,
+        "fits": not over and cache >= run.tokens,
+        "over": over,
+        "changes": helps,
+        "utilization": run.utilization,
+        "best_utilization": rank.best_utilization(run) if run.utilization else 0.0,
+        "cache_tokens": cache,
+        "engine_weights": rank.engine_weights(run),
+        "publish": run.published,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The report for people, in GiB, at most 100 columns."""
+    gib, moments = 2**30, found["moments"]
+    rows = list(dict.fromkeys(name for items in moments.values() for name in items))
+    lines = [
+        f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters, {found['scheme']}; {found['sharding']}, "
+        f"{found['gpus']} x {found['memory'] / gib:.0f} GiB",
+        f"micro-batch: {found['rows']} rows of {found['tokens']} tokens, {found['tokens_per_pass']} in a pass",
+        "",
+        f"{'GiB on each GPU (estimated)':30}" + "".join(f"{name:>16}" for name in moments),
+    ]
+    for row in rows:
+        cells = (f"{items[row] / gib:16.1f}" if row in items else " " * 16 for items in moments.values())
+        lines.append(f"{row:30}{''.join(cells)}".rstrip())
+    marks = (f"{size / gib:.1f}{'!' if name in found['over'] else ' '}" for name, size in found["peaks"].items())
+    lines += [f"{'sum':30}" + "".join(f"{mark:>16}" for mark in marks), ""]
+    if found["utilization"]:
+        longest = found["cache_tokens"] / found["tokens"]
+        lines += [
+            f"engine: weights {found['engine_weights'] / gib:.1f} GiB, room for {found['cache_tokens']:,} tokens "
+            f"({longest:.1f} such rows); a publish moves {found['publish'] / gib:.1f} GiB",
+            f"vllm_gpu_memory_utilization: {found['utilization']:g}, at most {found['best_utilization']:g} would fit",
+        ]
+    if found["fits"]:
+        return "\n".join([*lines, "It fits."])
+    if found["cache_tokens"] < found["tokens"]:
+        lines.append(
+            "The engine has no room for one row: vllm_tensor_parallel_size or vllm_gpu_memory_utilization up."
+        )
+    if found["over"]:
+        lines.append(f"It does not fit: {', '.join(found['over'])}. What helps, alone:")
+    for change in found["changes"]:
+        lines.append(f"  {change['change']}: {change['peak'] / gib:.1f} GiB{', fits' if change['fits'] else ''}")
+    if 2 * moments["backward"].get(CODES, 0) > found["memory"]:
+        lines.append("  Codes are whole on every GPU, so that more GPUs do not shrink them.")
+    return "\n".join([*lines, "  use_peft: true (LoRA: optimizer state and gradients of the adapter alone)"])

@@ -1,0 +1,232 @@
+"""What one rank holds, item by item, and the four moments of a run at which it holds most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from . import formulas
+
+
+if TYPE_CHECKING:
+    from .formulas import Layer
+    from .model import Parameter
+
+
+GIB = 2**30
+# CUDA context, NCCL, fragments of torch's allocator, and the CUDA graphs of a sleeping engine. Assumed, not measured.
+RESERVE = 4 * GIB
+# Of an awake engine beside weights and cache: its own passes of 4096 tokens and CUDA graphs. Assumed, not measured.
+ENGINE_WORK = 3 * GIB
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    A run in numbers. Bytes where nothing else is said.
+
+    Attributes:
+        parameters (`tuple[Parameter, ...]`): Of the policy.
+        layer (`Layer`), layers, vocabulary (`int`): Of its forward.
+        codes, kept, published (`int`): The low-bit weights, what `quant_keep_dequantized` adds, a publish.
+        reference (`bool`): Whether there is a second, frozen model (beta > 0 without LoRA).
+        ranks (`int`), sharded (`bool`), memory (`int`): GPUs, whether by FSDP2, bytes of each.
+        rows, tokens (`int`): Of a micro-batch, and of the longest row.
+        budget (`int`, *optional*): `max_tokens_per_pass`.
+        checkpointing, half (`bool`): Gradient checkpointing, 16-bit computation.
+        utilization (`float`), sleep (`bool`), engine_ranks (`int`): Of the engine; utilization 0 is none.
+    """
+
+    parameters: tuple[Parameter, ...]
+    layer: Layer
+    layers: int
+    vocabulary: int
+    codes: int
+    kept: int
+    published: int
+    reference: bool
+    ranks: int
+    sharded: bool
+    memory: int
+    rows: int
+    tokens: int
+    budget: int | None
+    checkpointing: bool
+    half: bool
+    utilization: float
+    sleep: bool
+    engine_ranks: int
+
+    @property
+    def compute(self) -> int:
+        return 2 if self.half else 4
+
+    @property
+    def residual(self) -> int:
+        """Bytes of an entry between layers: autocast leaves them as the weights are, FSDP2 casts the weights."""
+        return self.compute if self.sharded and self.half else self.parameters[0].size
+
+    def entries(self, parameter: Parameter) -> int:
+        return formulas.shard_entries(parameter.shape, self.ranks if self.sharded else 1)
+
+
+def resident(run: Run) -> dict[str, int]:
+    """Bytes that stay between the steps of a run, from its first update on."""
+    own = [(p, run.entries(p)) for p in run.parameters]
+    masters = sum(entries * p.size for p, entries in own)
+    state = sum(_state(p, entries) for p, entries in own)
+    items = {"masters": masters, "optimizer state": state, "codes (whole)": run.codes, "kept dequantized": run.kept}
+    if run.reference:
+        items["reference model"] = masters
+    if run.ranks > 1 and not run.sharded:
+        items["buckets of DDP"] = gradients(run)
+    return {name: size for name, size in items.items() if size}
+
+
+def _state(parameter: Parameter, entries: int) -> int:
+    if not parameter.optimizer:
+        return 0
+    kind = "adamw" if parameter.optimizer == "adamw" else "muon"
+    return formulas.optimizer_bytes(entries, parameter.size, 1, kind)
+
+
+def gradients(run: Run) -> int:
+    """Bytes of the gradients: of the masters' dtype, sharded as they are, from the first backward to the step."""
+    return sum(run.entries(p) * p.size for p in run.parameters if p.optimizer)
+
+
+def pass_tokens(run: Run) -> int:
+    """Tokens of the largest pass: as many whole rows as the budget holds, or all rows padded."""
+    whole = run.rows if run.budget is None else min(run.rows, max(1, run.budget // run.tokens))
+    return whole * run.tokens
+
+
+def activations(run: Run) -> dict[str, int]:
+    """Bytes of a micro-batch when its backward begins."""
+    layer = formulas.layer_saved(run.layer, run.residual, run.compute)
+    head = formulas.head_saved(run.layer.hidden, run.layer.head_dim, run.residual)
+    tokens = run.rows * run.tokens
+    if not run.checkpointing:
+        found = {"activations": int(tokens * (run.layers * layer + head))}
+        if run.layer.mlp is None and run.residual != run.compute:  # autocast's copies of the weights, which are saved
+            found["weights in bfloat16"] = run.compute * sum(p.entries for p in run.parameters if p.layer)
+        return found
+    saved = tokens * (run.layers * run.residual * run.layer.hidden + head)
+    return {"activations": int(saved)}
+
+
+def backward_work(run: Run) -> int:
+    """
+    Bytes that come and go in a backward: of the fused head or of a layer, whichever is more, and what FSDP2 gathers.
+
+    With checkpointing the layer's own activations, computed again, are among them.
+    """
+    tokens, hidden = pass_tokens(run), run.layer.hidden
+    tile = min(tokens, formulas.TILE[0]) * formulas.TILE[1] * run.compute
+    head = 4 * hidden * (tokens + run.vocabulary) + tile
+    # A layer's turn comes when what the head saved is free. Its checkpoint is among what it saves.
+    layer = tokens * (
+        formulas.layer_work(run.layer, run.residual, run.compute)
+        - formulas.head_saved(hidden, run.layer.head_dim, run.residual)
+    )
+    if run.checkpointing:
+        again = formulas.layer_saved(run.layer, run.residual, run.compute)
+        layer += tokens * (again - run.residual * hidden)
+    largest = max((p.entries for p in run.parameters if p.layer), default=0)
+    layer += largest * 2 * run.compute  # what it multiplied by, and the product that is its gradient
+    if not run.sharded:
+        return int(max(head, layer + 4 * largest * (run.compute < 4)))
+    sums: dict[str, int] = {}
+    for p in run.parameters:
+        sums[p.layer] = sums.get(p.layer, 0) + p.entries
+    outside, whole = sums.pop("", 0), max(sums.values())
+    # Two layers gathered, the gradient of one, and that in float32 to be reduced. What is outside of the layers is gathered
+    # from the forward to the end of the backward, when its gradient is reduced.
+    layer += whole * (3 * run.compute + 4)
+    return int(2 * run.compute * outside + max(head, layer, 4 * outside))
+
+
+def step_work(run: Run) -> int:
+    """Bytes that come and go in the optimizer's step: AdamW's square roots (of all its entries at once), Muon's matrix."""
+    adamw = 4 * sum(run.entries(p) for p in run.parameters if p.optimizer == "adamw")
+    ranks = run.ranks if run.sharded else 1
+    muon = [
+        formulas.muon_work(p.entries, ranks, p.optimizer == "experts")
+        for p in run.parameters
+        if p.optimizer in ("muon", "experts")
+    ]
+    return max(adamw, *muon, 0)
+
+
+def publish_work(run: Run) -> int:
+    """Bytes that come and go in a publish: the largest parameter gathered, its bfloat16 copy, and the engine's."""
+    largest = max(p.entries for p in run.parameters)
+    return largest * ((run.parameters[0].size if run.sharded else 0) + 4)
+
+
+def engine_weights(run: Run) -> int:
+    """Bytes of the engine's weights on a rank, by equal parts."""
+    return math.ceil(run.published / run.engine_ranks) if run.utilization else 0
+
+
+def engine_budget(run: Run) -> int:
+    """Bytes that an awake engine takes, whatever it does with them."""
+    return int(run.utilization * run.memory)
+
+
+def cache_tokens(run: Run) -> int:
+    """Tokens of the engine's key-value cache; below zero when not even its weights fit."""
+    free = engine_budget(run) - engine_weights(run) - ENGINE_WORK
+    layer = run.layer
+    return free // formulas.cache_bytes(run.layers, layer.kv_heads, layer.head_dim, run.engine_ranks)
+
+
+def moments(run: Run) -> dict[str, dict[str, int]]:
+    """The items of the four largest moments: "rollout", "publish", "backward" and "optimizer step"."""
+    stays = resident(run) | {"reserve (assumed)": RESERVE}
+    awake = {"engine": engine_budget(run)} if run.utilization else {}
+    beside = {} if run.sleep else awake
+    learning = stays | beside | {"gradients": gradients(run)}
+    found = {}
+    if run.utilization:
+        found["rollout"] = stays | awake
+        weights = {"engine weights": engine_weights(run)} if run.sleep else awake
+        found["publish"] = stays | weights | {"largest parameter": publish_work(run)}
+    found["backward"] = learning | activations(run) | {"work of a layer or the head": backward_work(run)}
+    found["optimizer step"] = learning | {"work of the optimizer": step_work(run)}
+    return found
+
+
+def peaks(run: Run) -> dict[str, int]:
+    """Bytes of each moment."""
+    return {name: sum(items.values()) for name, items in moments(run).items()}
+
+
+def best_utilization(run: Run) -> float:
+    """The largest `vllm_gpu_memory_utilization`, in steps of 0.05, that every moment leaves room for; 0.0 for none."""
+    return max(
+        (u / 100 for u in range(5, 95, 5) if max(peaks(replace(run, utilization=u / 100)).values()) <= run.memory),
+        default=0.0,
+    )
+
+
+def changes(run: Run) -> Iterator[tuple[str, Run]]:
+    """Settings that save memory, by the field to change, with the run that results."""
+    if run.utilization and not run.sleep:
+        yield "vllm_enable_sleep_mode: true", replace(run, sleep=True)
+    if (best := run.utilization and best_utilization(run)) and best < run.utilization:
+        yield f"vllm_gpu_memory_utilization: {best:g}", replace(run, utilization=best)
+    if not run.checkpointing:
+        yield "gradient_checkpointing: true", replace(run, checkpointing=True)
+    if run.budget is None or run.budget > run.tokens:
+        yield f"max_tokens_per_pass: {run.tokens}", replace(run, budget=run.tokens)
+    if run.rows > 1:
+        yield "per_device_train_batch_size: 1 (and more gradient_accumulation_steps)", replace(run, rows=1)
+    if run.ranks > 1 and not run.sharded:
+        yield "--sharding fsdp2 (recipes/accelerate/fsdp2.yaml)", replace(run, sharded=True)
+    if run.kept:
+        yield "quant_keep_dequantized: false", replace(run, kept=0)
+    if run.sharded or run.ranks == 1:
+        yield f"--gpus {2 * run.ranks} with FSDP2", replace(run, ranks=2 * run.ranks, sharded=True)
