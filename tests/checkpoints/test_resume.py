@@ -6,8 +6,9 @@ import pytest
 from configs import config
 from test_train import base, problems  # noqa: F401
 
+from qarl_trl import cli
 from qarl_trl.checkpoints.resume import resume_path
-from qarl_trl.train import parse, run
+from qarl_trl.train import parse
 
 from .test_folder import write
 
@@ -82,7 +83,7 @@ def test_a_recipe_is_refused_before_anything_loads(base, tmp_path, capsys):  # n
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
     recipe.write_text("resume_from_checkpoint: true\n")
     with pytest.raises(SystemExit) as left:
-        run(["--config", str(recipe), *base])
+        cli.main(["train", "--config", str(recipe), *base])
     assert left.value.code == 2
     assert "found no complete checkpoint" in capsys.readouterr().err
     out.mkdir()

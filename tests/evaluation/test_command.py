@@ -11,8 +11,8 @@ from conftest import make_model, make_tokenizer
 
 from qarl_trl import cli
 from qarl_trl.evaluation import sample
-from qarl_trl.evaluation.checkpoint import digest
 from qarl_trl.evaluation.store import Completion
+from qarl_trl.export.low_bit import digest
 
 
 @pytest.fixture(autouse=True)

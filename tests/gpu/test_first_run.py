@@ -11,8 +11,8 @@ from gpu.first_run import Stage, merged, run_stages, table
 
 
 def hang(run):
-    run.record("child", pid=subprocess.Popen(["sleep", "60"]).pid)
-    time.sleep(60)
+    run.record("child", pid=subprocess.Popen(["sleep", "90"]).pid)
+    time.sleep(90)
 
 
 def fail(run, word):
@@ -21,8 +21,8 @@ def fail(run, word):
     raise RuntimeError("a reason")
 
 
-def stage(function, **settings):
-    return Stage(1, function, 8, f"test_first_run:{function}", settings)
+def stage(function, limit_s, **settings):
+    return Stage(1, function, limit_s, f"test_first_run:{function}", settings)
 
 
 def run(tmp_path, *stages, budget=60):
@@ -40,7 +40,7 @@ def is_alive(pid):
 
 
 def test_a_stage_that_hangs_or_fails_leaves_its_figures_and_stops_no_other(tmp_path):
-    hung, failed, skipped = run(tmp_path, stage("hang"), stage("fail", word="so"), stage("hang"), budget=17)
+    hung, failed, skipped = run(tmp_path, stage("hang", 20), stage("fail", 30, word="so"), stage("hang", 60), budget=60)
     assert (hung["status"], failed["status"], skipped["status"]) == ("timeout", "failed", "skipped-for-budget")
     assert not is_alive(hung["figures"]["child"]["pid"])
     assert "time.sleep" in hung["error"] or "hang" in hung["error"]  # where it was
