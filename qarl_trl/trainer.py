@@ -23,7 +23,7 @@ from .export import LOW_BIT_FOLDER, SERVING, quantization_config, save_low_bit
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
-from .loss import TrustBand, band_metrics, loss_mask, mismatch_weight, sequence_ratio
+from .loss import TrustBand, band_metrics, filter_advantages, loss_mask, mismatch_weight, sequence_ratio
 from .metrics import CodeFlips, StepClock, check_mismatch, mismatch_sums, reduce_stats, weight_stats
 from .optim import build_muon
 from .preflight import check_run, default_output_dir
@@ -155,10 +155,11 @@ class QaRLTrainer(GRPOTrainer):
         return Canary(tokens, self.args.publish_verify, score, self.accelerator.gather, self._log_value)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, with the capped sequence mismatch weight of TBPO in place of TRL's, and the gap logged (Eq. 5)."""
+        """TRL's, with filtered advantages, the mismatch weight of TBPO in place of TRL's, and the gap logged (Eq. 5)."""
         if self._mode == "train":
             self._step_of_rollout = self.state.global_step
         output = super()._generate_and_score_completions(inputs)
+        output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
         if self.use_vllm and self.vllm_importance_sampling_correction:
             old, sampling, mask = output["old_per_token_logps"], output["sampling_per_token_logps"], loss_mask(output)
             if self._tbpo:
