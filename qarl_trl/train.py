@@ -2,13 +2,15 @@
 Train from a recipe: `accelerate launch -m qarl_trl.train --config recipes/<model>/<arm>.yaml [--key value ...]`.
 
 A recipe is a flat YAML file whose keys are fields of [`QaRLScriptArguments`], [`QaRLConfig`] or TRL's `ModelConfig`;
-the command line overrides it. An unknown key is an error on both, so a typo cannot leave a default in force.
+the command line overrides it. With `base: other.yaml` it says only what differs from another recipe. An unknown key is an error
+everywhere, so a typo cannot leave a default in force.
 """
 
 import argparse
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -88,10 +90,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[QaRLScriptArguments, "QaRL
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     given, options = early.parse_known_args(argv)
-    if given.config is not None:
-        _export_env(given.config)
-        options = ["--config", str(given.config), *options]
-    script_args, training_args, model_args = make_parser().parse_args_and_config(args=options)
+    with tempfile.TemporaryDirectory() as folder:
+        if given.config is not None:
+            options = ["--config", str(_resolve(given.config, Path(folder))), *options]
+        script_args, training_args, model_args = make_parser().parse_args_and_config(args=options)
     _check(script_args, training_args, model_args)
     return script_args, training_args, model_args
 
@@ -208,16 +210,33 @@ def run(argv: Sequence[str] | None = None) -> None:
         print(describe(script_args, training_args, model_args))
 
 
-def _export_env(recipe: Path) -> None:
-    """TrlParser exports `env:` too, but building it needs `QaRLConfig`, and with it torch and vLLM."""
+def _resolve(recipe: Path, folder: Path) -> Path:
+    """
+    The file for TrlParser: `recipe`, or in `folder` the recipe that its `base:` names with the other keys put on top.
+
+    TrlParser exports `env:` too, but building it needs `QaRLConfig`, and with it torch and vLLM.
+    """
     import yaml
 
     if not recipe.is_file():
         raise FileNotFoundError(f"--config {recipe}: there is no such file in {Path.cwd()}.")
     content = yaml.safe_load(recipe.read_text())
-    env = content.get("env") if isinstance(content, dict) else None
-    if isinstance(env, dict):
-        os.environ.update({key: str(value) for key, value in env.items()})
+    if not isinstance(content, dict):
+        return recipe
+    if "base" in content:
+        base = recipe.parent / content.pop("base")
+        if not base.is_file():
+            raise FileNotFoundError(
+                f"base of {recipe}: there is no file {base}. Give a path from the recipe's folder."
+            )
+        below = yaml.safe_load(base.read_text())
+        if not isinstance(below, dict) or "base" in below:
+            raise ValueError(f"base of {recipe}: {base} must be a whole recipe, without a base of its own.")
+        content, recipe = below | content, folder / recipe.name
+        recipe.write_text(yaml.safe_dump(content))
+    if isinstance(content.get("env"), dict):
+        os.environ.update({key: str(value) for key, value in content["env"].items()})
+    return recipe
 
 
 def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> None:
