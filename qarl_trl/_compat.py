@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import inspect
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import trl.trainer.grpo_trainer as grpo_trainer
+import trl.trainer.utils as trl_utils
 from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
@@ -115,6 +118,31 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
     return rebound(grpo_trainer, "shuffle_sequence_dict", shuffle)
 
 
+@contextmanager
+def at_temperature(trainer: Any, temperature: float) -> Iterator[None]:
+    """
+    Let TRL's trainer sample at another temperature than in training, and score at the same.
+
+    TRL has one temperature, which it fixes when it is built: in what generates, and in the head that computes log-probs
+    (`trl.trainer.utils.add_fused_lm_head`), whose function is looked up in its module at every call.
+    """
+    function = trl_utils._ChunkedLogProbFunction
+    place = [*inspect.signature(function.forward).parameters].index("temperature") - 1  # after the context
+
+    def apply(*args: Any) -> Any:
+        return function.apply(*args[:place], temperature, *args[place + 1 :])
+
+    with ExitStack() as stack:
+        stack.enter_context(rebound(trl_utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=apply)))
+        if trainer.use_vllm:
+            stack.enter_context(rebound(trainer.vllm_generation, "temperature", temperature))
+        else:
+            stack.enter_context(rebound(trainer.generation_config, "temperature", temperature))
+            # Also the model's own, from which transformers takes what it finds at its default in the other.
+            stack.enter_context(patch.dict(trainer.generation_kwargs, temperature=temperature))
+        yield
+
+
 def fsdp_version(args: Any) -> int | None:
     """Which FSDP the run shards with: by `args.fsdp`, or by `accelerate launch`, which says so in the environment."""
     plugin = args.fsdp_plugin_args
@@ -158,14 +186,26 @@ def restore_masters(model: PreTrainedModel, folder: str) -> None:
     model.load_state_dict(stored.state_dict())
 
 
-def keep_log_probs_float32(accelerator: Any) -> None:
+def keep_float32(accelerator: Any) -> None:
     """
-    Under FSDP2 in 16-bit precision, let log-probs leave the model as TRL computed them, in float32.
+    Under FSDP2 in 16-bit precision: log-probs leave the model in float32, as TRL computed them, and gradients are reduced in it.
 
-    accelerate's policy casts all that the model returns to the parameters' dtype. bfloat16 log-probs are up to 0.016 apart at
-    -3, and the paper's trust bands 0.0004 wide. (`FullyShardedDataParallelPlugin.set_mixed_precision`, accelerate 1.15)
+    accelerate's policy (`FullyShardedDataParallelPlugin.set_mixed_precision`, 1.15) casts all that the model returns to the
+    parameters' dtype. bfloat16 log-probs are up to 0.016 apart at -3, and the paper's trust bands 0.0004 wide.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     policy = None if plugin is None else plugin.mixed_precision_policy
     if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
-        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
+        policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = policy
+
+
+def keep_gradients_sharded(accelerator: Any, args: Any) -> None:
+    """
+    Under FSDP2 reduce the gradients of every micro-batch, unless `args.accelerator_config` says whether to.
+
+    The Trainer reduces after the last one only (`Trainer._inner_training_loop`, transformers 5.17), and until then FSDP2 keeps a
+    whole, unsharded gradient on every GPU: 16 GB in bfloat16 for 8B parameters.
+    """
+    if accelerator.is_fsdp2 and "sync_each_batch" not in (args.accelerator_config.gradient_accumulation_kwargs or {}):
+        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True

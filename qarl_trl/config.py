@@ -5,6 +5,7 @@ What would silently bias the method is refused here, before a model loads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -28,13 +29,7 @@ logger = get_logger(__name__)
 LEARNER_OPS = ("auto", "stock", "engine")
 TBPO = "tbpo"
 # What TRL applies to negative advantages alone.
-FOR_NEGATIVE_ADVANTAGES = (
-    "delta",
-    "off_policy_mask_threshold",
-    "sapo_temperature_neg",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-)
+FOR_NEGATIVE_ADVANTAGES = ("delta", "off_policy_mask_threshold", "sapo_temperature_neg", "vespo_k_neg", "vespo_lambda_neg")
 STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 # Set by TRL from its own fields, or by the rollout so that engine and learner agree.
 OWNED_ENGINE_ARGUMENTS = (
@@ -153,8 +148,17 @@ class QaRLConfig(GRPOConfig):
     advantage_filter: Literal["none", "positive"] = HfArg(
         default="none",
         help="'positive' sets negative advantages to 0, so that only completions better than their group's mean teach "
-        "(positive-only GRPO, paper Fig. 8). They still count in the mean, and in entropy and KL terms. Works with every "
-        "loss_type.",
+        "(positive-only GRPO, paper Fig. 8). They still count in the mean, and in entropy and KL terms.",
+    )
+    eval_temperature: float | None = HfArg(
+        default=None,
+        help="Sampling temperature of evaluation during training, > 0; the learner scores at the same one. Unset: temperature. The "
+        "paper evaluates at 0.6 (Sec. 4).",
+    )
+    log_token_stats: int = HfArg(
+        default=0,
+        help="Completions per rollout batch, of the main process, whose every token is written to "
+        "output_dir/token_stats/token_stats_{step}.parquet after each update that trains on them: ids, log-probs, masks. 0: none.",
     )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
@@ -282,6 +286,7 @@ class QaRLConfig(GRPOConfig):
         if self.loss_type not in (TBPO, *STOCK_LOSSES):
             # TRL would only notice after the first rollout.
             raise ValueError(f"loss_type={self.loss_type!r} must be {TBPO!r} or one of {', '.join(STOCK_LOSSES)}.")
+        _check_band(self)
         _check_advantages(self)
         if self.loss_type == TBPO:
             _check_tbpo(self)
@@ -304,6 +309,13 @@ class QaRLConfig(GRPOConfig):
         _check_muon(self)
 
 
+def _check_band(args: QaRLConfig) -> None:
+    try:
+        _ = args.trust_band  # every loss is measured by it
+    except ValueError as error:
+        raise ValueError(f"tbpo_{error}") from None
+
+
 def _check_advantages(args: QaRLConfig) -> None:
     if args.advantage_filter not in ("none", "positive"):
         raise ValueError(f"advantage_filter={args.advantage_filter!r} must be 'none' or 'positive'.")
@@ -317,10 +329,7 @@ def _check_advantages(args: QaRLConfig) -> None:
 
 
 def _check_tbpo(args: QaRLConfig) -> None:
-    try:
-        band = args.trust_band
-    except ValueError as error:
-        raise ValueError(f"tbpo_{error}") from None
+    band = args.trust_band
     if band.delta_high < band.epsilon_high:
         raise ValueError(
             f"tbpo_delta_high={band.delta_high} must be at least tbpo_epsilon_high={band.epsilon_high}: TRL's two-sided "
@@ -457,6 +466,9 @@ def _check_rollout(args: QaRLConfig) -> None:
             f"vllm_engine_kwargs sets {owned}, which the trainer sets itself. Remove them: they come from quant_scheme "
             "and from the fields of the same name that start with vllm_."
         )
+    if args.log_token_stats < 0:
+        raise ValueError(f"log_token_stats={args.log_token_stats} must be >= 0 completions; 0 writes none.")
+    _check_eval_temperature(args)
     args.publish_verify = _checked_verify(args.publish_verify)
     threshold = args.mismatch_abort_threshold
     if threshold is not None and not args.weighs_mismatch:
@@ -466,6 +478,19 @@ def _check_rollout(args: QaRLConfig) -> None:
         )
     if threshold is not None and not threshold > 0:
         raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
+
+
+def _check_eval_temperature(args: QaRLConfig) -> None:
+    value = args.eval_temperature
+    if value is None:
+        return
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"eval_temperature={value} must be > 0 and finite: a log-prob is of a distribution, and greedy decoding has none. "
+            "`qarl-trl eval` scores a saved model at temperature 0."
+        )
+    if "temperature" in (args.generation_kwargs or {}):
+        raise ValueError(f"eval_temperature={value} and a temperature in generation_kwargs: set `temperature` itself.")
 
 
 def _check_passes(args: QaRLConfig) -> None:

@@ -112,7 +112,7 @@ def tbpo_loss(
     advantages: Tensor,
     mask: Tensor,
     band: TrustBand,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Tensor:
     """
     The TBPO objective, `- mean_i( w_i * clip(r_i, band) * A_i )`.
 
@@ -125,8 +125,7 @@ def tbpo_loss(
         band ([`TrustBand`]): Bounds and cap.
 
     Returns:
-        `tuple[Tensor, dict[str, Tensor]]`: scalar float32 loss, and detached scalars: `pos_high_frac`, `neg_low_frac`,
-        `neg_high_frac` (shares of all completions beyond that edge), `ratio_min`, `ratio_max`, `seq_weight_mean`.
+        `Tensor`: scalar, float32.
     """
     advantages = advantages.float()
     ratio = sequence_ratio(logps, old_logps.detach(), mask)
@@ -135,19 +134,4 @@ def tbpo_loss(
     else:
         weight = mismatch_weight(old_logps, sampling_logps, mask, band.mismatch_cap)
     low, high = band.bounds(advantages)
-    loss = -(weight * torch.clamp(ratio, low, high) * advantages).mean()
-    return loss, band_metrics(ratio, advantages, band) | {"seq_weight_mean": weight.mean()}
-
-
-@torch.no_grad()
-def band_metrics(ratio: Tensor, advantages: Tensor, band: TrustBand) -> dict[str, Tensor]:
-    """Shares of the `(B,)` completions beyond each edge of the band, and the extremes of the ratio."""
-    low, high = band.bounds(advantages)
-    positive, negative = advantages > 0, advantages < 0
-    return {
-        "pos_high_frac": (positive & (ratio > high)).float().mean(),
-        "neg_low_frac": (negative & (ratio < low)).float().mean(),
-        "neg_high_frac": (negative & (ratio > high)).float().mean(),
-        "ratio_min": ratio.min(),
-        "ratio_max": ratio.max(),
-    }
+    return -(weight * torch.clamp(ratio, low, high) * advantages).mean()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,17 @@ from .export import LOW_BIT_FOLDER, SERVING, quantization_config, save_low_bit
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
-from .loss import TrustBand, band_metrics, filter_advantages, loss_mask, mismatch_weight, sequence_ratio
-from .metrics import CodeFlips, StepClock, check_mismatch, mismatch_sums, reduce_stats, weight_stats
+from .loss import TrustBand, filter_advantages, loss_mask, mismatch_weight
+from .metrics import (
+    CodeFlips,
+    RatioMeter,
+    StepClock,
+    TokenStats,
+    check_mismatch,
+    find_error_tokens,
+    mismatch_metrics,
+    written_tokens,
+)
 from .optim import build_muon
 from .preflight import check_run, default_output_dir
 from .quant.experts import expert_modules
@@ -39,9 +49,6 @@ from .rollout.products import PRODUCTS
 from .rollout.scores import LENGTH, Scores, canary_tokens, learner_logps
 from .rollout.support import default_engine_kwargs
 
-
-# Two passes of one model over one batch shape agree to float32 rounding.
-FIRST_RATIO_TOLERANCE = 1e-6
 
 logger = get_logger(__name__)
 
@@ -93,7 +100,8 @@ class QaRLTrainer(GRPOTrainer):
         self._current_logps: Tensor | None = None
         self._step_of_rollout = -1
         self._passes: PackedPasses | None = None
-        self._warned_of_first_ratio = False
+        self._ratios = RatioMeter(self)
+        self._token_stats: TokenStats | None = None
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
@@ -126,11 +134,16 @@ class QaRLTrainer(GRPOTrainer):
                 partial(accelerator.unwrap_model, keep_torch_compile=False),
             )
         self.add_callback(StepClock(self))
+        if args.log_token_stats and self.is_world_process_zero():
+            folder, tokenizer = Path(args.output_dir) / "token_stats", self._tokenizer
+            self._token_stats = TokenStats(folder, args.log_token_stats, tokenizer, args.tbpo_mismatch_cap)
+            self.add_callback(self._token_stats)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """TRL's, with log-probs that stay float32 under FSDP2."""
+        """TRL's; under FSDP2 with log-probs that stay float32 and gradients that stay sharded."""
         super().create_accelerator_and_postprocess()
-        _compat.keep_log_probs_float32(self.accelerator)
+        _compat.keep_float32(self.accelerator)
+        _compat.keep_gradients_sharded(self.accelerator, self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Muon for matrices and AdamW for the rest with `optim_muon`, otherwise TRL's."""
@@ -158,7 +171,8 @@ class QaRLTrainer(GRPOTrainer):
         """TRL's, with filtered advantages, the mismatch weight of TBPO in place of TRL's, and the gap logged (Eq. 5)."""
         if self._mode == "train":
             self._step_of_rollout = self.state.global_step
-        output = super()._generate_and_score_completions(inputs)
+        with self._temperature():
+            output = super()._generate_and_score_completions(inputs)
         output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
         if self.use_vllm and self.vllm_importance_sampling_correction:
             old, sampling, mask = output["old_per_token_logps"], output["sampling_per_token_logps"], loss_mask(output)
@@ -166,29 +180,33 @@ class QaRLTrainer(GRPOTrainer):
                 weight = mismatch_weight(old, sampling, mask, self.args.tbpo_mismatch_cap)
                 output["importance_sampling_ratio"] = weight.unsqueeze(1)
             self._log_mismatch(old, sampling, mask)
+        if self._token_stats is not None and self._mode == "train":
+            self._token_stats.follow(output, self._rewards[: len(inputs)])  # of the main process, which comes first
         return output
 
     def _log_mismatch(self, old: Tensor, sampling: Tensor, mask: Tensor) -> None:
-        stats = mismatch_sums(old, sampling, mask)
-        if self._tbpo:
-            stats |= weight_stats(old, sampling, mask, self.args.tbpo_mismatch_cap)
-        stats = reduce_stats(stats, self.accelerator.gather)
-        tokens = max(stats.pop("tokens_sum"), 1)
-        gap = stats.pop("gap_sum") / tokens
-        stats = {
-            "logp_gap_mean": gap,
-            "logp_gap_max": stats.pop("gap_max"),
-            "kl_k3": stats.pop("k3_sum") / tokens,
-            **stats,
-        }
-        for name, value in stats.items():
+        metrics = mismatch_metrics(old, sampling, mask, self.args.tbpo_mismatch_cap, self.accelerator.gather)
+        for name, value in metrics.items():
             self._log_value(f"mismatch/{name}", value)
         if self._tbpo:
             for name in ("min", "mean", "max"):
                 # TRL logged its own weight here, which this loss does not use.
                 logged = self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"]
-                logged[-1] = stats[f"seq_weight_{name}"]
-        check_mismatch(gap, self.args)
+                logged[-1] = metrics[f"seq_weight_{name}"]
+        check_mismatch(metrics["logp_gap_mean"], self.args)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's; their weighted sums, NaN where no function gave one, are kept for `log_token_stats`."""
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+        self._rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)
+        return rewards
+
+    def _temperature(self) -> AbstractContextManager:
+        """In evaluation: sampling, and scoring what was sampled, at `eval_temperature`."""
+        if self._mode == "train" or self.args.eval_temperature is None:
+            return nullcontext()
+        return _compat.at_temperature(self, self.args.eval_temperature)
 
     # Loss -----------------------------------------------------------------------------------------------------------
 
@@ -223,42 +241,26 @@ class QaRLTrainer(GRPOTrainer):
         self.args.delta = 1 + band.delta_high
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """TRL's, and the band metrics of TBPO; that it equals `loss.tbpo_loss` is shown in tests/test_loss.py."""
-        loss = super()._compute_loss(model, inputs)
-        if self._tbpo:
-            self._log_band(inputs)
-        self._current_logps = None
-        return loss
-
-    def _log_band(self, inputs: dict[str, Any]) -> None:
-        logps = self._current_logps
+        """TRL's, and what is measured of the ratio; that it equals `loss.tbpo_loss` is shown in tests/test_loss.py."""
+        with self._temperature():
+            loss = super()._compute_loss(model, inputs)
+        logps, self._current_logps = self._current_logps, None
         if logps is None:
             raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
-        if logps.dtype != torch.float32:
+        if self._tbpo and logps.dtype != torch.float32:
             raise RuntimeError(
                 f"The learner's log-probs must be float32, got {logps.dtype}: a step of that dtype is larger than the trust bands. "
                 "Something casts what the model returns (FSDP's mixed precision does)."
             )
-        old = inputs.get("old_per_token_logps", logps)
-        ratio = sequence_ratio(logps, old, loss_mask(inputs))
-        metrics = band_metrics(ratio, inputs["advantages"].float(), self.args.trust_band)
-        metrics = reduce_stats(metrics, self.accelerator.gather)
-        for name, value in metrics.items():
-            self._log_value(f"tbpo/{name}", value)
-        # No optimizer step since the rollout: `logps` and `old` are of the same weights, so the ratio must be 1.
-        if (
-            self._mode == "train"
-            and self.state.global_step == self._step_of_rollout
-            and not self._warned_of_first_ratio
-        ):
-            off = max(abs(metrics["ratio_min"] - 1), abs(metrics["ratio_max"] - 1))
-            if off > FIRST_RATIO_TOLERANCE:
-                self._warned_of_first_ratio = True
-                logger.warning(
-                    "The sequence ratio is off by %.1e before any update of this rollout batch: `old` and current "
-                    "log-probs come from different kernels or batch shapes, and the trust band clips that noise.",
-                    off,
-                )
+        self._measure(logps, inputs)
+        return loss
+
+    def _measure(self, logps: Tensor, inputs: dict[str, Any]) -> None:
+        errors = find_error_tokens(inputs["completion_ids"], written_tokens(inputs, self._tokenizer.pad_token_id))
+        self._ratios.measure(logps, inputs, errors)
+        if self._token_stats is not None and self._mode == "train":
+            step, rollout_step = self.state.global_step + 1, self._step_of_rollout + 1
+            self._token_stats.add(step, rollout_step, inputs, logps, errors)
 
     # Saving ---------------------------------------------------------------------------------------------------------
 
@@ -358,8 +360,8 @@ class QaRLTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, which averages over micro-batches, with the extremes kept extreme."""
         for name, values in self._metrics[self._mode].items():
-            if name.endswith(("_min", "_max")) and name.startswith(("tbpo/", "mismatch/")):
-                values[:] = [min(values) if name.endswith("_min") else max(values)]
+            if name.endswith(("min", "max")) and name.startswith(("ratio/", "mismatch/")):
+                values[:] = [min(values) if name.endswith("min") else max(values)]
         super().log(logs, start_time)
 
     def _log_value(self, name: str, value: float) -> None:

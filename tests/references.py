@@ -485,3 +485,19 @@ def bootstrap_interval(values, resamples, seed):
     rng = random.Random(seed)
     means = sorted(sum(rng.choice(values) for _ in values) / len(values) for _ in range(resamples))
     return means[round(0.025 * resamples)], means[round(0.975 * resamples) - 1]
+
+
+# Error tokens -------------------------------------------------------------------------------------------------------
+
+
+def error_tokens(ids, *, ngram, copies, window, density):
+    """Which tokens of one completion are error tokens: list of T booleans, by looking back from each token."""
+    length = len(ids)
+    grams = [tuple(ids[t - ngram + 1 : t + 1]) if t >= ngram - 1 else None for t in range(length)]
+    copied = [gram is not None and grams[:t].count(gram) >= copies for t, gram in enumerate(grams)]
+    found = [False] * length
+    for start in range(length - window + 1):
+        if sum(copied[start : start + window]) >= density * window:
+            for t in range(start, start + window):
+                found[t] = copied[t]
+    return found

@@ -17,6 +17,7 @@ ROOMS = {
     "rollout": {"rollout", "quant", "_compat"},
     "learner": {"learner", "quant", "_compat"},
     "llmcompressor": {"llmcompressor", "quant", "data"},
+    "metrics": {"metrics", "loss", "quant"},
     "evaluation": {"evaluation", "data", "rewards", "rollout", "quant", "_compat"},
 }
 

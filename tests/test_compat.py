@@ -117,14 +117,26 @@ def test_fsdp2_does_not_round_what_the_model_returns(monkeypatch, precision):
         plugin.set_mixed_precision(precision)
         before = plugin.mixed_precision_policy
         assert before.output_dtype == before.param_dtype != torch.float32  # control
-    _compat.keep_log_probs_float32(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+    _compat.keep_float32(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
     if precision == "no":
         assert plugin.mixed_precision_policy is None
     else:
         after = plugin.mixed_precision_policy
         assert after.output_dtype is None
-        assert (after.param_dtype, after.reduce_dtype) == (before.param_dtype, before.reduce_dtype)
-    _compat.keep_log_probs_float32(SimpleNamespace(state=SimpleNamespace()))  # no FSDP
+        assert (after.param_dtype, after.reduce_dtype) == (before.param_dtype, torch.float32)
+    _compat.keep_float32(SimpleNamespace(state=SimpleNamespace()))  # no FSDP
+
+
+@pytest.mark.parametrize(
+    ("fsdp2", "chosen", "expected"),
+    [(True, None, True), (True, {"sync_each_batch": False}, None), (False, None, None)],
+)
+def test_gradients_are_reduced_in_every_micro_batch_of_fsdp2_unless_the_user_says_otherwise(fsdp2, chosen, expected):
+    kept = {}
+    accelerator = SimpleNamespace(is_fsdp2=fsdp2, gradient_state=SimpleNamespace(plugin_kwargs=kept))
+    args = SimpleNamespace(accelerator_config=SimpleNamespace(gradient_accumulation_kwargs=chosen))
+    _compat.keep_gradients_sharded(accelerator, args)
+    assert kept.get("sync_each_batch") is expected
 
 
 class _Owner:

@@ -67,9 +67,16 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"quant_kernel": "marlin"}, ["quant_kernel='marlin'", "'dequant'"]),
         ({"learner_ops": "vllm"}, ["learner_ops='vllm'", "auto, stock, engine"]),
         ({"learner_ops": "engine"}, ["learner_ops='engine'", "use_vllm=False", "'auto' or 'stock'"]),
+        ({"eval_temperature": 0.0}, ["eval_temperature=0.0", "must be > 0", "greedy"]),
+        (
+            {"eval_temperature": 0.6, "generation_kwargs": {"temperature": 1.0}},
+            ["eval_temperature=0.6", "generation_kwargs"],
+        ),
+        ({"log_token_stats": -1}, ["log_token_stats=-1", ">= 0"]),
         ({"loss_type": "tpbo"}, ["loss_type='tpbo'", "'tbpo'", "dr_grpo"]),
         ({"tbpo_epsilon_high": 0.0}, ["tbpo_epsilon_high=0.0", "must be > 0"]),
         ({"tbpo_delta_low": -3e-4}, ["tbpo_delta_low=-0.0003", "must be > 0"]),
+        ({"tbpo_delta_low": 0.0, "loss_type": "grpo"}, ["tbpo_delta_low=0.0", "must be > 0"]),  # measured in every run
         ({"tbpo_delta_low": 1.5}, ["tbpo_delta_low=1.5", "must be < 1"]),
         ({"tbpo_delta_high": float("nan")}, ["tbpo_delta_high=nan", "must be > 0"]),
         ({"tbpo_mismatch_cap": 1.0}, ["tbpo_mismatch_cap=1.0", "> 1"]),
@@ -143,7 +150,12 @@ def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words
         {"quant_scheme": "fp8_dynamic"},
         {"quant_group_size": -1},
         {"tbpo_delta_high": 4e-4},  # as epsilon_high
-        {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0, "tbpo_delta_low": -1.0},  # bounds of the loss that is used
+        {
+            "loss_type": "grpo",
+            "epsilon": 0.1,
+            "delta": 2.0,
+            "tbpo_delta_high": 1e-4,
+        },  # bounds of the loss that is used
         {"model_init_kwargs": {"device_map": {"": 0}}},
         {"model_init_kwargs": {"device_map": None, "dtype": "float32"}},
         VLLM | {"mismatch_abort_threshold": 0.1},
@@ -259,6 +271,8 @@ def test_engine_operations_that_cannot_be_had_are_an_error(config):
 
 
 CHANGED = {
+    "eval_temperature": 0.6,
+    "log_token_stats": 8,
     "quant_scheme": "FP8_DYNAMIC",
     "quant_targets": ["Linear", "re:.*proj$"],
     "quant_ignore": ["lm_head", r"re:.*mlp\.gate$"],

@@ -89,9 +89,9 @@ def reference(batch, band):
 
 def own(batch, band):
     logps = batch.logps.clone().requires_grad_()
-    loss, metrics = tbpo_loss(logps, batch.old, batch.sampling, batch.advantages, batch.mask, TrustBand(**band))
+    loss = tbpo_loss(logps, batch.old, batch.sampling, batch.advantages, batch.mask, TrustBand(**band))
     loss.backward()
-    return loss.item(), logps.grad, metrics
+    return loss.item(), logps.grad
 
 
 def worst(pairs):
@@ -146,7 +146,7 @@ def test_what_is_masked_out_does_not_reach_loss_or_gradient():
     hidden = batch.mask == 0
     for tensor in (batch.logps, batch.old, batch.sampling):
         tensor[hidden] = math.nan
-    loss, gradient, _ = own(batch, PAPER)
+    loss, gradient = own(batch, PAPER)
     assert loss == expected[0]
     assert torch.equal(gradient, expected[1])
     assert gradient[hidden].abs().max() == 0
@@ -173,7 +173,7 @@ def test_the_mismatch_weight_is_detached_from_both_log_probs():
     old, sampling = batch.old.clone().requires_grad_(), batch.sampling.clone().requires_grad_()
     assert not mismatch_weight(old, sampling, batch.mask, 2.0).requires_grad
     logps = batch.logps.clone().requires_grad_()
-    tbpo_loss(logps, old, sampling, batch.advantages, batch.mask, TrustBand(**PAPER))[0].backward()
+    tbpo_loss(logps, old, sampling, batch.advantages, batch.mask, TrustBand(**PAPER)).backward()
     assert old.grad is None
     assert sampling.grad is None
 
@@ -219,46 +219,12 @@ def test_bfloat16_log_probs_are_computed_with_in_float32():
 def test_gradient_ends_at_the_band(advantage, log_ratio, has_gradient):
     old, mask = torch.full((1, 4), -1.0), torch.ones(1, 4)
     logps = (old + log_ratio).requires_grad_()
-    loss, _ = tbpo_loss(logps, old, None, torch.tensor([advantage]), mask, TrustBand(**PAPER))
+    loss = tbpo_loss(logps, old, None, torch.tensor([advantage]), mask, TrustBand(**PAPER))
     loss.backward()
     assert bool(logps.grad.any()) == has_gradient
     if has_gradient:
         expected = -advantage * math.exp(log_ratio) / 4
         assert logps.grad[0].tolist() == pytest.approx([expected] * 4, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("advantage", "log_ratio", "metric"),
-    [
-        (+1.0, +1e-3, "pos_high_frac"),
-        (-1.0, -1e-3, "neg_low_frac"),
-        (-1.0, +1e-3, "neg_high_frac"),
-        (+1.0, -1e-3, None),
-        (-1.0, +5e-4, None),
-        (0.0, +1e-3, None),
-    ],
-)
-def test_band_metrics_count_the_completions_beyond_each_edge(advantage, log_ratio, metric):
-    old = torch.full((4, 3), -1.0)
-    logps = old.clone()
-    logps[0] += log_ratio
-    advantages = torch.tensor([advantage, 1.0, -1.0, 0.0])
-    _, metrics = tbpo_loss(logps, old, None, advantages, torch.ones(4, 3), TrustBand(**PAPER))
-    shares = {name: value.item() for name, value in metrics.items() if name.endswith("_frac")}
-    expected = dict.fromkeys(("pos_high_frac", "neg_low_frac", "neg_high_frac"), 0.0)
-    assert shares == expected | ({metric: 0.25} if metric else {})
-    edge = "ratio_max" if log_ratio > 0 else "ratio_min"
-    assert metrics[edge].item() == pytest.approx(math.exp(log_ratio), abs=1e-7)
-    assert metrics["seq_weight_mean"].item() == 1.0
-
-
-def test_metrics_carry_no_graph():
-    batch = random_batch(5)
-    _, _, metrics = own(batch, PAPER)
-    assert set(metrics) == {
-        "pos_high_frac", "neg_low_frac", "neg_high_frac", "ratio_min", "ratio_max", "seq_weight_mean"
-    }  # fmt: skip
-    assert not any(value.requires_grad for value in metrics.values())
 
 
 def test_an_empty_completion_has_ratio_and_weight_one_and_no_gradient():
@@ -268,7 +234,7 @@ def test_an_empty_completion_has_ratio_and_weight_one_and_no_gradient():
     sampling = torch.full((2, 2), -3.0)
     assert sequence_ratio(logps, old, mask)[0].item() == 1.0
     assert mismatch_weight(old, sampling, mask, 2.0).tolist() == pytest.approx([1.0, 2.0])
-    loss, _ = tbpo_loss(logps, old, sampling, torch.ones(2), mask, TrustBand(**PAPER))
+    loss = tbpo_loss(logps, old, sampling, torch.ones(2), mask, TrustBand(**PAPER))
     loss.backward()
     assert loss.item() == pytest.approx(-(1.0 + 2.0 * math.exp(1e-4)) / 2, abs=1e-6)
     assert logps.grad.isfinite().all()

@@ -192,8 +192,8 @@ def test_old_is_computed_in_the_passes_of_the_loss_and_the_ratio_is_exactly_one(
     old, current = passes_of_the_first_rollout(trainer)
     assert len(old) == 4 if budget == 22528 else len(old) > 4
     assert len(old) == len(current) and all(map(torch.equal, old, current))
-    rows = [row for row in trainer.state.log_history if "tbpo/ratio_min" in row]
-    assert len(rows) == 4 and all(row["tbpo/ratio_min"] == row["tbpo/ratio_max"] == 1 for row in rows)
+    rows = [row for row in trainer.state.log_history if "ratio/min" in row]
+    assert len(rows) == 4 and all(row["ratio/min"] == row["ratio/max"] == 1 for row in rows)
 
 
 def test_trls_own_shuffle_cuts_other_micro_batches_and_the_ratio_is_off(model, tmp_path, monkeypatch):
@@ -202,8 +202,8 @@ def test_trls_own_shuffle_cuts_other_micro_batches_and_the_ratio_is_off(model, t
     trainer = make(model, tmp_path, **FROZEN)
     old, current = passes_of_the_first_rollout(trainer)
     assert [ids.shape for ids in old] != [ids.shape for ids in current]
-    rows = [row for row in trainer.state.log_history if "tbpo/ratio_min" in row]
-    assert max(abs(row[f"tbpo/ratio_{edge}"] - 1) for row in rows for edge in ("min", "max")) > 1e-6
+    rows = [row for row in trainer.state.log_history if "ratio/min" in row]
+    assert max(abs(row[f"ratio/{edge}"] - 1) for row in rows for edge in ("min", "max")) > 1e-6
 
 
 # LoRA ---------------------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_what_trains_is_the_tbpo_loss(model, tmp_path, changes):
         advantages = inputs["advantages"] * mask.bool().any(-1)
         arguments = new, inputs.get("old_per_token_logps", new), None, advantages, mask
         wrong = TrustBand(band.delta_low * 3, band.epsilon_high * 3, band.delta_high * 3, 2.0)
-        seen.append([loss, *(tbpo_loss(*arguments, b)[0].item() for b in (band, wrong))])
+        seen.append([loss, *(tbpo_loss(*arguments, b).item() for b in (band, wrong))])
         return original(called, inputs)
 
     trainer._compute_loss = compare
@@ -430,8 +430,12 @@ def test_metrics_are_logged_under_their_stable_names(model, tmp_path):
     trainer = make(model, tmp_path)
     trainer.train()
     logged = set().union(*trainer.state.log_history)
-    names = ("pos_high_frac", "neg_low_frac", "neg_high_frac", "ratio_min", "ratio_max")
-    assert {f"tbpo/{name}" for name in names} <= logged
+    edges = ("pos_high_frac", "neg_low_frac", "neg_high_frac")
+    names = {"min", "max", "kl_k3", *edges, *(f"paper_{edge}" for edge in edges)}
+    names |= {f"{sign}_{quantile}" for sign in ("pos", "neg") for quantile in ("q50", "q99")}
+    assert {f"ratio/{name}" for name in names} <= logged
+    assert {f"error_tokens/{name}" for name in ("frac", "pos_frac", "neg_frac", "inside_frac")} <= logged
+    assert not any(name.startswith("tbpo/") for name in logged)
     assert {"time/rollout", "time/publish", "time/update"} <= logged
 
 

@@ -78,7 +78,7 @@ def _train(model: str, folder: str, fsdp: bool, changes: dict[str, Any]) -> dict
     rows = trainer.state.log_history
     return {
         "gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row],
-        "ratios": [(row["tbpo/ratio_min"], row["tbpo/ratio_max"]) for row in rows if "tbpo/ratio_min" in row],
+        "ratios": [(row["ratio/min"], row["ratio/max"]) for row in rows if "ratio/min" in row],
         "moved": sum(not torch.equal(before[name], p) for name, p in _whole(trainer).items()),
         "masters": {name: p.numpy() for name, p in _whole(trainer).items()},
         "sent": {name: tensor.view(torch.uint8).numpy() for name, tensor in sent.items()},
@@ -176,7 +176,7 @@ def _stopped(model: str, folder: str, how: str) -> str:
     from qarl_trl import _compat
 
     if how == "log-probs in bfloat16":
-        with patch.object(_compat, "keep_log_probs_float32", lambda accelerator: None):
+        with patch.object(_compat, "keep_float32", lambda accelerator: None):
             trainer = _trainer(model, folder, True)
     else:
         trainer = _trainer(model, folder, how == "incomplete publish, FSDP2")
@@ -209,7 +209,7 @@ def test_a_publish_that_fails_in_one_process_stops_every_process(tmp_path, how):
 
 
 def test_log_probs_of_bfloat16_would_not_go_unnoticed(tmp_path):
-    """The control of `keep_log_probs_float32`: accelerate's own policy, as before."""
+    """The control of `keep_float32`: accelerate's own policy, as before."""
     messages = isolated_group(
         _stopped, 2, save_model(tmp_path / "model"), str(tmp_path / "run"), "log-probs in bfloat16"
     )

@@ -1,0 +1,155 @@
+"""How far the policy has moved from the one that sampled: shares beyond the bounds, extremes, quantiles (paper Figs. 4 and 5)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+
+from ..loss import TrustBand, loss_mask, sequence_log_ratio
+
+
+if TYPE_CHECKING:
+    from ..trainer import QaRLTrainer
+
+# Two passes of one model over one batch shape agree to float32 rounding.
+FIRST_RATIO_TOLERANCE = 1e-6
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where a loss stops following a ratio, by the sign of the advantage; infinite, or 0 below, where it never does."""
+
+    pos_high: float = math.inf
+    neg_low: float = 0.0
+    neg_high: float = math.inf
+
+    @classmethod
+    def of_band(cls, band: TrustBand) -> Bounds:
+        """The bounds of TBPO."""
+        return cls(1 + band.epsilon_high, 1 - band.delta_low, 1 + band.delta_high)
+
+    def beyond(self, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+        """Which ratios lie beyond each edge, bool in the shape that the two arguments broadcast to."""
+        positive, negative = advantages > 0, advantages < 0
+        return {
+            "pos_high": positive & (ratio > self.pos_high),
+            "neg_low": negative & (ratio < self.neg_low),
+            "neg_high": negative & (ratio > self.neg_high),
+        }
+
+
+def clip_bounds(loss_type: str, epsilon_low: float, epsilon_high: float, delta: float | None) -> Bounds:
+    """
+    The bounds of TRL's `-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)`, TBPO's among them.
+
+    Without `delta` a negative advantage has no upper one. Losses that weigh ratios softly (sapo, vespo) or clip a weight that is
+    not differentiated (cispo) have none.
+    """
+    if loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+        return Bounds()
+    high = 1 + epsilon_high
+    if delta is None:
+        return Bounds(high, 1 - epsilon_low)
+    return Bounds(min(high, delta), 1 - epsilon_low, max(high, delta))
+
+
+class RatioMeter:
+    """Logs `ratio/*` and `error_tokens/*` of each micro-batch of a trainer; see docs/metrics.md."""
+
+    def __init__(self, trainer: QaRLTrainer) -> None:
+        self._trainer = trainer
+        self._warned = False
+
+    @torch.no_grad()
+    def measure(self, logps: Tensor, batch: dict[str, Any], errors: Tensor) -> None:
+        """
+        Measure over all processes, in one collective.
+
+        Args:
+            logps (`Tensor`): Of the current policy, `(B, T)`.
+            batch (`dict`): TRL's micro-batch.
+            errors (`Tensor`): Its error tokens, `(B, T)` bool.
+        """
+        trainer = self._trainer
+        own = clip_bounds(trainer.loss_type, trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta)
+        paper, by_sequence = Bounds.of_band(trainer.args.trust_band), trainer.importance_sampling_level == "sequence"
+        old, mask, advantages = batch.get("old_per_token_logps", logps), loss_mask(batch), batch["advantages"].float()
+        columns = completion_columns(logps, old, mask, advantages, errors, own, by_sequence)
+        rows = trainer.accelerator.gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
+        metrics = ratio_metrics(dict(zip(columns, rows.unbind(1), strict=True)), own, paper, by_sequence)
+        for name, value in metrics.items():
+            trainer._log_value(name, value)
+        # No optimizer step since the rollout: `logps` and `old` are of the same weights, so the ratio must be 1.
+        if trainer._mode == "train" and trainer.state.global_step == trainer._step_of_rollout and not self._warned:
+            off = max(abs(metrics["ratio/min"] - 1), abs(metrics["ratio/max"] - 1))
+            if off > FIRST_RATIO_TOLERANCE:
+                self._warned = True
+                logger.warning(
+                    "The sequence ratio is off by %.1e before any update of this rollout batch: `old` and current "
+                    "log-probs come from different kernels or batch shapes, and the loss clips that noise.",
+                    off,
+                )
+
+
+def completion_columns(
+    logps: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, errors: Tensor, own: Bounds, by_sequence: bool
+) -> dict[str, Tensor]:
+    """What each completion adds to the metrics: from `(B, T)`, with `(B,)` advantages, to numbers `(B,)`."""
+    counted = mask.bool()
+    difference = torch.where(counted, logps.float() - old.float(), 0.0)
+    ratio = sequence_log_ratio(logps, old, mask).exp()
+    if by_sequence:
+        beyond = own.beyond(ratio, advantages)
+    else:
+        edges = own.beyond(difference.exp(), advantages[:, None])
+        beyond = {name: (edge & counted).sum(1) for name, edge in edges.items()}
+    return {
+        "advantage": advantages,
+        "ratio": ratio,
+        "tokens": counted.sum(1),
+        "k3": (difference.expm1() - difference).sum(1),  # expm1: see `mismatch_sums`
+        "errors": (errors & counted).sum(1),
+        **beyond,
+    }
+
+
+def ratio_metrics(columns: dict[str, Tensor], own: Bounds, paper: Bounds, by_sequence: bool) -> dict[str, float]:
+    """The metrics of the completions of all processes, `(N,)` a column; what has no value is left out."""
+    ratio, tokens, errors = columns["ratio"], columns["tokens"], columns["errors"]
+    advantages = columns["advantage"]
+    signs = {"pos": advantages > 0, "neg": advantages < 0}
+    metrics = {"min": ratio.min(), "max": ratio.max(), "kl_k3": _share(columns["k3"], tokens)}
+    units = torch.ones_like(tokens) if by_sequence else tokens
+    absent = {"pos_high": own.pos_high == math.inf, "neg_low": own.neg_low == 0, "neg_high": own.neg_high == math.inf}
+    metrics |= {f"{edge}_frac": _share(columns[edge], units) for edge, is_absent in absent.items() if not is_absent}
+    outside = paper.beyond(ratio, advantages)
+    metrics |= {f"paper_{edge}_frac": beyond.float().mean() for edge, beyond in outside.items()}
+    for sign, rows in signs.items():
+        if rows.any():
+            quantiles = ratio[rows].quantile(torch.tensor([0.5, 0.99]))
+            metrics |= {f"{sign}_q50": quantiles[0], f"{sign}_q99": quantiles[1]}
+    extreme = torch.stack(list(outside.values())).any(0)
+    inside = (advantages != 0) & ~extreme
+    bad = {
+        "frac": _share(errors, tokens),
+        **{f"{sign}_frac": _share(errors * rows, tokens * rows) for sign, rows in signs.items()},
+        # Of completions, not of tokens: one that loops to its end would hide all the others.
+        "extreme_frac": _share((errors > 0) & extreme, extreme),
+        "inside_frac": _share((errors > 0) & inside, inside),
+    }
+    named = {f"ratio/{name}": value for name, value in metrics.items()}
+    named |= {f"error_tokens/{name}": value for name, value in bad.items()}
+    return {name: float(value) for name, value in named.items() if value is not None}
+
+
+def _share(part: Tensor, whole: Tensor) -> float | None:
+    """Sum over sum; `None` of nothing."""
+    total = whole.double().sum().item()
+    return part.double().sum().item() / total if total else None
