@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import common  # isort: skip  # before torch
-
-import os
+import hashlib
 import random
 import time
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import common  # sets what torch and vLLM read when they load
 import torch
+import vllm  # noqa: F401  # here, so that cells that are forked have it
 from datasets import Dataset, disable_progress_bars
 from transformers import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
 from qarl_trl import QaRLConfig, QaRLTrainer
-from qarl_trl.quickstart.model import EOS, PAD, make_model, make_tokenizer
+from qarl_trl.quickstart.model import make_model, make_tokenizer
 from qarl_trl.quickstart.task import correct
 from qarl_trl.quickstart.warmstart import completion_loss
 
@@ -30,7 +31,7 @@ HELD_OUT = 256
 # One value a rollout batch.
 KEPT = (
     *("reward", "entropy", "grad_norm", "completions/mean_length", "completions/clipped_ratio"),
-    *("mismatch/", "ratio/", "tbpo/", "error_tokens/", "quant/", "sampling/importance_sampling_ratio/"),
+    *("mismatch/", "ratio/", "error_tokens/", "quant/", "clip_ratio/", "sampling/importance_sampling_ratio/"),
 )
 
 
@@ -78,7 +79,7 @@ def warm_start(folder: Path, regime: dict[str, Any]) -> None:
         optimizer, lambda step: min(1.0, (step + 1) / 30, max(0.02, (steps - step) / (0.4 * steps)))
     )
     for step in range(steps):
-        rows = [(row["prompt"], row["demonstration"]) for row, _ in zip(stream, range(BATCH))]
+        rows = [(row["prompt"], row["demonstration"]) for row, _ in zip(stream, range(BATCH), strict=False)]
         loss = completion_loss(model, tokenizer, rows)
         optimizer.zero_grad()
         loss.backward()
@@ -120,12 +121,9 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
     logging.disable_progress_bar()
     disable_progress_bars()
     trainer = make_trainer(base, arm, regime, seed, folder)
-    held_out = [row for row, _ in zip(problems(1, held_out=True), range(HELD_OUT))]
+    held_out = list(islice(problems(1, held_out=True), HELD_OUT))
     before = accuracy(trainer, held_out) if seed == 0 else None  # the same for all seeds
-    print("setup", time.process_time(), flush=True)
-    loop = time.perf_counter()
     trainer.train()
-    seconds = time.perf_counter() - loop
     after = accuracy(trainer, held_out)
     log = [row for row in trainer.state.log_history if "reward" in row]
     names = sorted({name for row in log for name in row if name.startswith(KEPT)})
@@ -133,7 +131,7 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
         "accuracy_before": before,
         "accuracy_after": after,
         "log": {name: [_short(row.get(name)) for row in log] for name in names},
-        "seconds_training": round(seconds, 1),
+        "base_sha256": hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()[:16],
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time(), 1),
         "machine": common.machine(),
@@ -179,7 +177,7 @@ def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: 
         str(source),
         reward_funcs=correct,
         args=QaRLConfig(**settings | arm),
-        train_dataset=Dataset.from_list([row for row, _ in zip(problems(seed + 2), range(4096))]),
+        train_dataset=Dataset.from_list(list(islice(problems(seed + 2), 4096))),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
