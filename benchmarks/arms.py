@@ -151,9 +151,9 @@ def run_all(wanted: list[tuple[str, str, int]], jobs: int, bases: Path) -> None:
 
 
 def _warm_start(base: str, regime: dict[str, Any]) -> None:
-    import arms_cell
+    from arms_task import warm_start
 
-    arms_cell.warm_start(Path(base), regime)
+    warm_start(Path(base), regime)
 
 
 def main() -> None:

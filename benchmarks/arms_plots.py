@@ -14,7 +14,7 @@ from arms_table import read
 
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  # after the backend
+from matplotlib import pyplot as plt  # after the backend
 
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
