@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import common  # sets what torch and vLLM read when they load
+import torch
 import vllm  # noqa: F401  # here, so that cells that are forked have it
 from arms_task import add_outliers, problems
 from datasets import Dataset, disable_progress_bars
@@ -45,6 +46,8 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
     return {
         "accuracy_before": before,
         "accuracy_after": after,
+        # What the rollout-only arms trained is a bfloat16 model; the other accuracies are of its quantization.
+        "accuracy_learner": None if arm.get("quant_learner", True) else learner_accuracy(trainer, held_out),
         "log": {name: [_short(row.get(name)) for row in log] for name in names},
         "base_sha256": hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()[:16],
         "seconds": round(time.perf_counter() - start, 1),
@@ -107,6 +110,19 @@ def accuracy(trainer: QaRLTrainer, held_out: list[dict[str, Any]]) -> float:
     params = SamplingParams(temperature=0.6, max_tokens=trainer.args.max_completion_length, seed=0)
     outputs = trainer.vllm_generation.llm.generate([row["prompt"] for row in held_out], params, use_tqdm=False)
     rewards = correct([output.outputs[0].text for output in outputs], [row["answer"] for row in held_out])
+    return sum(rewards) / len(rewards)
+
+
+def learner_accuracy(trainer: QaRLTrainer, held_out: list[dict[str, Any]]) -> float:
+    """The same of the learner itself, in bfloat16, by transformers' `generate`."""
+    tokenizer, model = trainer.processing_class, trainer.model.eval()
+    ids = torch.tensor([tokenizer.encode(row["prompt"]) for row in held_out])  # prompts have one length
+    length = trainer.args.max_completion_length
+    torch.manual_seed(0)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        answers = model.generate(ids, do_sample=True, temperature=0.6, top_k=0, max_new_tokens=length)
+    texts = tokenizer.batch_decode(answers[:, ids.shape[1] :], skip_special_tokens=True)
+    rewards = correct(texts, [row["answer"] for row in held_out])
     return sum(rewards) / len(rewards)
 
 
