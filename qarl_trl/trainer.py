@@ -6,7 +6,6 @@ A table of contents: each override hands over to the module that holds the idea.
 from __future__ import annotations
 
 import inspect
-import shutil
 import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from . import _compat
+from .checkpoints.mixin import CheckpointMixin
 from .config import TBPO, QaRLConfig
-from .export import LOW_BIT_FOLDER, SERVING, quantization_config, save_low_bit
+from .export import quantization_config
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
@@ -37,10 +37,7 @@ from .metrics import (
 )
 from .optim import build_muon
 from .preflight import check_run, default_output_dir
-from .quant.experts import expert_modules
 from .quant.model import apply_quantization, bypassed_layers
-from .quant.names import is_peft_model
-from .quant.state_dict import full_parameters, iter_low_bit_weights
 from .rollout.canary import Canary
 from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
@@ -53,7 +50,7 @@ from .rollout.support import default_engine_kwargs
 logger = get_logger(__name__)
 
 
-class QaRLTrainer(GRPOTrainer):
+class QaRLTrainer(CheckpointMixin, GRPOTrainer):
     """
     Reinforcement learning on low-bit rollouts with a learner that runs the same low-bit weights.
 
@@ -95,7 +92,6 @@ class QaRLTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
         source = check_run(model, args, given.arguments)
         as_stored = isinstance(model, str)  # masters given as an object may have been changed
-        self._saving_masters = False
         self._code_flips = CodeFlips()
         self._current_logps: Tensor | None = None
         self._step_of_rollout = -1
@@ -261,91 +257,6 @@ class QaRLTrainer(GRPOTrainer):
         if self._token_stats is not None and self._mode == "train":
             step, rollout_step = self.state.global_step + 1, self._step_of_rollout + 1
             self._token_stats.add(step, rollout_step, inputs, logps, errors)
-
-    # Saving ---------------------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """
-        Write the low-bit checkpoint (with quantization off: what TRL writes).
-
-        With LoRA: the adapter, and the merged low-bit checkpoint in its sub-folder `low_bit/`.
-
-        Args:
-            output_dir (`str`, *optional*): Folder; defaults to `args.output_dir`.
-        """
-        if not self.args.quantized:
-            super().save_model(output_dir, _internal_call)
-            return
-        path = Path(output_dir or self.args.output_dir)
-        if self._saving_masters or is_peft_model(self._unwrapped):
-            super().save_model(str(path), _internal_call=True)
-            if self.args.export_low_bit or not self._saving_masters:
-                self._save_low_bit(path / LOW_BIT_FOLDER)
-        else:
-            self._save_low_bit(path)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, and what to know for serving the low-bit model on a CPU."""
-        super().create_model_card(*args, **kwargs)
-        card = Path(self.args.output_dir) / "README.md"
-        if self.args.quantized and self.is_world_process_zero() and card.exists():
-            card.write_text(card.read_text().rstrip() + "\n" + SERVING)
-
-    def _save_low_bit(self, path: Path) -> None:
-        weights = iter_low_bit_weights(self._unwrapped, full_parameters(self._unwrapped, self._dist))
-        if self.args.should_save:
-            save_low_bit(self._unwrapped, self.processing_class, path, weights=weights, recipe=self.args.quant_recipe)
-        else:
-            for _ in weights:  # take part in the gathers
-                pass
-        self.accelerator.wait_for_everyone()
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._saving_masters = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._saving_masters = False
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self._stored_under_other_names:
-            _compat.restore_masters(self._unwrapped, resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if self._stored_under_other_names:
-            _compat.restore_masters(self._unwrapped, self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
-
-    @property
-    def _stored_under_other_names(self) -> bool:
-        """Mixtures and models of several parts, unless FSDP, DeepSpeed or peft write the files, by the model's own names."""
-        model = self._unwrapped
-        if is_peft_model(model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return False
-        return any(expert_modules(model)) or model.config.get_text_config() is not model.config
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """The Trainer's, but a weight that a checkpoint lacks is an error: training would go on from another one."""
-        super()._issue_warnings_after_load(load_result)
-        missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
-        if missing:
-            raise RuntimeError(f"The checkpoint lacks {len(missing)} weights of the model, first {min(missing)!r}.")
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # Copies the model files of this folder to `output_dir` and uploads that: never the masters.
-        folder = Path(checkpoint_folder)
-        if self.args.quantized and is_peft_model(self._unwrapped):
-            if self.is_world_process_zero():
-                target = Path(self.args.output_dir) / LOW_BIT_FOLDER
-                shutil.copytree(folder / LOW_BIT_FOLDER, target, dirs_exist_ok=True)
-        elif self.args.quantized:
-            folder /= LOW_BIT_FOLDER
-        super()._push_from_checkpoint(str(folder))
 
     # Small helpers --------------------------------------------------------------------------------------------------
 

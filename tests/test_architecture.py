@@ -17,6 +17,7 @@ ROOMS = {
     "rollout": {"rollout", "quant", "_compat"},
     "learner": {"learner", "quant", "_compat"},
     "llmcompressor": {"llmcompressor", "quant", "data"},
+    "checkpoints": {"checkpoints", "quant", "export", "_compat"},
     "metrics": {"metrics", "loss", "quant"},
     "evaluation": {"evaluation", "data", "rewards", "rollout", "quant", "_compat"},
 }

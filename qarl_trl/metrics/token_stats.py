@@ -71,6 +71,8 @@ class TokenStats(TrainerCallback):
             logps (`Tensor`): Of the current policy, `(B, T)`.
             errors (`Tensor`): The error tokens, `(B, T)` bool.
         """
+        if "followed" not in batch:  # stored by a run that followed none
+            return
         old, engine, mask = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps"), loss_mask(batch)
         numbers = {
             "reward": batch["reward"],

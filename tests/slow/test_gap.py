@@ -27,7 +27,7 @@ def _gap(model: str, folder: str, changes: dict[str, Any]) -> dict[str, float]:
     return {
         "gap": float(np.mean([row["mismatch/logp_gap_mean"] for row in rows])),
         "tokens": float(sum(row["num_tokens"] for row in rows)) - 256 * 6 * len(rows),
-        "first_ratio": max(abs(row["ratio/max"] - 1) for row in rows) if "ratio/max" in rows[0] else 0.0,
+        "first_ratio": max(abs(row["ratio/max"] - 1) for row in rows),
     }
 
 
@@ -76,3 +76,27 @@ def test_a_gap_above_the_threshold_stops_the_run_with_a_diagnosis(tmp_path):
     message = isolated(_abort, save_model(tmp_path / "model"), str(tmp_path / "run"))
     assert "mismatch_abort_threshold=0.02" in message
     assert "quant_learner=False" in message
+
+
+def _evaluation_gap(model: str, folder: str, as_in_training: bool) -> dict[str, float]:
+    from types import SimpleNamespace
+    from unittest.mock import patch
+
+    from trl.trainer import utils
+
+    from slow.toys import prompts
+
+    trainer = make_trainer(model, Path(folder), temperature=1.0, eval_temperature=0.5, per_device_eval_batch_size=32)
+    scored = utils._ChunkedLogProbFunction
+    if as_in_training:  # the head that TRL built, whatever `at_temperature` puts in its place
+        original = SimpleNamespace(forward=scored.forward, apply=lambda *a: scored.apply(*a[:4], 1.0, *a[5:]))
+        with patch.object(utils, "_ChunkedLogProbFunction", original):
+            return trainer.evaluate(prompts(32))
+    return trainer.evaluate(prompts(32))
+
+
+def test_an_evaluation_at_another_temperature_is_scored_at_it(tmp_path):
+    model = save_model(tmp_path / "model")
+    name = "eval_mismatch/logp_gap_mean"
+    assert 0 < isolated(_evaluation_gap, model, str(tmp_path / "a"), False)[name] < 1e-6
+    assert isolated(_evaluation_gap, model, str(tmp_path / "b"), True)[name] > 0.1  # control

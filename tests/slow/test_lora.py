@@ -59,7 +59,7 @@ def _gap(model: str, folder: str, changes: dict[str, Any], control: str | None) 
         "gap": float(np.mean([row["mismatch/logp_gap_mean"] for row in rows])),
         "max": float(max(row["mismatch/logp_gap_max"] for row in rows)),
         "tokens": float(sum(row["num_tokens"] for row in rows)) - 256 * 6 * len(rows),
-        "first_ratio": max(abs(row["ratio/max"] - 1) for row in rows) if "ratio/max" in rows[0] else 0.0,
+        "first_ratio": max(abs(row["ratio/max"] - 1) for row in rows),
     }
 
 

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,6 +111,35 @@ def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engi
         assert len(found["gaps"]) == 2 and max(found["gaps"]) < most
         assert found["ratios"][0] == (1, 1)
         assert found["ratios"][1] != (1, 1)
+
+
+def _measured(model: str, folder: str) -> dict[str, Any]:
+    """What was logged of the ratios, and this process's completions of each micro-batch."""
+    from qarl_trl.metrics import ratios
+
+    columns, original = [], ratios.completion_columns
+    ratios.completion_columns = lambda *given: columns.append(original(*given)) or columns[-1]
+    trainer = _trainer(model, folder, False, use_vllm=False, max_completion_length=8, learning_rate=3e-2)
+    trainer.train()
+    names = ("ratio/", "error_tokens/")
+    rows = [{k: v for k, v in row.items() if k.startswith(names)} for row in trainer.state.log_history]
+    columns = [{name: column.numpy() for name, column in given.items()} for given in columns]
+    return {"logged": [row for row in rows if row], "columns": columns}
+
+
+def test_ratios_are_measured_over_the_completions_of_all_processes(tmp_path):
+    from qarl_trl.metrics.ratios import Bounds, ratio_metrics
+
+    first, second = isolated_group(_measured, 2, save_model(tmp_path / "model"), str(tmp_path / "run"))
+    assert first["logged"] == second["logged"]
+    assert len(first["logged"]) == 4
+    bounds, differ = Bounds(1.03, 0.96, 1.07), 0
+    for logged, mine, others in zip(first["logged"], first["columns"], second["columns"], strict=True):
+        both = {name: torch.from_numpy(np.concatenate([mine[name], others[name]])).float() for name in mine}
+        alone = {name: torch.from_numpy(mine[name]).float() for name in mine}
+        assert logged == ratio_metrics(both, bounds, bounds, True)
+        differ += ratio_metrics(alone, bounds, bounds, True) != logged
+    assert differ == 4 - 2  # control; the first updates of the two rollout batches have ratios of 1 only
 
 
 def _resumed(model: str, folder: str, checkpoint: str | None, changes: dict[str, Any]) -> dict[str, Any]:

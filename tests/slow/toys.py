@@ -123,11 +123,11 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def make_trainer(model: str, folder: Path, peft_config: Any = None, **changes: Any) -> Any:
+def make_trainer(model: str, folder: Path, peft_config: Any = None, number: int = 64, **changes: Any) -> Any:
     from qarl_trl import QaRLConfig, QaRLTrainer
 
     args = QaRLConfig(**settings(folder, **changes))
-    return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), peft_config=peft_config)
+    return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(number), peft_config=peft_config)
 
 
 def random_adapter(**changes: Any) -> Any:

@@ -1,0 +1,205 @@
+"""The half of [`~qarl_trl.QaRLTrainer`] that saves and resumes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from safetensors import SafetensorError
+from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
+from trl.trainer.utils import RepeatSampler
+
+from .. import _compat
+from ..export import LOW_BIT_FOLDER, SERVING, save_low_bit
+from ..quant.experts import expert_modules
+from ..quant.names import is_peft_model
+from ..quant.state_dict import full_parameters, iter_low_bit_weights
+from .folder import INCOMING, commit, finished, rotate
+from .resume import resume_path
+from .signals import StopOnSignal
+
+
+logger = get_logger(__name__)
+
+
+class CheckpointMixin:
+    """What [`QaRLTrainer`] saves and resumes, over `GRPOTrainer`."""
+
+    _incoming: Path | None = None  # while a checkpoint is written
+    _sampler: Any = None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's; `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]."""
+        checkpoint = resume_path(resume_from_checkpoint, self.args)
+        signals = StopOnSignal(self._any_process)
+        self.add_callback(signals)
+        try:
+            with signals.listening():
+                return super().train(checkpoint, *args, **kwargs)
+        finally:
+            self.remove_callback(signals)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Write the low-bit checkpoint (with quantization off: what TRL writes).
+
+        With LoRA: the adapter, and the merged low-bit checkpoint in its sub-folder `low_bit/`.
+
+        Args:
+            output_dir (`str`, *optional*): Folder; defaults to `args.output_dir`.
+        """
+        if not self.args.quantized:
+            super().save_model(output_dir, _internal_call)
+            return
+        path = Path(output_dir or self.args.output_dir)
+        if self._incoming or is_peft_model(self._unwrapped):
+            super().save_model(str(path), _internal_call=True)
+            if self.args.export_low_bit or not self._incoming:
+                self._save_low_bit(path / LOW_BIT_FOLDER)
+        else:
+            self._save_low_bit(path)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, and what to know for serving the low-bit model on a CPU."""
+        super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir) / "README.md"
+        if self.args.quantized and self.is_world_process_zero() and card.exists():
+            card.write_text(card.read_text().rstrip() + "\n" + SERVING)
+
+    def _save_low_bit(self, path: Path) -> None:
+        weights = iter_low_bit_weights(self._unwrapped, full_parameters(self._unwrapped, self._dist))
+        if self.args.should_save:
+            save_low_bit(self._unwrapped, self.processing_class, path, weights=weights, recipe=self.args.quant_recipe)
+        else:
+            for _ in weights:  # take part in the gathers
+                pass
+        self.accelerator.wait_for_everyone()
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._incoming or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The Trainer's, in a folder beside its place; what it would rotate and upload there is done after the rename."""
+        output_dir = Path(self._get_output_dir(trial))
+        incoming, name = output_dir / INCOMING, f"checkpoint-{self.state.global_step}"
+        try:
+            if self.args.should_save:
+                shutil.rmtree(incoming, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            self._incoming = incoming
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.state.best_model_checkpoint == str(incoming / name):
+                self.state.best_model_checkpoint = str(output_dir / name)
+            if self.args.should_save:
+                self.state.save_to_json(str(incoming / name / TRAINER_STATE_NAME))
+                commit(incoming / name, output_dir / name, processes=self.args.world_size)
+                rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+                shutil.rmtree(incoming, ignore_errors=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if self.args.should_save:
+                shutil.rmtree(incoming, ignore_errors=True)
+            last = next(reversed(finished(output_dir)), "none")
+            raise OSError(f"{name} could not be saved: {error}. The last complete checkpoint: {last}.") from error
+        finally:
+            self._incoming = None
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(output_dir / name))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The Trainer's, and of a rollout batch that is not used up the completions with their log-probs and advantages."""
+        super()._save_rng_state(output_dir)
+        used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        content = {"cycle": self._cycle, "step": self._step, "sampled_at": self._step_of_rollout}
+        content["batches"] = None if used_up else self._buffered_inputs
+        torch.save(content, self._rollout_file(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The Trainer's, and what is left of the rollout batch."""
+        super()._load_rng_state(checkpoint)
+        file = self._rollout_file(checkpoint)
+        if not file.exists():
+            logger.warning("%s is missing: the rest of a rollout batch would be sampled again.", file)
+            return
+        # Without its number: torch does not know the name that accelerate has for a CPU, "cpu:0".
+        stored = torch.load(file, map_location=self.accelerator.device.type, weights_only=True)
+        if stored["batches"] is not None and stored["cycle"] != self._cycle:
+            raise ValueError(
+                f"{checkpoint} lies within a rollout batch of another size: (steps_per_generation, num_iterations, "
+                f"per_device_train_batch_size) was {stored['cycle']}, is {self._cycle}. Keep these settings."
+            )
+        self._step, self._buffered_inputs = stored["step"], stored["batches"]
+        self._step_of_rollout = stored["sampled_at"]
+
+    def _any_process(self, flag: bool) -> bool:
+        """Whether `flag` is set on any process, asked by all of them."""
+        flags = torch.tensor([flag], device=self.accelerator.device)
+        return bool(self.accelerator.gather(flags).any())
+
+    @property
+    def _cycle(self) -> list[int]:
+        return [self.args.steps_per_generation, self.num_iterations, self.args.per_device_train_batch_size]
+
+    def _rollout_file(self, folder: str) -> Path:
+        return Path(folder) / f"rollout_{self.args.process_index}.pt"
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self._sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._sampler
+
+    def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
+        """The Trainer's, with TRL's order of prompts also in an epoch that a resume enters, and nothing when all is trained."""
+        if self.state.global_step >= self.state.max_steps:
+            return
+        if isinstance(self._sampler, RepeatSampler) and self._sampler.shuffle:
+            self._sampler.generator.manual_seed(self._sampler.seed)
+            for _ in range(epoch):  # TRL draws one permutation after the other
+                torch.randperm(self._sampler.num_samples, generator=self._sampler.generator)
+        super()._run_epoch(epoch=epoch, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self._stored_under_other_names:
+            _compat.restore_masters(self._unwrapped, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self._stored_under_other_names:
+            _compat.restore_masters(self._unwrapped, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    @property
+    def _stored_under_other_names(self) -> bool:
+        """Mixtures and models of several parts, unless FSDP, DeepSpeed or peft write the files, by the model's own names."""
+        model = self._unwrapped
+        if is_peft_model(model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False
+        return any(expert_modules(model)) or model.config.get_text_config() is not model.config
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """The Trainer's, but a weight that a checkpoint lacks is an error: training would go on from another one."""
+        super()._issue_warnings_after_load(load_result)
+        missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
+        if missing:
+            raise RuntimeError(f"The checkpoint lacks {len(missing)} weights of the model, first {min(missing)!r}.")
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # Copies the model files of this folder to `output_dir` and uploads that: never the masters.
+        if self._incoming:  # not in its place yet
+            return
+        folder = Path(checkpoint_folder)
+        if self.args.quantized and is_peft_model(self._unwrapped):
+            if self.is_world_process_zero():
+                target = Path(self.args.output_dir) / LOW_BIT_FOLDER
+                shutil.copytree(folder / LOW_BIT_FOLDER, target, dirs_exist_ok=True)
+        elif self.args.quantized:
+            folder /= LOW_BIT_FOLDER
+        super()._push_from_checkpoint(str(folder))

@@ -1,0 +1,58 @@
+"""What a scheduler's signal does to a run: the step ends, a checkpoint is saved, the process leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+
+# EX_TEMPFAIL of sysexits.h: start it again.
+EXIT_CODE = 75
+
+logger = get_logger(__name__)
+
+
+class StopOnSignal(TrainerCallback):
+    """
+    After SIGTERM or SIGUSR1 to any process: end the step, save, and leave with `EXIT_CODE`.
+
+    Signals that have a handler already are left to it. `agree(flag)` says whether the flag is set on any process.
+    """
+
+    def __init__(self, agree: Callable[[bool], bool]) -> None:
+        self.received = self._leaving = False
+        self._agree = agree
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals inside the block; Python lets only the main thread do that."""
+        taken = []
+        if threading.current_thread() is threading.main_thread():
+            taken = [s for s in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(s) is signal.SIG_DFL]
+        for number in taken:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            for number in taken:
+                signal.signal(number, signal.SIG_DFL)
+
+    def _receive(self, *_: Any) -> None:
+        self.received = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ask for a checkpoint."""
+        if self._agree(self.received):
+            self._leaving = control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave: what follows the last step would load the best model and may delete this checkpoint."""
+        if self._leaving:
+            logger.warning("Stopped by a signal at step %d, saved; exit code %d.", state.global_step, EXIT_CODE)
+            raise SystemExit(EXIT_CODE)

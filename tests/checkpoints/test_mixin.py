@@ -1,0 +1,329 @@
+"""Saving and resuming without an engine: bit for bit from any step, and a save that fails costs nothing."""
+
+import os
+import pickle
+import resource
+import shutil
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from slow.toys import distinct_characters, prompts, save_model
+from test_trainer import adapter, masters, without_engine
+from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, TrainerCallback
+from transformers.trainer_callback import TrainerState
+from trl import GRPOConfig, GRPOTrainer
+
+from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.checkpoints.folder import damage, finished
+from qarl_trl.checkpoints.signals import EXIT_CODE
+from qarl_trl.export import save_low_bit
+from qarl_trl.quant import iter_low_bit_weights
+
+
+# Rollout batches of two micro-batches, used twice: four updates each, eight an epoch.
+LONG = {
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "max_steps": 11,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "warmup_steps": 5,
+    "optim_muon": True,
+    "export_low_bit": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+def make(model, folder, reward=distinct_characters, peft_config=None, number=4, **changes):
+    args = QaRLConfig(**without_engine(folder, **changes))
+    return QaRLTrainer(model, reward, args, train_dataset=prompts(number), peft_config=peft_config)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+@pytest.fixture(scope="module")
+def straight(model, tmp_path_factory):
+    trainer = make(model, tmp_path_factory.mktemp("straight"), **LONG)
+    trainer.train()
+    return trainer
+
+
+def test_a_resume_from_any_step_ends_in_the_same_bits(model, straight, tmp_path):
+    folder, expected = Path(straight.args.output_dir), masters(straight)
+    # After the first update of a rollout batch, at an inner one, at the end of an epoch and within the next.
+    for step in (1, 6, 8, 10):
+        resumed = make(model, tmp_path / str(step), **LONG | {"save_strategy": "no"})
+        resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+        assert same(masters(resumed), expected), step
+        codes = dict(iter_low_bit_weights(resumed.model))
+        assert same(codes, dict(iter_low_bit_weights(straight.model)))
+        one, two = resumed.optimizer.state_dict()["state"], straight.optimizer.state_dict()["state"]
+        assert all(same(one[i], two[i]) for i in two)
+        assert resumed.lr_scheduler.state_dict() == straight.lr_scheduler.state_dict()
+
+
+@pytest.mark.parametrize("step", [6, 8])
+def test_without_what_this_package_stores_a_resume_goes_another_way(model, straight, tmp_path, step, monkeypatch):
+    """Control: the rest of the rollout batch, and at the end of an epoch the order of the prompts."""
+    if step == 6:
+        monkeypatch.setattr(QaRLTrainer, "_load_rng_state", GRPOTrainer._load_rng_state)
+    else:
+        monkeypatch.setattr(QaRLTrainer, "_run_epoch", GRPOTrainer._run_epoch)
+    resumed = make(model, tmp_path, **LONG | {"save_strategy": "no"})
+    resumed.train(resume_from_checkpoint=str(Path(straight.args.output_dir) / f"checkpoint-{step}"))
+    assert not same(masters(resumed), masters(straight))
+
+
+def test_prompts_of_later_epochs_come_in_trls_order(model, straight, tmp_path):
+    changes = LONG | {"save_strategy": "no", "optim_muon": False, "loss_type": "grpo", "quant_scheme": None}
+    ours = make(model, tmp_path / "ours", max_tokens_per_pass=None, **changes)
+    ours.train()
+    own = ("tbpo_", "vllm_engine_kwargs", "export_low_bit", "optim_muon", "quant_scheme")
+    plain = {k: v for k, v in without_engine(tmp_path / "trl", **changes).items() if not k.startswith(own)}
+    stock = GRPOTrainer(model, distinct_characters, GRPOConfig(**plain), train_dataset=prompts(4))
+    stock.train()
+    assert same(masters(ours), masters(stock))
+
+
+def test_a_resume_when_all_is_trained_trains_nothing(model, straight, tmp_path):
+    """Control: transformers' loop takes a step before it looks."""
+    last = str(Path(straight.args.output_dir) / "checkpoint-11")
+    resumed = make(model, tmp_path, **LONG | {"save_strategy": "no"})
+    assert resumed.train(resume_from_checkpoint=last).global_step == 11
+    assert same(masters(resumed), masters(straight))
+    resumed = make(model, tmp_path, **LONG | {"save_strategy": "no"})
+    resumed._run_epoch = lambda **kwargs: GRPOTrainer._run_epoch(resumed, **kwargs)
+    assert resumed.train(resume_from_checkpoint=last).global_step == 12
+
+
+def test_other_rollout_batches_cannot_continue_a_stored_one(model, straight, tmp_path):
+    changes = LONG | {"steps_per_generation": 4}
+    resumed = make(model, tmp_path, **changes)
+    with pytest.raises(ValueError, match=r"another size.*was \[2, 2, 4\], is \[4, 2, 4\]"):
+        resumed.train(resume_from_checkpoint=str(Path(straight.args.output_dir) / "checkpoint-6"))
+
+
+@contextmanager
+def file_size(limit: int):
+    """A disk that is full after `limit` bytes of a file: Python ignores the signal, so a write fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class FullDisk(TrainerCallback):
+    """From a step on."""
+
+    def __init__(self, step, limit):
+        self.step, self.limit, self.before = step, limit, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.before[1]))
+
+
+# Less than the masters, and more than these but less than AdamW's state.
+@pytest.mark.parametrize("limit", [1_000_000, 3_000_000])
+def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(model, tmp_path, limit):
+    changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = make(model, tmp_path, **changes)
+    full = FullDisk(2, limit)
+    trainer.add_callback(full)
+    try:
+        with pytest.raises(OSError, match=r"checkpoint-2 could not be saved: .*complete checkpoint: .*checkpoint-1\."):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, full.before)
+    assert [folder.name for folder in finished(tmp_path)] == ["checkpoint-1"]
+    assert damage(tmp_path / "checkpoint-1") is None
+    assert not (tmp_path / "_incoming").exists() and not (tmp_path / "checkpoint-2").exists()
+    again = make(model, tmp_path, **changes)
+    assert again.train(resume_from_checkpoint="auto").global_step == 4
+
+
+def test_a_full_disk_leaves_the_low_bit_model_that_was_there(model, tmp_path):
+    trainer = make(model, tmp_path / "run")
+    path = save_low_bit(trainer.model, trainer.processing_class, tmp_path / "low_bit")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with torch.no_grad():
+        trainer.model.model.norm.weight += 1
+    for folder in (path, tmp_path / "new"):
+        with file_size(100_000), pytest.raises(Exception, match="(?i)file too large|os error 27"):
+            save_low_bit(trainer.model, trainer.processing_class, folder)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert not list((tmp_path / "new").iterdir())
+
+
+def reward_with_signal(number, call):
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return distinct_characters(completions)
+
+    return reward
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(model, straight, tmp_path, number):
+    changes = LONG | {"save_strategy": "no"}
+    trainer = make(model, tmp_path, reward_with_signal(number, 2), **changes)
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == EXIT_CODE == 75
+    assert [folder.name for folder in finished(tmp_path)] == ["checkpoint-5"]  # the second rollout batch is of step 5
+    assert signal.getsignal(number) is signal.SIG_DFL
+    again = make(model, tmp_path, **changes)
+    again.train(resume_from_checkpoint=True)
+    assert same(masters(again), masters(straight))
+
+
+def test_a_handler_of_the_user_stays(model, tmp_path):
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
+    try:
+        make(model, tmp_path, reward_with_signal(signal.SIGUSR1, 1)).train()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [1]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("mixture"), layers=1, experts=4)
+
+
+def worse_each_time(completions, calls=[], **_):  # noqa: B006
+    """So that the evaluation after the first step finds the best model."""
+    calls.append(1)
+    return [value - 100 * len(calls) for value in distinct_characters(completions)]
+
+
+@pytest.mark.parametrize("kind", ["model", "mixture", "adapter"])
+def test_the_best_model_is_kept_and_comes_back(request, tmp_path, kind):
+    """Also of a mixture, whose experts transformers' own way leaves as they are at the end."""
+    model = request.getfixturevalue("mixture" if kind == "mixture" else "model")
+    changes = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "reward", "max_steps": 3}
+    args = QaRLConfig(**without_engine(tmp_path, **changes), per_device_eval_batch_size=4)
+    config = adapter() if kind == "adapter" else None
+    data = {"train_dataset": prompts(4), "eval_dataset": prompts(1)}
+    trainer = QaRLTrainer(model, worse_each_time, args, **data, peft_config=config)
+    seen, ends, load = [], [], trainer._load_best_model
+    save = trainer._save_checkpoint
+    trainer._save_checkpoint = lambda *a: (seen.append(masters(trainer)), save(*a))
+    trainer._load_best_model = lambda: (ends.append({f.name for f in finished(tmp_path)}), load())
+    trainer.train()
+    best = tmp_path / "checkpoint-1"
+    assert ends == [{"checkpoint-1", "checkpoint-3"}]  # a limit of one keeps the best and the last
+    assert trainer.state.best_model_checkpoint == str(best) and damage(best) is None
+    assert TrainerState.load_from_json(str(best / "trainer_state.json")).best_model_checkpoint == str(best)
+    assert same(masters(trainer), seen[0])
+    assert not same(seen[-1], seen[0])  # control
+
+
+def test_a_signal_keeps_the_last_checkpoint_beside_the_best(model, tmp_path):
+    """At the end of a run with a limit of one, transformers deletes all but the best."""
+    changes = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "reward", "max_steps": 3}
+    args = QaRLConfig(**without_engine(tmp_path, **changes), per_device_eval_batch_size=4)
+    trainer = QaRLTrainer(model, worse_each_time, args, train_dataset=prompts(4), eval_dataset=prompts(1))
+    real = trainer._generate_and_score_completions
+
+    def killed_in_the_last_step(inputs):
+        if trainer.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(inputs)
+
+    trainer._generate_and_score_completions = killed_in_the_last_step
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert {folder.name for folder in finished(tmp_path)} == {"checkpoint-1", "checkpoint-3"}
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    """A Qwen2.5-VL with a text model of one layer and an eye of one."""
+    folder = tmp_path_factory.mktemp("vision")
+    save_model(folder, layers=1)
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    text = sizes | {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1, "pad_token_id": 0}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4}
+    eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    torch.manual_seed(0)
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=eye, tie_word_embeddings=False)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_model_of_several_parts_resumes_in_the_same_bits(vision, tmp_path):
+    def trainer(folder, **changes):
+        ignore = ["lm_head", "re:.*visual.*"]
+        args = QaRLConfig(**without_engine(folder, quant_ignore=ignore, **changes))
+        tokenizer = AutoTokenizer.from_pretrained(vision)
+        return QaRLTrainer(vision, distinct_characters, args, train_dataset=prompts(8), processing_class=tokenizer)
+
+    straight = trainer(tmp_path / "a", save_strategy="steps", save_steps=1)
+    straight.train()
+    half = str(tmp_path / "a" / "checkpoint-1")
+    resumed = trainer(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=half)
+    assert same(masters(resumed), masters(straight))
+    # Control: its weights are stored under other names, which transformers' own way does not find.
+    other = trainer(tmp_path / "c")
+    with pytest.raises(RuntimeError, match="lacks 32 weights"):
+        GRPOTrainer._load_from_checkpoint(other, half)
+
+
+class Attack:
+    """A pickle that makes a folder when it is read by `pickle`."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_0.pt", "training_args.bin"]
+)
+def test_a_pickle_in_a_checkpoint_does_not_run(model, straight, tmp_path, name):
+    folder = shutil.copytree(Path(straight.args.output_dir) / "checkpoint-6", tmp_path / "checkpoint-6")
+    (folder / "manifest.json").unlink()  # an attacker could write it anew
+    torch.save(Attack(tmp_path / "ran"), folder / name)
+    resumed = make(model, tmp_path, **LONG | {"save_strategy": "no"})
+    if name == "training_args.bin":  # is written, and never read
+        resumed.train(resume_from_checkpoint=str(folder))
+    else:
+        with pytest.raises(pickle.UnpicklingError, match="(?i)weights.only"):
+            resumed.train(resume_from_checkpoint=str(folder))
+    assert not (tmp_path / "ran").exists()
+    torch.load(folder / name, weights_only=False)  # control
+    assert (tmp_path / "ran").exists()
