@@ -76,6 +76,7 @@ HARD: dict[str, Any] = {
 }
 REGIMES: dict[str, dict[str, Any]] = {
     "hard": HARD,
+    "hot": HARD | {"learning_rate": 3e-4},
     "easy": HARD | {"outliers": {"channels": 0, "factor": 1}},
     "w4a8": HARD | {"quantization": {"quant_scheme": "W4A8"}},
 }

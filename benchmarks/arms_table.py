@@ -56,11 +56,12 @@ def spread(cells: list[Cell], value: Callable[[Cell], float | None], form: str) 
 def row(arm: str, cells: list[Cell]) -> list[str]:
     """One line of a regime's table."""
     if not cells:
-        return [arm, "0", *[NOT_RUN] * 6, PAPER.get(arm, "-")]
+        return [arm, "0", *[NOT_RUN] * 7, PAPER.get(arm, "-")]
     return [
         arm,
         str(len(cells)),
         spread(cells, lambda c: 100 * c["accuracy_after"], "{:.1f}"),
+        spread(cells, lambda c: c.get("accuracy_learner") and 100 * c["accuracy_learner"], "{:.1f}"),
         spread(cells, lambda c: mean_of(c, "reward", 3), "{:.2f}"),
         f"{sum(map(collapsed, cells))} of {len(cells)}",
         spread(cells, lambda c: mean_of(c, "mismatch/logp_gap_mean"), "{:.1g}"),
@@ -83,7 +84,17 @@ def starts(regime: str) -> str:
 
 def regime_table(regime: str) -> str:
     """The arms of a regime, one a line."""
-    header = ["arm", "seeds", "accuracy, %", "reward at the end", "collapsed", "gap, nats", "A < 0 above, %", "cut, %"]
+    header = [
+        "arm",
+        "seeds",
+        "accuracy, %",
+        "of the learner",
+        "reward",
+        "collapsed",
+        "gap, nats",
+        "A < 0 above, %",
+        "cut, %",
+    ]
     rows = [row(arm, read(regime, arm)) for arm in ARMS]
     return markdown([*header, "paper, %"], rows) + f"\n\n{starts(regime)}"
 
@@ -114,7 +125,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def tables() -> str:
     """All tables, each under its name."""
-    named = {"hard": regime_table("hard"), "easy": regime_table("easy"), "alignment": level_table()}
+    named = {regime: regime_table(regime) for regime in ("hard", "hot", "easy")} | {"alignment": level_table()}
     return "\n\n".join(f"<!-- table: {name} -->\n{table}" for name, table in named.items())
 
 
