@@ -42,6 +42,12 @@ ARMS: dict[str, dict[str, Any]] = {
     "QaRL MIS-GSPO": GSPO | {"vllm_importance_sampling_mode": "sequence_mask"},
     # The same low-bit weights, everything else as transformers and torch compute it: how a learner is aligned on a GPU.
     "QaRL TBPO, stock operations": {"learner_ops": "stock", "quant_kernel": "dequant"},
+    # What the weight of TIS does to a baseline whose learner does not make the engine's mistakes.
+    "rollout-only GRPO without TIS": {
+        "loss_type": "grpo",
+        "quant_learner": False,
+        "vllm_importance_sampling_correction": False,
+    },
 }
 MAIN = (
     "bf16 GRPO",
