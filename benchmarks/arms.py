@@ -107,6 +107,8 @@ def settings_of(regime: str, arm: str) -> tuple[dict[str, Any], dict[str, Any]]:
     found, chosen = REGIMES[regime], dict(ARMS[arm])
     if "importance_sampling_level" in chosen:  # Table 2: GSPO's bounds are delta_low and epsilon_high of TBPO
         chosen |= {"epsilon": 3 * found["band"], "epsilon_high": 4 * found["band"]}
+    if found["quantization"]["quant_scheme"] == "W4A8":
+        chosen.pop("quant_kernel", None)  # torch has no product of its own for 8-bit integer activations
     return found, chosen
 
 

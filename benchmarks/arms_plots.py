@@ -34,7 +34,7 @@ def mean_curve(cells: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def compare(path: Path) -> None:
-    """Reward, gap and share of unfinished answers of the arms of the hard regime; thin lines are seeds."""
+    """Reward, gap and entropy of the arms of the hard regime; thin lines are seeds."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     panels = {"reward": "Sampled reward", "mismatch/logp_gap_mean": "Mean log-prob gap (nats per token)"}
     panels["entropy"] = "Entropy (nats per token)"
@@ -49,7 +49,8 @@ def compare(path: Path) -> None:
         axis.set(title=title, xlabel="rollout batch (8 updates each)")
         axis.grid(alpha=0.3)
     axes[1].set_yscale("log")
-    axes[0].legend(fontsize=7, frameon=False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
     figure.savefig(path, dpi=90)
     plt.close(figure)
 
