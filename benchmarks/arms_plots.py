@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -80,9 +79,6 @@ def one_run(regime: str, arm: str, seed: int, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--collapsed", default="rollout-only GRPO:0", help="arm and seed of the unhealthy run")
-    arm, seed = parser.parse_args().collapsed.split(":")
     compare(DOCS / "results.png")
     one_run("hard", "QaRL TBPO", 0, DOCS / "metrics_healthy.png")
-    one_run("hard", arm, int(seed), DOCS / "metrics_collapsed.png")
+    one_run("hard", "rollout-only GRPO", 0, DOCS / "metrics_stalled.png")
