@@ -1,5 +1,6 @@
 """`qarl_trl.export`: the bytes of llm-compressor, loadable by transformers, complete or absent."""
 
+import copy
 import hashlib
 import json
 
@@ -362,3 +363,22 @@ def test_a_state_file_beside_a_low_bit_model_does_not_stop_the_next_save(model, 
 def test_a_folder_that_is_new_or_empty_is_accepted(tmp_path):
     check_target(tmp_path)
     check_target(str(tmp_path / "new" / "er"))
+
+
+def test_names_of_chat_templates_do_not_lead_out_of_the_folder(model, tiny_tokenizer, tmp_path):
+    """They come with the tokenizer of whoever published the model."""
+    folder, tokenizer = tmp_path / "a" / "b", copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = {"default": "x", "../../../evil": "x"}
+    with pytest.raises(ValueError, match="Invalid chat template name"):
+        save_low_bit(model, tokenizer, folder)
+    assert not list(folder.iterdir()) and not list(tmp_path.glob("**/*.jinja"))
+    tokenizer.chat_template = {"default": "x", "tools": "x"}  # control
+    save_low_bit(model, tokenizer, folder)
+    assert len(list(folder.glob("**/*.jinja"))) == 2
+
+
+def test_what_a_killed_save_left_goes_with_the_next(model, tmp_path):
+    (tmp_path / ".incoming-killed").mkdir()
+    (tmp_path / ".incoming-killed" / "model.safetensors").write_text("half")
+    save_low_bit(model, None, tmp_path)
+    assert not list(tmp_path.glob(".incoming-*"))

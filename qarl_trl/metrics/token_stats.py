@@ -73,6 +73,10 @@ class TokenStats(TrainerCallback):
         """
         if "followed" not in batch:  # stored by a run that followed none
             return
+        if (
+            "followed" not in batch
+        ):  # of a rollout batch that a resume brought along, sampled when nothing was followed
+            return
         old, engine, mask = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps"), loss_mask(batch)
         numbers = {
             "reward": batch["reward"],

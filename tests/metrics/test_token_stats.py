@@ -116,6 +116,7 @@ def test_what_the_engine_could_not_score_is_null(tmp_path):
         "old_per_token_logps": old, "sampling_per_token_logps": engine,
     }  # fmt: skip
     stats = TokenStats(tmp_path / "stats", 2, tokenizer, cap=1.2)
+    stats.add(7, 5, batch, old, torch.zeros(2, 3, dtype=torch.bool))  # not followed
     stats.follow(batch, torch.tensor([2.0, math.nan]))
     stats.add(7, 5, batch, old, torch.tensor([[False, True, False]] * 2))
     stats.on_step_end(None, SimpleNamespace(global_step=7), None)
