@@ -65,12 +65,13 @@ def baselines(plain: str, plan: Any, dataset: Any, probe: list) -> dict[str, flo
     from transformers import AutoModelForCausalLM
 
     from qarl_trl.llmcompressor.calibration import run_oneshot
+    from qarl_trl.llmcompressor.command import PTQ_METHODS
     from qarl_trl.llmcompressor.precondition import log_probs
-    from qarl_trl.llmcompressor.ptq import METHODS, modifiers
+    from qarl_trl.llmcompressor.ptq import modifiers
     from qarl_trl.llmcompressor.quantized_start import load_masters
 
     losses = {}
-    for method in ("bf16", *METHODS):
+    for method in ("bf16", *PTQ_METHODS):
         model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
         if method != "bf16":
             run_oneshot(model, modifiers(method, plan), None if method == "rtn" else dataset, output=f"ptq-{method}")

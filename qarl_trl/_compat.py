@@ -11,13 +11,12 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import trl.trainer.grpo_trainer as grpo_trainer
-import trl.trainer.utils as trl_utils
 from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
@@ -77,6 +76,11 @@ def require_vllm() -> None:
 rebound = patch.object
 
 
+def _grpo_trainer() -> ModuleType:
+    """TRL's module; it imports vLLM, which settings can be checked without."""
+    return import_module("trl.trainer.grpo_trainer")
+
+
 def generation_backend(factory: Callable[..., Any]) -> AbstractContextManager:
     """
     Make `GRPOTrainer.__init__` build its engine with `factory`.
@@ -84,7 +88,7 @@ def generation_backend(factory: Callable[..., Any]) -> AbstractContextManager:
     TRL has no class attribute or argument for it; its constructor looks the name up in its own module
     (https://github.com/huggingface/trl/pull/6816 is open for part of this).
     """
-    return rebound(grpo_trainer, "VLLMGeneration", factory)
+    return rebound(_grpo_trainer(), "VLLMGeneration", factory)
 
 
 def model_loader(load: Callable[..., Any] | None) -> AbstractContextManager:
@@ -94,7 +98,7 @@ def model_loader(load: Callable[..., Any] | None) -> AbstractContextManager:
     TRL's own loader would hand a compressed checkpoint to transformers' quantizer, whose model has no masters to train.
     `None` leaves it in place.
     """
-    return nullcontext() if load is None else rebound(grpo_trainer, "create_model_from_path", load)
+    return nullcontext() if load is None else rebound(_grpo_trainer(), "create_model_from_path", load)
 
 
 def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManager:
@@ -115,7 +119,7 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
 
         return {name: permuted(value) for name, value in batch.items()}
 
-    return rebound(grpo_trainer, "shuffle_sequence_dict", shuffle)
+    return rebound(_grpo_trainer(), "shuffle_sequence_dict", shuffle)
 
 
 @contextmanager
@@ -126,6 +130,7 @@ def at_temperature(trainer: Any, temperature: float) -> Iterator[None]:
     TRL has one temperature, which it fixes when it is built: in what generates, and in the head that computes log-probs
     (`trl.trainer.utils.add_fused_lm_head`), whose function is looked up in its module at every call.
     """
+    trl_utils = import_module("trl.trainer.utils")
     function = trl_utils._ChunkedLogProbFunction
     place = [*inspect.signature(function.forward).parameters].index("temperature") - 1  # after the context
 

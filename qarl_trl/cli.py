@@ -1,33 +1,72 @@
 """The command `qarl-trl`. Only the standard library is imported until a command runs, so `--help` is instant."""
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 
-# Commands with a parser of their own: the module and function that get the other arguments, `--help` included.
+# Commands with a parser of their own: the module and function that get the other arguments, `--help` included. A function
+# may return another one: the long work, whose errors keep their traceback.
 _FORWARDED = {
-    "train": (".train:run", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
-    "precondition": (".llmcompressor.precondition:main", "fold transforms into a model before training"),
-    "ptq": (".llmcompressor.ptq:main", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
+    "train": (".train:main", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
+    "precondition": (".llmcompressor.command:precondition", "fold transforms into a model before training"),
+    "ptq": (".llmcompressor.command:ptq", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
     "eval": (".evaluation.command:main", "what a checkpoint scores on math problems, through vLLM"),
+    "report": (".report.command:main", "plots and one page of what runs logged, side by side"),
     "quickstart": (".quickstart.__main__:main", "train a small model on this machine, with a report at the end"),
+    "doctor": (".doctor.command:main", "check this machine, a recipe, its data and rewards, and the log-prob gap"),
 }
+# What a user can mend by another setting, file or package.
+_USER_ERRORS = (ValueError, OSError, ImportError)
+_OTHERS_SPEAK_AFTER_S = 10
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command; `argv` (without the program's name) defaults to that of the process."""
+    """
+    Run one command; `argv` (without the program's name) defaults to that of the process.
+
+    Bad input is one line on stderr and exit code 2, with `--debug` also a traceback.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
+    debug = _take_debug(argv)
+    try:
+        work = run(argv)
+    except _USER_ERRORS as error:
+        if debug:
+            raise
+        # torchrun ends the other processes when one has failed: what all of them found is said once.
+        time.sleep(_OTHERS_SPEAK_AFTER_S if int(os.environ.get("LOCAL_RANK", "0")) else 0)
+        print(f"qarl-trl {argv[0]}: {' '.join(str(error).split())} (--debug: where)", file=sys.stderr)
+        raise SystemExit(2) from error
+    if work is not None:
+        work()
+
+
+def run(argv: Sequence[str]) -> Callable[[], None] | None:
+    """Run one command and raise what it raises; of a command that trains, return the training."""
     if argv and argv[0] in _FORWARDED:
         module, _, function = _FORWARDED[argv[0]][0].partition(":")
-        getattr(import_module(module, __package__), function)(argv[1:])
-        return
+        return getattr(import_module(module, __package__), function)(argv[1:])
     args = _make_parser().parse_args(argv)
     if args.command == "schemes":
         print(schemes())
+    elif args.command == "push":
+        push(args)
     else:
         export(args)
+    return None
+
+
+def _take_debug(argv: list[str]) -> bool:
+    """Remove `--debug` without a value; with one it is a field of transformers' `TrainingArguments`."""
+    for i, option in enumerate(argv):
+        if option == "--debug" and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
+            del argv[i]
+            return True
+    return False
 
 
 def export(args: argparse.Namespace) -> None:
@@ -38,10 +77,13 @@ def export(args: argparse.Namespace) -> None:
     """
     from pathlib import Path
 
+    from tqdm import tqdm
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from .export import save_low_bit
-    from .quant import apply_quantization
+    from .export.card import base_facts, write_card
+    from .export.push import Repository
+    from .quant import apply_quantization, iter_low_bit_weights
     from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
     resolve_scheme(args.scheme, args.group_size)  # before the weights are read
@@ -52,16 +94,36 @@ def export(args: argparse.Namespace) -> None:
         loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(args.checkpoint).base_model_name_or_path
     if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
         raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
+    # Before the work: the Hub may refuse.
+    repository = Repository(args.push, private=args.private, revision=args.revision) if args.push else None
     model = loader.from_pretrained(args.checkpoint, dtype="auto")
     ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
     apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
-    save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output)
+    stream = tqdm(iter_low_bit_weights(model), "quantizing", unit=" tensors")
+    folder = save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output, weights=stream)
+    write_card(folder, repository and repository.name, **base_facts(weights))
     print(f"{args.scheme} checkpoint written to {args.output}")
+    if repository is not None:
+        print(f"pushed: {repository.push(folder, f'{args.scheme} model').commit_url}")
+
+
+def push(args: argparse.Namespace) -> None:
+    """Push a low-bit folder with its card, written anew for that address and with the evaluations in its sub-folders."""
+    from pathlib import Path
+
+    from .export.card import model_card, write_card
+    from .export.push import Repository
+
+    folder = Path(args.folder)
+    model_card(folder)  # refuses what is no low-bit model
+    repository = Repository(args.repo, private=args.private, revision=args.revision)
+    write_card(folder, repository.name)
+    print(f"pushed: {repository.push(folder, args.message).commit_url}")
 
 
 def schemes() -> str:
     """Table of what is quantized in each scheme, and where learner, engine and export run, tested or untested."""
-    from .quant.scheme import GPU_GENERATIONS, SUPPORTED, has_global_scale, resolve_scheme
+    from .quant.table import GPU_GENERATIONS, SUPPORTED
 
     head = "scheme", "group sizes", "activations", "learner CPU", "learner GPU", "engine CPU"
     rows = [(*head, *GPU_GENERATIONS, "export", "LoRA, experts")]
@@ -70,7 +132,7 @@ def schemes() -> str:
         learner = "tested", "untested" if row.gpus else "no"
         engines = ["tested" if row.cpu_engine else "no"]
         engines += ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
-        merged = "no" if has_global_scale(resolve_scheme(row.name)) else "tested"
+        merged = "no" if row.global_scale else "tested"
         rows.append((row.name, groups, row.activations, *learner, *engines, "tested", merged))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -79,7 +141,10 @@ def schemes() -> str:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="qarl-trl", description="Reinforcement learning with low-bit rollouts on TRL.", allow_abbrev=False
+        prog="qarl-trl",
+        description="Reinforcement learning with low-bit rollouts on TRL.",
+        epilog="Every command takes --debug: a traceback where bad input is otherwise one line.",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, text) in _FORWARDED.items():
@@ -92,6 +157,15 @@ def _make_parser() -> argparse.ArgumentParser:
     exporter.add_argument("--group-size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
     exporter.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
     exporter.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")
+    exporter.add_argument("--push", metavar="REPO", help="push it to this repository of the Hub: user/model")
+    pusher = commands.add_parser("push", help="push a low-bit folder with its card to the Hub", allow_abbrev=False)
+    pusher.add_argument("folder", help="as `save_model` and `qarl-trl export` write it")
+    pusher.add_argument("repo", help="user/model; created if it is not there")
+    pusher.add_argument("--message", default="Low-bit model", help="of the commit")
+    for command in (exporter, pusher):
+        # The token is that of HF_TOKEN or `hf auth login`: on a command line others could read it.
+        command.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+        command.add_argument("--revision", help="branch to push to (default: main)")
     return parser
 
 

@@ -29,7 +29,13 @@ logger = get_logger(__name__)
 LEARNER_OPS = ("auto", "stock", "engine")
 TBPO = "tbpo"
 # What TRL applies to negative advantages alone.
-FOR_NEGATIVE_ADVANTAGES = ("delta", "off_policy_mask_threshold", "sapo_temperature_neg", "vespo_k_neg", "vespo_lambda_neg")
+FOR_NEGATIVE_ADVANTAGES = (
+    "delta",
+    "off_policy_mask_threshold",
+    "sapo_temperature_neg",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
 STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 # Set by TRL from its own fields, or by the rollout so that engine and learner agree.
 OWNED_ENGINE_ARGUMENTS = (
@@ -191,6 +197,12 @@ class QaRLConfig(GRPOConfig):
         help="More arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
         "needs no compiler.",
     )
+    hub_masters: str | None = HfArg(
+        default=None,
+        help="Branch of the Hub repository for the masters (with LoRA: the adapter) of every checkpoint that is pushed; the "
+        "main branch holds the low-bit model alone. hub_strategy 'checkpoint' and 'all_checkpoints' push whole training "
+        "checkpoints there, into last-checkpoint/ or checkpoint-N/. Unset: masters are not pushed.",
+    )
     resume_from_checkpoint: str | None = HfArg(
         default=None,
         help="Of a recipe, as of `QaRLTrainer.train`. 'true': the newest complete checkpoint of output_dir; 'auto': the same, "
@@ -286,8 +298,14 @@ class QaRLConfig(GRPOConfig):
         scheme = resolve_scheme(self.quant_scheme, self.quant_group_size)
         return single_group(scheme, self.quant_targets, self.quant_ignore)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled into training_args.bin beside every checkpoint, which people upload.
+        return {name: None if name.endswith("_token") else value for name, value in self.__dict__.items()}
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_secrets(self)
+        _check_hub(self)
         if self.loss_type not in (TBPO, *STOCK_LOSSES):
             # TRL would only notice after the first rollout.
             raise ValueError(f"loss_type={self.loss_type!r} must be {TBPO!r} or one of {', '.join(STOCK_LOSSES)}.")
@@ -299,7 +317,6 @@ class QaRLConfig(GRPOConfig):
             _check_one_source(self)
             self.quant_plan()
             _check_quantized(self)
-            _check_low_bit_saves(self)
         elif self.quant_freeze_scales:
             raise ValueError("quant_freeze_scales=True with quantization off: set quant_scheme: checkpoint.")
         if self.quantized or self.loss_type == TBPO:
@@ -423,15 +440,34 @@ def _check_quantized(args: QaRLConfig) -> None:
         )
 
 
-def _check_low_bit_saves(args: QaRLConfig) -> None:
-    if not args.push_to_hub:
-        return
-    if args.hub_strategy in ("checkpoint", "all_checkpoints"):
+def _check_secrets(args: QaRLConfig) -> None:
+    for field in ("model_init_kwargs", "vllm_engine_kwargs"):
+        tokens = [key for key, value in (getattr(args, field) or {}).items() if "token" in key and type(value) is str]
+        if tokens:
+            raise ValueError(
+                f"{field} sets {tokens}: it would be in logs and checkpoints. Remove it, and set HF_TOKEN or run `hf auth login`."
+            )
+
+
+def _check_hub(args: QaRLConfig) -> None:
+    strategy = args.hub_strategy
+    if args.hub_masters is not None:
+        if (
+            not (args.quantized and args.push_to_hub)
+            or strategy == "end"
+            or args.hub_masters in ("main", args.hub_revision)
+        ):
+            raise ValueError(
+                f"hub_masters={args.hub_masters!r} must be a branch of its own, got quant_scheme={args.quant_name!r}, push_to_hub={args.push_to_hub}, "
+                f"hub_strategy={str(strategy.value)!r}, hub_revision={args.hub_revision!r}. It needs quantization, push_to_hub=True "
+                "and a hub_strategy that pushes checkpoints: 'every_save', 'checkpoint' or 'all_checkpoints'."
+            )
+    elif args.quantized and args.push_to_hub and strategy in ("checkpoint", "all_checkpoints"):
         raise ValueError(
-            f"hub_strategy={args.hub_strategy!r} uploads training checkpoints, and a low-bit repository cannot hold masters. "
-            "Use hub_strategy='every_save' or 'end'."
+            f"hub_strategy={str(strategy.value)!r} pushes training checkpoints, and the main branch holds the low-bit model. "
+            "Set hub_masters to a branch for them, or hub_strategy to 'every_save' or 'end'."
         )
-    if not args.export_low_bit:
+    if args.quantized and args.push_to_hub and not args.export_low_bit:
         raise ValueError(
             "push_to_hub=True with export_low_bit=False: what is pushed during training is the low-bit model of a "
             "checkpoint. Set export_low_bit=True."

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from . import _compat
 from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
+from .export.push import repository_of
 from .llmcompressor.quantized_start import QuantizedSource, quantized_source
 from .quant.checks import NO_HUB_KERNELS
 from .quant.experts import QuantExperts, num_experts
@@ -49,6 +50,7 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     Raises:
         TypeError: when `args` is not a `QaRLConfig`.
         ValueError: for what would silently bias or bypass the method, or cannot run.
+        HubError: when `push_to_hub` is set and the repository cannot be written to.
     """
     check_arguments(model, args, given)
     source = find_source(model, args)
@@ -59,6 +61,8 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
             args.engine_ops_for(config)
         if args.use_vllm and args.quantized:
             check_shards(config, args.quant_plan(None if source is None else source.plan()), args)
+    if args.push_to_hub and args.process_index == 0:
+        repository_of(args)
     return source
 
 

@@ -7,8 +7,10 @@ whose *reference* cannot be read.
 
 import logging
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +18,8 @@ from .processes import START_S, Worker
 
 
 logger = logging.getLogger(__name__)
+
+REWARDS = ("math_reward", "boxed_format_reward")
 
 # The answer stands at the end; regular expressions over 60 kB of reasoning would cost more than the comparison.
 _TAIL_CHARS = 4000
@@ -26,6 +30,24 @@ _LIMIT_S = 30  # for what the alarm does not stop: one long call into C code
 # use. The worker has one whatever thread asks, and what the alarm does not stop is killed with the worker.
 _WORKER = Worker()
 os.register_at_fork(after_in_child=_WORKER.forget)
+
+
+def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
+    """Reward functions by name or dotted path, in order; `ValueError` for a name that is not found."""
+    functions = []
+    for name in names:
+        path = f"{__name__}.{name}" if name in REWARDS else name
+        module, _, attribute = path.rpartition(".")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            functions.append(getattr(import_module(module or name), attribute))
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"reward_funcs has {name!r}, which cannot be imported: {error}. Give one of {REWARDS}, or the dotted path of "
+                "a function that is installed or in the current folder."
+            ) from error
+    return functions
 
 
 def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:

@@ -2,20 +2,22 @@
 Train from a recipe: `accelerate launch -m qarl_trl.train --config recipes/<model>/<arm>.yaml [--key value ...]`.
 
 A recipe is a flat YAML file whose keys are fields of [`QaRLScriptArguments`], [`QaRLConfig`] or TRL's `ModelConfig`;
-the command line overrides it. With `base: other.yaml` it says only what differs from another recipe. An unknown key is an error
-everywhere, so a typo cannot leave a default in force.
+the command line overrides it, and `base: other.yaml` names a recipe to start from. An unknown key is an error on both, so a typo
+cannot leave a default in force.
 """
 
 import argparse
-import importlib
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
+
+from .recipe import is_dry, read_recipe, without_gpu, write_recipe
 
 
 # Only the standard library above: a recipe's `env:` may hold what torch or vLLM read at import.
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
     from trl import ModelConfig, TrlParser
 
     from .config import QaRLConfig
+    from .trainer import QaRLTrainer
 
-REWARDS = ("math_reward", "boxed_format_reward")
+USAGE = "qarl-trl train --config FILE [--key value ...]"
 
 
 @dataclass
@@ -74,35 +77,47 @@ def make_parser() -> "TrlParser":
     return TrlParser(
         (QaRLScriptArguments, QaRLConfig, ModelConfig),
         prog="qarl-trl train",
-        description="Train with qarl_trl. --config FILE reads a YAML recipe; the options below override it.",
+        usage=USAGE,
+        description="Every key, of a recipe or of the command line.",
         allow_abbrev=False,
     )
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[QaRLScriptArguments, "QaRLConfig", "ModelConfig"]:
+def parse(
+    argv: Sequence[str] | None = None, any_device: bool = False
+) -> tuple[QaRLScriptArguments, "QaRLConfig", "ModelConfig"]:
     """
     Read and check the command line (without the program's name; by default the process's) and the recipe it names.
+
+    With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none.
 
     Raises:
         ValueError: On unknown keys, and on settings that do not fit together.
         FileNotFoundError: If the recipe or a local dataset is missing.
     """
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early = argparse.ArgumentParser("qarl-trl train", USAGE, add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     given, options = early.parse_known_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
+    recipe = {} if given.config is None else read_recipe(given.config)
+    if is_dry(recipe, options):
+        os.environ["HF_HUB_OFFLINE"], any_device = "1", True
+    if any_device:
+        options += without_gpu(recipe, options)
+    with tempfile.TemporaryDirectory() as folder:  # TrlParser reads a file, and knows no `base:`
         if given.config is not None:
-            options = ["--config", str(_resolve(given.config, Path(folder))), *options]
+            options = ["--config", str(write_recipe(recipe, Path(folder))), *options]
         script_args, training_args, model_args = make_parser().parse_args_and_config(args=options)
     _check(script_args, training_args, model_args)
     return script_args, training_args, model_args
 
 
-def main(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> None:
-    """Train, save and (with `push_to_hub`) publish."""
+def make_trainer(
+    script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig"
+) -> "QaRLTrainer":
+    """The trainer of a recipe, with data, model and engine loaded."""
     from trl import get_peft_config, get_quantization_config
 
-    from .data import local_path
+    from .rewards import load_rewards
     from .trainer import QaRLTrainer
 
     reward_funcs = load_rewards(script_args.reward_funcs)
@@ -114,7 +129,7 @@ def main(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_ar
         "trust_remote_code": training_args.trust_remote_code,
         **(training_args.model_init_kwargs or {}),
     }
-    trainer = QaRLTrainer(
+    return QaRLTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=reward_funcs,
         args=training_args,
@@ -123,30 +138,23 @@ def main(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_ar
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Model saved in {training_args.output_dir}")
-    if training_args.push_to_hub:
-        name = script_args.dataset_name_or_path
-        trainer.push_to_hub(dataset_name=name if local_path(name) is None else None)
 
 
-def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
-    """Reward functions by name or dotted path, in order; `ValueError` for a name that is not found."""
-    functions = []
-    for name in names:
-        path = f"{__package__}.rewards.{name}" if name in REWARDS else name
-        module, _, attribute = path.rpartition(".")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
+def train(trainer: "QaRLTrainer", dataset: str) -> None:
+    """Train, save and (with `push_to_hub`) publish; `dataset` is a name for the model card."""
+    from .data import local_path
+    from .export.push import HubError
+
+    args = trainer.args
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if args.push_to_hub:  # saves first
         try:
-            functions.append(getattr(importlib.import_module(module or name), attribute))
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"reward_funcs has {name!r}, which cannot be imported: {error}. Give one of {REWARDS}, or the dotted path of "
-                "a function that is installed or in the current folder."
-            ) from error
-    return functions
+            trainer.push_to_hub(dataset_name=dataset if local_path(dataset) is None else None)
+        except HubError as error:
+            raise SystemExit(f"qarl-trl train: {error}") from error
+    else:
+        trainer.save_model(args.output_dir)
+    trainer.accelerator.print(f"Model saved in {args.output_dir}")
 
 
 def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["Dataset", "Dataset | None"]:
@@ -185,6 +193,7 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
         f"rollout batch: {args.generation_batch_size // args.num_generations} prompts x {args.num_generations} = "
         f"{args.generation_batch_size} completions on {args.world_size} process(es)",
         f"update: {per_update} completions; {updates:g} updates per rollout batch",
+        *_elsewhere(args),
     ]
     if local_path(data) is None:
         lines.append(f"dataset: {data} (Hub id, not contacted)")
@@ -197,52 +206,51 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
     return "\n".join(lines)
 
 
-def run(argv: Sequence[str] | None = None) -> None:
-    """`python -m qarl_trl.train` and `qarl-trl train`. Wrong settings are one message and exit code 2."""
-    try:
-        script_args, training_args, model_args = parse(argv)
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        print(f"qarl-trl train: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+def _elsewhere(args: "QaRLConfig") -> list[str]:
+    """What a dry run on a machine without a GPU cannot tell."""
+    import torch
+
+    if torch.cuda.is_available():
+        return []
+    on_gpu = "bfloat16 autocast on cuda, " if args.bf16 else ""
+    return [
+        "device: no CUDA device here, so the settings were checked for a CPU, with one process unless launched. On a GPU the "
+        f"same recipe runs with {on_gpu}the scheme's own GPU kernels (`qarl-trl schemes`) and learner_ops 'stock'; kernels and "
+        "memory are checked there, at the start."
+    ]
+
+
+def main(argv: Sequence[str]) -> Callable[[], None] | None:
+    """`qarl-trl train`: check everything, load everything, and return the training; `None` after a dry run."""
+    if "--help" in argv or "-h" in argv:
+        print(short_help())
+        return None
+    if "--help_all" in argv:
+        make_parser().print_help()
+        return None
+    script_args, training_args, model_args = parse(argv)
     if not script_args.dry_run:
-        main(script_args, training_args, model_args)
-    elif training_args.process_index == 0:
+        return partial(train, make_trainer(script_args, training_args, model_args), script_args.dataset_name_or_path)
+    if training_args.process_index == 0:
         print(describe(script_args, training_args, model_args))
+    return None
 
 
-def _resolve(recipe: Path, folder: Path) -> Path:
-    """
-    The file for TrlParser: `recipe`, or in `folder` the recipe that its `base:` names with the other keys put on top.
-
-    TrlParser exports `env:` too, but building it needs `QaRLConfig`, and with it torch and vLLM.
-    """
-    import yaml
-
-    if not recipe.is_file():
-        raise FileNotFoundError(f"--config {recipe}: there is no such file in {Path.cwd()}.")
-    content = yaml.safe_load(recipe.read_text())
-    if not isinstance(content, dict):
-        return recipe
-    if "base" in content:
-        base = recipe.parent / content.pop("base")
-        if not base.is_file():
-            raise FileNotFoundError(
-                f"base of {recipe}: there is no file {base}. Give a path from the recipe's folder."
-            )
-        below = yaml.safe_load(base.read_text())
-        if not isinstance(below, dict) or "base" in below:
-            raise ValueError(f"base of {recipe}: {base} must be a whole recipe, without a base of its own.")
-        content, recipe = below | content, folder / recipe.name
-        recipe.write_text(yaml.safe_dump(content))
-    if isinstance(content.get("env"), dict):
-        os.environ.update({key: str(value) for key, value in content["env"].items()})
-    return recipe
+def short_help() -> str:
+    """What can be said of the options without the libraries that hold most of them."""
+    rows = [("config", "YAML recipe, which the other options override."), ("debug", "Bad input ends in a traceback.")]
+    rows += [(f.name, f.metadata["help"]) for f in fields(QaRLScriptArguments)]
+    rows += [("help_all", "Every key: these, and the fields of QaRLConfig and of TRL's ModelConfig.")]
+    indent = " " * 4
+    texts = (f"  --{name}\n{fill(text, 100, initial_indent=indent, subsequent_indent=indent)}" for name, text in rows)
+    return "\n".join([f"usage: {USAGE}", "", __doc__.strip(), "", *texts])
 
 
 def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> None:
     """What only the three together can tell, before anything is loaded."""
     from .checkpoints.resume import resume_path
     from .data import local_path
+    from .rewards import load_rewards
 
     if not model_args.model_name_or_path:
         raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
@@ -267,4 +275,6 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
 
 
 if __name__ == "__main__":
-    run()
+    from .cli import main as cli_main
+
+    cli_main(["train", *sys.argv[1:]])

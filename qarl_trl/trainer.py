@@ -6,7 +6,6 @@ A table of contents: each override hands over to the module that holds the idea.
 from __future__ import annotations
 
 import inspect
-import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,8 @@ from . import _compat
 from .checkpoints.mixin import CheckpointMixin
 from .config import TBPO, QaRLConfig
 from .export import quantization_config
+from .export.card import PAPER
+from .export.mixin import SharingMixin
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
@@ -50,7 +51,7 @@ from .rollout.support import default_engine_kwargs
 logger = get_logger(__name__)
 
 
-class QaRLTrainer(CheckpointMixin, GRPOTrainer):
+class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     """
     Reinforcement learning on low-bit rollouts with a learner that runs the same low-bit weights.
 
@@ -62,20 +63,7 @@ class QaRLTrainer(CheckpointMixin, GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "qarl"]
     _name = "QaRL"
-    _paper = {
-        "title": "QaRL: Rollout-Aligned Quantization-Aware RL for Fast and Stable Training under Training-Inference "
-        "Mismatch",
-        "id": "2604.07853",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @inproceedings{gu2026qarl,
-                title        = {{QaRL: Rollout-Aligned Quantization-Aware RL for Fast and Stable Training under Training-Inference Mismatch}},
-                author       = {Hao Gu and Hao Wang and Jiacheng Liu and Lujun Li and Qiyuan Zhu and Bei Liu and Binxing Xu and Lei Wang and Xintong Yang and Sida Lin and Sirui Han and Yike Guo},
-                year         = 2026,
-                booktitle    = {Findings of the Association for Computational Linguistics: ACL 2026},
-                eprint       = {arXiv:2604.07853},
-            }"""),
-    }
+    _paper = PAPER
 
     def __init__(
         self,

@@ -572,3 +572,31 @@ def ratio_metrics(rows, own, paper, by_sequence):
         if any(group):
             found[f"error_tokens/{name}_frac"] = sum(x and g for x, g in zip(loops, group, strict=True)) / sum(group)
     return found
+
+
+# Report -------------------------------------------------------------------------------------------------------------
+
+
+def ratio_tails(rows, sign, edges, fewest):
+    """(middle, 1 %, 99 %) of the tokens' ratios in each group of old probabilities; not of first updates."""
+    groups = [[] for _ in edges[1:]]
+    for row in rows:
+        if row["step"] != row["rollout_step"] and row["advantage"] * sign > 0:
+            for old, current, counts in zip(row["old_logps"], row["current_logps"], row["mask"], strict=True):
+                if counts:
+                    place = sum(math.exp(old) >= edge for edge in edges[1:-1])
+                    groups[place].append(math.exp(current - old))
+    found = []
+    for low, high, group in zip(edges[:-1], edges[1:], groups, strict=True):
+        if len(group) >= fewest:
+            found.append((math.sqrt(low * high), *(quantile(group, share) for share in (0.01, 0.99))))
+    return found
+
+
+def moving_average_reference(values, width):
+    """Mean of the finite values at most `width` places away."""
+    found = []
+    for i in range(len(values)):
+        near = [v for v in values[max(0, i - width) : i + width + 1] if math.isfinite(v)]
+        found.append(sum(near) / len(near) if near else math.nan)
+    return found

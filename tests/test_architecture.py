@@ -17,9 +17,11 @@ ROOMS = {
     "rollout": {"rollout", "quant", "_compat"},
     "learner": {"learner", "quant", "_compat"},
     "llmcompressor": {"llmcompressor", "quant", "data"},
+    "export": {"export", "quant", "config"},
+    "evaluation": {"evaluation", "export", "data", "rewards", "rollout", "quant", "_compat"},
+    "report": {"report"},
     "checkpoints": {"checkpoints", "quant", "export", "_compat"},
     "metrics": {"metrics", "loss", "quant"},
-    "evaluation": {"evaluation", "data", "rewards", "rollout", "quant", "_compat"},
 }
 
 
@@ -79,8 +81,9 @@ def test_no_two_modules_import_each_other():
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("qarl_trl", ["torch", "trl", "vllm"]),
+        ("qarl_trl", ["torch", "trl", "vllm", "matplotlib"]),
         ("qarl_trl.cli", ["torch", "trl", "vllm"]),
+        ("qarl_trl.report.command", ["torch", "trl", "vllm", "transformers", "matplotlib"]),
         ("qarl_trl.evaluation.command", ["torch", "trl", "vllm", "transformers"]),
         ("qarl_trl.quant", ["trl", "vllm", "qarl_trl.rollout", "peft"]),
         ("qarl_trl.learner.logps", ["trl", "vllm", "peft"]),

@@ -1,5 +1,6 @@
 """The command `qarl-trl`."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,15 +13,33 @@ from conftest import make_model, make_tokenizer
 from qarl_trl import cli
 
 
-def test_help_imports_no_library():
+LIBRARIES = ("torch", "transformers", "trl", "vllm", "llmcompressor", "matplotlib", "datasets")
+ROOT = Path(__file__).parents[1]
+DRY = ["train", "--config", str(ROOT / "recipes/qwen3-8b-base/w4a16_qarl_tbpo.yaml"), "--dry_run"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "loaded", "said"),
+    [
+        (["--help"], set(), "quickstart"),
+        *((([name, "--help"]), set(), "usage: qarl-trl") for name in (*cli._FORWARDED, "export", "schemes")),
+        (["schemes"], set(), "W4A16"),
+        (DRY, {"torch", "transformers", "trl", "datasets"}, "no CUDA device here"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
+)
+def test_a_command_loads_only_the_libraries_that_it_may(argv, loaded, said):
+    """Start-up is imports; which ones is pinned, and not seconds. The dry run has no way to load vLLM or TRL's trainer."""
     code = (
-        "import runpy, sys; sys.argv = ['qarl-trl', '--help']\n"
-        "try: runpy.run_module('qarl_trl.cli', run_name='__main__')\n"
-        "except SystemExit: print([m for m in ('torch', 'transformers', 'trl', 'vllm') if m in sys.modules])"
+        f"import sys\nfrom qarl_trl.cli import main\ntry: main({argv})\nexcept SystemExit: pass\n"
+        f"print(*(m for m in {LIBRARIES} if m in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "quickstart" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
+    no_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=no_gpu)
+    assert said in done.stdout
+    found = set(done.stdout.splitlines()[-1].split())
+    assert found <= loaded
+    assert ("torch" in found) == ("torch" in loaded)  # control: what is loaded is seen
 
 
 @pytest.mark.parametrize("argv", [[], ["trian"], ["export"], ["export", "a", "b", "--group_size", "32"]])
@@ -37,7 +56,7 @@ def test_train_and_quickstart_get_their_arguments_whole(monkeypatch):
     module.main = lambda argv: seen.append(("quickstart", argv))
     monkeypatch.setitem(sys.modules, "qarl_trl.quickstart", types.ModuleType("qarl_trl.quickstart"))
     monkeypatch.setitem(sys.modules, "qarl_trl.quickstart.__main__", module)
-    monkeypatch.setattr("qarl_trl.train.run", lambda argv: seen.append(("train", argv)))
+    monkeypatch.setattr("qarl_trl.train.main", lambda argv: seen.append(("train", argv)))
     cli.main(["train", "--config", "a.yaml", "--help"])
     cli.main(["quickstart", "--help", "--steps", "3"])
     assert seen == [("train", ["--config", "a.yaml", "--help"]), ("quickstart", ["--help", "--steps", "3"])]
@@ -49,6 +68,49 @@ def checkpoint(tmp_path_factory):
     make_model(num_hidden_layers=1).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["export", "nowhere", "out", "--scheme", "W2A2"], "W2A2"),
+        (["export", "./nowhere", "out"], "nowhere"),
+        (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["eval", "nowhere", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["ptq", "--model", "./nowhere", "--output", "out"], "nowhere"),
+        (["precondition", "--model", "./nowhere", "--output", "out", "--dataset", "d"], "nowhere"),
+        (["quickstart", "--scheme", "W2A2"], "W2A2"),
+        (["doctor", "--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_line_and_exit_code_2_and_with_debug_a_traceback(argv, word, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("qarl-trl ")]
+    assert stopped.value.code == 2
+    assert line.startswith(f"qarl-trl {argv[0]}: ") and word in line
+    with pytest.raises((ValueError, OSError, ImportError), match=word):
+        cli.main([*argv, "--debug"])
+
+
+def test_a_crash_in_the_work_that_a_command_returns_keeps_its_traceback(monkeypatch):
+    def crash():
+        raise ValueError("in the middle of training")
+
+    monkeypatch.setattr("qarl_trl.train.main", lambda argv: crash)
+    with pytest.raises(ValueError, match="in the middle"):
+        cli.main(["train"])
+
+
+def test_debug_with_a_value_is_left_to_transformers():
+    for argv, taken, left in (
+        (["train", "--debug"], True, ["train"]),
+        (["train", "--debug", "--config", "a"], True, ["train", "--config", "a"]),
+        (["train", "--debug", "underflow_overflow"], False, ["train", "--debug", "underflow_overflow"]),
+    ):
+        assert (cli._take_debug(argv), argv) == (taken, left)
 
 
 def read_weights(path):
@@ -102,16 +164,16 @@ def test_export_merges_an_adapter_into_its_base_model(checkpoint, tmp_path):
 def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):
     cli.main(["export", str(checkpoint), str(tmp_path / "once"), "--scheme", "FP8_DYNAMIC"])
     with pytest.raises(ValueError, match="quantized already"):
-        cli.main(["export", str(tmp_path / "once"), str(tmp_path / "twice")])
+        cli.run(["export", str(tmp_path / "once"), str(tmp_path / "twice")])
 
 
 def test_export_refuses_an_unknown_scheme_before_it_reads_the_model(tmp_path):
     with pytest.raises(ValueError, match="W2A2"):
-        cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out"), "--scheme", "W2A2"])
+        cli.run(["export", str(tmp_path / "nothing"), str(tmp_path / "out"), "--scheme", "W2A2"])
 
 
 def test_schemes_prints_a_row_for_each_of_the_table(capsys):
-    from qarl_trl.quant.scheme import GPU_GENERATIONS, SUPPORTED
+    from qarl_trl.quant.table import GPU_GENERATIONS, SUPPORTED
 
     cli.main(["schemes"])
     head, *rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]

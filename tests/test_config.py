@@ -117,7 +117,14 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"model_init_kwargs": {"device_map": {"a": 0, "b": 1}}}, ["device_map={'a': 0, 'b': 1}", "FSDP2"]),
         ({"fp16": True}, ["fp16=True", "bf16=True"]),
         ({"quant_keep_dequantized": True, "quant_learner": False}, ["quant_learner=False", "Leave one of them out"]),
-        ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, ["hub_strategy=", "every_save"]),
+        ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, ["hub_strategy='all_checkpoints'", "hub_masters"]),
+        ({"hub_masters": "masters"}, ["hub_masters='masters'", "push_to_hub=False"]),
+        ({"push_to_hub": True, "hub_masters": "masters", "hub_strategy": "end"}, ["hub_masters", "'end'"]),
+        ({"push_to_hub": True, "hub_masters": "main"}, ["hub_masters='main'", "a branch of its own"]),
+        (
+            {"push_to_hub": True, "hub_masters": "m", "quant_scheme": "none"},
+            ["hub_masters='m'", "quant_scheme='none'"],
+        ),
         ({"push_to_hub": True, "export_low_bit": False}, ["export_low_bit=False", "export_low_bit=True"]),
         ({"mismatch_abort_threshold": 0.1}, ["mismatch_abort_threshold", "use_vllm=True"]),
         (VLLM | {"mismatch_abort_threshold": 0.0}, ["mismatch_abort_threshold=0.0", "unset it"]),
@@ -160,6 +167,7 @@ def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words
         {"model_init_kwargs": {"device_map": None, "dtype": "float32"}},
         VLLM | {"mismatch_abort_threshold": 0.1},
         {"push_to_hub": True, "hub_strategy": "every_save"},
+        {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_masters": "masters"},
         VLLM | {"vllm_engine_kwargs": {"enforce_eager": True}},
     ],
     ids=lambda value: ",".join(value),
@@ -298,6 +306,7 @@ CHANGED = {
     "vllm_engine_kwargs": {"enforce_eager": True},
     "publish_verify": 4,
     "export_low_bit": False,
+    "hub_masters": None,  # needs pushes, which exclude export_low_bit: False
 }
 ALWAYS = {"use_cpu": True, "bf16": False, "use_vllm": True, "report_to": "none"}
 

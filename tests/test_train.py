@@ -3,12 +3,14 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import make_model, make_tokenizer
 
-from qarl_trl import train
-from qarl_trl.train import describe, load_rewards, parse, run
+from qarl_trl import cli, train
+from qarl_trl.rewards import load_rewards
+from qarl_trl.train import describe, parse
 
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -30,6 +32,10 @@ def problems(tmp_path):
 def base(problems, tmp_path):
     return ["--model_name_or_path", "org/model", "--dataset_name_or_path", problems,
             "--output_dir", str(tmp_path / "out"), *ON_CPU]  # fmt: skip
+
+
+def run(argv):
+    cli.main(["train", *argv])
 
 
 def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
@@ -115,7 +121,7 @@ def test_wrong_settings_on_the_command_line_are_one_message(base, capsys):
 
 
 def test_dry_run_prints_batches_data_and_settings_and_loads_no_model(base, capsys, monkeypatch):
-    monkeypatch.setattr(train, "main", lambda *args: pytest.fail("a dry run must not train"))
+    monkeypatch.setattr(train, "make_trainer", lambda *args: pytest.fail("a dry run must not train"))
     run([*base, "--dry_run", "--prompt_template", "Q: {problem}", "--gradient_accumulation_steps", "4",
          "--per_device_train_batch_size", "4", "--steps_per_generation", "32", "--hub_token", "secret"])  # fmt: skip
     printed = capsys.readouterr().out
@@ -128,10 +134,40 @@ def test_dry_run_prints_batches_data_and_settings_and_loads_no_model(base, capsy
     assert "secret" not in printed
 
 
+def test_a_dry_run_of_a_recipe_for_gpus_needs_no_gpu_and_no_option(base, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for_gpu = [option for option in base if option not in ON_CPU]
+    run([*for_gpu, "--dry_run", "--use_vllm"])
+    printed = capsys.readouterr().out
+    assert "no CUDA device here, so the settings were checked for a CPU" in printed and "bfloat16" in printed
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    with pytest.raises(ValueError, match="use_cpu"):  # control: without the dry run transformers refuses them
+        parse(for_gpu)
+    recipe = Path(base[-1 - len(ON_CPU)]).parent / "dry.yaml"
+    recipe.write_text("dry_run: true\n")
+    run(["--config", str(recipe), *for_gpu])
+    assert "no CUDA device here" in capsys.readouterr().out
+
+
+def test_a_recipe_that_is_no_mapping_of_keys_is_named(tmp_path):
+    for text, word in (("a: [1\n", "is not YAML"), ("- a\n", "must be a mapping of keys to values, got list")):
+        (tmp_path / "recipe.yaml").write_text(text)
+        with pytest.raises(ValueError, match=word):
+            parse(["--config", str(tmp_path / "recipe.yaml")])
+
+
+def test_help_is_short_and_help_all_has_every_key(capsys):
+    run(["--help"])
+    short = capsys.readouterr().out
+    assert "--reward_funcs" in short and "--tbpo_delta_low" not in short
+    run(["--help_all"])
+    assert "--tbpo_delta_low" in capsys.readouterr().out
+
+
 def test_dry_run_finds_a_wrong_column(base, tmp_path):
     (tmp_path / "wrong.jsonl").write_text('{"task": "1", "gold": "2"}\n')
     with pytest.raises(ValueError, match="problem_column"):
-        run([*base, "--dry_run", "--dataset_name_or_path", str(tmp_path / "wrong.jsonl")])
+        cli.run(["train", *base, "--dry_run", "--dataset_name_or_path", str(tmp_path / "wrong.jsonl")])
 
 
 def test_dry_run_leaves_the_hub_alone(base):

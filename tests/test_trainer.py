@@ -312,39 +312,6 @@ def test_a_peft_model_is_trained_with_its_own_adapter_as_the_reference(model, tm
     assert not any("ref" in name or "lora" in name for name in saved)
 
 
-def test_pushing_from_a_checkpoint_takes_the_adapter_and_the_low_bit_folder(model, tmp_path, monkeypatch):
-    uploads = []
-
-    class Hub:
-        def upload_folder(self, folder_path, **kwargs):
-            uploads.append(
-                sorted(str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*") if p.is_file())
-            )
-
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: Hub())
-    trainer = make(model, tmp_path, adapter(), save_strategy="steps", save_steps=4)
-    trainer.hub_model_id, trainer.push_in_progress = "me/model", None
-    trainer.train()
-    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-4"))
-    files = [f for f in uploads[0] if not f.startswith("checkpoint-")]
-    assert {
-        "adapter_model.safetensors",
-        "adapter_config.json",
-        "low_bit/model.safetensors",
-        "low_bit/config.json",
-    } <= set(files)
-    assert "model.safetensors" not in files
-
-
-def test_the_model_card_cites_the_paper(model, tmp_path):
-    trainer = make(model, tmp_path)
-    trainer.create_model_card()
-    card = (tmp_path / "README.md").read_text()
-    assert "2604.07853" in card
-    assert "VLLM_CPU_INT4_W4A8=0" in card
-    assert "qarl" in card
-
-
 def test_a_lost_loss_hook_stops_the_run(model, tmp_path, monkeypatch):
     trainer = make(model, tmp_path)
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl.trainer.utils import RepeatSampler
 
 from .. import _compat
-from ..export import LOW_BIT_FOLDER, SERVING, save_low_bit
+from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..quant.experts import expert_modules
 from ..quant.names import is_peft_model
 from ..quant.state_dict import full_parameters, iter_low_bit_weights
@@ -65,17 +65,11 @@ class CheckpointMixin:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, and what to know for serving the low-bit model on a CPU."""
-        super().create_model_card(*args, **kwargs)
-        card = Path(self.args.output_dir) / "README.md"
-        if self.args.quantized and self.is_world_process_zero() and card.exists():
-            card.write_text(card.read_text().rstrip() + "\n" + SERVING)
-
     def _save_low_bit(self, path: Path) -> None:
         weights = iter_low_bit_weights(self._unwrapped, full_parameters(self._unwrapped, self._dist))
         if self.args.should_save:
             save_low_bit(self._unwrapped, self.processing_class, path, weights=weights, recipe=self.args.quant_recipe)
+            self._describe(path)
         else:
             for _ in weights:  # take part in the gathers
                 pass
@@ -190,16 +184,3 @@ class CheckpointMixin:
         missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
         if missing:
             raise RuntimeError(f"The checkpoint lacks {len(missing)} weights of the model, first {min(missing)!r}.")
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # Copies the model files of this folder to `output_dir` and uploads that: never the masters.
-        if self._incoming:  # not in its place yet
-            return
-        folder = Path(checkpoint_folder)
-        if self.args.quantized and is_peft_model(self._unwrapped):
-            if self.is_world_process_zero():
-                target = Path(self.args.output_dir) / LOW_BIT_FOLDER
-                shutil.copytree(folder / LOW_BIT_FOLDER, target, dirs_exist_ok=True)
-        elif self.args.quantized:
-            folder /= LOW_BIT_FOLDER
-        super()._push_from_checkpoint(str(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -10,15 +9,12 @@ from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 
+from ..export.low_bit import READ_BY_ENGINE
 from ..quant.plan import in_words
 from ..quant.scheme import support_of
 from ..rollout._vllm_cpu import is_cpu_engine
 from ..rollout.cpu import check_engine_cpu
 from ..rollout.support import missing_in_engine
-
-
-# What vLLM reads: on the Hub there may be a second copy of the weights in another format.
-_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 
 
 def find_checkpoint(name_or_path: str) -> Path:
@@ -35,7 +31,7 @@ def find_checkpoint(name_or_path: str) -> Path:
         if name_or_path.startswith((".", "~", "/")) or name_or_path.count("/") > 1:
             raise FileNotFoundError(f"there is no model folder {name_or_path} (seen from {Path.cwd()}).")
         try:
-            folder = Path(snapshot_download(name_or_path, allow_patterns=list(_FILES)))
+            folder = Path(snapshot_download(name_or_path, allow_patterns=list(READ_BY_ENGINE)))
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConnectionError(
@@ -49,15 +45,6 @@ def find_checkpoint(name_or_path: str) -> Path:
         if not any(folder.glob(needed)):
             raise FileNotFoundError(f"{folder} is no model folder: it has no {needed}.")
     return folder
-
-
-def digest(folder: Path) -> str:
-    """SHA-256 over the names and bytes of all files that decide what a checkpoint answers. It reads the weights once."""
-    total = hashlib.sha256()
-    for path in sorted({path for kind in _FILES for path in folder.glob(kind)}):
-        with path.open("rb") as file:
-            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()
 
 
 def precision(config: PretrainedConfig) -> str:

@@ -6,8 +6,7 @@ import argparse
 import hashlib
 import itertools
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,17 +44,15 @@ class Job:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command. Bad input is one line and exit code 2, before an engine starts."""
-    options = make_parser().parse_args(argv)
-    try:
-        job, engine = prepare(options)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"qarl-trl eval: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from error
-    if job is not None:
+def main(argv: Sequence[str] | None = None) -> Callable[[], None] | None:
+    """Check everything and start the engine; what is returned samples and writes the results."""
+    job, engine = prepare(make_parser().parse_args(argv))
+
+    def work() -> None:
         complete(job, engine)
         report(job)
+
+    return None if job is None else work
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -128,7 +125,8 @@ def prepare(options: argparse.Namespace) -> tuple[Job | None, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     from .._compat import installed_version, require_vllm
-    from .checkpoint import digest, find_checkpoint, precision
+    from ..export.low_bit import digest
+    from .checkpoint import find_checkpoint, precision
     from .sample import start_engine
     from .store import CompletionStore
     from .suites import find_suites

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from datasets import Dataset
-from transformers import AutoConfig, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data import load_rows
 from ..quant.plan import single_group
@@ -26,28 +26,7 @@ WHOLE_TEXT = ("text", "messages")
 PARTS = ("problem", "question", "prompt", "solution", "completion", "answer")
 
 
-@dataclass(kw_only=True)
-class CalibrationArguments:
-    """The options of both commands."""
-
-    model: str = field(metadata={"help": "model folder or Hub id, not quantized"})
-    output: str = field(metadata={"help": "folder to write, new or empty"})
-    scheme: str = field(default="W4A16", metadata={"help": "as quant_scheme"})
-    group_size: int | None = field(default=None, metadata={"help": "weights per scale, -1: per channel"})
-    quant_recipe: str | None = field(default=None, metadata={"help": "llm-compressor recipe, in place of --scheme"})
-    dataset: str | None = field(default=None, metadata={"help": "texts to calibrate on: Hub id or file"})
-    split: str = field(default="train", metadata={"help": "split of a Hub dataset"})
-    num_samples: int = field(default=512, metadata={"help": "calibration rows"})
-    max_length: int = field(default=2048, metadata={"help": "tokens of a row"})
-
-    @classmethod
-    def parse(cls, command: str, argv: Sequence[str] | None) -> Self:
-        """The options of `qarl-trl <command>`."""
-        parser = HfArgumentParser(cls, prog=f"qarl-trl {command}", description=cls.__doc__, allow_abbrev=False)
-        return parser.parse_args_into_dataclasses(argv)[0]
-
-
-def read_plan(args: CalibrationArguments) -> QuantizationConfig:
+def read_plan(args: argparse.Namespace) -> QuantizationConfig:
     """
     The quantization that the options ask for, after the checks that need no weights.
 
@@ -71,7 +50,7 @@ def read_plan(args: CalibrationArguments) -> QuantizationConfig:
     return single_group(resolve_scheme(args.scheme, args.group_size), ["Linear"], DEFAULT_IGNORE)
 
 
-def calibration_set(args: CalibrationArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def calibration_set(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """
     The first rows of `args.dataset` as `oneshot` takes them: `input_ids` and `attention_mask`.
 

@@ -47,7 +47,10 @@ class QuantizedSource:
         """The names of all tensors, each with the open file that holds it."""
         index, found = self.folder / _INDEX, {}
         if index.is_file():
-            files = [self.folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if outside := [name for name in names if Path(name).name != name]:
+                raise self.broken(f"{_INDEX} names {outside[0]!r}, which is not a file of its folder")
+            files = [self.folder / name for name in names]
         else:
             files = sorted(self.folder.glob("*.safetensors"))
         for file in files:

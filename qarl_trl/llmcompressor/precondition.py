@@ -7,43 +7,32 @@ high-precision model whose log-probs on the calibration texts are those of the m
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..quant import apply_quantization, quantized_modules, remove_quantization
 from ..quant.experts import expert_modules
 from ..quant.products import dequantize
-from .calibration import CalibrationArguments, calibration_set, read_plan, run_oneshot
+from .calibration import calibration_set, read_plan, run_oneshot
 from .ptq import modifiers as quantization
 from .recipe import TRANSFORMS
 
 
-METHODS = ("smoothquant", "awq", "rotation")
 # Largest change of a log-prob, in nats, in float32. Measured on trained and random toys: 1e-5 and less for transforms that
 # are folded exactly, 0.1 and more for one that is not (an uncompensated norm). See tests/llmcompressor/test_precondition.py.
 TOLERANCE = 1e-3
 _LEFTOVERS = ("weight_scale", "weight_zero_point", "weight_observer")
-
-
-@dataclass(kw_only=True)
-class PreconditionArguments(CalibrationArguments):
-    """Fold transforms into a model that keep its function and help quantization; measure what --scheme costs."""
-
-    dataset: str = field(metadata={"help": "texts to calibrate and to compare on: Hub id or file"})
-    method: str = field(default="awq", metadata={"choices": METHODS, "help": "which transform"})
-    recipe: str | None = field(default=None, metadata={"help": "recipe of transforms, in place of --method"})
-    num_samples: int = field(default=128, metadata={"help": "calibration rows"})
-    max_length: int = field(default=512, metadata={"help": "tokens of a row"})
-    num_probes: int = field(default=16, metadata={"help": "rows that the function is compared on"})
 
 
 @dataclass(frozen=True)
@@ -66,11 +55,12 @@ def precondition(
     A quantization that AWQ needs is taken off again. The function is compared on the token ids `(1, T)` of `probe`:
     `ValueError` when a transform cannot be folded, or changed it.
     """
-    before = [log_probs(model, ids) for ids in probe]
+    before = [log_probs(model, ids) for ids in tqdm(probe, "log-probs before")]
     weights = set(model.state_dict())
     transformed = run_oneshot(model, modifiers, dataset)
     plain = _plain(transformed, weights)
-    change = max((log_probs(plain, ids) - old).abs().max().item() for ids, old in zip(probe, before, strict=True))
+    after = (log_probs(plain, ids) for ids in tqdm(probe, "log-probs after"))
+    change = max((new - old).abs().max().item() for new, old in zip(after, before, strict=True))
     if not change <= TOLERANCE:
         raise ValueError(
             f"The transforms changed the model: a log-prob moved by {change:.2e} nats, must be {TOLERANCE:.0e} at "
@@ -117,9 +107,9 @@ def transforms_of_recipe(path: str | os.PathLike) -> list[Any]:
 
 
 @torch.no_grad()
-def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def log_probs(model: PreTrainedModel, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-prob of each token after the first, `(1, T - 1)` in float32."""
-    logits = model(input_ids=ids.to(model.device)).logits[:, :-1].float()
+    logits = model(input_ids=ids.to(model.device)).logits[:, :-1].float() / temperature
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None].to(logits.device)).squeeze(-1)
 
 
@@ -132,14 +122,14 @@ def quantization_error(
 
     Measured on the token ids `(1, T)` of `probe`, without the first `skip` log-probs of each, as of a prompt.
     """
-    plain = torch.cat([log_probs(model, ids)[0, skip:] for ids in probe])
+    plain = torch.cat([log_probs(model, ids)[0, skip:] for ids in tqdm(probe, "log-probs")])
     apply_quantization(model, plan)
     try:
         errors = []
-        for _, module in quantized_modules(model):
+        for _, module in tqdm([*quantized_modules(model)], "quantizing"):
             weight = module.weight.float()
             errors.append(((dequantize(module.low_bit()).float() - weight).norm() / weight.norm()).item())
-        low_bit = torch.cat([log_probs(model, ids)[0, skip:] for ids in probe])
+        low_bit = torch.cat([log_probs(model, ids)[0, skip:] for ids in tqdm(probe, "quantized log-probs")])
     finally:
         remove_quantization(model)
     gap = (low_bit - plain).abs()
@@ -148,9 +138,8 @@ def quantization_error(
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """`qarl-trl precondition`."""
-    args = PreconditionArguments.parse("precondition", argv)
+def run(args: argparse.Namespace) -> None:
+    """`qarl-trl precondition`, with the options of `command.py`."""
     plan = read_plan(args)
     modifiers = transforms_of_recipe(args.recipe) if args.recipe else transforms(args.method, plan)
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import argparse
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .calibration import CalibrationArguments, calibration_set, read_plan, run_oneshot
-
-
-METHODS = ("rtn", "gptq", "awq")
-
-
-@dataclass(kw_only=True)
-class PtqArguments(CalibrationArguments):
-    """Quantize a model after training, with llm-compressor."""
-
-    method: str = field(default="gptq", metadata={"choices": METHODS, "help": "rtn rounds to nearest, without data"})
+from .calibration import calibration_set, read_plan, run_oneshot
 
 
 def modifiers(method: str, plan: QuantizationConfig) -> list[Any]:
@@ -36,9 +25,8 @@ def modifiers(method: str, plan: QuantizationConfig) -> list[Any]:
     return [*before, QuantizationModifier(**settings)]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """`qarl-trl ptq`."""
-    args = PtqArguments.parse("ptq", argv)
+def run(args: argparse.Namespace) -> None:
+    """`qarl-trl ptq`, with the options of `command.py`."""
     plan = read_plan(args)
     if args.method != "rtn" and args.dataset is None:
         raise ValueError(f"--method {args.method} needs texts to calibrate on: --dataset.")

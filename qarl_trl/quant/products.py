@@ -19,7 +19,8 @@ from .activations import (
     quantize_tokens_int8_asymmetric,
 )
 from .quantize import LowBitWeight, dequantize, kept
-from .scheme import effective_group_size, gpu_generation, support_of
+from .scheme import effective_group_size, support_of
+from .table import gpu_generation
 
 
 # What a product keeps of its input for the backward.

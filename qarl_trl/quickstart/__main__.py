@@ -6,7 +6,12 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+
+from ..quant.table import SUPPORTED
+from ..rollout.cpu import check_engine_cpu
 
 
 # Set before torch and vLLM are imported. No compiler is needed on the user's machine, and threads do not spin.
@@ -15,6 +20,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -23,8 +29,8 @@ ENVIRONMENT = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the quickstart; `--help` lists the options."""
+def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
+    """Check the options, say what will happen, and return the run; `--help` lists the options."""
     parser = argparse.ArgumentParser(
         prog="qarl-trl quickstart", description="Train a small model by RL on 4-bit rollouts, on CPU."
     )
@@ -34,13 +40,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rollouts", type=int, default=30, help="rollout batches of 128 completions")
     parser.add_argument("--short", action="store_true", help="a few rollouts only, for CI")
     options = parser.parse_args(argv)
+    check(options)
+    print(
+        "A Qwen3 of 1.2 million parameters learns sums: 420 supervised steps, then RL with rollouts in "
+        f"{options.scheme}.\nAbout 3 minutes on 2 idle cores with 30 rollouts, less with --short. Model and report go to "
+        f"{options.output_dir}.",
+        flush=True,
+    )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")
+    from ..export import check_target
+
+    check_target(options.output_dir)
     from .pipeline import run
 
-    run(options)
+    return partial(run, options)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse (`ValueError`, `ImportError`) what would fail after the warm start."""
+    check_engine_cpu("cpu")
+    schemes = [name for name, row in SUPPORTED.items() if row.cpu_engine] + ["none"]
+    if options.scheme not in schemes:
+        raise ValueError(f"--scheme {options.scheme} must be one that the CPU engine runs: {', '.join(schemes)}.")
+    if options.rollouts < 1:
+        raise ValueError(f"--rollouts must be 1 or more, got {options.rollouts}.")
+    if find_spec("matplotlib") is None:
+        raise ImportError("The picture of the run needs matplotlib: pip install 'qarl_trl[report]'.")
 
 
 if __name__ == "__main__":
-    main()
+    from ..cli import main as cli_main
+
+    cli_main(["quickstart", *sys.argv[1:]])

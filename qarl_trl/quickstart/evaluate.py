@@ -34,6 +34,7 @@ def answers_of_checkpoint(checkpoint: Path, problems: Sequence[dict[str, Any]], 
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=4096,
         logprobs_mode="processed_logprobs",
+        use_tqdm_on_load=False,
     )
     return answers_of_engine(llm, problems)
 

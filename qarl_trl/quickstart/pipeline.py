@@ -22,9 +22,10 @@ from transformers import PrinterCallback
 
 from .. import QaRLConfig, QaRLTrainer
 from ..processes import in_fresh_process
+from ..report.command import write_report
 from .evaluate import accuracy, answers_in_training, answers_of_checkpoint
 from .model import make_model, make_tokenizer
-from .report import TrainingBar, column, print_summary, save_picture
+from .report import TrainingBar, column, print_summary
 from .task import correct, distinct_problems
 from .warmstart import STEPS, warm_start
 
@@ -67,7 +68,6 @@ def run(options: argparse.Namespace) -> None:
     fresh = in_fresh_process(step, answers_of_checkpoint, output, held_out, MAX_NUM_SEQS, limit_s=LIMIT_S)
 
     log, after = trainer.state.log_history, accuracy(answers, held_out)
-    save_picture(log, before, after, floor, output / "report.png")
     seconds = {part: sum(column(log, f"time/{part}")[1]) for part in ("rollout", "publish", "update")}
     summary = {
         "seed": options.seed,
@@ -83,6 +83,7 @@ def run(options: argparse.Namespace) -> None:
     }
     (output / "log.json").write_text(json.dumps(log, indent=1) + "\n")
     (output / "quickstart.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_report([str(output)])
     print_summary(summary, output)
     if fresh != answers:
         sys.exit("The fresh engine answers differently: the checkpoint is not what was trained. Please report this.")

@@ -1,4 +1,4 @@
-"""What the quickstart shows: a progress bar, the closing table and the picture of the run. Nothing is computed here."""
+"""What the quickstart shows: a progress bar and the closing table. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -36,37 +36,8 @@ def print_summary(summary: dict[str, Any], output: Path) -> None:
         "time": shares,
         "fresh engine": "identical answers" if summary["fresh_engine_answers_equal"] else "DIFFERENT ANSWERS",
         "checkpoint": output,
-        "picture": output / "report.png",
+        "report": output / "report.html",
         "took": f"{summary['minutes']:.1f} minutes",
     }
     rule = "-" * 63
     print(rule, *(f"{name:<23}  {value}" for name, value in rows.items()), rule, sep="\n", flush=True)
-
-
-def save_picture(log: list[dict[str, Any]], before: float, after: float, floor: float, path: Path) -> None:
-    """Reward, gap, band and code flips of `trainer.state.log_history` in four panels, as a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
-    rewards, gaps, bands, flips = axes.flat
-    steps, reward = column(log, "reward")
-    rewards.plot(steps, reward, marker=".", label="sampled reward, 4-bit rollouts")
-    rewards.scatter([0, max(steps)], [before, after], color="black", zorder=3, label="held-out accuracy, greedy")
-    rewards.set(title="Accuracy", xlabel="update", ylim=(0, 1.02))
-    gaps.plot(*column(log, "mismatch/logp_gap_mean"), marker=".", label="engine against learner")
-    gaps.axhline(floor, color="gray", linestyle="--", label="bf16 engine, TRL's learner, before RL")
-    gaps.set(title="Mean log-prob gap (nats per token)", xlabel="update", yscale="log")
-    bands.plot(*column(log, "ratio/pos_high_frac"), label="A > 0, above 1 + eps_h")
-    bands.plot(*column(log, "ratio/neg_low_frac"), label="A < 0, below 1 - d_l")
-    bands.plot(*column(log, "ratio/neg_high_frac"), label="A < 0, above 1 + d_h")
-    bands.set(title="Share of completions outside the trust band", xlabel="update", ylim=(0, None))
-    flips.plot(*column(log, "quant/code_flip_frac"), marker=".", label="codes changed between publishes")
-    flips.set(title="Code flips", xlabel="update", ylim=(0, None))
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

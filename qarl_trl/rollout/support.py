@@ -14,7 +14,8 @@ from ..quant.experts import QuantExperts
 from ..quant.linear import LowBitLayer
 from ..quant.model import merged_by_engines
 from ..quant.plan import match
-from ..quant.scheme import SchemeSupport, effective_group_size, gpu_generation, support_of
+from ..quant.scheme import effective_group_size, support_of
+from ..quant.table import SchemeSupport, gpu_generation
 from . import _vllm
 from .cpu import check_engine_cpu
 from .cpu_ops import has_engine_ops

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qarl_trl.quant import apply_quantization, fast, quantize, quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.activations import quantize_tokens_fp8
 from qarl_trl.quant.quantize import dequantize
-from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
+from qarl_trl.quant.table import SUPPORTED, gpu_generation
 
 from .first_run import ROOT
 from .measure import GIB, Run

@@ -11,7 +11,7 @@ import torch
 from slow.isolated import isolated
 from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, publish, save_model, stored_tensors
 
-from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
+from qarl_trl.quant.table import SUPPORTED, gpu_generation
 
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ import yaml
 from conftest import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl_trl.cli import main
-from qarl_trl.llmcompressor import calibration, precondition
+from qarl_trl.cli import run as main
+from qarl_trl.llmcompressor import calibration, command, precondition
 from qarl_trl.llmcompressor.precondition import log_probs, quantization_error, transforms_of_recipe
 from qarl_trl.quant.plan import single_group
 from qarl_trl.quant.scheme import resolve_scheme
@@ -46,7 +46,7 @@ def folder(request, tmp_path):
 
 
 def run(folder, *options):
-    command = [
+    options_of_all = [
         "precondition",
         "--model",
         folder / "model",
@@ -55,7 +55,7 @@ def run(folder, *options):
         "--dataset",
         folder / "texts.jsonl",
     ]
-    main([*map(str, command), "--num-samples", "8", "--num-probes", "4", "--max-length", "20", *options])
+    main([*map(str, options_of_all), "--num-samples", "8", "--num-probes", "4", "--max-length", "20", *options])
 
 
 def texts(folder, number=4):
@@ -150,7 +150,7 @@ def test_bad_input_costs_no_work(folder, no_model, monkeypatch):
 
 def test_an_unknown_method_is_named(capsys):
     with pytest.raises(SystemExit):
-        precondition.main(["--model", "m", "--output", "o", "--dataset", "d", "--method", "gptq"])
+        command.precondition(["--model", "m", "--output", "o", "--dataset", "d", "--method", "gptq"])
     assert "invalid choice: 'gptq' (choose from" in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from qarl_trl.cli import main
+from qarl_trl.cli import run as main
 from qarl_trl.llmcompressor.quantized_start import load_masters, quantized_source
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from qarl_trl.metrics import CodeFlips
 from qarl_trl.quant import apply_quantization, quantized_modules
-from qarl_trl.quant.scheme import SUPPORTED
+from qarl_trl.quant.table import SUPPORTED
 
 
 def layers(scheme, seed=0, in_features=128, out_features=16):

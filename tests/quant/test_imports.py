@@ -14,7 +14,8 @@ import qarl_trl
 from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.products import dequantize
 from qarl_trl.quant.quantize import _quantizer
-from qarl_trl.quant.scheme import SUPPORTED, has_global_scale
+from qarl_trl.quant.scheme import has_global_scale
+from qarl_trl.quant.table import SUPPORTED
 from quant.schemes import normal
 
 
@@ -44,7 +45,7 @@ import qarl_trl, torch
 from qarl_trl.quant import apply_quantization, quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.products import dequantize
 from qarl_trl.quant.quantize import _quantizer
-from qarl_trl.quant.scheme import SUPPORTED
+from qarl_trl.quant.table import SUPPORTED
 weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
 for name in SUPPORTED:
     scheme = resolve_scheme(name)

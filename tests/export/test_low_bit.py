@@ -13,8 +13,8 @@ from quant.schemes import NAMES, NVFP4, SCHEMES, WEIGHT_ONLY, same_bytes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from qarl_trl import export
 from qarl_trl.export import check_target, quantization_config, save_low_bit
+from qarl_trl.export import low_bit as export
 from qarl_trl.llmcompressor.recipe import read_recipe
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.products import dequantize

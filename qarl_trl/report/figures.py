@@ -1,0 +1,218 @@
+"""The figures over time, as a table: which metric stands in which panel of which figure. The drawing is one function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .draw import COLOURS, STYLES, Picture, line, log_scale_fits, panels, picture, plain, style_legend
+from .runs import Run
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`metrics` with what tells them apart. `log`: if they span decades. `edges`: which of the arm's bounds to draw."""
+
+    title: str
+    unit: str
+    metrics: dict[str, str]
+    log: bool = False
+    share: bool = False
+    edges: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure: its name, title, what to see in it, and the panels."""
+
+    key: str
+    title: str
+    caption: str
+    panels: tuple[Panel, ...]
+
+
+SHARE = "share of completions"
+CHARTS = (
+    Chart(
+        "overview",
+        "Overview",
+        "Reward of the sampled completions and on held-out problems (the quickstart's are greedy); gap between engine and "
+        "learner; share of completions, or of tokens in an arm that clips tokens, whose ratio has left the arm's own bounds "
+        "(plain TRL: clip_ratio/high_mean and low_mean). Where values span decades the axis is logarithmic: no zeros.",
+        (
+            Panel("Reward", "mean reward", {"reward": "sampled", "eval_reward": "held out"}),
+            Panel(
+                "Gap between engine and learner",
+                "nats per token",
+                {"mismatch/logp_gap_mean": "mean", "gap_floor": "bf16 before RL"},
+                log=True,
+            ),
+            Panel(
+                "Beyond the arm's own bounds",
+                "share",
+                {
+                    "ratio/pos_high_frac": "A>0, above",
+                    "ratio/neg_low_frac": "A<0, below",
+                    "ratio/neg_high_frac": "A<0, above",
+                },
+                share=True,
+            ),
+            Panel("Codes changed between publishes", "share of codes", {"quant/code_flip_frac": ""}, share=True),
+            Panel("Entropy (paper Fig. 10)", "nats per token", {"entropy": ""}),
+            Panel("Time of an update", "seconds", {"step_time": ""}, log=True),
+        ),
+    ),
+    Chart(
+        "mismatch",
+        "Mismatch and KL",
+        "Engine against learner: KL by the k3 estimator and the sequence weight w. Learner at rollout time against learner "
+        "now: KL within a rollout batch. A mismatch that grows over the run ends in collapse (paper Fig. 8).",
+        (
+            Panel("KL, engine to learner", "nats per token", {"mismatch/kl_k3": ""}, log=True),
+            Panel("KL, old to current policy", "nats per token", {"ratio/kl_k3": ""}, log=True),
+            Panel("KL to the reference model", "nats per token", {"kl": ""}),
+            Panel(
+                "Sequence weight w",
+                "learner / engine",
+                {
+                    "mismatch/seq_weight_mean": "mean",
+                    "mismatch/seq_weight_min": "min",
+                    "mismatch/seq_weight_max": "max",
+                },
+            ),
+        ),
+    ),
+    Chart(
+        "ratios",
+        "Sequence ratio by the sign of the advantage",
+        "r = learner now / learner at rollout, of a completion. Thin lines: the arm's own bounds, where it clips sequences.",
+        (
+            Panel("A > 0", "r", {"ratio/pos_q50": "median", "ratio/pos_q99": "99 %"}, edges=("pos_high",)),
+            Panel("A < 0", "r", {"ratio/neg_q50": "median", "ratio/neg_q99": "99 %"}, edges=("neg_low", "neg_high")),
+            Panel("Extremes", "r", {"ratio/min": "min", "ratio/max": "max"}, log=True),
+        ),
+    ),
+    Chart(
+        "bands",
+        "Completions outside the paper's band",
+        "The same band in every arm, whatever the arm clips. A < 0 above the band is what one-sided clipping keeps (paper "
+        "Sec. 3.2).",
+        (
+            Panel("A > 0, above", SHARE, {"ratio/paper_pos_high_frac": ""}, share=True),
+            Panel("A < 0, below", SHARE, {"ratio/paper_neg_low_frac": ""}, share=True),
+            Panel("A < 0, above", SHARE, {"ratio/paper_neg_high_frac": ""}, share=True),
+        ),
+    ),
+    Chart(
+        "error_tokens",
+        "Error tokens",
+        "Tokens in repetitions, as docs/metrics.md defines them, and the completions that have any (paper Figs. 1 and 6).",
+        (
+            Panel("Error tokens", "share of tokens", {"error_tokens/frac": ""}, share=True),
+            Panel(
+                "Error tokens by advantage",
+                "share of tokens",
+                {"error_tokens/pos_frac": "A > 0", "error_tokens/neg_frac": "A < 0"},
+                share=True,
+            ),
+            Panel(
+                "Completions with error tokens",
+                SHARE,
+                {"error_tokens/extreme_frac": "r outside the paper's band", "error_tokens/inside_frac": "r inside"},
+                share=True,
+            ),
+        ),
+    ),
+    Chart(
+        "completions",
+        "Completions",
+        "Their length, how they end, and how far the rewards of one prompt spread: without spread there is no gradient.",
+        (
+            Panel("Length", "tokens", {"completions/mean_length": ""}),
+            Panel("Cut off at the longest length", SHARE, {"completions/clipped_ratio": ""}, share=True),
+            Panel("Spread of rewards within a prompt", "standard deviation", {"reward_std": ""}),
+        ),
+    ),
+    Chart(
+        "publish",
+        "Publishes",
+        "The canary's gap after a checked publish, beside what one rounding per layer does and the gap that stops the run.",
+        (
+            Panel(
+                "Gap on the canary prompt",
+                "nats per token",
+                {
+                    "publish/verify_gap": "gap",
+                    "publish/verify_yardstick": "one rounding",
+                    "publish/verify_allowed": "stops",
+                },
+                log=True,
+            ),
+            Panel("Published stream", "bytes", {"publish/bytes": ""}),
+        ),
+    ),
+)
+
+
+def line_charts(runs: Sequence[Run]) -> list[Picture]:
+    """Every chart that has something to show."""
+    shown = []
+    for chart in CHARTS:
+        filled = [panel for panel in chart.panels if any(run.has(name) for run in runs for name in panel.metrics)]
+        if filled:
+            shown.append(picture(chart.key, chart.title, chart.caption, partial(_draw, filled, runs)))
+    return shown
+
+
+def missing(run: Run) -> list[str]:
+    """Metrics of the charts that this run did not log."""
+    names = [name for chart in CHARTS for panel in chart.panels for name in panel.metrics if name != "gap_floor"]
+    return [name for name in names if not run.has(name)]
+
+
+def _draw(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:
+    from matplotlib.ticker import MaxNLocator
+
+    shown = {
+        i: run.name for i, run in enumerate(runs) if any(run.has(name) for panel in filled for name in panel.metrics)
+    }
+    figure, axes = panels(len(filled), shown)
+    for panel, axis in zip(filled, axes, strict=True):
+        logarithmic = panel.log and log_scale_fits([run.series(name)[1] for run in runs for name in panel.metrics])
+        styles = {}
+        for (name, label), style in zip(panel.metrics.items(), STYLES, strict=False):
+            if label and any(run.has(name) for run in runs):
+                styles[label] = style
+            for index, run in enumerate(runs):
+                steps, values = run.series(name)
+                if len(values):
+                    line(axis, steps, np.where(values > 0, values, math.nan) if logarithmic else values, index, style)
+        for index, run in enumerate(runs):
+            _edges(axis, panel, run, index)
+        axis.set(title=plain(panel.title, 99), xlabel="update", ylabel=panel.unit)
+        if logarithmic:
+            axis.set_yscale("log")
+        elif panel.share:
+            top = max(axis.get_ylim()[1], 0.01)
+            axis.set_ylim(-0.02 * top, top)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        style_legend(axis, styles)
+    return figure
+
+
+def _edges(axis: Axes, panel: Panel, run: Run, index: int) -> None:
+    if run.bounds is None or run.bounds.level != "sequence":
+        return
+    for name in panel.edges:
+        if (edge := getattr(run.bounds, name)) is not None:
+            axis.axhline(edge, color=COLOURS[index], linewidth=0.8, alpha=0.7)

@@ -1,0 +1,202 @@
+"""`qarl_trl.export.card`: what a card says, from what it says it, and what it never says."""
+
+import getpass
+import json
+import re
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from quant.schemes import NAMES
+from slow.toys import save_model
+from test_trainer import adapter, make
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qarl_trl.export import save_low_bit
+from qarl_trl.export.card import GENERATED, dataset_id, hub_id, model_card, write_card
+from qarl_trl.export.low_bit import digest
+from qarl_trl.quant import apply_quantization
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("base") / "sums-base", layers=1)
+
+
+@pytest.fixture
+def folder(tiny_model, tiny_tokenizer, tmp_path):
+    return save_low_bit(apply_quantization(tiny_model(), "W4A16"), tiny_tokenizer, tmp_path / "sums-w4a16")
+
+
+def blocks(card, language):
+    """The code blocks of a card."""
+    return re.findall(rf"```{language}\n(.*?)```", card.text, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B-Base"),
+        ("/data/hub/models--Qwen--Qwen2.5-Math-1.5B/snapshots/4a83ca6/", "Qwen/Qwen2.5-Math-1.5B"),
+        ("/data/users/someone/my-model", None),
+        ("./my-model", None),
+        ("../my-model", None),
+        ("runs/warm/start", None),
+        ("", None),
+    ],
+)
+def test_only_what_is_on_the_hub_has_an_id(name, found):
+    assert hub_id(name) == found
+
+
+def test_a_relative_folder_is_no_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub_id("runs/warm") == "runs/warm"  # control: nothing here, so it can only be on the Hub
+    (tmp_path / "runs" / "warm").mkdir(parents=True)
+    assert hub_id("runs/warm") is None
+
+
+def test_a_dataset_of_the_hub_is_named_and_a_file_is_not():
+    class Info:
+        download_checksums = {"hf://datasets/openai/gsm8k@e53f048/main/train.parquet": {}}
+
+    class Dataset:
+        info = Info
+
+    assert dataset_id(Dataset) == "openai/gsm8k"
+    Info.download_checksums = {"/data/someone/sums.jsonl": {}}
+    assert dataset_id(Dataset) is None
+    assert dataset_id(None) is None
+
+
+def test_a_trained_model_says_what_it_is_and_how_it_was_made(model, tmp_path):
+    trainer = make(model, tmp_path / "out")
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "base_model" not in card.data.to_dict()  # a local model has no page to link to
+    assert {"w4a16", "compressed-tensors", "qarl", "vllm"} <= set(card.data.tags)
+    assert "`sums-base`, trained by reinforcement learning" in card.text
+    assert "| W4A16 | 4-bit int, a scale per 128 weights | bfloat16 | 7 | pack-quantized |" in card.text
+    assert "`lm_head`" in card.text
+    assert "at most 1 + 0.03 for positive" in card.text and "4 optimizer steps" in card.text
+    assert "distinct_characters" in card.text and "learning_rate: 0.001" in card.text
+    assert "2604.07853" in card.text and "vonwerra2020trl" in card.text
+    assert "python -m vllm.entrypoints.openai.api_server --model ." in card.text
+    assert "VLLM_CPU_INT4_W4A8=0" in card.text
+    assert "None" not in card.text
+    assert "Engine against learner" not in card.text  # there was none
+    trainer.create_model_card(dataset_name="someone/sums", tags=["sums"])
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.datasets == ["someone/sums"] and "sums" in card.data.tags
+
+
+def test_no_path_host_or_user_is_in_a_card(model, tmp_path):
+    home = tmp_path / "someone" / "out"
+    trainer = make(model, home, run_name="someone-7")
+    trainer.train()
+    trainer.save_model()
+    written = (home / "README.md").read_text() + (home / "training.yaml").read_text()
+    host = socket.gethostname()
+    for secret in (str(tmp_path), "someone", host if len(host) > 3 else "\0", f"/{getpass.getuser()}/", "hf_"):
+        assert secret not in written
+    assert "learning_rate: 0.001" in written  # control: settings were written
+
+
+def test_the_gap_of_the_last_publish_is_in_the_card(folder):
+    write_card(folder, steps=8, mismatch={"mean abs(learner - engine) of the sampled tokens": "1.2e-07"})
+    text = model_card(folder).text
+    assert "### Engine against learner" in text and "| 1.2e-07 |" in text
+
+
+def test_a_model_of_the_hub_is_linked(folder):
+    write_card(folder, "me/sums", base_id="Qwen/Qwen3-8B", base="Qwen/Qwen3-8B", datasets=["openai/gsm8k"])
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.base_model == "Qwen/Qwen3-8B"
+    assert card.data.to_dict()["base_model_relation"] == "quantized"
+    assert "vllm serve me/sums" in card.text
+    assert "trained by" not in card.text  # an export of another model
+
+
+def test_a_card_that_was_edited_stays(folder):
+    write_card(folder)
+    first = (folder / "README.md").read_text()
+    write_card(folder, "me/sums")
+    assert (folder / "README.md").read_text() != first  # control
+    (folder / "README.md").write_text("mine\n")
+    write_card(folder)
+    assert (folder / "README.md").read_text() == "mine\n"
+    assert GENERATED in first
+
+
+def test_evaluations_of_these_files_alone_are_shown(folder):
+    score = {"value": 0.5, "low": 0.4, "high": 0.6}
+    (folder / "eval").mkdir()
+    results = {
+        "model": "/data/someone/sums-w4a16",
+        "settings": {"model_sha256": digest(folder), "temperature": 0.6, "top_p": 1.0},
+        "suites": {"math500": {"avg@4": score, "problems": 500}},
+        "mean": {"avg@4": score},
+    }
+    (folder / "eval" / "results.json").write_text(json.dumps(results))
+    text = model_card(folder).text
+    assert "| math500 | 500 | 50.0 [40.0, 60.0] |" in text and "someone" not in text
+    write_card(folder, "me/sums")  # the card itself does not count
+    assert "math500" in (folder / "README.md").read_text()
+    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    assert "math500" not in model_card(folder).text  # of another state of the model
+
+
+@pytest.mark.parametrize("scheme", [*NAMES, "NVFP4A16"])
+def test_what_the_card_says_of_transformers_works_as_pasted(
+    tiny_model, tmp_path, monkeypatch, capsys, scheme, tiny_tokenizer
+):
+    learner = apply_quantization(tiny_model(dtype=torch.bfloat16, num_key_value_heads=2), scheme)
+    save_low_bit(learner, tiny_tokenizer, tmp_path)
+    card = model_card(tmp_path)
+    (snippet,) = (block for block in blocks(card, "python") if "AutoModel" in block)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "card", "exec"), {})
+    assert "12+3=" in capsys.readouterr().out
+    assert scheme in card.text
+
+
+@pytest.mark.parametrize(("kind", "loads"), [("qwen3_moe", True), ("mixtral", False)])
+def test_a_mixture_in_low_bits_has_no_lines_for_transformers_which_may_make_up_its_experts(
+    tiny_model, tmp_path, kind, loads
+):
+    learner = apply_quantization(tiny_model(kind), "W4A16")
+    save_low_bit(learner, None, tmp_path)
+    card = model_card(tmp_path)
+    assert "it made up random weights" in card.text
+    assert not [block for block in blocks(card, "python") if "AutoModel" in block]
+    loaded = (
+        AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.experts.down_proj
+    )  # no error in either case
+    distance = (loaded - learner.model.layers[0].mlp.experts.down_proj).abs().max()
+    assert (distance < 0.01) == loads  # half a 4-bit step of weights of 0.02 standard deviation is 0.006
+
+
+def test_with_a_chat_template_the_snippets_chat(folder):
+    assert "llm.generate(" in model_card(folder).text
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    assert "llm.chat(" in model_card(folder).text
+
+
+def test_with_lora_the_card_is_beside_the_merged_model(model, tmp_path):
+    trainer = make(model, tmp_path / "out", adapter())
+    trainer.train()
+    trainer.save_model()
+    facts = yaml.safe_load((tmp_path / "out" / "low_bit" / "training.yaml").read_text())
+    assert facts["adapter"] is True and facts["base"] == "sums-base"
+    assert "trained by reinforcement learning" in (tmp_path / "out" / "low_bit" / "README.md").read_text()
+
+
+def test_a_folder_of_masters_has_no_such_card(model):
+    with pytest.raises(ValueError, match="holds no low-bit model"):
+        model_card(Path(model))

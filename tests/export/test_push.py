@@ -1,0 +1,276 @@
+"""`qarl_trl.export.push`, by huggingface_hub's own client against a server that speaks its endpoints."""
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import READER, WRITER, running_hub
+from huggingface_hub import constants, snapshot_download
+from safetensors.torch import load_file
+from slow.toys import save_model
+from test_trainer import adapter, make
+from transformers import AutoModelForCausalLM
+
+from qarl_trl import cli
+from qarl_trl.export import push, save_low_bit
+from qarl_trl.export.push import HubError, Repository, model_files
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with running_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its storage is a protocol of its own
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        monkeypatch.setattr(push, "WAITS_S", (0, 0))
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@pytest.fixture
+def low_bit(tiny_model, tiny_tokenizer, tmp_path):
+    model = apply_quantization(tiny_model(dtype=torch.bfloat16), "W4A16")
+    return save_low_bit(model, tiny_tokenizer, tmp_path / "low")
+
+
+def same(files: dict[str, bytes], folder: Path) -> bool:
+    """Whether a branch holds exactly the model files of `folder`."""
+    expected = {name: file.read_bytes() for name, file in model_files(folder).items()}
+    return {name: content for name, content in files.items() if name != ".gitattributes"} == expected
+
+
+def pushing(model, folder, peft_config=None, **changes):
+    settings = {"push_to_hub": True, "hub_model_id": "me/toy", "save_strategy": "steps", "save_steps": 2}
+    return make(model, folder, peft_config, **settings | changes)
+
+
+# One repository --------------------------------------------------------------------------------------------------
+
+
+def test_the_content_is_the_model_and_nothing_else_of_the_folder(hub, low_bit, tmp_path):
+    for name in ("training_args.bin", "trainer_state.json", "log.json", "notes.md", "optimizer.pt"):
+        (low_bit / name).write_text("private")
+    (low_bit / "checkpoint-4").mkdir()
+    (low_bit / "checkpoint-4" / "model.safetensors").write_text("masters")
+    repository = Repository("toy", private=True)
+    assert repository.name == "me/toy" and hub.private["me/toy"]
+    repository.push(low_bit, "first")
+    assert same(hub.files("me/toy"), low_bit)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= hub.files("me/toy").keys()
+    assert hub.messages("me/toy") == ["first", "initial commit"]  # one commit: nobody downloads half of a model
+    again = Path(snapshot_download("me/toy", cache_dir=tmp_path / "cache", endpoint=hub.url))
+    assert load_file(again / "model.safetensors").keys() == load_file(low_bit / "model.safetensors").keys()
+
+
+def test_weights_of_an_earlier_model_do_not_stay(hub, low_bit):
+    repository = Repository("me/toy")
+    (low_bit / "model-00001-of-00002.safetensors").write_text("old")
+    (low_bit / "model.safetensors.index.json").write_text("{}")
+    repository.push(low_bit, "two files")
+    (low_bit / "model-00001-of-00002.safetensors").unlink()
+    (low_bit / "model.safetensors.index.json").unlink()
+    repository.push(low_bit, "one file")
+    assert same(hub.files("me/toy"), low_bit)
+
+
+def test_a_folder_without_weights_is_no_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no model to push"):
+        model_files(tmp_path)
+
+
+def test_a_revision_is_a_branch_that_is_created(hub, low_bit):
+    Repository("me/toy", revision="v2").push(low_bit, "second version")
+    assert same(hub.files("me/toy", "v2"), low_bit)
+    assert "model.safetensors" not in hub.files("me/toy")
+
+
+# Failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_recovers_is_tried_again(hub, low_bit):
+    repository = Repository("me/toy")
+    hub.refuse(503, times=2)
+    repository.push(low_bit, "third time")
+    assert hub.messages("me/toy")[0] == "third time"
+    hub.refuse(403)  # control: what will not pass is not tried again
+    with pytest.raises(
+        HubError, match=r"may not write there \(403\).*Nothing is lost: the model is in .*qarl-trl push"
+    ):
+        repository.push(low_bit, "no")
+    assert len(hub.messages("me/toy")) == 2
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"), [("wrong", r"not valid \(401\).*HF_TOKEN"), (READER, r"may not write there \(403\)")]
+)
+def test_a_token_that_may_not_write_is_refused_at_once_and_not_named(hub, token, reason):
+    Repository("me/toy")
+    with pytest.raises(HubError, match=reason) as refused:
+        Repository("me/toy", token=token)
+    assert token not in str(refused.value)
+
+
+def test_a_server_that_is_down_is_one_line(hub, low_bit, monkeypatch):
+    repository = Repository("me/toy")
+    monkeypatch.setattr(repository.api, "endpoint", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client waits as well
+    with pytest.raises(HubError, match="no connection.*Nothing is lost"):
+        repository.push(low_bit, "lost")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):
+        Repository("me/toy")
+
+
+# A run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_pushes_the_low_bit_model_and_keeps_masters_at_home(hub, model, tmp_path):
+    trainer = pushing(model, tmp_path, hub_token=WRITER)
+    trainer.train()
+    assert hub.messages("me/toy")[0].startswith("Training in progress, checkpoint-")
+    trainer.push_to_hub(dataset_name="someone/sums")
+    assert hub.messages("me/toy")[0] == "End of training"
+    assert same(hub.files("me/toy"), tmp_path)
+    card = hub.files("me/toy")["README.md"].decode()
+    assert "vllm serve me/toy" in card and "someone/sums" in card
+    expected = dict(iter_low_bit_weights(trainer.model))
+    (tmp_path / "pulled").mkdir()
+    (tmp_path / "pulled" / "m.safetensors").write_bytes(hub.files("me/toy")["model.safetensors"])
+    pulled = load_file(tmp_path / "pulled" / "m.safetensors")
+    assert pulled.keys() == expected.keys() and all(torch.equal(pulled[n], t) for n, t in expected.items())
+    assert not list(tmp_path.glob(".push-*"))
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+def test_masters_go_to_a_branch_of_their_own(hub, model, tmp_path, strategy):
+    trainer = pushing(model, tmp_path, hub_strategy=strategy, hub_masters="masters", hub_always_push=True)
+    trainer.train()
+    assert same(hub.files("me/toy"), tmp_path / "checkpoint-4" / "low_bit")
+    found = hub.files("me/toy", "masters")
+    stored = (tmp_path / "checkpoint-4" / "model.safetensors").read_bytes()
+    if strategy == "every_save":
+        assert same(found, tmp_path / "checkpoint-4")  # nothing of the low-bit model is among them
+        return
+    folders = {name.partition("/")[0] for name in found} - {".gitattributes"}
+    assert folders == ({"last-checkpoint"} if strategy == "checkpoint" else {"checkpoint-2", "checkpoint-4"})
+    last = "last-checkpoint" if strategy == "checkpoint" else "checkpoint-4"
+    assert found[f"{last}/model.safetensors"] == stored
+    assert f"{last}/optimizer.pt" in found
+
+
+def test_at_the_end_alone_nothing_is_pushed_before(hub, model, tmp_path):
+    trainer = pushing(model, tmp_path, hub_strategy="end")
+    trainer.train()
+    assert hub.messages("me/toy") == ["initial commit"]
+    trainer.save_model()
+    assert hub.messages("me/toy")[0] == "Model save"
+
+
+def test_with_lora_the_root_is_the_merged_model(hub, model, tmp_path):
+    trainer = pushing(model, tmp_path, adapter(), hub_masters="adapter", hub_always_push=True)
+    trainer.train()
+    trainer.push_to_hub()
+    assert same(hub.files("me/toy"), tmp_path / "low_bit")
+    assert "adapter_model.safetensors" in hub.files("me/toy", "adapter")
+    assert "model.safetensors" not in hub.files("me/toy", "adapter")
+
+
+def test_a_push_that_fails_does_not_stop_training_and_is_said(hub, model, tmp_path, caplog):
+    trainer = pushing(model, tmp_path, hub_always_push=True)
+    hub.refuse(403)
+    trainer.train()
+    said = [record.getMessage() for record in caplog.records if "Push failed" in record.getMessage()]
+    assert len(said) == 1 and "403" in said[0] and "Training goes on" in said[0] and "checkpoint-2" in said[0]
+    assert trainer.state.global_step == 4
+    assert hub.messages("me/toy") == [
+        "Training in progress, checkpoint-4",
+        "initial commit",
+    ]  # the next one went through
+    hub.refuse(401)
+    with pytest.raises(HubError, match="Nothing is lost"):
+        trainer.push_to_hub()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_that_is_rotated_away_during_the_upload_still_arrives(hub, model, tmp_path, monkeypatch):
+    trainer = pushing(model, tmp_path)
+    trainer.train()
+    original = trainer._repository._commit
+    low_bit = {name: f.read_bytes() for name, f in model_files(tmp_path / "checkpoint-4" / "low_bit").items()}
+
+    def slow(*args):
+        shutil.rmtree(tmp_path / "checkpoint-4", ignore_errors=True)
+        return original(*args)
+
+    monkeypatch.setattr(trainer._repository, "_commit", slow)
+    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-4"))
+    trainer._finish_current_push()
+    assert {k: v for k, v in hub.files("me/toy").items() if k != ".gitattributes"} == low_bit
+    assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_what_cannot_be_pushed_to_is_refused_before_the_model_loads(hub, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(HubError, match="401"):
+        pushing(model, tmp_path)
+
+
+# Secrets ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_token_is_in_what_is_saved_logged_or_pushed(hub, model, tmp_path, caplog, capfd):
+    caplog.set_level("DEBUG", logger="qarl_trl")
+    trainer = pushing(model, tmp_path, hub_token=WRITER, hub_strategy="checkpoint", hub_masters="masters")
+    assert trainer.args.hub_token == WRITER
+    trainer.train()
+    trainer.push_to_hub()
+    saved = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert any(file.name == "training_args.bin" for file in saved)
+    assert not [file for file in saved if WRITER.encode() in file.read_bytes()]
+    pushed = [*hub.files("me/toy").values(), *hub.files("me/toy", "masters").values()]
+    assert not [content for content in pushed if WRITER.encode() in content]
+    printed = capfd.readouterr()
+    assert WRITER not in caplog.text + printed.out + printed.err + str(trainer.args.to_dict())
+    assert pickle.loads(pickle.dumps(trainer.args)).hub_token is None
+    assert WRITER.encode() in pickle.dumps(dict(vars(trainer.args)))  # control: pickle would have kept it
+
+
+# Commands --------------------------------------------------------------------------------------------------------
+
+
+def test_export_pushes_what_it_wrote(hub, model, tmp_path, capsys):
+    cli.main(["export", model, str(tmp_path / "out"), "--push", "me/exported", "--private", "--revision", "w4"])
+    assert same(hub.files("me/exported", "w4"), tmp_path / "out")
+    assert hub.private["me/exported"]
+    assert "vllm serve me/exported" in hub.files("me/exported", "w4")["README.md"].decode()
+    assert "pushed: http" in capsys.readouterr().out
+
+
+def test_push_writes_the_card_for_its_address(hub, low_bit, capsys):
+    cli.main(["push", str(low_bit), "me/toy"])
+    assert same(hub.files("me/toy"), low_bit)
+    assert "vllm serve me/toy" in (low_bit / "README.md").read_text()
+    hub.refuse(403)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["push", str(low_bit), "me/toy", "--message", "again"])
+    assert stopped.value.code == 2
+    assert "qarl-trl push: me/toy on http" in capsys.readouterr().err
+
+
+def test_push_refuses_masters(hub, model):
+    with pytest.raises(SystemExit):
+        cli.main(["push", model, "me/toy"])
+    assert "me/toy" not in hub.branches

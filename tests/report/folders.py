@@ -1,0 +1,53 @@
+"""Folders of runs as trainers leave them, with made-up numbers."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from qarl_trl.metrics.token_stats import SCHEMA
+
+
+def row(step, **changes):
+    values = {"step": step, "reward": 0.1 * step, "entropy": 1.0 / step, "step_time": 2.0}
+    values |= {"time/rollout": 1.0, "time/publish": 0.25, "time/update": 0.75, "mismatch/logp_gap_mean": 10.0**-step}
+    values |= {"ratio/neg_high_frac": 0.01 * step, "ratio/pos_q50": 1.0, "ratio/pos_q99": 1.0 + 0.01 * step}
+    return values | changes
+
+
+def write_run(folder, log, checkpoint=None):
+    place = folder if checkpoint is None else folder / f"checkpoint-{checkpoint}"
+    place.mkdir(parents=True, exist_ok=True)
+    last = max((line.get("step", 0) for line in log), default=0)
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": last, "log_history": log}))
+    return folder
+
+
+def token_rows(count, seed=0):
+    """Completions of 6 tokens over updates 1 to 4 of one rollout batch; the last two tokens of every third are errors."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        old, mask = np.log(rng.uniform(0.001, 1.0, 6)), [True] * 5 + [i % 2 == 0]
+        step = 1 + i % 4
+        current = old if step == 1 else old + rng.normal(0, 0.1, 6)
+        engine = [None if i % 5 == 0 and t == 0 else float(old[t] + 0.01) for t in range(6)]
+        kept = np.array(mask)
+        rows.append(
+            {"step": step, "rollout_step": 1, "prompt": f"p{i}", "completion": f"answer {i}", "reward": float(i % 2)}
+            | {"advantage": float(rng.choice([-1, 0, 1])), "token_ids": list(range(6)), "mask": mask}
+            | {"old_logps": old.tolist(), "current_logps": current.tolist(), "engine_logps": engine}
+            | {"error_mask": [i % 3 == 0 and t > 3 for t in range(6)], "mismatch_weight": 0.99}
+            | {"ratio": math.exp((current - old)[kept].mean())}
+        )
+    return rows
+
+
+def write_tokens(folder, rows):
+    (folder / "token_stats").mkdir(parents=True, exist_ok=True)
+    for step in {line["step"] for line in rows}:
+        table = pa.Table.from_pylist([line for line in rows if line["step"] == step], SCHEMA)
+        pq.write_table(table, folder / "token_stats" / f"token_stats_{step:08d}.parquet")
+    return folder

@@ -1,0 +1,80 @@
+"""From a run to the Hub and back: what the downloaded model answers is what the training engine answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_server import WRITER, running_hub
+
+from qarl_trl.rollout.cpu import choose_arithmetic
+from slow.isolated import ENVIRONMENT
+from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, random_adapter, save_model
+
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+def train_and_push(model: str, folder: str, lora: bool) -> Any:
+    """Answers of the training engine after the last publish."""
+    changes = {"push_to_hub": True, "hub_model_id": "me/toy", "save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(model, Path(folder), random_adapter() if lora else None, **changes)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    answers = engine_logprobs(trainer.vllm_generation.llm)
+    trainer.push_to_hub()
+    return answers
+
+
+def download_and_answer(folder: str) -> Any:
+    """Answers of a new engine on the repository's main branch, by the real client."""
+    from huggingface_hub import snapshot_download
+
+    choose_arithmetic()  # as the trainer did
+    return fresh_engine_logprobs(snapshot_download("me/toy", local_dir=folder))
+
+
+def run(code: str, **environment: str) -> str:
+    """What a new Python printed: the client reads its environment at import."""
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | environment
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def call(function: Any, *args: Any, **environment: str) -> Any:
+    code = f"import json; from slow.test_hub import *; print(json.dumps({function.__name__}(*{args!r})))"
+    return json.loads(run(code, **environment).splitlines()[-1])
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_downloaded_model_answers_as_the_training_engine(tmp_path, lora):
+    model = save_model(tmp_path / "model")
+    with running_hub() as hub:
+        there = {"HF_ENDPOINT": hub.url, "HF_TOKEN": WRITER, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        there["HF_HOME"] = str(tmp_path / "home")
+        expected = call(train_and_push, model, str(tmp_path / "run"), lora, **there)
+        assert (
+            call(download_and_answer, str(tmp_path / "pulled"), **there) == expected
+        )  # tokens and log-probs, bit for bit
+        card = hub.files("me/toy")["README.md"].decode()
+        assert "Engine against learner" in card and "its yardstick" in card
+        if not lora:
+            snippet = next(b for b in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "vllm" in b)
+            assert 'LLM("me/toy")' in snippet
+            run(snippet, **there)  # as pasted
+    assert not (tmp_path / "pulled" / "training_args.bin").exists()
+    assert call(engine_of_base, model) != expected  # control: another model answers otherwise
+
+
+def engine_of_base(model: str) -> Any:
+    """Answers of the model that training started from."""
+    choose_arithmetic()
+    return fresh_engine_logprobs(model)

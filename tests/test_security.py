@@ -1,0 +1,144 @@
+"""What others wrote (recipes, checkpoints) runs no code, sets no address and reaches no file outside of its folder."""
+
+import json
+import sys
+
+import pytest
+from slow.toys import save_model
+from transformers import PreTrainedTokenizerFast
+
+from qarl_trl import QaRLConfig, cli
+from qarl_trl import recipe as recipe_file
+from qarl_trl.evaluation import command
+from qarl_trl.export import save_low_bit
+from qarl_trl.llmcompressor import ptq
+from qarl_trl.llmcompressor.checkpoint import quantized_source
+from qarl_trl.llmcompressor.recipe import read_recipe
+from qarl_trl.preflight import check_run
+from qarl_trl.quant import apply_quantization
+from qarl_trl.train import parse
+
+
+CODE = """
+from pathlib import Path
+from transformers import PretrainedConfig
+Path({mark!r}).touch()
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A checkpoint that brings code, and the file that this code makes when it runs."""
+    folder, mark = tmp_path / "foreign", tmp_path / "it-ran"
+    folder.mkdir()
+    (folder / "own.py").write_text(CODE.format(mark=str(mark)))
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}))
+    (folder / "model.safetensors").touch()
+    return folder, mark
+
+
+def config(tmp_path, **changes):
+    return QaRLConfig(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none", **changes)
+
+
+CALLS = {
+    "training": lambda folder, tmp_path: check_run(folder, config(tmp_path), {}),
+    "export": lambda folder, tmp_path: cli.main(["export", folder, str(tmp_path / "out")]),
+    "ptq": lambda folder, tmp_path: ptq.main([folder, str(tmp_path / "out")]),
+    "eval": lambda folder, tmp_path: command.main([folder, "--data", "sums.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_code_of_a_checkpoint_does_not_run(foreign, tmp_path, monkeypatch, call):
+    folder, mark = foreign
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    monkeypatch.setattr(sys, "stdin", None)  # nobody to ask
+    with pytest.raises((ValueError, OSError, RuntimeError, SystemExit)):
+        CALLS[call](str(folder), tmp_path)
+    assert not mark.exists()
+
+
+def test_code_of_a_checkpoint_runs_when_it_is_asked_for(foreign, tmp_path):
+    folder, mark = foreign  # control of the test above
+    check_run(str(folder), config(tmp_path, trust_remote_code=True), {})
+    assert mark.exists()
+
+
+def test_the_engine_is_not_told_to_trust_what_the_learner_was_not(tmp_path):
+    with pytest.raises(ValueError, match=r"vllm_engine_kwargs sets \['trust_remote_code'\]"):
+        config(tmp_path, use_vllm=True, vllm_engine_kwargs={"trust_remote_code": True})
+
+
+# Recipes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_is_data(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"x: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'it-ran'}]\n")
+    for read in (recipe_file.read_recipe, read_recipe):
+        with pytest.raises(Exception, match="could not determine a constructor"):
+            read(recipe)
+    assert not (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "WANDB_API_KEY", "HF_ENDPOINT", "PATH", "LD_PRELOAD", "PYTHONPATH", "HTTPS_PROXY", "VLLM_API_KEY",
+     "VLLM_ALLOW_INSECURE_SERIALIZATION", "WANDB_BASE_URL", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"],
+)  # fmt: skip
+def test_a_recipe_sets_no_secret_no_address_and_nothing_that_loads_code(tmp_path, monkeypatch, name):
+    monkeypatch.delenv(name, raising=False) if name != "PATH" else None
+    (tmp_path / "recipe.yaml").write_text(f"env:\n  {name}: value-of-it\n  OMP_NUM_THREADS: 2\n")
+    with pytest.raises(ValueError, match=f"sets {name}.*Export it in the shell") as refused:
+        parse(["--config", str(tmp_path / "recipe.yaml")])
+    assert "value-of-it" not in str(refused.value)
+
+
+def test_what_a_recipe_sets_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "recipe.yaml").write_text("env:\n  OMP_NUM_THREADS: 2\n")
+    recipe_file.read_recipe(tmp_path / "recipe.yaml")
+    assert "OMP_NUM_THREADS=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["model_init_kwargs", "vllm_engine_kwargs"])
+def test_a_token_in_the_settings_is_refused_unseen(tmp_path, field):
+    key = {"model_init_kwargs": "token", "vllm_engine_kwargs": "hf_token"}[field]
+    with pytest.raises(ValueError, match=f"{field} sets .*HF_TOKEN") as refused:
+        config(tmp_path, **{field: {key: "hf_secret"}})
+    assert "hf_secret" not in str(refused.value)
+    config(tmp_path, model_init_kwargs={"token": True})  # control: "the one I am logged in with"
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_names_no_file_outside_of_its_folder(tiny_model, tmp_path):
+    folder = save_low_bit(apply_quantization(tiny_model(), "W4A16"), None, tmp_path / "low")
+    index = folder / "model.safetensors.index.json"
+    names = list(quantized_source(str(folder)).tensors)
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    for file in ("../outside.safetensors", str(tmp_path / "outside.safetensors")):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+        with pytest.raises(ValueError, match="not a file of its folder"):
+            _ = quantized_source(str(folder)).tensors
+    (tmp_path / "outside.safetensors").rename(folder / "inside.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "inside.safetensors")}))
+    assert len(quantized_source(str(folder)).tensors) == len(names)  # control
+
+
+def test_a_template_name_of_a_tokenizer_is_no_way_out_of_the_export(tiny_model, tmp_path):
+    model = save_model(tmp_path / "model", layers=1)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    tokenizer.chat_template = {"default": "a", "../../escaped": "b"}
+    low_bit = apply_quantization(tiny_model(), "W4A16")
+    with pytest.raises(ValueError, match="Invalid chat template name"):
+        save_low_bit(low_bit, tokenizer, tmp_path / "out")
+    assert not [*tmp_path.rglob("escaped*")] and not (tmp_path / "out" / "config.json").exists()
+    tokenizer.chat_template = {"default": "a", "other": "b"}  # control
+    save_low_bit(low_bit, tokenizer, tmp_path / "out")
+    assert [*(tmp_path / "out").rglob("other.jinja")]
