@@ -81,4 +81,4 @@ def one_run(regime: str, arm: str, seed: int, path: Path) -> None:
 if __name__ == "__main__":
     compare(DOCS / "results.png")
     one_run("hard", "QaRL TBPO", 0, DOCS / "metrics_healthy.png")
-    one_run("hard", "rollout-only GRPO", 0, DOCS / "metrics_stalled.png")
+    one_run("hot", "rollout-only GRPO", 0, DOCS / "metrics_collapsed.png")
