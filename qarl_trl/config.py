@@ -28,6 +28,14 @@ logger = get_logger(__name__)
 
 LEARNER_OPS = ("auto", "stock", "engine")
 TBPO = "tbpo"
+# What TRL applies to negative advantages alone.
+FOR_NEGATIVE_ADVANTAGES = (
+    "delta",
+    "off_policy_mask_threshold",
+    "sapo_temperature_neg",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
 STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 # Set by TRL from its own fields, or by the rollout so that engine and learner agree.
 OWNED_ENGINE_ARGUMENTS = (
@@ -142,6 +150,11 @@ class QaRLConfig(GRPOConfig):
     )
     tbpo_mismatch_cap: float = HfArg(
         default=2.0, help="The mismatch weight is kept in [1/c, c]. c (Eq. 5; Table 2, seq_tis_imp_ratio_cap)."
+    )
+    advantage_filter: Literal["none", "positive"] = HfArg(
+        default="none",
+        help="'positive' sets negative advantages to 0, so that only completions better than their group's mean teach "
+        "(positive-only GRPO, paper Fig. 8). They still count in the mean, and in entropy and KL terms.",
     )
     eval_temperature: float | None = HfArg(
         default=None,
@@ -302,6 +315,7 @@ class QaRLConfig(GRPOConfig):
             # TRL would only notice after the first rollout.
             raise ValueError(f"loss_type={self.loss_type!r} must be {TBPO!r} or one of {', '.join(STOCK_LOSSES)}.")
         _check_band(self)
+        _check_advantages(self)
         if self.loss_type == TBPO:
             _check_tbpo(self)
         if self.quantized:
@@ -332,6 +346,18 @@ def _check_band(args: QaRLConfig) -> None:
         _ = args.trust_band  # every loss is measured by it
     except ValueError as error:
         raise ValueError(f"tbpo_{error}") from None
+
+
+def _check_advantages(args: QaRLConfig) -> None:
+    if args.advantage_filter not in ("none", "positive"):
+        raise ValueError(f"advantage_filter={args.advantage_filter!r} must be 'none' or 'positive'.")
+    if args.advantage_filter == "positive":
+        own = ("off_policy_mask_threshold", "tbpo_delta_low", "tbpo_delta_high")  # `delta` is TBPO's to set
+        if unused := changed_fields(args, own if args.loss_type == TBPO else FOR_NEGATIVE_ADVANTAGES):
+            raise ValueError(
+                f"advantage_filter='positive' leaves no negative advantage, and {unused} acts on nothing else. Remove one "
+                "of the two."
+            )
 
 
 def _check_tbpo(args: QaRLConfig) -> None:

@@ -50,6 +50,11 @@ class TrustBand:
         return low.float(), high.float()
 
 
+def filter_advantages(advantages: Tensor, kind: str) -> Tensor:
+    """Advantages that the loss sees, same shape: all of them (`"none"`), or negative ones as 0 (`"positive"`)."""
+    return advantages.clamp(min=0.0) if kind == "positive" else advantages
+
+
 def loss_mask(inputs: dict[str, Any]) -> Tensor:
     """Which tokens of TRL's batch count in its loss: completion mask times tool mask, `(B, T)`."""
     mask = inputs["completion_mask"]

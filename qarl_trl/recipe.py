@@ -30,11 +30,27 @@ _SECRET = re.compile("TOKEN$|KEY|SECRET|PASSWORD|INSECURE")
 
 def read_recipe(recipe: Path) -> dict[str, Any]:
     """
-    The recipe, with its `env:` exported: TrlParser does that too, but building it needs `QaRLConfig`, and with it torch.
+    The recipe, on top of the one that its `base:` names (a path from its own folder), with its `env:` exported.
+
+    TrlParser exports `env:` too, but building it needs `QaRLConfig`, and with it torch.
 
     Raises:
-        FileNotFoundError, ValueError: If there is no such file, it is no YAML mapping, or its `env:` sets what a recipe may not.
+        FileNotFoundError, ValueError: If there is no such file, it is no YAML mapping, its base has a base, or `env:` sets what
+            a recipe may not.
     """
+    content = _load(recipe)
+    if "base" in content:
+        path = recipe.parent / str(content.pop("base"))
+        base = _load(path)
+        if "base" in base:
+            raise ValueError(f"base of {recipe}: {path} must be a whole recipe, without a base of its own.")
+        content = base | content
+    if isinstance(content.get("env"), dict):
+        _export(recipe, content["env"])
+    return content
+
+
+def _load(recipe: Path) -> dict[str, Any]:
     import yaml
 
     if not recipe.is_file():
@@ -45,9 +61,16 @@ def read_recipe(recipe: Path) -> dict[str, Any]:
         raise ValueError(f"--config {recipe} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {recipe} must be a mapping of keys to values, got {type(content).__name__}.")
-    if isinstance(content.get("env"), dict):
-        _export(recipe, content["env"])
     return content
+
+
+def write_recipe(content: dict[str, Any], folder: Path) -> Path:
+    """A file that says the same."""
+    import yaml
+
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
 
 
 def _export(recipe: Path, env: dict[str, Any]) -> None:

@@ -2,12 +2,14 @@
 Train from a recipe: `accelerate launch -m qarl_trl.train --config recipes/<model>/<arm>.yaml [--key value ...]`.
 
 A recipe is a flat YAML file whose keys are fields of [`QaRLScriptArguments`], [`QaRLConfig`] or TRL's `ModelConfig`;
-the command line overrides it. An unknown key is an error on both, so a typo cannot leave a default in force.
+the command line overrides it, and `base: other.yaml` names a recipe to start from. An unknown key is an error on both, so a typo
+cannot leave a default in force.
 """
 
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -15,7 +17,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from .recipe import is_dry, read_recipe, without_gpu
+from .recipe import is_dry, read_recipe, without_gpu, write_recipe
 
 
 # Only the standard library above: a recipe's `env:` may hold what torch or vLLM read at import.
@@ -97,13 +99,14 @@ def parse(
     early.add_argument("--config", type=Path)
     given, options = early.parse_known_args(argv)
     recipe = {} if given.config is None else read_recipe(given.config)
-    if given.config is not None:
-        options = ["--config", str(given.config), *options]
     if is_dry(recipe, options):
         os.environ["HF_HUB_OFFLINE"], any_device = "1", True
     if any_device:
         options += without_gpu(recipe, options)
-    script_args, training_args, model_args = make_parser().parse_args_and_config(args=options)
+    with tempfile.TemporaryDirectory() as folder:  # TrlParser reads a file, and knows no `base:`
+        if given.config is not None:
+            options = ["--config", str(write_recipe(recipe, Path(folder))), *options]
+        script_args, training_args, model_args = make_parser().parse_args_and_config(args=options)
     _check(script_args, training_args, model_args)
     return script_args, training_args, model_args
 

@@ -26,7 +26,7 @@ from .learner import guards
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
-from .loss import TrustBand, loss_mask, mismatch_weight
+from .loss import TrustBand, filter_advantages, loss_mask, mismatch_weight
 from .metrics import (
     CodeFlips,
     RatioMeter,
@@ -154,11 +154,12 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return Canary(tokens, self.args.publish_verify, score, self.accelerator.gather, self._log_value)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, with the capped sequence mismatch weight of TBPO in place of TRL's, and the gap logged (Eq. 5)."""
+        """TRL's, with filtered advantages, the mismatch weight of TBPO in place of TRL's, and the gap logged (Eq. 5)."""
         if self._mode == "train":
             self._step_of_rollout = self.state.global_step
         with self._temperature():
             output = super()._generate_and_score_completions(inputs)
+        output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
         if self.use_vllm and self.vllm_importance_sampling_correction:
             old, sampling, mask = output["old_per_token_logps"], output["sampling_per_token_logps"], loss_mask(output)
             if self._tbpo:

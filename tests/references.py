@@ -51,6 +51,11 @@ def tbpo(logps, old, sampling, advantages, mask, *, epsilon_high, delta_low, del
     return loss, gradient
 
 
+def positive_advantages(advantages):
+    """What positive-only GRPO learns from: a list of numbers."""
+    return [advantage if advantage > 0 else 0.0 for advantage in advantages]
+
+
 # Muon ---------------------------------------------------------------------------------------------------------------
 
 

@@ -81,6 +81,15 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"tbpo_delta_high": float("nan")}, ["tbpo_delta_high=nan", "must be > 0"]),
         ({"tbpo_mismatch_cap": 1.0}, ["tbpo_mismatch_cap=1.0", "> 1"]),
         ({"tbpo_delta_high": 1e-4}, ["tbpo_delta_high=0.0001", "at least tbpo_epsilon_high=0.0004", "two-sided clip"]),
+        ({"advantage_filter": "negative"}, ["advantage_filter='negative'", "'none' or 'positive'"]),
+        (
+            {"advantage_filter": "positive", "tbpo_delta_low": 1e-3},
+            ["{'tbpo_delta_low': 0.001}", "no negative advantage"],
+        ),
+        (
+            {"advantage_filter": "positive", "loss_type": "grpo", "delta": 2.0, "off_policy_mask_threshold": 0.1},
+            ["'delta': 2.0", "'off_policy_mask_threshold': 0.1", "Remove one"],
+        ),
         ({"tbpo_epsilon_high": float("inf")}, ["at least tbpo_epsilon_high=inf"]),
         ({"epsilon": 0.1}, ["{'epsilon': 0.1}", "tbpo_epsilon_high", "stock loss_type"]),
         ({"delta": 2.0}, ["{'delta': 2.0}", "tbpo_delta_high"]),
@@ -287,6 +296,7 @@ CHANGED = {
     "tbpo_delta_low": 0.04,
     "tbpo_delta_high": 0.07,
     "tbpo_mismatch_cap": 1.5,
+    "advantage_filter": "none",  # the other excludes the bounds of negative advantages
     "mismatch_abort_threshold": 0.05,
     "max_tokens_per_pass": 4096,
     "optim_muon": True,

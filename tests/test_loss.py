@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.config import STOCK_LOSSES
-from qarl_trl.loss import TrustBand, loss_mask, mismatch_weight, sequence_ratio, tbpo_loss
+from qarl_trl.loss import TrustBand, filter_advantages, loss_mask, mismatch_weight, sequence_ratio, tbpo_loss
 
 
 PAPER = {"epsilon_high": 4e-4, "delta_low": 3e-4, "delta_high": 7e-4, "mismatch_cap": 2.0}
@@ -275,6 +275,15 @@ def test_a_band_that_leaves_nothing_to_train_is_refused(changes, words):
 
 
 # Against TRL --------------------------------------------------------------------------------------------------------
+
+
+def test_the_positive_filter_is_that_of_python_floats():
+    for seed in SEEDS:
+        advantages = random_batch(seed).advantages
+        assert filter_advantages(advantages, "positive").tolist() == references.positive_advantages(
+            advantages.tolist()
+        )
+        assert filter_advantages(advantages, "none") is advantages
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,9 @@ def recipe_id(path):
 
 
 def read(path):
-    return yaml.safe_load(path.read_text())
+    content = yaml.safe_load(path.read_text())
+    base = content.pop("base", None)
+    return content if base is None else read(path.parent / base) | content
 
 
 def differing_keys(a, b):
@@ -54,8 +56,13 @@ def lora_arms():
     return [path for path in RECIPES if path.stem.endswith("_lora")]
 
 
+def ablations():
+    return [path for path in RECIPES if path.parent.name == "ablations"]
+
+
 def test_every_model_of_the_paper_has_its_four_arms():
-    assert sorted(arm for model in MODELS for arm in arms(model)) == [p for p in RECIPES if p not in lora_arms()]
+    others = {*lora_arms(), *ablations()}
+    assert sorted(arm for model in MODELS for arm in arms(model)) == [p for p in RECIPES if p not in others]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
@@ -70,14 +77,15 @@ def test_recipe_parses_and_validates(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
-def test_rollout_batch_is_512_prompts_and_gives_8_updates_of_64_prompts(path):
+def test_an_update_is_64_prompts_and_a_rollout_batch_8_of_them_or_on_policy_one(path):
     args = parse(["--config", str(path), *ON_CPU])[1]
     rollout = args.per_device_train_batch_size * GPUS * args.steps_per_generation
     update = args.per_device_train_batch_size * GPUS * args.gradient_accumulation_steps
-    assert rollout == 512 * args.num_generations
+    updates = 1 if "on_policy" in path.stem else 8
+    assert rollout == 64 * updates * args.num_generations
     assert update == 64 * args.num_generations
-    assert rollout // update * args.num_iterations == 8
-    assert "8 updates per rollout batch" in describe(*parse(["--config", str(path), *ON_CPU]))
+    assert rollout // update * args.num_iterations == updates
+    assert f"{updates} update" in describe(*parse(["--config", str(path), *ON_CPU]))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
@@ -86,7 +94,9 @@ def test_header_says_what_how_where_and_how_well(path):
     if path in lora_arms():
         assert reproduces.startswith(f"# Beyond the paper: the arm {path.stem.removesuffix('_lora')} ")
     else:
-        assert reproduces.startswith("# Reproduces: QaRL paper, ") and re.search(r"Table 1|Fig\. 9", reproduces)
+        assert reproduces.startswith("# Reproduces: QaRL paper, ") and re.search(
+            r"Table [13]|Fig\. (8|9|12)", reproduces
+        )
     command = re.fullmatch(
         r"# Launch: accelerate launch --config_file (\S+) -m qarl_trl\.train --config (\S+)", launch
     )
@@ -140,6 +150,54 @@ def test_a_lora_arm_differs_from_its_full_one_in_the_adapter_and_the_optimizer()
         check_adapter(get_peft_config(model_args), args)
         with pytest.raises(ValueError, match=r"lora_dropout=0\.05"):  # control: TRL's default
             parse(["--config", str(path), *ON_CPU, "--lora_dropout", "0.05"])
+
+
+# Of each ablation: the recipe it is compared with, and the keys that are the ablation.
+GSPO = {"importance_sampling_level", "epsilon", "epsilon_high"}
+ABLATIONS = {
+    "w4a16_qarl_gspo": ("w4a16_rollout_grpo", {"quant_learner", *GSPO}),
+    "w4a16_qarl_mis_gspo": ("w4a16_rollout_grpo", {"quant_learner", *GSPO, "vllm_importance_sampling_mode"}),
+    "w4a16_qarl_dual_clip_grpo": ("w4a16_rollout_grpo", {"quant_learner", "delta"}),
+    "w4a16_qarl_positive_grpo": ("w4a16_rollout_grpo", {"quant_learner", "advantage_filter"}),
+    "w4a16_qarl_on_policy_grpo": ("w4a16_rollout_grpo", {"quant_learner", "steps_per_generation"}),
+    "w4a16_qarl_sapo": (
+        "w4a16_rollout_grpo",
+        {"quant_learner", "loss_type", "sapo_temperature_pos", "sapo_temperature_neg"},
+    ),
+    "w4a16_rollout_tbpo": ("w4a16_qarl_tbpo", {"quant_learner"}),
+    "bf16_tbpo": ("w4a16_qarl_tbpo", {"quant_scheme"}),
+    "w4a8_qarl_tbpo": ("w4a16_qarl_tbpo", {"quant_scheme"}),
+}
+
+
+def test_an_ablation_says_its_method_and_nothing_else():
+    assert {path.stem for path in ablations()} == set(ABLATIONS)
+    for path in ablations():
+        base, method = ABLATIONS[path.stem]
+        own = set(yaml.safe_load(path.read_text()))
+        assert own == {"base", "output_dir"} | method
+        assert differing_keys(path, ROOT / f"recipes/qwen3-8b-base/{base}.yaml") <= {"output_dir"} | method
+
+
+def test_a_key_of_an_ablation_overrides_its_base_and_the_command_line_overrides_both():
+    config = ["--config", str(ROOT / "recipes/ablations/w4a16_qarl_dual_clip_grpo.yaml"), *ON_CPU]
+    args = parse(config)[1]
+    assert (args.delta, args.quant_learner, args.epsilon) == (3.0, True, 0.2)
+    assert parse([*config, "--delta", "5.0"])[1].delta == 5.0
+
+
+@pytest.mark.parametrize(
+    ("base", "error", "words"),
+    [
+        ("missing.yaml", FileNotFoundError, "missing.yaml: there is no such file"),
+        ("ablations/bf16_tbpo.yaml", ValueError, "must be a whole recipe, without a base of its own"),
+    ],
+)
+def test_a_base_that_is_no_whole_recipe_is_refused(tmp_path, base, error, words):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"base: {ROOT / 'recipes' / base}\nquant_learner: true\n")
+    with pytest.raises(error, match=words):
+        parse(["--config", str(recipe), *ON_CPU])
 
 
 def test_tbpo_arms_carry_the_bounds_of_table_2():

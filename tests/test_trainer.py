@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import references
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
@@ -81,6 +82,23 @@ def test_the_comparison_with_trl_notices_quantization(model, tmp_path):
     """Control of the test above."""
     off = losses(make(model, tmp_path / "a", quant_scheme=None, loss_type="grpo"))
     assert off != losses(make(model, tmp_path / "b", quant_scheme="W4A16", loss_type="grpo"))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo"])
+def test_positive_only_is_trl_with_negative_advantages_at_zero(model, tmp_path, loss_type):
+    class PositiveOnly(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            kept = references.positive_advantages(output["advantages"].tolist())
+            return output | {"advantages": torch.tensor(kept)}
+
+    own = ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "vllm_engine_kwargs")
+    plain = {k: v for k, v in without_engine(tmp_path / "a").items() if k not in own}
+    args = GRPOConfig(**plain, loss_type=loss_type)
+    expected = losses(PositiveOnly(model, distinct_characters, args, train_dataset=prompts()))
+    off = {"quant_scheme": None, "max_tokens_per_pass": None, "loss_type": loss_type}
+    assert losses(make(model, tmp_path / "b", advantage_filter="positive", **off)) == expected
+    assert losses(make(model, tmp_path / "c", **off)) != expected  # control
 
 
 @pytest.fixture(scope="module")

@@ -20,23 +20,22 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", padding_side="left")
 
 
-def make_model(seed: int) -> Qwen3ForCausalLM:
-    """A fresh model in float32. Every input size is a multiple of 128, the group size of W4A16."""
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+}
+
+
+def make_model(seed: int, **sizes: int) -> Qwen3ForCausalLM:
+    """A fresh model in float32. Every input size of `SIZES` is a multiple of 128, the group size of W4A16."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
+    special = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
+    config = Qwen3Config(vocab_size=32, tie_word_embeddings=False, **special, **SIZES | sizes)
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
     return model

@@ -1,0 +1,191 @@
+"""
+The paper's comparison in miniature: arms, seeds and regimes on a task that runs on a CPU (docs/results.md).
+
+    python benchmarks/arms.py --regime hard --jobs 2      run the cells that have no file yet
+    python benchmarks/arms.py --table                     print the tables of docs/results.md
+
+A cell is one arm with one seed in one regime. It has a process of its own and a file under results/arms/, so a stopped run
+goes on where it was. A cell takes a minute or two on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import traceback
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+
+FOLDER = Path(__file__).resolve().parent / "results" / "arms"
+
+# Arms: fields of QaRLConfig; epsilon and epsilon_high of GSPO come from the regime's band.
+TIS = {
+    "loss_type": "grpo",
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 2.0,
+}
+GSPO = TIS | {"importance_sampling_level": "sequence"}
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16 GRPO": TIS | {"quant_scheme": "none"},
+    "rollout-only GRPO": TIS | {"quant_learner": False},
+    "rollout-only TBPO": {"quant_learner": False},
+    "QaRL TBPO": {},
+    "QaRL GSPO": GSPO,
+    "QaRL GRPO": TIS,
+    "QaRL dual-clip GRPO": TIS | {"delta": 3.0},
+    "QaRL MIS-GSPO": GSPO | {"vllm_importance_sampling_mode": "sequence_mask"},
+    # The same low-bit weights, everything else as transformers and torch compute it: how a learner is aligned on a GPU.
+    "QaRL TBPO, stock operations": {"learner_ops": "stock", "quant_kernel": "dequant"},
+    # What the weight of TIS does to a baseline whose learner does not make the engine's mistakes.
+    "rollout-only GRPO without TIS": {
+        "loss_type": "grpo",
+        "quant_learner": False,
+        "vllm_importance_sampling_correction": False,
+    },
+}
+MAIN = (
+    "bf16 GRPO",
+    "rollout-only GRPO",
+    "rollout-only TBPO",
+    "QaRL TBPO",
+    "QaRL GSPO",
+)  # five seeds; the others three
+LEVELS = ("rollout-only TBPO", "QaRL TBPO, stock operations", "QaRL TBPO")
+
+TOY = {
+    **{
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "max_position_embeddings": 256,
+}
+HARD: dict[str, Any] = {
+    "model": TOY,
+    "forgotten": 0.15,  # share of carries that the demonstrations forget
+    "warm_steps": 1200,
+    "outliers": {"channels": 4, "factor": 8},
+    "quantization": {"quant_scheme": "W4A16", "quant_group_size": -1},
+    "learning_rate": 1e-4,
+    "rollouts": 10,
+    "updates": 8,  # of a rollout batch
+    "band": 2e-3,  # epsilon_high, delta_low and delta_high are 4, 3 and 7 of these: those of the quickstart
+    "max_completion_length": 140,
+}
+REGIMES: dict[str, dict[str, Any]] = {
+    "hard": HARD,
+    "hot": HARD | {"learning_rate": 3e-4},
+    "easy": HARD | {"outliers": {"channels": 0, "factor": 1}},
+    "w4a8": HARD | {"quantization": {"quant_scheme": "W4A8"}},
+}
+
+
+def cells(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Regime, arm and seed of what was asked for: the first seed of all arms, then the second, so that rows fill evenly."""
+    found = []
+    for regime in options.regime:
+        arms = options.arms or (LEVELS if regime == "w4a8" else list(ARMS))
+        seeds = {arm: options.seeds or range(5 if regime == "hard" and arm in MAIN else 3) for arm in arms}
+        found += [(regime, arm, seed) for seed in range(100) for arm in arms if seed in seeds[arm]]
+    return found
+
+
+def file_of(regime: str, arm: str, seed: int) -> Path:
+    return FOLDER / regime / f"{arm.lower().replace(',', '').replace(' ', '_')}.{seed}.json"
+
+
+def settings_of(regime: str, arm: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The regime's settings, and the arm's with the bounds that belong to the regime."""
+    found, chosen = REGIMES[regime], dict(ARMS[arm])
+    if "importance_sampling_level" in chosen:  # Table 2: GSPO's bounds are delta_low and epsilon_high of TBPO
+        chosen |= {"epsilon": 3 * found["band"], "epsilon_high": 4 * found["band"]}
+    if found["quantization"]["quant_scheme"] == "W4A8":
+        chosen.pop("quant_kernel", None)  # torch has no product of its own for 8-bit integer activations
+    return found, chosen
+
+
+def run_cell(regime: str, arm: str, seed: int, base: str) -> None:
+    """In a process of its own: train, evaluate, write the file."""
+    import arms_cell
+
+    os.nice(19)
+    settings, chosen = settings_of(regime, arm)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            result = arms_cell.run(Path(base), chosen, settings, seed, Path(folder))
+    except Exception:
+        traceback.print_exc()
+        raise
+    result = {"regime": regime, "arm": arm, "seed": seed, "settings": settings, "arm_settings": chosen} | result
+    path = file_of(regime, arm, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".part").write_text(json.dumps(result, indent=None, separators=(",", ":")) + "\n")
+    path.with_suffix(".part").rename(path)
+
+
+def run_all(wanted: list[tuple[str, str, int]], jobs: int, bases: Path) -> None:
+    """Run the cells without a file, `jobs` at a time, each in a fork of a process that has only imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["arms_cell"])
+    running: list[tuple[tuple, BaseProcess]] = []
+
+    def reap(limit: int) -> None:
+        while len(running) > limit:
+            multiprocessing.connection.wait([process.sentinel for _, process in running])
+            for entry in [entry for entry in running if not entry[1].is_alive()]:
+                running.remove(entry)
+                print(*entry[0], "done" if file_of(*entry[0]).exists() else "FAILED", flush=True)
+
+    for cell in wanted:
+        if file_of(*cell).exists():
+            continue
+        base = bases / "base"
+        if not (base / "config.json").exists():
+            start = context.Process(target=_warm_start, args=(str(base), REGIMES[cell[0]]))
+            start.start()
+            start.join()
+        reap(jobs - 1)
+        process = context.Process(target=run_cell, args=(*cell, str(base)))
+        process.start()
+        running.append((cell, process))
+    reap(0)
+
+
+def _warm_start(base: str, regime: dict[str, Any]) -> None:
+    from arms_task import warm_start
+
+    warm_start(Path(base), regime)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regime", nargs="+", choices=REGIMES, default=["hard"], help="in this order (default: hard)")
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, help="default: all; with w4a8 the three levels of alignment"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 to 4 of the main arms in 'hard', else 0 to 2")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each (default: 1)")
+    parser.add_argument(
+        "--bases", type=Path, default=Path(tempfile.gettempdir()) / "qarl_trl_arms", help="warm starts"
+    )
+    parser.add_argument("--table", action="store_true", help="print the tables of docs/results.md and run nothing")
+    options = parser.parse_args()
+    if options.table:
+        from arms_table import tables
+
+        print(tables())
+    else:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        run_all(cells(options), options.jobs, options.bases)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""One cell of the comparison of arms: a toy that adds step by step, trained by one arm with one seed (see arms.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import common  # sets what torch and vLLM read when they load
+import torch
+import vllm  # noqa: F401  # here, so that cells that are forked have it
+from arms_task import add_outliers, problems
+from datasets import Dataset, disable_progress_bars
+from transformers import PrinterCallback, ProgressCallback, Qwen3ForCausalLM
+from transformers.utils import logging
+
+from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.quickstart.model import make_tokenizer
+from qarl_trl.quickstart.task import correct
+
+
+PROMPTS, ANSWERS = 16, 8  # of a rollout batch: 128 completions
+HELD_OUT = 256
+MACHINE = common.machine()  # when this was loaded: cells are forked later
+# One value a rollout batch.
+KEPT = (
+    *("reward", "entropy", "grad_norm", "completions/mean_length", "completions/clipped_ratio"),
+    *("mismatch/", "ratio/", "error_tokens/", "quant/", "clip_ratio/", "sampling/importance_sampling_ratio/"),
+)
+
+
+def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
+    """Train and evaluate one cell; what it returns goes to its JSON file."""
+    start = time.perf_counter()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    trainer = make_trainer(base, arm, regime, seed, folder)
+    held_out = list(islice(problems(1, held_out=True), HELD_OUT))
+    before = accuracy(trainer, held_out) if seed == 0 else None  # the same for all seeds
+    trainer.train()
+    after = accuracy(trainer, held_out)
+    log = [row for row in trainer.state.log_history if "reward" in row]
+    names = sorted({name for row in log for name in row if name.startswith(KEPT)})
+    return {
+        "accuracy_before": before,
+        "accuracy_after": after,
+        # What the rollout-only arms trained is a bfloat16 model; the other accuracies are of its quantization.
+        "accuracy_learner": None if arm.get("quant_learner", True) else learner_accuracy(trainer, held_out),
+        "log": {name: [_short(row.get(name)) for row in log] for name in names},
+        "base_sha256": hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()[:16],
+        "seconds": round(time.perf_counter() - start, 1),
+        "cpu_seconds": round(time.process_time(), 1),
+        "machine": MACHINE,
+    }
+
+
+def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, folder: Path) -> QaRLTrainer:
+    """The trainer of a cell, its model with the outlier channels of the regime."""
+    updates = regime["updates"]
+    band = regime["band"]
+    settings = {
+        "output_dir": str(folder),
+        "use_vllm": True,
+        "use_cpu": True,
+        "vllm_max_model_length": 192,
+        "vllm_engine_kwargs": {"enforce_eager": True},
+        "max_completion_length": regime["max_completion_length"],
+        "num_generations": ANSWERS,
+        "per_device_train_batch_size": PROMPTS * ANSWERS // updates,
+        "steps_per_generation": updates,
+        "max_steps": regime["rollouts"] * updates,
+        "learning_rate": regime["learning_rate"],
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": updates,
+        "tbpo_epsilon_high": 4 * band,
+        "tbpo_delta_low": 3 * band,
+        "tbpo_delta_high": 7 * band,
+        "logging_steps": updates,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": seed,
+        **regime["quantization"],
+    }
+    if arm.get("quant_scheme") == "none":
+        settings = {name: value for name, value in settings.items() if not name.startswith("quant_")}
+    source = folder / "start"
+    model = Qwen3ForCausalLM.from_pretrained(base)
+    add_outliers(model, **regime["outliers"])
+    model.save_pretrained(source)
+    make_tokenizer().save_pretrained(source)
+    trainer = QaRLTrainer(
+        str(source),
+        reward_funcs=correct,
+        args=QaRLConfig(**settings | arm),
+        train_dataset=Dataset.from_list(list(islice(problems(seed + 2), 4096))),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    return trainer
+
+
+def accuracy(trainer: QaRLTrainer, held_out: list[dict[str, Any]]) -> float:
+    """Share of right answers of the training engine with the learner's current weights, at temperature 0.6 (Table 2)."""
+    from vllm import SamplingParams
+
+    trainer.vllm_generation.sync_weights()
+    params = SamplingParams(temperature=0.6, max_tokens=trainer.args.max_completion_length, seed=0)
+    outputs = trainer.vllm_generation.llm.generate([row["prompt"] for row in held_out], params, use_tqdm=False)
+    rewards = correct([output.outputs[0].text for output in outputs], [row["answer"] for row in held_out])
+    return sum(rewards) / len(rewards)
+
+
+def learner_accuracy(trainer: QaRLTrainer, held_out: list[dict[str, Any]]) -> float:
+    """The same of the learner itself, in bfloat16, by transformers' `generate`."""
+    tokenizer, model = trainer.processing_class, trainer.model.eval()
+    ids = torch.tensor([tokenizer.encode(row["prompt"]) for row in held_out])  # prompts have one length
+    length = trainer.args.max_completion_length
+    torch.manual_seed(0)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        answers = model.generate(ids, do_sample=True, temperature=0.6, top_k=0, max_new_tokens=length)
+    texts = tokenizer.batch_decode(answers[:, ids.shape[1] :], skip_special_tokens=True)
+    rewards = correct(texts, [row["answer"] for row in held_out])
+    return sum(rewards) / len(rewards)
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")

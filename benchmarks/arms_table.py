@@ -1,0 +1,134 @@
+"""Tables of docs/results.md from the committed cells; standard library only."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from arms import ARMS, FOLDER, LEVELS, REGIMES, file_of
+
+
+Cell = dict[str, Any]
+NOT_RUN = "not run"
+# The paper's figures: Table 1 (math average, Qwen3-8B-Base); Table 3 (MATH-500, AIME 2025, AMC); Fig. 8 prints no numbers.
+PAPER = {
+    "bf16 GRPO": "51.8; 57.2 (Table 3)",
+    "rollout-only GRPO": "43.9; 49.2 (Table 3)",
+    "rollout-only TBPO": "52.1 (Table 3)",
+    "QaRL TBPO": "48.9",
+    "QaRL GSPO": "curve: collapses",
+    "QaRL dual-clip GRPO": "curve: below TBPO",
+    "QaRL MIS-GSPO": "curve: below TBPO",
+}
+LEVEL_NAMES = dict(
+    zip(LEVELS, ("bfloat16", "low bits, stock operations", "low bits, engine's operations"), strict=True)
+)
+
+
+def read(regime: str, arm: str) -> list[Cell]:
+    """The cells of a row that were run, by seed."""
+    return [json.loads(path.read_text()) for seed in range(100) if (path := file_of(regime, arm, seed)).exists()]
+
+
+def collapsed(cell: Cell) -> bool:
+    """Whether the sampled reward of the last three rollout batches is below half of the best three in a row."""
+    reward = cell["log"]["reward"]
+    return sum(reward[-3:]) < 0.5 * max(sum(reward[i : i + 3]) for i in range(len(reward) - 2))
+
+
+def mean_of(cell: Cell, name: str, last: int = 0) -> float | None:
+    """Mean of a logged column, or of its last entries; `None` where the arm does not log it."""
+    values = [value for value in cell["log"].get(name, [])[-last:] if value is not None]
+    return statistics.fmean(values) if values else None
+
+
+def spread(cells: list[Cell], value: Callable[[Cell], float | None], form: str) -> str:
+    """`mean ± standard deviation` over seeds (one seed: the value)."""
+    values = [v for cell in cells if (v := value(cell)) is not None]
+    if not values:
+        return "-"
+    mean = form.format(statistics.fmean(values))
+    return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values))}"
+
+
+def row(arm: str, cells: list[Cell]) -> list[str]:
+    """One line of a regime's table."""
+    if not cells:
+        return [arm, "0", *[NOT_RUN] * 7, PAPER.get(arm, "-")]
+    return [
+        arm,
+        str(len(cells)),
+        spread(cells, lambda c: 100 * c["accuracy_after"], "{:.1f}"),
+        spread(cells, lambda c: c.get("accuracy_learner") and 100 * c["accuracy_learner"], "{:.1f}"),
+        spread(cells, lambda c: mean_of(c, "reward", 3), "{:.2f}"),
+        f"{sum(map(collapsed, cells))} of {len(cells)}",
+        spread(cells, lambda c: mean_of(c, "mismatch/logp_gap_mean"), "{:.1g}"),
+        spread(cells, lambda c: 100 * mean_of(c, "ratio/paper_neg_high_frac"), "{:.1f}"),
+        spread(cells, lambda c: 100 * mean_of(c, "completions/clipped_ratio", 3), "{:.1f}"),
+        PAPER.get(arm, "-"),
+    ]
+
+
+def starts(regime: str) -> str:
+    """Accuracy before training of the bf16 model and of the quantized one."""
+    found = {}
+    for arm in ARMS:
+        for cell in read(regime, arm):
+            if cell["accuracy_before"] is not None:
+                found.setdefault("bf16" if arm.startswith("bf16") else "quantized", cell["accuracy_before"])
+    shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in sorted(found.items()))
+    return f"Before training: {shown or NOT_RUN}."
+
+
+def regime_table(regime: str) -> str:
+    """The arms of a regime, one a line."""
+    header = [
+        "arm",
+        "seeds",
+        "accuracy, %",
+        "of the learner",
+        "reward",
+        "collapsed",
+        "gap, nats",
+        "A < 0 above, %",
+        "cut, %",
+    ]
+    rows = [row(arm, read(regime, arm)) for arm in ARMS]
+    return markdown([*header, "paper, %"], rows) + f"\n\n{starts(regime)}"
+
+
+def level_table() -> str:
+    """Gap and accuracy of TBPO by what the learner computes with."""
+    rows = []
+    for regime in ("hard", "w4a8"):
+        scheme = REGIMES[regime]["quantization"]["quant_scheme"]
+        for arm in LEVELS:
+            cells = read(regime, arm)
+            values = [NOT_RUN] * 3
+            if cells:
+                values = [
+                    spread(cells, lambda c: 100 * c["accuracy_after"], "{:.1f}"),
+                    spread(cells, lambda c: mean_of(c, "mismatch/logp_gap_mean"), "{:.1g}"),
+                    spread(cells, lambda c: mean_of(c, "mismatch/kl_k3"), "{:.1g}"),
+                ]
+            rows.append([scheme, LEVEL_NAMES[arm], str(len(cells)), *values])
+    return markdown(["scheme", "learner", "seeds", "accuracy, %", "gap, nats", "KL, nats"], rows)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tables() -> str:
+    """All tables, each under its name."""
+    named = {regime: regime_table(regime) for regime in ("hard", "hot", "easy")} | {"alignment": level_table()}
+    return "\n\n".join(f"<!-- table: {name} -->\n{table}" for name, table in named.items())
+
+
+if __name__ == "__main__":
+    print(tables())
+    print(f"\n{len(list(FOLDER.glob('*/*.json')))} cells in {FOLDER}")

@@ -1,0 +1,95 @@
+"""The task and the toy of arms.py: sums that are worked step by step, and outlier channels, which quantization hurts."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl_trl.quickstart.model import make_model, make_tokenizer
+from qarl_trl.quickstart.warmstart import completion_loss
+
+
+NUMBERS = 8  # of a sum: an answer has 118 tokens
+BATCH, RATE = 32, 2e-3  # of the supervised phase
+
+
+# Task ---------------------------------------------------------------------------------------------------------------
+
+
+def work(numbers: list[int], forgets: Iterator[bool] | None = None) -> str:
+    """
+    The working of a sum modulo 100: every line repeats what is left of the problem, filled up with zeros.
+
+    `17+5+8` is worked as `22+8+0=30+0+0`; `forgets` says of each carry whether it is forgotten.
+    """
+    total, lines = numbers[0], []
+    for i, number in enumerate(numbers[1:], start=2):
+        carries = total % 10 + number >= 10
+        total = (total + number - (10 if carries and forgets is not None and next(forgets) else 0)) % 100
+        lines.append("+".join([f"{total:02d}", *map(str, numbers[i:]), *["0"] * (i - 1)]))
+    return "=".join(lines)
+
+
+def problems(seed: int, forgotten: float = 0.0, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Problems with their answer (the last line) and a demonstration that forgets a share of its carries."""
+    rng, slips = random.Random(seed), random.Random(seed + 1)
+    coin = iter(lambda: slips.random() < forgotten, None)
+    while True:
+        numbers = [rng.randint(10, 99), *(rng.randint(1, 9) for _ in range(NUMBERS - 1))]
+        if (zlib.crc32(repr(numbers).encode()) % 5 == 0) == held_out:
+            solution = work(numbers)
+            yield {
+                "prompt": "+".join(map(str, numbers)) + "=",
+                "answer": solution.rsplit("=", 1)[1],
+                "demonstration": work(numbers, coin),
+            }
+
+
+# Model --------------------------------------------------------------------------------------------------------------
+
+
+def warm_start(folder: Path, regime: dict[str, Any]) -> None:
+    """Write the model that all arms and seeds of a regime start from."""
+    model, tokenizer = make_model(0, **regime["model"]), make_tokenizer()
+    stream, steps = problems(0, regime["forgotten"]), regime["warm_steps"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 30, max(0.02, (steps - step) / (0.4 * steps)))
+    )
+    for step in range(steps):
+        rows = [(row["prompt"], row["demonstration"]) for row, _ in zip(stream, range(BATCH), strict=False)]
+        loss = completion_loss(model, tokenizer, rows)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 49:
+            print(f"warm start {step + 1}/{steps}: loss {loss.item():.4f}", flush=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def add_outliers(model: torch.nn.Module, channels: int, factor: int) -> None:
+    """
+    Give some inputs of the projections that follow a norm `factor` times the weight, and the norm the inverse.
+
+    With a power of two the function of the unquantized model stays the same bit by bit; a scale that these weights share
+    with others grows, as it does with the outlier channels of large models.
+    """
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm, readers in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            chosen = torch.randperm(norm.weight.numel(), generator=torch.Generator().manual_seed(0))[:channels]
+            norm.weight[chosen] /= factor
+            for reader in readers:
+                reader.weight[:, chosen] *= factor

@@ -1,0 +1,103 @@
+"""The comparison of arms: its task, its outlier channels, its settings, and the tables of docs/results.md."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from argparse import Namespace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl_trl import QaRLConfig
+from qarl_trl.quant import apply_quantization
+from qarl_trl.quickstart.model import make_model, make_tokenizer
+
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import arms  # noqa: E402
+import arms_table  # noqa: E402
+import arms_task  # noqa: E402
+
+
+def test_the_working_adds_one_number_a_line_and_ends_in_the_sum():
+    rng = random.Random(0)
+    for _ in range(200):
+        numbers = [rng.randint(10, 99), *(rng.randint(1, 9) for _ in range(arms_task.NUMBERS - 1))]
+        lines = arms_task.work(numbers).split("=")
+        assert [int(line.split("+")[0]) for line in lines] == [sum(numbers[: i + 2]) % 100 for i in range(len(lines))]
+        assert lines[0].split("+")[1:] == [*map(str, numbers[2:]), "0"]
+        assert {len(line) for line in lines} == {2 + 2 * (arms_task.NUMBERS - 1)}
+    assert arms_task.work([17, 5, 8]) == "22+8+0=30+0+0"
+    assert arms_task.work([17, 5, 8], iter([True, False])) == "12+8+0=20+0+0"
+
+
+def test_answers_have_118_tokens_and_the_splits_share_no_problem():
+    splits = [list(islice(arms_task.problems(0, 0.5, held_out), 500)) for held_out in (False, True)]
+    tokenizer = make_tokenizer()
+    assert {len(tokenizer.encode(row["demonstration"])) for row in splits[0]} == {118}
+    assert not {row["prompt"] for row in splits[0]} & {row["prompt"] for row in splits[1]}
+    slips = [row["demonstration"] for row in splits[0] if not row["demonstration"].endswith(row["answer"])]
+    assert len(slips) > 100  # control: half of the carries are forgotten
+
+
+def test_outlier_channels_leave_the_model_as_it_is_and_hurt_its_quantization():
+    plain = make_model(0, **arms.TOY).to(torch.bfloat16).eval()
+    with_outliers = copy.deepcopy(plain)
+    arms_task.add_outliers(with_outliers, channels=4, factor=8)
+    ids = torch.randint(2, 32, (4, 60), generator=torch.Generator().manual_seed(0))
+
+    def logits(model):
+        with torch.no_grad():
+            return model(input_ids=ids).logits.float()
+
+    expected = logits(plain)
+    assert torch.equal(logits(with_outliers), expected)
+    errors = []
+    for model in (plain, with_outliers):
+        apply_quantization(model, "W4A16", group_size=-1)
+        errors.append((logits(model) - expected).abs().mean().item())
+    assert errors[1] > 2 * errors[0] > 0  # three seeds: 2.8 to 3.4 times
+
+
+@pytest.mark.parametrize("arm", arms.ARMS)
+@pytest.mark.parametrize("regime", arms.REGIMES)
+def test_the_settings_of_every_cell_are_accepted(tmp_path, regime, arm):
+    settings, chosen = arms.settings_of(regime, arm)
+    quantization = {} if chosen.get("quant_scheme") == "none" else settings["quantization"]
+    args = QaRLConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, report_to=[], **quantization | chosen)
+    assert args.quantized == (not arm.startswith("bf16"))
+    assert args.quant_learner == (not arm.startswith("rollout-only"))
+    if "GSPO" in arm:
+        assert (args.epsilon, args.epsilon_high) == (3 * settings["band"], 4 * settings["band"])
+
+
+def test_arms_share_everything_but_the_method():
+    """One rate and one budget for all: the regime is one object."""
+    assert len({id(arms.settings_of("hard", arm)[0]) for arm in arms.ARMS}) == 1
+
+
+def test_cells_come_seed_by_seed_and_each_has_a_file_of_its_own():
+    wanted = arms.cells(Namespace(regime=["hard", "w4a8"], arms=None, seeds=None))
+    assert wanted[: len(arms.ARMS)] == [("hard", arm, 0) for arm in arms.ARMS]
+    assert len({arms.file_of(*cell) for cell in wanted}) == len(wanted) == 5 * 5 + 5 * 3 + 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [([0.2, 0.4, 0.6, 0.6, 0.6], False), ([0.6, 0.6, 0.6, 0.5, 0.3, 0.0], True), ([0.3, 0.3, 0.3], False)],
+)
+def test_a_run_collapses_when_it_ends_below_half_of_its_best(reward, expected):
+    assert arms_table.collapsed({"log": {"reward": reward}}) is expected
+
+
+def test_the_tables_of_the_doc_are_what_the_script_prints():
+    text = (ROOT / "docs/results.md").read_text()
+    tables = arms_table.tables().split("<!-- table: ")[1:]
+    assert len(tables) == 4
+    assert [table.split(" -->")[0] for table in tables if "<!-- table: " + table.strip() not in text] == []
+    assert "<!-- table: " + tables[0].strip().replace("| bf16 GRPO | ", "| bf16 GRPO | 1") not in text  # control
