@@ -40,7 +40,9 @@ def is_alive(pid):
 
 
 def test_a_stage_that_hangs_or_fails_leaves_its_figures_and_stops_no_other(tmp_path):
-    hung, failed, skipped = run(tmp_path, stage("hang", 20), stage("fail", 30, word="so"), stage("hang", 60), budget=60)
+    hung, failed, skipped = run(
+        tmp_path, stage("hang", 20), stage("fail", 30, word="so"), stage("hang", 100), budget=60
+    )
     assert (hung["status"], failed["status"], skipped["status"]) == ("timeout", "failed", "skipped-for-budget")
     assert not is_alive(hung["figures"]["child"]["pid"])
     assert "time.sleep" in hung["error"] or "hang" in hung["error"]  # where it was
