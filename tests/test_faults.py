@@ -6,7 +6,9 @@ import functools
 import logging
 import math
 import re
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -148,6 +150,23 @@ def test_a_time_limit_that_passes_within_one_call_is_seen_after_it():
     """In a context manager the interruption came between block and exit, as a Ctrl-C that nobody had pressed."""
     with pytest.raises(TimeoutError):
         guards.within(0.05, lambda: re.match(r"(a+)+$", "a" * 22 + "b"))  # 0.4 s and more, which hold Python's lock
+
+
+def test_a_time_limit_holds_where_a_shell_left_ctrl_c_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(TimeoutError):
+            guards.within(0.05, lambda: time.sleep(20))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_time_limit_is_refused_outside_of_the_main_thread():
+    with ThreadPoolExecutor(1) as threads:
+        refused = threads.submit(guards.within, 1, lambda: 1)
+    with pytest.raises(ValueError, match="main thread"):
+        refused.result()
+    assert guards.within(1, lambda: 1) == 1
 
 
 def test_a_time_limit_leaves_the_rest_alone():

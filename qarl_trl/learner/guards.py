@@ -70,22 +70,31 @@ def rewards_of_all(calculate: Callable[[], Tensor], rows: int, names: Sequence[s
     )
 
 
+class _Expired(BaseException):
+    """Not an `Exception`, which a reward function may catch, and no Ctrl-C."""
+
+
+def _expire(*_: Any) -> None:
+    raise _Expired
+
+
 def within(seconds: float | None, calculate: Callable[[], Any]) -> Any:
     """
-    `calculate()`, interrupted by a `TimeoutError` when it takes longer. Only in the main thread, where Ctrl-C arrives.
+    `calculate()`, interrupted by a `TimeoutError` when it takes longer. Only in the main thread, where signals arrive.
 
-    A call into C code is not interrupted until it returns. Unlike SIGALRM, which math-verify needs for itself. A function and no
-    context manager, between whose block and exit an interruption would be taken for a Ctrl-C.
+    A call into C code is not interrupted until it returns. By SIGUSR2: math-verify needs SIGALRM for itself, and SIGINT is ignored
+    in what a shell started in the background. A function and no context manager, which could be interrupted between block and exit.
+
+    Raises:
+        TimeoutError: It took longer.
+        ValueError: Outside of the main thread.
     """
     if seconds is None:
         return calculate()
-    expired = threading.Event()
-
-    def interrupt() -> None:
-        expired.set()
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    timer = threading.Timer(seconds, interrupt)
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError(f"reward_timeout={seconds:g} needs training in the main thread of a process. Unset it.")
+    before = signal.signal(signal.SIGUSR2, _expire)
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2))
     timer.daemon = True
     timer.start()
     try:
@@ -94,13 +103,13 @@ def within(seconds: float | None, calculate: Callable[[], Any]) -> Any:
         finally:
             timer.cancel()
             timer.join()  # an interruption that is on its way arrives here
-    except KeyboardInterrupt as interruption:
-        if not expired.is_set():
-            raise
+    except _Expired as interruption:
         raise TimeoutError(
             f"The reward functions took longer than reward_timeout={seconds:g} s; the traceback above shows where. Repair "
             "what hangs, give it a limit of its own, or raise reward_timeout."
         ) from interruption
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 class IdleBatches:
