@@ -11,6 +11,7 @@ goes on where it was. A cell takes a minute or two on one core.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -23,6 +24,8 @@ from typing import Any
 
 
 FOLDER = Path(__file__).resolve().parent / "results" / "arms"
+# How held-out answers draw their random numbers. Cells without this were run with one seed for all 256; they are run again.
+DRAWS = "a seed for each problem"
 
 # Arms: fields of QaRLConfig; epsilon and epsilon_high of GSPO come from the regime's band.
 TIS = {
@@ -142,21 +145,32 @@ def run_all(wanted: list[tuple[str, str, int]], jobs: int, bases: Path) -> None:
             multiprocessing.connection.wait([process.sentinel for _, process in running])
             for entry in [entry for entry in running if not entry[1].is_alive()]:
                 running.remove(entry)
-                print(*entry[0], "done" if file_of(*entry[0]).exists() else "FAILED", flush=True)
+                print(*entry[0], "done" if is_done(entry[0]) else "FAILED", flush=True)
 
     for cell in wanted:
-        if file_of(*cell).exists():
+        if is_done(cell):
             continue
-        base = bases / "base"
-        if not (base / "config.json").exists():
-            start = context.Process(target=_warm_start, args=(str(base), REGIMES[cell[0]]))
+        regime = REGIMES[cell[0]]
+        start_of = {name: regime[name] for name in ("model", "forgotten", "warm_steps")}
+        base = bases / hashlib.sha256(json.dumps(start_of, sort_keys=True).encode()).hexdigest()[:12]
+        if not (base / "done").exists():
+            start = context.Process(target=_warm_start, args=(str(base), regime))
             start.start()
             start.join()
+            if start.exitcode:
+                raise SystemExit("The warm start failed.")
+            (base / "done").touch()
         reap(jobs - 1)
         process = context.Process(target=run_cell, args=(*cell, str(base)))
         process.start()
         running.append((cell, process))
     reap(0)
+
+
+def is_done(cell: tuple[str, str, int]) -> bool:
+    """Whether a cell has a file, measured as it is measured now."""
+    file = file_of(*cell)
+    return file.exists() and json.loads(file.read_text()).get("draws") == DRAWS
 
 
 def _warm_start(base: str, regime: dict[str, Any]) -> None:

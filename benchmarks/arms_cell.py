@@ -11,12 +11,14 @@ from typing import Any
 import common  # sets what torch and vLLM read when they load
 import torch
 import vllm  # noqa: F401  # here, so that cells that are forked have it
+from arms import DRAWS
 from arms_task import add_outliers, problems
 from datasets import Dataset, disable_progress_bars
 from transformers import PrinterCallback, ProgressCallback, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.evaluation.sample import prompt_seed
 from qarl_trl.quickstart.model import make_tokenizer
 from qarl_trl.quickstart.task import correct
 
@@ -49,6 +51,7 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
         # What the rollout-only arms trained is a bfloat16 model; the other accuracies are of its quantization.
         "accuracy_learner": None if arm.get("quant_learner", True) else learner_accuracy(trainer, held_out),
         "log": {name: [_short(row.get(name)) for row in log] for name in names},
+        "draws": DRAWS,
         "base_sha256": hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()[:16],
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time(), 1),
@@ -107,7 +110,10 @@ def accuracy(trainer: QaRLTrainer, held_out: list[dict[str, Any]]) -> float:
     from vllm import SamplingParams
 
     trainer.vllm_generation.sync_weights()
-    params = SamplingParams(temperature=0.6, max_tokens=trainer.args.max_completion_length, seed=0)
+    # One seed for all prompts would give every answer the same random numbers.
+    seeds = [prompt_seed(trainer.processing_class.encode(row["prompt"]), 0) for row in held_out]
+    length = trainer.args.max_completion_length
+    params = [SamplingParams(temperature=0.6, max_tokens=length, seed=seed) for seed in seeds]
     outputs = trainer.vllm_generation.llm.generate([row["prompt"] for row in held_out], params, use_tqdm=False)
     rewards = correct([output.outputs[0].text for output in outputs], [row["answer"] for row in held_out])
     return sum(rewards) / len(rewards)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(common.ROOT / "tests"))
 from slow.kills import PHASES, random_kill, run
 from slow.toys import save_model
 
-from qarl_trl.checkpoints.folder import damage, finished
+from qarl_trl.checkpoints.folder import damage
 
 
 KILLS_PER_RUN = 5
@@ -34,7 +34,7 @@ def interrupted_run(model: str, folder: Path, engine: bool, index: int, expected
         found = run(model, folder, engine, random_kill(rng, engine))
         if not found["killed"]:
             break
-        damaged = [path.name for path in finished(folder) if damage(path)]
+        damaged = [path.name for path in folder.glob("checkpoint-*") if damage(path)]
         kills.append({key: found[key] for key in ("phase", "step", "resumed")} | {"damaged": damaged})
     last = run(model, folder, engine)
     return {"run": index, "engine": engine, "equal": last["digests"] == expected, "kills": kills}

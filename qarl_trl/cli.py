@@ -82,7 +82,7 @@ def export(args: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from .export import save_low_bit
-    from .export.card import base_facts, write_card
+    from .export.card import FACTS, base_facts, write_card
     from .export.push import Repository
     from .quant import apply_quantization, iter_low_bit_weights
     from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
@@ -102,6 +102,7 @@ def export(args: argparse.Namespace) -> None:
     apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
     stream = tqdm(iter_low_bit_weights(model), "quantizing", unit=" tensors")
     folder = save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output, weights=stream)
+    (folder / FACTS).unlink(missing_ok=True)  # of a model that was here before
     write_card(folder, repository and repository.name, **base_facts(weights))
     print(f"{args.scheme} checkpoint written to {args.output}")
     if repository is not None:

@@ -193,16 +193,16 @@ def test_a_limit_of_no_time_is_refused(tmp_path, seconds):
 
 
 class TwoProcesses:
-    """This process and another one, whose rewards are given."""
+    """This process and another one, whose rewards are given; without them it failed."""
 
     num_processes, device = 2, "cpu"
 
-    def __init__(self, others: torch.Tensor, first: bool) -> None:
+    def __init__(self, others: torch.Tensor | None, first: bool) -> None:
         self.others, self.first = others, first
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        self.sent = own
-        return torch.cat([own, self.others] if self.first else [self.others, own])
+        others = torch.tensor([self.others is None]) if own.dtype == torch.bool else self.others
+        return torch.cat([own, others] if self.first else [others, own])
 
 
 def test_both_processes_learn_that_the_rewards_of_one_failed():
@@ -210,9 +210,12 @@ def test_both_processes_learn_that_the_rewards_of_one_failed():
     failing = TwoProcesses(healthy, first=False)
     with pytest.raises(KeyError, match="no such answer"):
         guards.rewards_of_all(functools.partial(broken, None), 2, ["f"], failing)
-    waiting = TwoProcesses(failing.sent, first=True)
+    waiting = TwoProcesses(None, first=True)
     with pytest.raises(RuntimeError, match="The rewards failed in process 1, which says why"):
         guards.rewards_of_all(lambda: healthy, 2, ["f"], waiting)
+    endless = TwoProcesses(torch.full((2, 1), -INF), first=True)  # rewards, and no failure
+    with pytest.raises(ValueError, match="'f' gave an infinite reward to completion 0 of process 1"):
+        guards.rewards_of_all(lambda: healthy, 2, ["f"], endless)
     one = TwoProcesses(torch.tensor([[INF], [0.0]]), first=True)
     with pytest.raises(ValueError, match="'f' gave an infinite reward to completion 0 of process 1"):
         guards.rewards_of_all(lambda: healthy, 2, ["f"], one)

@@ -88,7 +88,9 @@ def test_a_recipe_is_data(tmp_path):
 @pytest.mark.parametrize(
     "name",
     ["HF_TOKEN", "WANDB_API_KEY", "HF_ENDPOINT", "PATH", "LD_PRELOAD", "PYTHONPATH", "HTTPS_PROXY", "VLLM_API_KEY",
-     "VLLM_ALLOW_INSECURE_SERIALIZATION", "WANDB_BASE_URL", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"],
+     "VLLM_ALLOW_INSECURE_SERIALIZATION", "WANDB_BASE_URL", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
+     "VLLM_NCCL_SO_PATH", "VLLM_PLUGINS", "VLLM_USE_MODELSCOPE", "NCCL_NET_PLUGIN", "CUDA_INJECTION64_PATH",
+     "CUDA_HOME", "TORCHINDUCTOR_CACHE_DIR"],
 )  # fmt: skip
 def test_a_recipe_sets_no_secret_no_address_and_nothing_that_loads_code(tmp_path, monkeypatch, name):
     monkeypatch.delenv(name, raising=False) if name != "PATH" else None

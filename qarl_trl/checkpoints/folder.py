@@ -31,7 +31,9 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
     with ThreadPoolExecutor() as threads:
         checksums = threads.map(_checksum, files.values())
         listed = {n: [p.stat().st_size, c] for (n, p), c in zip(files.items(), checksums, strict=True)}
-    content = {"saved": time.time(), **facts, "files": listed}
+    # Later than the others, whatever the clock of this machine says.
+    past = [read_manifest(other)["saved"] + 1 for other in finished(target.parent)[-1:]]
+    content = {"saved": max([time.time(), *past]), **facts, "files": listed}
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
     flush(folder)
     if target.exists():
@@ -51,7 +53,10 @@ def damage(folder: Path) -> str | None:
         if found[name].st_size != size:
             return f"{name} has {found[name].st_size} bytes, must have {size}"
     seen = tuple((name, checksum, found[name].st_mtime_ns) for name, (_, checksum) in listed.items())
-    changed = _changed(folder.resolve(), seen)
+    try:
+        changed = _changed(folder.resolve(), seen)
+    except OSError as error:
+        return f"it cannot be read ({error})"
     return f"{changed} is not what was written" if changed else None
 
 

@@ -30,6 +30,7 @@ class CheckpointMixin:
     """What [`QaRLTrainer`] saves and resumes, over `GRPOTrainer`."""
 
     _incoming: Path | None = None  # while a checkpoint is written
+    _signals: StopOnSignal | None = None
     _sampler: Any = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +40,7 @@ class CheckpointMixin:
         `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`].
         """
         checkpoint = resume_path(resume_from_checkpoint, self.args)
-        signals = StopOnSignal(self._any_process)
+        self._signals = signals = StopOnSignal(self._any_process)
         self.add_callback(signals)
         # Left from an earlier call they are of other weights: it may have failed, and this one may resume.
         self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
@@ -101,8 +102,9 @@ class CheckpointMixin:
             self._incoming = incoming
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
-            if self.state.best_model_checkpoint == str(incoming / name):
-                self.state.best_model_checkpoint = str(output_dir / name)
+            best = f"checkpoint-{self.state.best_global_step}"
+            if self.state.best_global_step and (best == name or (output_dir / best).is_dir()):
+                self.state.best_model_checkpoint = str(output_dir / best)  # also where the folder has moved since
             if self.args.should_save:
                 self.state.save_to_json(str(incoming / name / TRAINER_STATE_NAME))
                 commit(incoming / name, output_dir / name, processes=self.args.world_size)
@@ -119,6 +121,10 @@ class CheckpointMixin:
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(output_dir / name))
 
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """The Trainer's; with `save_strategy="best"` its answer decides whether to save, which a signal asks for too."""
+        return super()._determine_best_metric(*args, **kwargs) or bool(self._signals and self._signals.leaving)
+
     def _save_rng_state(self, output_dir: str) -> None:
         """The Trainer's, and of a rollout batch that is not used up the completions with their log-probs and advantages."""
         super()._save_rng_state(output_dir)
@@ -131,8 +137,11 @@ class CheckpointMixin:
         """The Trainer's, and what is left of the rollout batch."""
         super()._load_rng_state(checkpoint)
         file = self._rollout_file(checkpoint)
-        if not file.exists():
-            logger.warning("%s is missing: the rest of a rollout batch would be sampled again.", file)
+        # All or none: who has the rest of a batch would not take part in the next rollout.
+        if self._any_process(not file.exists()):
+            logger.warning(
+                "A process has no rollout file in %s: the rest of a rollout batch is sampled again.", checkpoint
+            )
             return
         # Without its number: torch does not know the name that accelerate has for a CPU, "cpu:0".
         stored = torch.load(file, map_location=self.accelerator.device.type, weights_only=True)

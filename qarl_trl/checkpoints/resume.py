@@ -48,6 +48,9 @@ def _find(wish: str, output_dir: Path) -> str | None:
         return None
     if wish.lower() not in ("true", "auto"):
         return _given(Path(wish))
+    for folder in output_dir.glob(f"{INCOMING}/checkpoint-*"):  # killed between the two renames of `commit`
+        if not (output_dir / folder.name).exists() and damage(folder) is None:
+            folder.rename(output_dir / folder.name)
     done, found = finished(output_dir), None
     bad = dict.fromkeys(output_dir.glob(f"{INCOMING}/checkpoint-*"), "it is incomplete")
     bad |= {path: f"it has no {MANIFEST}" for path in output_dir.glob("checkpoint-*") if path not in done}

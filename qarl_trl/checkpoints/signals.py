@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ class StopOnSignal(TrainerCallback):
     """
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:
-        self.received = self._leaving = False
+        self.received = self.leaving = False
+        self._process = os.getpid()
         self._agree = agree
 
     @contextlib.contextmanager
@@ -43,16 +45,21 @@ class StopOnSignal(TrainerCallback):
             for number in taken:
                 signal.signal(number, signal.SIG_DFL)
 
-    def _receive(self, *_: Any) -> None:
+    def _receive(self, number: int, _: Any) -> None:
+        if os.getpid() != self._process:  # a fork of a reward function: it has to end when it is told to
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self.received = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ask for a checkpoint."""
         if self._agree(self.received):
-            self._leaving = control.should_save = True
+            self.leaving = control.should_save = True
+
+    on_evaluate = on_step_end  # a signal may come during an evaluation
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave: what follows the last step would load the best model and may delete this checkpoint."""
-        if self._leaving:
+        if self.leaving or self._agree(self.received):
             logger.warning("Stopped by a signal at step %d, saved; exit code %d.", state.global_step, EXIT_CODE)
             raise SystemExit(EXIT_CODE)

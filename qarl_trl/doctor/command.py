@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 # Of vLLM and OpenMP, before they are imported.
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",

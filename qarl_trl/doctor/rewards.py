@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from .findings import FAIL, OK, SKIPPED, WARN, Finding
@@ -64,4 +66,10 @@ def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], texts: Se
     hooks = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
     ids = [list(text.encode()) for text in texts]
     scores = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns, **hooks)
+    if inspect.isawaitable(scores):
+        scores = asyncio.run(_awaited(scores))
     return [math.nan if score is None else float(score) for score in scores]
+
+
+async def _awaited(scores: Awaitable[Any]) -> Any:
+    return await scores

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import re
@@ -48,7 +49,15 @@ PAPER = {
 # The settings that a card shows: numbers and names that decide the result, nothing that may hold an address.
 SETTINGS = (
     *("quant_scheme", "quant_group_size", "quant_targets", "quant_ignore", "quant_freeze_scales", "quant_learner"),
-    *("quant_kernel", "learner_ops", "max_tokens_per_pass", "loss_type", "tbpo_epsilon_high", "tbpo_delta_low"),
+    *(
+        "quant_kernel",
+        "learner_ops",
+        "max_tokens_per_pass",
+        "loss_type",
+        "advantage_filter",
+        "tbpo_epsilon_high",
+        "tbpo_delta_low",
+    ),
     *("tbpo_delta_high", "tbpo_mismatch_cap", "epsilon", "epsilon_high", "delta", "beta", "scale_rewards"),
     *("importance_sampling_level", "vllm_importance_sampling_mode", "mask_truncated_completions", "num_iterations"),
     *("num_generations", "generation_batch_size", "steps_per_generation", "per_device_train_batch_size"),
@@ -104,6 +113,8 @@ def training_facts(trainer: QaRLTrainer) -> dict[str, Any]:
             f"positive advantages, within 1 - {band.delta_low:g} and 1 + {band.delta_high:g} for negative ones, mismatch "
             f"weight within 1/{args.tbpo_mismatch_cap:g} and {args.tbpo_mismatch_cap:g}."
         )
+    if args.advantage_filter != "none":
+        objective += " Negative advantages were set to 0."
     last = {text: next((row[name] for row in reversed(log) if name in row), None) for name, text in LOGGED.items()}
     return base_facts(base_model(model).config._name_or_path) | {
         "adapter": is_peft_model(model),
@@ -117,6 +128,7 @@ def training_facts(trainer: QaRLTrainer) -> dict[str, Any]:
         "code": f"qarl_trl {__version__}{_commit()}, "
         + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("trl", "transformers", "torch")),
         "masters": args.hub_masters,
+        "masters_in": trainer.hub_model_id,
     }
 
 
@@ -144,6 +156,8 @@ def model_card(folder: Path, repo: str | None = None) -> ModelCard:
     if "config_groups" not in (quantized := config.get("quantization_config") or {}):
         raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
     facts = _stored(folder)
+    if repo != facts.get("masters_in"):  # pushed to another repository, which has no such branch
+        facts.pop("masters", None)
     schemes = [QuantizationScheme.model_validate(group) for group in quantized["config_groups"].values()]
     names = [_name(scheme) for scheme in schemes]
     base_id, trained = facts.get("base_id"), bool(facts.get("steps"))
@@ -255,6 +269,6 @@ def _commit() -> str:
     root = Path(__file__).parents[2]
     if commit is None and (root / ".git").exists():
         command = ["git", "-C", str(root), "rev-parse", "HEAD"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-        commit = found.stdout.strip()
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git here
+            commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
     return f" (commit {commit[:12]})" if commit else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers.utils import PushInProgress
 from ..quant.names import is_peft_model
 from .card import training_facts, write_card
 from .low_bit import LOW_BIT_FOLDER
-from .push import Repository, repository_of
+from .push import STAGING, Repository, repository_of
 
 
 class SharingMixin:
@@ -36,6 +37,9 @@ class SharingMixin:
     def init_hf_repo(self, token: str | None = None) -> None:
         """The Trainer's, with the branches of `hub_revision` and `hub_masters`."""
         if self.is_world_process_zero():
+            if self.hub_model_id is None:
+                for left in Path(self.args.output_dir).glob(f"{STAGING}*"):  # by a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
             self._repository = repository_of(self.args, token)
             self.hub_model_id, self.push_in_progress = self._repository.name, None
 
@@ -58,9 +62,9 @@ class SharingMixin:
         if not self.args.quantized:
             return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.save_model(_internal_call=True)  # before the Hub is asked anything
         if self.hub_model_id is None or token is not None:
             self.init_hf_repo(token)
-        self.save_model(_internal_call=True)
         self.create_model_card(**kwargs)
         if not self.is_world_process_zero():
             return None

@@ -87,7 +87,9 @@ class Repository:
         try:
             return self._push_model(folder, message, revision or self.revision)
         except HubError as error:
-            again = f"Nothing is lost: the model is in {folder}; `qarl-trl push {folder} {self.name}` tries again."
+            branch = revision or self.revision
+            command = f"qarl-trl push {folder} {self.name}" + (f" --revision {branch}" if branch else "")
+            again = f"Nothing is lost: the model is in {folder}; `{command}` tries again."
             raise HubError(f"{error} {again}") from error
 
     def push_checkpoint(self, checkpoint: Path, strategy: str) -> Future:
@@ -153,14 +155,15 @@ class Repository:
         self.api.create_branch(self.name, branch=branch, revision=start, exist_ok=True)
 
     def _tried(self, call: Callable[[], Any]) -> Any:
-        for wait in (*WAITS_S, None):
+        waits = list(WAITS_S)
+        while True:
             try:
                 return call()
             except Exception as error:
-                if wait is None or not _may_pass(error):
-                    raise HubError(f"{self.name} on {self.api.endpoint}: {_reason(error)}") from error
-                time.sleep(wait)
-        return None
+                cause = _root(error)
+                if not waits or not _may_pass(cause):
+                    raise HubError(f"{self.name} on {self.api.endpoint}: {_reason(cause)}") from error
+                time.sleep(waits.pop(0))
 
 
 def repository_of(args: Any, token: str | None = None) -> Repository:
@@ -198,6 +201,11 @@ def _status(error: BaseException) -> int | None:
     return error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
 
 
+def _root(error: BaseException) -> BaseException:
+    """huggingface_hub wraps what an upload raised in a `RuntimeError`."""
+    return _root(error.__cause__) if type(error) is RuntimeError and error.__cause__ else error
+
+
 def _may_pass(error: BaseException) -> bool:
     status = _status(error)
     return isinstance(error, httpx.TransportError) or status == 429 or (status is not None and status >= 500)
@@ -214,4 +222,4 @@ def _reason(error: BaseException) -> str:
         403: "the token may not write there (403). Use one with write access, or another name.",
         404: "it is not there, or the token may not see it (404).",
     }
-    return advice.get(_status(error)) or f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return advice.get(_status(error)) or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

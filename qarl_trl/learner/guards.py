@@ -49,21 +49,21 @@ def rewards_of_all(calculate: Callable[[], Tensor], rows: int, names: Sequence[s
         Exception: What `calculate` raised here; a `RuntimeError` on the processes where it did not, instead of a wait.
         ValueError: On all processes for a reward that is infinite. NaN is TRL's word for `None`, not applicable.
     """
-    failure = None
+    failure, rewards = None, None
     try:
         rewards = calculate()
     except Exception as error:
-        # No reward may be infinite, so a block of it tells the others.
-        failure, rewards = error, torch.full((rows, len(names)), -math.inf, device=accelerator.device)
-    rewards = accelerator.gather(rewards)
+        failure = error
+    failed = accelerator.gather(torch.tensor([failure is not None], device=accelerator.device))
     if failure is not None:
         raise failure
+    if failed.any():
+        raise RuntimeError(f"The rewards failed in process {int(failed.nonzero()[0])}, which says why.")
+    rewards = accelerator.gather(rewards)
     if not rewards.isinf().any():
         return rewards
     row, column = rewards.isinf().nonzero()[0].tolist()
     process, row = divmod(row, rows)
-    if accelerator.num_processes > 1 and rewards.split(rows)[process].isneginf().all():
-        raise RuntimeError(f"The rewards failed in process {process}, which says why.")
     raise ValueError(
         f"The reward function {names[column]!r} gave an infinite reward to completion {row} of process {process}. A reward must "
         "be a number, or None where it does not apply: the advantages of its whole group would be NaN or 0."
@@ -120,7 +120,9 @@ class IdleBatches:
 
     def see(self, advantages: Iterable[float], tokens: float) -> None:
         """Count a batch by the advantages of all completions and by the number of tokens in the loss."""
-        self.count = 0 if any(advantages) and tokens else self.count + 1
+        # The mean of equal rewards misses them by a rounding, which leaves advantages of 1e-4.
+        learns = tokens and any(abs(advantage) > 1e-3 for advantage in advantages)
+        self.count = 0 if learns else self.count + 1
         if self.count and self.count % IDLE_BATCHES == 0:
             cause = (
                 "all advantages are 0, because the completions of each group got the same reward, or none"

@@ -61,7 +61,8 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
     config = meta.read_config(name)
     source = quantized_source(name) if settings.from_checkpoint else None
     plan = settings.quant_plan(None if source is None else source.plan())
-    dtype = getattr(torch, model_args.dtype or "float32", torch.float32)
+    wanted = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
+    dtype = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted, torch.float32)
     model = meta.skeleton(config, dtype, get_peft_config(model_args), plan)
     found, text = meta.parameters(model, settings.optim_muon), config.get_text_config()
     longest = settings.vllm_max_model_length or settings.max_tokens_per_pass
@@ -82,7 +83,9 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
         budget=settings.max_tokens_per_pass,
         checkpointing=settings.gradient_checkpointing,
         half=settings.bf16,
-        utilization=settings.vllm_gpu_memory_utilization if settings.use_vllm else 0.0,
+        utilization=settings.vllm_gpu_memory_utilization
+        if settings.use_vllm and settings.vllm_mode == "colocate"
+        else 0.0,
         sleep=settings.vllm_enable_sleep_mode,
         engine_ranks=settings.vllm_tensor_parallel_size,
     )
@@ -101,7 +104,10 @@ def report(run: Run) -> dict[str, Any]:
     for words, changed in rank.changes(run) if over else ():
         after = rank.peaks(changed)
         if any(after[name] < peaks[name] for name in over):
-            helps.append({"change": words, "peak": max(after.values()), "fits": max(after.values()) <= run.memory})
+            room = not changed.utilization or rank.cache_tokens(changed) >= changed.tokens
+            helps.append(
+                {"change": words, "peak": max(after.values()), "fits": max(after.values()) <= run.memory and room}
+            )
     return {
         "gpus": run.ranks,
         "sharding": "one GPU" if run.ranks == 1 else "FSDP2" if run.sharded else "DDP",

@@ -64,12 +64,12 @@ def read_config(name: str) -> PretrainedConfig:
         return AutoConfig.for_model(kind, **sizes)
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         known = ", ".join(BUNDLED)
         raise ValueError(
-            f"model_name_or_path={name!r} is no folder with a config.json, and its sizes are not bundled ({known}). "
-            "Download its config.json and give that folder."
-        ) from None
+            f"model_name_or_path={name!r} is no folder with a config.json that transformers reads, and its sizes are not bundled "
+            f"({known}). Download its config.json and give that folder. ({str(error).strip().partition(chr(10))[0]})"
+        ) from error
     vars(config).pop("quantization_config", None)
     return config
 

@@ -71,8 +71,6 @@ class TokenStats(TrainerCallback):
             logps (`Tensor`): Of the current policy, `(B, T)`.
             errors (`Tensor`): The error tokens, `(B, T)` bool.
         """
-        if "followed" not in batch:  # stored by a run that followed none
-            return
         if (
             "followed" not in batch
         ):  # of a rollout batch that a resume brought along, sampled when nothing was followed

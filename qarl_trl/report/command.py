@@ -88,10 +88,11 @@ def load(given: Sequence[str], baseline: str | None) -> tuple[list[Run], Run | N
     runs = [read_run(one) for one in given]
     base = None
     if baseline is not None:
-        base = next((run for run in runs if baseline in (run.name, str(run.folder))), None)
+        base = next((run for run in runs if run.name == baseline), None)
         if base is None:
-            base = read_run(baseline)
-            runs.append(base)
+            found = read_run(baseline)
+            base = next((run for run in runs if run.folder.resolve() == found.folder.resolve()), found)
+            runs += [] if base in runs else [base]
     names = [run.name for run in runs]
     twice = {name for name in names if names.count(name) > 1}
     if twice:

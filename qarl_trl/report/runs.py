@@ -86,7 +86,8 @@ def read_run(given: str) -> Run:
     Raises:
         ValueError: If it is missing, no run, or has logged nothing.
     """
-    name, _, path = given.rpartition("=") if not Path(given).exists() else ("", "", given)
+    is_named = "=" in given and not Path(given).expanduser().exists()
+    name, _, path = given.partition("=") if is_named else ("", "", given)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")

@@ -100,5 +100,8 @@ def bounds(settings: dict[str, Any]) -> Bounds | None:
     if loss not in CLIPPED:
         return None
     low = settings["epsilon"]
-    high = settings.get("epsilon_high", low)
-    return Bounds(settings.get("importance_sampling_level", "token"), 1 + high, 1 - low, settings.get("delta"))
+    high, delta = 1 + settings.get("epsilon_high", low), settings.get("delta")
+    level = settings.get("importance_sampling_level", "token")
+    if delta is None:
+        return Bounds(level, high, 1 - low, None)
+    return Bounds(level, min(high, delta), 1 - low, max(high, delta))

@@ -22,13 +22,17 @@ PHASE_COLOURS = {"rollout": "#4B4F73", "publish": "#8A8FBF", "update": "#C5C8E4"
 
 def speed_up(run: Run, baseline: Run) -> float:
     """How many times faster an update of `run` is than one of `baseline`, in mean seconds; NaN if either has none."""
-    return baseline.seconds() / run.seconds()
+    if run.phases() and baseline.phases():
+        return baseline.seconds() / run.seconds()
+    return baseline.mean("step_time") / run.mean("step_time")  # TRL's, without the optimizer's step
 
 
 def time_chart(runs: Sequence[Run], baseline: Run | None) -> list[Picture]:
     """Seconds of an update by phase, and the speed-up if there is a baseline."""
     if not any(math.isfinite(run.seconds()) for run in runs):
         return []
+    if baseline is not None and not any(math.isfinite(speed_up(run, baseline)) for run in runs):
+        baseline = None
     caption = (
         "Mean over all updates that were logged, the first with its warm-up among them. Completions of different length take "
         "different time: compare with their lengths. "

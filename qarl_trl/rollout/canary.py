@@ -109,9 +109,15 @@ class Canary:
         """
         first = self._anchor is None
         learner = self._score(first)
-        engine = engine_logps(llm, self.token_ids).to(learner.plain.device)
+        failure, engine = None, torch.full_like(learner.plain, math.nan)
+        try:
+            engine = engine_logps(llm, self.token_ids).to(learner.plain.device)
+        except Exception as error:  # the others wait for this process in the gather; NaN stops them as well
+            failure = error
         reading = read_first(engine, learner, self._before) if first else read_later(engine, learner, self._anchor)
         gathered = self._gather(torch.tensor([astuple(reading)], device=engine.device)).tolist()
+        if failure is not None:
+            raise failure
         rows = [Reading(*row[:5], int(row[5]), row[6]) for row in gathered]
         worst = max(rows, key=lambda row: (row.wrong, row.gap))
         for name, value in (("gap", worst.gap), ("yardstick", worst.yardstick), ("allowed", worst.limit)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import sys
 from argparse import Namespace
@@ -77,8 +78,24 @@ def test_the_settings_of_every_cell_are_accepted(tmp_path, regime, arm):
 
 
 def test_arms_share_everything_but_the_method():
-    """One rate and one budget for all: the regime is one object."""
-    assert len({id(arms.settings_of("hard", arm)[0]) for arm in arms.ARMS}) == 1
+    """One rate and one budget for all."""
+    method = {
+        "loss_type",
+        "importance_sampling_level",
+        "epsilon",
+        "epsilon_high",
+        "delta",
+        "quant_scheme",
+        "quant_learner",
+    }
+    method |= {"quant_kernel", "learner_ops"}
+    method |= {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "correction")}
+    assert all(set(arms.settings_of("hard", arm)[1]) <= method for arm in arms.ARMS)
+
+
+def test_all_cells_have_one_start():
+    cells = [json.loads(file.read_text()) for file in arms.FOLDER.glob("*/*.json")]
+    assert len({cell["base_sha256"] for cell in cells}) == 1
 
 
 def test_cells_come_seed_by_seed_and_each_has_a_file_of_its_own():

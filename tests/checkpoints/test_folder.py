@@ -76,3 +76,11 @@ def test_the_last_is_the_one_written_last(tmp_path):
     assert finished(tmp_path)[-1].name == "checkpoint-2"
     rotate(tmp_path, 1, None)
     assert [f.name for f in finished(tmp_path)] == ["checkpoint-2"]
+
+
+def test_the_one_written_last_is_the_newest_whatever_the_clock_says(tmp_path, monkeypatch):
+    for step, now in ((1, 2000.0), (2, 1000.0)):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        (tmp_path / "_incoming" / "x").mkdir(parents=True)
+        commit(tmp_path / "_incoming" / "x", tmp_path / f"checkpoint-{step}")
+    assert [folder.name for folder in finished(tmp_path)] == ["checkpoint-1", "checkpoint-2"]

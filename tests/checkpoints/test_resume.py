@@ -97,3 +97,10 @@ def test_a_recipe_is_refused_before_anything_loads(base, tmp_path, capsys):  # n
 def test_transformers_own_way_to_save_on_a_signal_is_refused(tmp_path):
     with pytest.raises(ValueError, match="enable_jit_checkpoint"):
         config(tmp_path, enable_jit_checkpoint=True)
+
+
+def test_a_checkpoint_between_its_two_renames_is_put_in_its_place(tmp_path):
+    folder = save(tmp_path, 4)
+    (tmp_path / "_incoming").mkdir(exist_ok=True)
+    folder.rename(tmp_path / "_incoming" / folder.name)
+    assert resume_path("true", config(tmp_path)) == str(folder)

@@ -28,7 +28,7 @@ def test_a_run_killed_while_it_publishes_saves_and_trains_ends_in_the_same_bits(
     for kill in (("publish", 2, 0.01), ("save", 2, 0.05), ("train", 2, 0.02)):
         found = run(model, folder, engine=True, kill=kill)
         assert found["killed"]
-        assert not any(map(damage, finished(folder)))
+        assert not any(map(damage, folder.glob("checkpoint-*")))
     asked = run(model, folder, engine=True, kill=("sample", 1, 0.0), by=signal.SIGTERM)
     assert asked["code"] == EXIT_CODE
     last = run(model, folder, engine=True)
