@@ -242,10 +242,12 @@ def test_the_best_model_is_kept_and_comes_back(request, tmp_path, kind):
     assert not same(seen[-1], seen[0])  # control
 
 
-def test_a_signal_keeps_the_last_checkpoint_beside_the_best(model, tmp_path):
-    """At the end of a run with a limit of one, transformers deletes all but the best."""
+@pytest.mark.parametrize("when", ["training", "evaluation"])
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+def test_a_signal_keeps_the_last_checkpoint_beside_the_best(model, tmp_path, when, strategy):
+    """At the end of a run with a limit of one, transformers deletes all but the best; by `best` no other would be saved."""
     changes = {
-        "save_strategy": "steps",
+        "save_strategy": strategy,
         "save_steps": 1,
         "save_total_limit": 1,
         "eval_strategy": "steps",
@@ -257,14 +259,15 @@ def test_a_signal_keeps_the_last_checkpoint_beside_the_best(model, tmp_path):
     real = trainer._generate_and_score_completions
 
     def killed_in_the_last_step(inputs):
-        if trainer.state.global_step == 2:
+        if trainer.state.global_step == 2 and trainer.model.training == (when == "training"):
             os.kill(os.getpid(), signal.SIGTERM)
         return real(inputs)
 
     trainer._generate_and_score_completions = killed_in_the_last_step
     with pytest.raises(SystemExit):
         trainer.train()
-    assert {folder.name for folder in finished(tmp_path)} == {"checkpoint-1", "checkpoint-3"}
+    last = "checkpoint-3" if when == "training" else "checkpoint-2"
+    assert {folder.name for folder in finished(tmp_path)} == {"checkpoint-1", last}
 
 
 @pytest.fixture(scope="module")
