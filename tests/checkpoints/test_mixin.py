@@ -57,6 +57,7 @@ def straight(model, tmp_path_factory):
     return trainer
 
 
+@pytest.mark.slow
 def test_a_resume_from_any_step_ends_in_the_same_bits(model, straight, tmp_path):
     folder, expected = Path(straight.args.output_dir), masters(straight)
     # After the first update of a rollout batch, at an inner one, at the end of an epoch and within the next.

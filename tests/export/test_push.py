@@ -153,7 +153,14 @@ def test_a_run_pushes_the_low_bit_model_and_keeps_masters_at_home(hub, model, tm
     assert not list(tmp_path.glob(".push-*"))
 
 
-@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "every_save",
+        pytest.param("checkpoint", marks=pytest.mark.slow),
+        pytest.param("all_checkpoints", marks=pytest.mark.slow),
+    ],
+)
 def test_masters_go_to_a_branch_of_their_own(hub, model, tmp_path, strategy):
     trainer = pushing(model, tmp_path, hub_strategy=strategy, hub_masters="masters", hub_always_push=True)
     trainer.train()

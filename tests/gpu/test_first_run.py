@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from gpu.first_run import Stage, merged, run_stages, table
 
 
@@ -39,6 +41,7 @@ def is_alive(pid):
         return file.read().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_or_fails_leaves_its_figures_and_stops_no_other(tmp_path):
     hung, failed, skipped = run(
         tmp_path, stage("hang", 20), stage("fail", 30, word="so"), stage("hang", 100), budget=60

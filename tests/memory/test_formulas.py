@@ -157,9 +157,19 @@ def peak_bytes(function):
     return most
 
 
-@pytest.mark.parametrize("tile", [64, 32768])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("kind", "scheme"), [("qwen3", "W4A16"), ("qwen3", "FP8_DYNAMIC"), ("qwen3_moe", "W4A16")])
+OTHERS = pytest.mark.slow  # of many alike
+
+
+@pytest.mark.parametrize("tile", [pytest.param(64, marks=OTHERS), 32768])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=OTHERS), True])
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        ("qwen3", "W4A16"),
+        pytest.param("qwen3", "FP8_DYNAMIC", marks=OTHERS),
+        pytest.param("qwen3_moe", "W4A16", marks=OTHERS),
+    ],
+)
 def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
     """
     Within 10 %, for one pass and for two that are kept until one backward; half the layers is the control. With checkpointing

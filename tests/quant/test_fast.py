@@ -445,6 +445,7 @@ def interpreted(script):
     )
 
 
+@pytest.mark.slow
 def test_triton_kernels_have_the_bytes_of_the_plain_operations():
     """In Triton's interpreter, on a CPU. Groups, channels and blocks; each kind of code."""
     pytest.importorskip("triton")

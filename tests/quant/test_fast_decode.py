@@ -246,6 +246,7 @@ for name, width in (("W8A8", 1050), ("FP8_DYNAMIC", 1050), ("W4A16_ASYM", 1152))
 """
 
 
+@pytest.mark.slow
 def test_the_triton_kernel_has_the_bytes_of_the_plain_operations():
     """In Triton's interpreter, on a CPU."""
     pytest.importorskip("triton")
