@@ -87,14 +87,14 @@ def test_every_version_is_in_its_window_and_another_is_not(monkeypatch):
     assert rows["peft"].status == SKIPPED
 
 
-def test_amx_is_said_to_be_off_and_a_cpu_without_avx512_fails(monkeypatch):
+def test_amx_is_said_to_be_off_and_a_cpu_without_avx512_is_said_to_have_no_engine(monkeypatch):
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(machine, "why_no_engine", lambda *_: None)
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"amx_tile", "avx512_vnni"}))
     rows = {row.name: row for row in machine.devices()}
     assert "AMX kernels are switched off" in rows["engine on the CPU"].text and "VNNI" not in rows
     monkeypatch.setattr(machine, "why_no_engine", lambda *_: "no AVX-512")
-    assert {row.name: row for row in machine.devices()}["engine on the CPU"].status == FAIL
+    assert {row.name: row for row in machine.devices()}["engine on the CPU"].status == WARN
 
 
 ROWS = [{"prompt": "p", "answer": answer} for answer in ("1", "2", "2", "3")]

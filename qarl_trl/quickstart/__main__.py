@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse (`ValueError`, `ImportError`) what would fail after the warm start."""
-    check_engine_cpu("cpu")
     schemes = [name for name, row in SUPPORTED.items() if row.cpu_engine] + ["none"]
     if options.scheme not in schemes:
         raise ValueError(f"--scheme {options.scheme} must be one that the CPU engine runs: {', '.join(schemes)}.")
     if options.rollouts < 1:
         raise ValueError(f"--rollouts must be 1 or more, got {options.rollouts}.")
+    check_engine_cpu("cpu")
     if find_spec("matplotlib") is None:
         raise ImportError("The picture of the run needs matplotlib: pip install 'qarl_trl[report]'.")
 
