@@ -1,84 +1,71 @@
-"""Pictures of docs/results.md and docs/metrics.md from the committed cells."""
+"""Pictures of docs/results.md and docs/metrics.md from the committed cells, drawn as `qarl-trl report` draws runs."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 from arms import file_of
 from arms_table import read
 
+from qarl_trl.report.draw import COLOURS, picture
+from qarl_trl.report.figures import Panel, draw_panels
+from qarl_trl.report.runs import Run
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # after the backend
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# Colours of Okabe and Ito, which stay apart for colour-blind readers.
-SHOWN = {
-    "bf16 GRPO": "black",
-    "QaRL TBPO": "#0072B2",
-    "QaRL GSPO": "#009E73",
-    "rollout-only TBPO": "#E69F00",
-    "rollout-only GRPO": "#D55E00",
-}
+SHOWN = ("bf16 GRPO", "QaRL TBPO", "QaRL GSPO", "rollout-only TBPO", "rollout-only GRPO")
+GAP = Panel("Gap between engine and learner", "nats per token", {"mismatch/logp_gap_mean": ""}, log=True)
+REWARD = Panel("Sampled reward", "mean reward", {"reward": ""})
+ENTROPY = Panel("Entropy", "nats per token", {"entropy": ""})
+RATIO = Panel("Sequence ratio r", "r", {"ratio/max": "largest", "ratio/neg_q99": "A<0, 99 %", "ratio/min": "smallest"})
 
 
-def mean_curve(cells: list[dict[str, Any]], name: str) -> list[float]:
-    """Mean over seeds, rollout batch by rollout batch."""
-    return [statistics.fmean(values) for values in zip(*(cell["log"][name] for cell in cells), strict=True)]
+def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) -> Run:
+    """The mean over seeds, rollout batch by rollout batch, as a run of a report."""
+    rows: dict[int, dict[str, Any]] = {}
+    for metric in (metric for panel in panels for metric in panel.metrics):
+        curves = [cell["log"][metric] for cell in cells if metric in cell["log"]]
+        for step, values in enumerate(zip(*curves, strict=True), 1):
+            rows.setdefault(step, {"step": step})[metric] = statistics.fmean(values)
+    return Run(name, Path(), list(rows.values()))
 
 
-def compare(path: Path) -> None:
+def draw_arms() -> Figure:
     """Reward, gap and entropy of the arms of the hard regime; thin lines are seeds."""
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    panels = {"reward": "Sampled reward", "mismatch/logp_gap_mean": "Mean log-prob gap (nats per token)"}
-    panels["entropy"] = "Entropy (nats per token)"
-    for axis, (name, title) in zip(axes, panels.items(), strict=True):
-        for arm, colour in SHOWN.items():
-            cells = [cell for cell in read("hard", arm) if name in cell["log"]]
-            for cell in cells:
-                axis.plot(range(1, len(cell["log"][name]) + 1), cell["log"][name], color=colour, lw=0.5, alpha=0.4)
-            if cells:
-                curve = mean_curve(cells, name)
-                axis.plot(range(1, len(curve) + 1), curve, color=colour, lw=2, label=f"{arm} ({len(cells)} seeds)")
-        axis.set(title=title, xlabel="rollout batch (8 updates each)")
-        axis.grid(alpha=0.3)
-    axes[1].set_yscale("log")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    panels, cells = (REWARD, GAP, ENTROPY), [read("hard", arm) for arm in SHOWN]
+    runs = [mean_run(f"{arm} ({len(of)} seeds)", of, panels) for arm, of in zip(SHOWN, cells, strict=True)]
+    figure = draw_panels(panels, runs)
+    for axis, panel in zip(figure.axes, panels, strict=True):
+        axis.set_xlabel("rollout batch (8 updates each)")
+        for colour, of in zip(COLOURS, cells, strict=False):
+            for curve in (cell["log"][name] for cell in of for name in panel.metrics if name in cell["log"]):
+                axis.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=0.5, alpha=0.4)
+    return figure
 
 
-def one_run(regime: str, arm: str, seed: int, path: Path) -> None:
-    """Reward, gap and ratios of one run, as docs/metrics.md shows them."""
-    log = json.loads(file_of(regime, arm, seed).read_text())["log"]
-    figure, (reward, gap, ratio) = plt.subplots(1, 3, figsize=(10, 2.8), layout="constrained")
-    steps = range(1, len(log["reward"]) + 1)
-    reward.plot(steps, log["reward"], color="black")
-    reward.set(title="reward", ylim=(0, 1))
-    gap.plot(steps, log["mismatch/logp_gap_mean"], color="black")
-    gap.set(title="mismatch/logp_gap_mean", yscale="log", ylim=(1e-8, 1))
-    for name, colour, style in (
-        *(("ratio/max", "#D55E00", "-"), ("ratio/neg_q99", "#D55E00", "--"), ("ratio/pos_q99", "#0072B2", "--")),
-        ("ratio/min", "#0072B2", "-"),
-    ):
-        ratio.plot(steps, log[name], color=colour, linestyle=style, label=name)
-    ratio.set(title="sequence ratio r")
-    ratio.legend(fontsize=7, frameon=False)
-    for axis in (reward, gap, ratio):
+def draw_one(regime: str, arm: str, seed: int) -> Figure:
+    """Reward, gap and ratios of one run, as docs/metrics.md shows them: the axes are the same in both pictures."""
+    panels = (REWARD, GAP, RATIO)
+    cell = json.loads(file_of(regime, arm, seed).read_text())
+    figure = draw_panels(panels, [mean_run(f"{arm}, seed {seed}", [cell], panels)])
+    figure.axes[0].set_ylim(0, 1)
+    figure.axes[1].set(yscale="log", ylim=(1e-8, 1))
+    for axis in figure.axes:
         axis.set_xlabel("rollout batch")
-        axis.grid(alpha=0.3)
-    figure.suptitle(f"{arm}, seed {seed}", fontsize=10)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    return figure
 
 
 if __name__ == "__main__":
-    compare(DOCS / "results.png")
-    one_run("hard", "QaRL TBPO", 0, DOCS / "metrics_healthy.png")
-    one_run("hot", "rollout-only GRPO", 0, DOCS / "metrics_collapsed.png")
+    for name, draw in {
+        "results": draw_arms,
+        "metrics_healthy": partial(draw_one, "hard", "QaRL TBPO", 0),
+        "metrics_collapsed": partial(draw_one, "hot", "rollout-only GRPO", 0),
+    }.items():
+        (DOCS / f"{name}.png").write_bytes(picture(name, "", "", draw).light)

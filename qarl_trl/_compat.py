@@ -72,6 +72,11 @@ def require_vllm() -> None:
         )
 
 
+# The Trainer resumes under DDP with `map_location` "cpu:0", as accelerate calls a CPU; torch 2.13 knows "cpu" alone.
+torch.serialization.register_package(
+    9, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
+)
+
 # `rebound(owner, name, value)`: the name has this value inside the block, also where it is inherited; an unknown one raises.
 rebound = patch.object
 
@@ -174,6 +179,24 @@ def offloads_parameters(args: Any) -> bool:
     return fsdp_version(args) is not None and os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
 
 
+def is_zero3(args: Any) -> bool:
+    """Whether DeepSpeed shards the parameters."""
+    return args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
+
+
+def num_shards(args: Any) -> int:
+    """How many processes share one copy of the masters: 1 without FSDP or ZeRO-3, under HSDP (accelerate's parallelism config) those of a node."""
+    if is_zero3(args):
+        return args.world_size
+    if fsdp_version(args) is None:
+        return 1
+    if args.parallelism_config is not None:
+        return args.parallelism_config.dp_shard_size
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        return int(os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"])
+    return args.world_size
+
+
 def loads_weights() -> bool:
     """
     Whether a model that this process loads has its weights at once.
@@ -190,14 +213,25 @@ def restore_masters(model: PreTrainedModel, folder: str) -> None:
 
     It stores experts one by one, and models of several parts as older versions named them. The Trainer resumes by
     `load_state_dict`, to which those names are unknown: it would warn and go on with the weights that training began with.
-
-    Raises:
-        RuntimeError: when the checkpoint lacks a weight.
+    `RuntimeError` when the checkpoint lacks a weight.
     """
     stored, found = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     if found["missing_keys"]:
         raise RuntimeError(f"The checkpoint {folder} lacks {sorted(found['missing_keys'])}: it cannot be resumed.")
     model.load_state_dict(stored.state_dict())
+
+
+def announce_fused_head(model: PreTrainedModel) -> None:
+    """
+    Tell DeepSpeed ZeRO-3 that the forward of `model` reads its output head.
+
+    TRL's fused head does (`trl.trainer.utils.add_fused_lm_head`), and DeepSpeed notices at its first use. If the canary's pass,
+    without the fused head, was traced before, a later one stops with "tracing error" (DeepSpeed 0.19.8).
+    """
+    import deepspeed
+
+    for param in model.get_output_embeddings().parameters():
+        deepspeed.zero.register_external_parameter(model, param)
 
 
 def keep_float32(accelerator: Any) -> None:

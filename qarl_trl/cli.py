@@ -12,6 +12,7 @@ from importlib import import_module
 # may return another one: the long work, whose errors keep their traceback.
 _FORWARDED = {
     "train": (".train:main", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
+    "serve": (".serving.command:main", "the engine of a recipe as a server, for a trainer with vllm_mode=server"),
     "plan": (".memory.command:main", "what a recipe needs of each GPU's memory, estimated without a model"),
     "precondition": (".llmcompressor.command:precondition", "fold transforms into a model before training"),
     "ptq": (".llmcompressor.command:ptq", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),

@@ -26,17 +26,19 @@ from .rollout.cpu_ops import unsupported
 
 logger = get_logger(__name__)
 
-LEARNER_OPS = ("auto", "stock", "engine")
 TBPO = "tbpo"
 # What TRL applies to negative advantages alone.
 FOR_NEGATIVE_ADVANTAGES = (
-    "delta",
-    "off_policy_mask_threshold",
-    "sapo_temperature_neg",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
+    *("delta", "off_policy_mask_threshold", "sapo_temperature_neg", "vespo_k_neg", "vespo_lambda_neg"),
 )
 STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+# Fields of a few values. TRL would notice a wrong one after the first rollout, or never.
+CHOICES = {
+    "loss_type": (TBPO, *STOCK_LOSSES),
+    "advantage_filter": ("none", "positive"),
+    "quant_kernel": ("auto", "dequant", "engine"),
+    "learner_ops": ("auto", "stock", "engine"),
+}
 # Set by TRL from its own fields, or by the rollout so that engine and learner agree.
 OWNED_ENGINE_ARGUMENTS = (
     *("model", "load_format", "dtype", "hf_overrides", "quantization", "logprobs_mode", "seed", "max_model_len"),
@@ -52,14 +54,9 @@ HARMLESS_SAMPLING = (
     *("skip_special_tokens", "spaces_between_special_tokens"),
 )
 NEUTRAL_SAMPLING = {
-    "top_p": (1.0,),
+    **dict.fromkeys(("top_p", "repetition_penalty", "n"), (1,)),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens"), (0,)),
     "top_k": (0, -1),
-    "min_p": (0.0,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "min_tokens": (0,),
-    "n": (1,),
 }
 
 
@@ -128,7 +125,7 @@ class QaRLConfig(GRPOConfig):
         default="auto",
         help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'engine': "
         "rounds where the CPU engine rounds, so that log-probs are bitwise equal (Llama, Qwen2 and Qwen3 beside a "
-        "colocated CPU engine; enforce_eager is then on by default). 'auto': 'engine' where a low-bit learner can have "
+        "CPU engine; enforce_eager is then on by default). 'auto': 'engine' where a low-bit learner can have "
         "it, otherwise 'stock'.",
     )
     max_tokens_per_pass: int | None = HfArg(
@@ -197,9 +194,14 @@ class QaRLConfig(GRPOConfig):
         "'first' (the first publish, onto an engine with random weights), a number N (the first and every N-th after it), or "
         "'off'. Costs an engine prompt of 128 tokens a check, and some learner forwards.",
     )
+    publish_folder: str | None = HfArg(
+        default=None,
+        help="vllm_mode='server': folder on a file system that trainer and server both mount, through which a publish goes. Unset: "
+        "vLLM's NCCL transfer from GPU to GPU (vllm_group_port), untested.",
+    )
     vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(
         default=None,
-        help="More arguments for the colocated vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
+        help="More arguments for vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
         "needs no compiler.",
     )
     hub_masters: str | None = HfArg(
@@ -251,15 +253,10 @@ class QaRLConfig(GRPOConfig):
 
     @property
     def _beside_cpu_engine(self) -> bool:
-        return self.use_vllm and self.vllm_mode == "colocate" and self.device.type == "cpu"
+        return self.use_vllm and self.device.type == "cpu"
 
     def engine_ops_for(self, config: PretrainedConfig) -> bool:
-        """
-        Whether the learner of this run, of a model with this `config`, computes with the engine's operations (`learner_ops`).
-
-        Raises:
-            ValueError: for `learner_ops="engine"` and a model that has no such form.
-        """
+        """Whether the learner runs a model of this `config` on the engine's operations; `ValueError` if it must and cannot."""
         if self.learner_ops == "stock" or not self._beside_cpu_engine:
             return False
         if self.learner_ops == "auto" and not (self.quantized and self.quant_learner):
@@ -311,11 +308,10 @@ class QaRLConfig(GRPOConfig):
         super().__post_init__()
         _check_secrets(self)
         _check_hub(self)
-        if self.loss_type not in (TBPO, *STOCK_LOSSES):
-            # TRL would only notice after the first rollout.
-            raise ValueError(f"loss_type={self.loss_type!r} must be {TBPO!r} or one of {', '.join(STOCK_LOSSES)}.")
-        _check_band(self)
-        _check_advantages(self)
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+        _check_objective(self)
         if self.loss_type == TBPO:
             _check_tbpo(self)
         if self.quantized:
@@ -341,16 +337,11 @@ class QaRLConfig(GRPOConfig):
         _check_muon(self)
 
 
-def _check_band(args: QaRLConfig) -> None:
+def _check_objective(args: QaRLConfig) -> None:
     try:
         _ = args.trust_band  # every loss is measured by it
     except ValueError as error:
         raise ValueError(f"tbpo_{error}") from None
-
-
-def _check_advantages(args: QaRLConfig) -> None:
-    if args.advantage_filter not in ("none", "positive"):
-        raise ValueError(f"advantage_filter={args.advantage_filter!r} must be 'none' or 'positive'.")
     if args.advantage_filter == "positive":
         own = ("off_policy_mask_threshold", "tbpo_delta_low", "tbpo_delta_high")  # `delta` is TBPO's to set
         if unused := changed_fields(args, own if args.loss_type == TBPO else FOR_NEGATIVE_ADVANTAGES):
@@ -414,15 +405,9 @@ def _check_one_source(args: QaRLConfig) -> None:
 def _check_quantized(args: QaRLConfig) -> None:
     if not args.quant_targets:
         raise ValueError("quant_targets is empty: nothing would be quantized. Use ['Linear'], or quant_scheme: none.")
-    if args.quant_kernel not in ("auto", "dequant", "engine"):
-        raise ValueError(f"quant_kernel={args.quant_kernel!r} must be 'auto', 'dequant' or 'engine'.")
     if args.quant_keep_dequantized and not args.quant_learner:
         raise ValueError(
             "quant_keep_dequantized=True came with quant_learner=False, whose forward dequantizes nothing. Leave one of them out."
-        )
-    if args.use_vllm and args.vllm_mode != "colocate":
-        raise ValueError(
-            f"vllm_mode={args.vllm_mode!r} cannot receive packed tensors. Use 'colocate', or quant_scheme='none'."
         )
     if args.fp16:
         raise ValueError("fp16=True: the engine computes in bfloat16 and the learner must too. Use bf16=True.")
@@ -457,11 +442,8 @@ def _check_secrets(args: QaRLConfig) -> None:
 def _check_hub(args: QaRLConfig) -> None:
     strategy = args.hub_strategy
     if args.hub_masters is not None:
-        if (
-            not (args.quantized and args.push_to_hub)
-            or strategy == "end"
-            or args.hub_masters in ("main", args.hub_revision)
-        ):
+        own = args.hub_masters not in ("main", args.hub_revision)
+        if not (own and args.quantized and args.push_to_hub and strategy != "end"):
             raise ValueError(
                 f"hub_masters={args.hub_masters!r} must be a branch of its own, got quant_scheme={args.quant_name!r}, push_to_hub={args.push_to_hub}, "
                 f"hub_strategy={str(strategy.value)!r}, hub_revision={args.hub_revision!r}. It needs quantization, push_to_hub=True "
@@ -504,13 +486,12 @@ def _check_sampling(args: QaRLConfig) -> None:
 def _check_rollout(args: QaRLConfig) -> None:
     if args.use_vllm:
         _compat.require_vllm()
-    if args.learner_ops not in LEARNER_OPS:
-        raise ValueError(f"learner_ops={args.learner_ops!r} must be one of {', '.join(LEARNER_OPS)}.")
     if args.learner_ops == "engine" and not args._beside_cpu_engine:
         raise ValueError(
-            f"learner_ops='engine' needs a colocated CPU engine, got use_vllm={args.use_vllm} on device "
+            f"learner_ops='engine' needs a CPU engine, got use_vllm={args.use_vllm} on device "
             f"{args.device.type!r}. Use learner_ops='auto' or 'stock'."
         )
+    _check_server(args)
     owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
         raise ValueError(
@@ -531,6 +512,26 @@ def _check_rollout(args: QaRLConfig) -> None:
         raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
     if args.reward_timeout is not None and not args.reward_timeout > 0:
         raise ValueError(f"reward_timeout={args.reward_timeout} must be > 0 seconds; unset it for no limit.")
+
+
+def _check_server(args: QaRLConfig) -> None:
+    server, folder = args.use_vllm and args.vllm_mode == "server", args.publish_folder
+    room, answer = args.vllm_max_model_length, args.max_completion_length
+    if server and room and answer and answer >= room:
+        raise ValueError(
+            f"max_completion_length={answer} must be below vllm_max_model_length={room} with vllm_mode='server': a server refuses "
+            "a prompt that leaves less room than that."
+        )
+    if folder is not None and not server:
+        raise ValueError(
+            f"publish_folder={folder!r} needs use_vllm=True and vllm_mode='server', got use_vllm={args.use_vllm} and "
+            f"vllm_mode={args.vllm_mode!r}: a colocated engine is given the tensors. Remove it."
+        )
+    if folder is None and server and args.device.type != "cuda":
+        raise ValueError(
+            f"vllm_mode='server' on device {args.device.type!r} needs publish_folder, a folder that trainer and server both "
+            "mount: NCCL, the other way to the server, goes from GPU to GPU."
+        )
 
 
 def _check_eval_temperature(args: QaRLConfig) -> None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model.ground_truth", "solution", "target")
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _SLOT = "{problem}"
 
 
@@ -44,12 +44,8 @@ def load_math_dataset(
         answer_column (`str`, *optional*): By default the first of `ANSWER_COLUMNS`. Dots reach into nested columns.
         config_name, prompt_template, system_prompt, conversational, max_samples: As in `qarl_trl.train.QaRLScriptArguments`.
 
-    Returns:
-        [`~datasets.Dataset`]: `prompt` and `answer` (text, see [`final_answer`]), without rows that have no answer.
-
-    Raises:
-        FileNotFoundError: If `name_or_path` looks like a file and none is there.
-        ValueError: If a column is missing, the template has no `{problem}`, or no row has an answer.
+    Answers are text (see [`final_answer`]); rows that lack a prompt or an answer are left out. `FileNotFoundError` if there is no
+    such file; `ValueError` if a column is missing, the template has no `{problem}`, or no row has both.
     """
     from datasets import Features, List, Value
 
@@ -64,27 +60,36 @@ def load_math_dataset(
     answer_column = _column(dataset, answer_column, ANSWER_COLUMNS, "answer_column", name_or_path)
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
-        prompt = _prompt(row[problem_column], prompt_template, system_prompt, conversational)
+        problem = row[problem_column]
+        prompt = _prompt(problem, prompt_template, system_prompt, conversational) if problem else None
         return {"prompt": prompt, "answer": final_answer(row[answer_column])}
 
     # Spelled out: without it a column that keeps its name keeps its type, and AMC's answer "27" turns back into 27.0.
     text = Value("string")
     features = Features({"prompt": List({"role": text, "content": text}) if conversational else text, "answer": text})
     converted = dataset.map(convert, remove_columns=dataset.column_names, features=features, desc="Reading problems")
-    answered = converted.filter(lambda row: bool(row["answer"]), desc="Checking answers")
-    _check_answers(len(converted) - len(answered), dataset, f"{name_or_path!r} (split {split!r})", answer_column)
-    return answered
+    columns = f"a problem in {problem_column!r}", f"an answer in {answer_column!r}"
+    return _whole(converted, f"{name_or_path!r} (split {split!r})", columns, dataset.column_names)
 
 
-def _check_answers(missing: int, dataset: "Dataset", name: str, column: str) -> None:
-    """Say how many rows have no answer; raise when all of them."""
+def _whole(dataset: "Dataset", name: str, columns: tuple[str, str], known: list[str]) -> "Dataset":
+    """The rows with a prompt and an answer; the number of the others is said, and none at all raises."""
+
+    def complete(row: dict[str, Any]) -> bool:
+        prompt = row["prompt"]
+        said = all(message["content"] for message in prompt) if isinstance(prompt, list) else True
+        return bool(prompt and said and row["answer"])
+
+    whole = dataset.filter(complete, desc="Checking rows")
+    missing = len(dataset) - len(whole)
     if missing == len(dataset):
         raise ValueError(
-            f"None of the {missing} rows of {name} has an answer in {column!r}. Name another column with answer_column: "
-            f"{dataset.column_names}."
+            f"None of the {missing} rows of {name} has {' and '.join(columns)}. Name other columns with problem_column or "
+            f"answer_column: {known}."
         )
     if missing:
-        logger.warning(f"{missing} of {len(dataset)} rows of {name} have no answer in {column!r} and are left out.")
+        logger.warning(f"{missing} of {len(dataset)} rows of {name} lack {' or '.join(columns)} and are left out.")
+    return whole
 
 
 def final_answer(reference: Any) -> str:
@@ -108,21 +113,19 @@ def local_path(name_or_path: str) -> Path | None:
     """
     The existing file or folder that `name_or_path` means, or `None` if it can only be a Hub id.
 
-    Raises:
-        FileNotFoundError: If it can only be a path, and nothing is there.
-        ValueError: If it is a file of an unknown kind, or empty.
+    `FileNotFoundError` if it can only be a path, and nothing is there; `ValueError` for a file of an unknown kind, or empty.
     """
     path = Path(name_or_path).expanduser()
-    looks_local = path.suffix in _BUILDERS or path.is_absolute() or name_or_path.startswith((".", "~"))
+    looks_local = path.suffix in BUILDERS or path.is_absolute() or name_or_path.startswith((".", "~"))
     if not path.exists():
         if looks_local:
             raise FileNotFoundError(
                 f"The dataset {name_or_path!r} looks like a path, and nothing is at {path.absolute()}. Give a "
-                f"{', '.join(_BUILDERS)} file, a folder, or a Hub id such as 'openai/gsm8k'."
+                f"{', '.join(BUILDERS)} file, a folder, or a Hub id such as 'openai/gsm8k'."
             )
         return None
-    if path.is_file() and path.suffix not in _BUILDERS:
-        raise ValueError(f"The dataset {name_or_path!r} is a {path.suffix!r} file. Give one of {sorted(_BUILDERS)}.")
+    if path.is_file() and path.suffix not in BUILDERS:
+        raise ValueError(f"The dataset {name_or_path!r} is a {path.suffix!r} file. Give one of {sorted(BUILDERS)}.")
     if path.is_file() and not path.stat().st_size:
         raise ValueError(f"The dataset {name_or_path!r} is an empty file.")
     return path
@@ -131,18 +134,21 @@ def local_path(name_or_path: str) -> Path | None:
 def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> "Dataset":
     """A dataset as it is; a single local file is whatever split is asked for. Errors: [`local_path`]'s."""
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     path = local_path(name_or_path)
-    if path is not None and path.is_file():
-        return load_dataset(_BUILDERS[path.suffix], data_files={split.partition("[")[0]: str(path)}, split=split)
-    return load_dataset(str(path or name_or_path), name=config_name, split=split)
+    try:
+        if path is not None and path.is_file():
+            return load_dataset(BUILDERS[path.suffix], data_files={split.partition("[")[0]: str(path)}, split=split)
+        return load_dataset(str(path or name_or_path), name=config_name, split=split)
+    except DatasetGenerationError as error:  # its own text names neither the file nor the cause
+        raise ValueError(f"The dataset {name_or_path!r} cannot be read: {error.__cause__ or error}") from error
 
 
 def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argument: str, name_or_path: str) -> str:
     candidates = table if given is None else (given,)
-    for column in candidates:
-        if column in dataset.column_names:
-            return column
+    if found := [column for column in candidates if column in dataset.column_names]:
+        return found[0]
     raise ValueError(
         f"The dataset {name_or_path!r} has the columns {dataset.column_names}, not {' or '.join(candidates)}. Name one with "
         f"{argument}."
@@ -151,13 +157,15 @@ def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argum
 
 def _prompt(
     problem: str | list[dict[str, str]], template: str | None, system_prompt: str | None, conversational: bool
-) -> str | list[dict[str, str]]:
+) -> str | list[dict[str, str]] | None:
     if not isinstance(problem, list):
         problem = [{"role": "user", "content": str(problem)}]
     messages = [{"role": message["role"], "content": message["content"]} for message in problem]
     user = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if user is None:
         raise ValueError(f"A prompt has no user message: {messages}. Name the problem's column with problem_column.")
+    if not user["content"]:
+        return None
     if template is not None:
         user["content"] = template.replace(_SLOT, user["content"])  # not str.format: it may hold \boxed{}
     if not conversational:

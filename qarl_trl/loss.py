@@ -15,23 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TrustBand:
-    """
-    Where the sequence ratio may move, by the sign of the advantage.
+    """Where the sequence ratio may move, by the sign of the advantage; `ValueError` for bounds that leave no band."""
 
-    Args:
-        epsilon_high (`float`): Advantage > 0: ratio at most `1 + epsilon_high`. The paper's eps_h, 4e-4.
-        delta_low (`float`): Advantage < 0: ratio at least `1 - delta_low`. The paper's delta_l, 3e-4.
-        delta_high (`float`): Advantage < 0: ratio at most `1 + delta_high`. The paper's delta_h, 7e-4.
-        mismatch_cap (`float`): The mismatch weight stays in `[1 / mismatch_cap, mismatch_cap]`. The paper's c, 2.
-
-    Raises:
-        ValueError: for bounds that leave no band.
-    """
-
-    epsilon_high: float
-    delta_low: float
-    delta_high: float
-    mismatch_cap: float
+    epsilon_high: float  # advantage > 0: ratio at most `1 + epsilon_high`. The paper's eps_h, 4e-4
+    delta_low: float  # advantage < 0: ratio at least `1 - delta_low`. The paper's delta_l, 3e-4
+    delta_high: float  # advantage < 0: ratio at most `1 + delta_high`. The paper's delta_h, 7e-4
+    mismatch_cap: float  # the mismatch weight stays in `[1 / mismatch_cap, mismatch_cap]`. The paper's c, 2
 
     def __post_init__(self) -> None:
         for name in ("epsilon_high", "delta_low", "delta_high"):
@@ -71,16 +60,9 @@ def sequence_log_ratio(logps: Tensor, base_logps: Tensor, mask: Tensor) -> Tenso
 
 def sequence_ratio(logps: Tensor, base_logps: Tensor, mask: Tensor) -> Tensor:
     """
-    Geometric-mean probability ratio of each completion.
+    Geometric-mean probability ratio of each completion, (B, T) -> (B,); 1 for an empty one.
 
-    Args:
-        logps (`Tensor`): Per-token log-probabilities `(B, T)`.
-        base_logps (`Tensor`): The same tokens under the policy to compare with, `(B, T)`.
-        mask (`Tensor`): 1 for the tokens that count, `(B, T)`, bool or number.
-
-    Returns:
-        `Tensor`: `(B,)` float32; 1 for an empty completion. float32 on purpose: the bands are about 5e-4 wide and
-        bfloat16 steps by 8e-3 above 1.
+    float32 on purpose: the bands are about 5e-4 wide and bfloat16 steps by 8e-3 above 1.
     """
     return sequence_log_ratio(logps, base_logps, mask).exp()
 
@@ -89,16 +71,8 @@ def mismatch_weight(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap
     """
     Capped weight of the engine's samples under the learner, `exp(clamp(log w, -log c, log c))` (Eq. 5).
 
-    Tokens that the engine could not score (NaN) count as matched: their difference is zero.
-
-    Args:
-        old_logps (`Tensor`): Learner at rollout time `(B, T)`.
-        sampling_logps (`Tensor`): Engine `(B, T)`.
-        mask (`Tensor`): Tokens that count `(B, T)`.
-        cap (`float`): `c`, > 1.
-
-    Returns:
-        `Tensor`: `(B,)` float32, detached, in `[1 / cap, cap]`.
+    Of log-probs `(B, T)` of the learner at rollout time and of the engine, float32 `(B,)`, detached. Tokens that the engine
+    could not score (NaN) count as matched: their difference is zero.
     """
     sampling_logps = torch.where(sampling_logps.isnan(), old_logps, sampling_logps)
     log_weight = sequence_log_ratio(old_logps, sampling_logps, mask)
@@ -114,24 +88,18 @@ def tbpo_loss(
     band: TrustBand,
 ) -> Tensor:
     """
-    The TBPO objective, `- mean_i( w_i * clip(r_i, band) * A_i )`.
+    The TBPO objective, `- mean_i( w_i * clip(r_i, band) * A_i )`, a float32 scalar.
 
     Args:
-        logps (`Tensor`): Current learner `(B, T)`, the only input that is differentiated.
-        old_logps (`Tensor`): Learner at rollout time `(B, T)`, by the same low-bit forward as `logps`.
-        sampling_logps (`Tensor` or `None`): Engine `(B, T)`; NaN where it has no value. `None`: every weight is 1.
-        advantages (`Tensor`): `(B,)`, one per completion.
-        mask (`Tensor`): Completion mask times tool mask `(B, T)`.
-        band ([`TrustBand`]): Bounds and cap.
-
-    Returns:
-        `Tensor`: scalar, float32.
+        logps: Current learner `(B, T)`, the only input that is differentiated.
+        old_logps: Learner at rollout time `(B, T)`, by the same low-bit forward as `logps`.
+        sampling_logps: Engine `(B, T)`; NaN where it has no value. `None`: every weight is 1.
+        advantages: `(B,)`, one per completion.
+        mask: Completion mask times tool mask `(B, T)`.
+        band: Bounds and cap.
     """
     advantages = advantages.float()
     ratio = sequence_ratio(logps, old_logps.detach(), mask)
-    if sampling_logps is None:
-        weight = torch.ones_like(ratio)
-    else:
-        weight = mismatch_weight(old_logps, sampling_logps, mask, band.mismatch_cap)
+    weight = 1.0 if sampling_logps is None else mismatch_weight(old_logps, sampling_logps, mask, band.mismatch_cap)
     low, high = band.bounds(advantages)
     return -(weight * torch.clamp(ratio, low, high) * advantages).mean()

@@ -1,9 +1,8 @@
 """The paper's optimizer (Sec. 4 and Table 2): Muon for the hidden matrices and the experts, torch's AdamW for the rest.
 
-This file decides which parameter goes where, runs Muon on all experts of a parameter at once, and makes the parts one optimizer.
-Two properties of Muon to know. Its step has the same size whatever the size of the gradient, so with momentum in store it moves
-even where TBPO drops every response. And at the paper's rate of 1e-6 the masters must be float32: a bfloat16 master of
-normal(0, 0.02) weights changed in 0.2% of its entries in one step.
+Muon's step has the same size whatever the gradient's, so with momentum in store it moves even where TBPO drops every
+response. At the paper's rate of 1e-6 the masters must be float32: a bfloat16 master of normal(0, 0.02) weights changed in
+0.2% of its entries in one step.
 """
 
 import contextlib
@@ -38,10 +37,9 @@ _ENTRIES_PER_PASS = 2**25
 
 def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """
-    The orthogonalization of [`torch.optim.Muon`], of every matrix of a batch for itself (Jordan et al., 2024).
+    The orthogonalization of [`torch.optim.Muon`] (Jordan et al., 2024), of every matrix of `(batch, rows, columns)`.
 
-    Args: matrices `(batch, rows, columns)`; the quintic's coefficients; iterations; least norm to divide by. Returns bfloat16
-    of the same shape: bit for bit torch's on a CPU. A GPU may choose other kernels for a batch and sum in another order.
+    bfloat16, bit for bit torch's on a CPU. A GPU may choose other kernels for a batch and sum in another order.
     """
     a, b, c = coefficients
     x = matrices.bfloat16()
@@ -184,10 +182,8 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
 
     Under FSDP2 torch's Muon sees a DTensor as the whole matrix. In each Newton-Schulz iteration it gathers a matrix twice and its
     Gram matrix once, or for `rows > columns` sums the Gram matrix twice, in bfloat16: 20 to 30 bytes an entry in five
-    iterations, or up to 20. DeepSpeed, which hands out flat pieces, is refused by [`QaRLConfig`].
-
-    Raises:
-        ValueError: when the model has neither a hidden matrix nor experts to train.
+    iterations, or up to 20. DeepSpeed, whose stages 1 to 3 hand out flat pieces, is refused by [`QaRLConfig`]. `ValueError` when there is
+    neither a hidden matrix nor an expert to train.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     matrices, experts, others = split_parameters(model)

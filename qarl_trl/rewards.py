@@ -1,8 +1,6 @@
-"""
-Verifiable rewards for math: is the final answer of a completion equal to the reference?
+"""Verifiable rewards for math: is the final answer of a completion equal to the reference?
 
-A completion, however broken, gets a number and never an exception. `None` ("not scored" to TRL) is kept for samples
-whose *reference* cannot be read.
+A completion, however broken, gets a number and never an exception; `None` ("not scored") if its *reference* cannot be read.
 """
 
 import logging
@@ -58,19 +56,10 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
     is 42"). A bare number somewhere in the text does not count. Boxes close to each other are one answer of several
     parts, so boxing two guesses does not pay.
 
-    Args:
-        completions (`list[str]` or `list[list[dict]]`): As TRL passes them; of a conversation the last message counts.
-        answer (`list`): Reference of each completion: a number, text or LaTeX, with or without `$...$` or `\boxed{}`.
-        **kwargs: The other columns of the dataset, unused.
+    A completion is text or messages, as TRL passes them, and `answer` its reference: a number, text or LaTeX, with or without
+    `$...$` or `\boxed{}`. `None` where that cannot be read leaves the sample out, and is named in a warning once.
+    `ImportError` without math-verify.
 
-    Returns:
-        `list[float | None]`: 1.0, 0.0, or `None` where the reference cannot be read, which leaves the sample out of
-        the reward. The first such reference is named in a warning.
-
-    Raises:
-        ImportError: If math-verify is not installed.
-
-    Example:
     ```python
     >>> math_reward([r"So it is $\boxed{\frac{1}{2}}$.", "no idea"], answer=["0.5", "7"])
     [1.0, 0.0]

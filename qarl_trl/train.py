@@ -1,9 +1,7 @@
-"""
-Train from a recipe: `accelerate launch -m qarl_trl.train --config recipes/<model>/<arm>.yaml [--key value ...]`.
+"""Train from a recipe: `accelerate launch -m qarl_trl.train --config recipes/<model>/<arm>.yaml [--key value ...]`.
 
 A recipe is a flat YAML file whose keys are fields of [`QaRLScriptArguments`], [`QaRLConfig`] or TRL's `ModelConfig`;
-the command line overrides it, and `base: other.yaml` names a recipe to start from. An unknown key is an error on both, so a typo
-cannot leave a default in force.
+the command line overrides it, and `base: other.yaml` names a recipe to start from. An unknown key is an error on both.
 """
 
 import argparse
@@ -17,7 +15,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from .recipe import is_dry, read_recipe, without_gpu, write_recipe
+from .recipe import is_dry, read_recipe, without_gpu
 
 
 # Only the standard library above: a recipe's `env:` may hold what torch or vLLM read at import.
@@ -89,12 +87,11 @@ def parse(
     """
     Read and check the command line (without the program's name; by default the process's) and the recipe it names.
 
-    With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none.
-
-    Raises:
-        ValueError: On unknown keys, and on settings that do not fit together.
-        FileNotFoundError: If the recipe or a local dataset is missing.
+    With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none. `ValueError` on unknown keys and
+    on settings that do not fit together, `FileNotFoundError` if the recipe or a local dataset is missing.
     """
+    import yaml
+
     early = argparse.ArgumentParser("qarl-trl train", USAGE, add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     given, options = early.parse_known_args(argv)
@@ -105,7 +102,9 @@ def parse(
         options += without_gpu(recipe, options)
     with tempfile.TemporaryDirectory() as folder:  # TrlParser reads a file, and knows no `base:`
         if given.config is not None:
-            options = ["--config", str(write_recipe(recipe, Path(folder))), *options]
+            whole = Path(folder, "recipe.yaml")
+            whole.write_text(yaml.safe_dump(recipe))
+            options = ["--config", str(whole), *options]
         script_args, training_args, model_args = make_parser().parse_args_and_config(args=options)
     _check(script_args, training_args, model_args)
     return script_args, training_args, model_args

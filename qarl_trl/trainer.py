@@ -27,19 +27,15 @@ from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
 from .loss import TrustBand, filter_advantages, loss_mask, mismatch_weight
-from .metrics import (
-    CodeFlips,
-    RatioMeter,
-    StepClock,
-    TokenStats,
-    check_mismatch,
-    find_error_tokens,
-    mismatch_metrics,
-    written_tokens,
-)
+from .metrics.clock import CodeFlips, StepClock
+from .metrics.error_tokens import find_error_tokens, written_tokens
+from .metrics.mismatch import check_mismatch, mismatch_metrics
+from .metrics.ratios import RatioMeter
+from .metrics.token_stats import TokenStats
 from .optim import build_muon
 from .preflight import check_run, default_output_dir
 from .quant.model import apply_quantization, bypassed_layers
+from .quant.names import base_model
 from .rollout.canary import Canary
 from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
@@ -91,34 +87,30 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
-            _prepare(model, args, source, as_stored)
+            prepare(model, args, source, as_stored)
             return LowBitVLLMGeneration(
                 model,
                 quantization_config=quantization_config(model),
                 engine_kwargs=default_engine_kwargs(model) | (args.vllm_engine_kwargs or {}),
+                publish_folder=args.publish_folder,
                 canary=self._build_canary(),
                 **engine_args,
             )
 
         with _compat.generation_backend(build_engine), _compat.model_loader(source and load_masters):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if self.rollout_func is not None:
+            self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
         if self.use_vllm:
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         else:
-            _prepare(self.model, args, source, as_stored)
+            prepare(self.model, args, source, as_stored)
         self._tbpo = args.loss_type == TBPO
         if self._tbpo:
             self._clip_to(args.trust_band)
         if args.max_tokens_per_pass is not None:
-            accelerator = self.accelerator
-            self._passes = PackedPasses(
-                args.max_tokens_per_pass,
-                accelerator.autocast,
-                accelerator.gather,
-                # With it accelerate would change the compiled wrapper of DDP, which then synchronizes every micro-batch.
-                partial(accelerator.unwrap_model, keep_torch_compile=False),
-            )
+            self._passes = self._packed_passes(args.max_tokens_per_pass)
         self.add_callback(StepClock(self))
         if args.log_token_stats and self.is_world_process_zero():
             folder, tokenizer = Path(args.output_dir) / "token_stats", self._tokenizer
@@ -139,6 +131,11 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return super().create_optimizer(model)
 
     # Rollout --------------------------------------------------------------------------------------------------------
+
+    def _packed_passes(self, max_tokens: int) -> PackedPasses:
+        # Without keep_torch_compile=False accelerate would change DDP's compiled wrapper, which then synchronizes every micro-batch.
+        unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
+        return PackedPasses(max_tokens, self.accelerator.autocast, self.accelerator.gather, unwrap)
 
     def _build_canary(self) -> Canary | None:
         if self.args.publish_verify == "off":
@@ -171,6 +168,13 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         if self._token_stats is not None and self._mode == "train":
             self._token_stats.follow(output, self._rewards[: len(inputs)])  # of the main process, which comes first
         return output
+
+    def _tool_call_loop(self, *args: Any) -> tuple:
+        """TRL's, as long as there are tool calls in this process: its engine must not wait for the others."""
+        if not self.use_vllm:
+            return super()._tool_call_loop(*args)
+        with _compat.rebound(self.vllm_generation, "alone", True):
+            return super()._tool_call_loop(*args)
 
     def _log_mismatch(self, old: Tensor, sampling: Tensor, mask: Tensor) -> None:
         metrics = mismatch_metrics(old, sampling, mask, self.args.tbpo_mismatch_cap, self.accelerator.gather)
@@ -292,10 +296,12 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             )
 
 
-def _prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
+def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
     """Give the policy its low-bit layers and, beside a CPU engine, that engine's operations."""
     if args.quantized:
         _quantize(model, args, source, as_stored)
+    if _compat.is_zero3(args):
+        _compat.announce_fused_head(base_model(model))
     if args.engine_ops_for(model.config):
         use_engine_ops(model)
         logger.info("The learner runs the CPU engine's operations (learner_ops).")

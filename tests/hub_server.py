@@ -1,6 +1,7 @@
 """A Hub for tests, in this process: the endpoints of the real client that create, fill and download a model repository.
 
-Errors of one's own: `refuse(status, times)` makes the next commits fail. Everything is in memory.
+Errors of one's own: `refuse(status, times)` makes the next commits fail, and with `uploads` the next uploads of a large file.
+Everything is in memory.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class Hub:
         self.large: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
         self.refusals: list[int] = []
+        self.upload_refusals: list[int] = []
         self.url = ""
 
-    def refuse(self, status: int, times: int = 1) -> None:
-        """Answer the next commits with `status`."""
-        self.refusals += [status] * times
+    def refuse(self, status: int, times: int = 1, uploads: bool = False) -> None:
+        """Answer the next commits, or uploads, with `status`."""
+        (self.upload_refusals if uploads else self.refusals).extend([status] * times)
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
         """The content of a branch."""
@@ -168,6 +170,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.hub.requests.append((self.command, self.path))
+        if self.hub.upload_refusals:
+            self._answer(self.hub.upload_refusals.pop(0))
+            return
         assert hashlib.sha256(content).hexdigest() == self.path.rpartition("/")[2]
         self.hub.large[self.path.rpartition("/")[2]] = content
         self._answer(200)

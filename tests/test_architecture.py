@@ -19,7 +19,10 @@ ROOMS = {
     "llmcompressor": {"llmcompressor", "quant", "data"},
     "export": {"export", "quant", "config"},
     "evaluation": {"evaluation", "export", "data", "rewards", "rollout", "quant", "_compat"},
-    "report": {"report"},
+    "memory": {"memory", "quant", "optim", "llmcompressor", "train"},
+    "doctor": {"doctor", "memory", "evaluation", "export", "llmcompressor", "rollout", "quant"}
+    | {"train", "preflight", "config", "rewards", "processes", "_compat"},
+    "report": {"report", "metrics"},
     "checkpoints": {"checkpoints", "quant", "export", "_compat"},
     "metrics": {"metrics", "loss", "quant"},
 }
@@ -84,6 +87,7 @@ def test_no_two_modules_import_each_other():
         ("qarl_trl", ["torch", "trl", "vllm", "matplotlib"]),
         ("qarl_trl.cli", ["torch", "trl", "vllm"]),
         ("qarl_trl.report.command", ["torch", "trl", "vllm", "transformers", "matplotlib"]),
+        ("qarl_trl.report.figures, qarl_trl.report.tokens", ["torch", "trl", "vllm", "transformers"]),
         ("qarl_trl.evaluation.command", ["torch", "trl", "vllm", "transformers"]),
         ("qarl_trl.quant", ["trl", "vllm", "qarl_trl.rollout", "peft"]),
         ("qarl_trl.learner.logps", ["trl", "vllm", "peft"]),

@@ -106,6 +106,24 @@ def test_the_version_of_fsdp_comes_from_the_launcher_or_the_arguments(monkeypatc
     assert _compat.fsdp_version(SimpleNamespace(fsdp_plugin_args=plugin)) == version
 
 
+def test_masters_are_shared_by_all_processes_or_those_of_a_node(monkeypatch):
+    args = SimpleNamespace(fsdp_plugin_args=None, world_size=16, parallelism_config=None, deepspeed_plugin=None)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    monkeypatch.delenv("ACCELERATE_USE_PARALLELISM_CONFIG", raising=False)
+    assert _compat.num_shards(args) == 1
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert _compat.num_shards(args) == 16
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")  # as recipes/accelerate/hsdp.yaml
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "8")
+    assert _compat.num_shards(args) == 8
+    args.parallelism_config = SimpleNamespace(dp_shard_size=4)
+    assert _compat.num_shards(args) == 4
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=2)
+    assert _compat.num_shards(args) == 4
+    args.deepspeed_plugin.zero_stage = 3
+    assert _compat.num_shards(args) == 16
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
 def test_fsdp2_does_not_round_what_the_model_returns(monkeypatch, precision):
     """accelerate's own plugin and policy."""

@@ -65,7 +65,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"quant_scheme": "FP8_DYNAMIC", "quant_group_size": 128}, ["quant_group_size=128", "leave it unset"]),
         ({"quant_targets": []}, ["quant_targets is empty", "['Linear']"]),
         ({"quant_kernel": "marlin"}, ["quant_kernel='marlin'", "'dequant'"]),
-        ({"learner_ops": "vllm"}, ["learner_ops='vllm'", "auto, stock, engine"]),
+        ({"learner_ops": "vllm"}, ["learner_ops='vllm'", "'auto', 'stock', 'engine'"]),
         ({"learner_ops": "engine"}, ["learner_ops='engine'", "use_vllm=False", "'auto' or 'stock'"]),
         ({"eval_temperature": 0.0}, ["eval_temperature=0.0", "must be > 0", "greedy"]),
         (
@@ -81,7 +81,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"tbpo_delta_high": float("nan")}, ["tbpo_delta_high=nan", "must be > 0"]),
         ({"tbpo_mismatch_cap": 1.0}, ["tbpo_mismatch_cap=1.0", "> 1"]),
         ({"tbpo_delta_high": 1e-4}, ["tbpo_delta_high=0.0001", "at least tbpo_epsilon_high=0.0004", "two-sided clip"]),
-        ({"advantage_filter": "negative"}, ["advantage_filter='negative'", "'none' or 'positive'"]),
+        ({"advantage_filter": "negative"}, ["advantage_filter='negative'", "'none', 'positive'"]),
         (
             {"advantage_filter": "positive", "tbpo_delta_low": 1e-3},
             ["{'tbpo_delta_low': 0.001}", "no negative advantage"],
@@ -106,7 +106,13 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         (VLLM | {"generation_kwargs": {"a_parameter_of_tomorrow": 1}}, ["a_parameter_of_tomorrow"]),
         (VLLM | {"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex"]),
         (VLLM | {"generation_kwargs": {"temperature": 0.7}}, ["Set `temperature` itself"]),
-        (VLLM | {"vllm_mode": "server"}, ["vllm_mode='server'", "'colocate'"]),
+        (VLLM | {"vllm_mode": "server"}, ["vllm_mode='server' on device 'cpu'", "publish_folder", "from GPU to GPU"]),
+        (VLLM | {"publish_folder": "f"}, ["publish_folder='f'", "vllm_mode='server'", "Remove it"]),
+        (
+            VLLM | {"vllm_mode": "server", "publish_folder": "f", "vllm_max_model_length": 256},
+            ["max_completion_length=512 must be below vllm_max_model_length=256"],
+        ),
+        ({"publish_folder": "f"}, ["publish_folder='f'", "use_vllm=False"]),
         (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, ["['quantization']", "quant_scheme"]),
         (VLLM | {"vllm_engine_kwargs": {"dtype": "float16"}}, ["['dtype']", "Remove them"]),
         ({"use_liger_kernel": True}, ["use_liger_kernel=True", "use_liger_kernel=False"]),
@@ -151,7 +157,8 @@ def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words
         VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},  # no weight, no bias
         {"top_p": 0.9},  # sampled by the learner itself
         VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},  # plain TRL stays plain TRL
-        VLLM | {"vllm_mode": "server", "quant_scheme": "none"},
+        VLLM | {"vllm_mode": "server", "publish_folder": "f"},
+        VLLM | {"vllm_mode": "server", "publish_folder": "f", "quant_scheme": "none"},
         {"quant_scheme": None, "use_liger_kernel": False, "model_init_kwargs": {"load_in_4bit": True}},
         {"quant_scheme": " None "},
         {"quant_scheme": "fp8_dynamic"},
@@ -305,6 +312,7 @@ CHANGED = {
     "muon_ns_steps": 4,
     "muon_adjust_lr": "original",
     "vllm_engine_kwargs": {"enforce_eager": True},
+    "publish_folder": None,  # needs vllm_mode: server
     "publish_verify": 4,
     "export_low_bit": False,
     "hub_masters": None,  # needs pushes, which exclude export_low_bit: False

@@ -104,11 +104,12 @@ def test_single_file_is_whatever_split_is_asked_for(write):
     assert load_math_dataset(path, "test[1:3]")["answer"] == ["1", "2"]
 
 
-def test_rows_without_an_answer_are_left_out_and_counted(write, caplog):
-    path = write([{"problem": "a", "answer": ""}, {"problem": "b", "answer": "1"}, {"problem": "c", "answer": None}])
+def test_rows_without_problem_or_answer_are_left_out_and_counted(write, caplog):
+    rows = [("a", ""), ("b", "1"), ("c", None), (None, "2"), ("", "3")]
+    path = write([{"problem": problem, "answer": answer} for problem, answer in rows])
     with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):
         assert load_math_dataset(path)["answer"] == ["1"]
-    assert "2 of 3 rows" in caplog.text
+    assert "4 of 5 rows" in caplog.text
 
 
 def test_no_answer_at_all_is_an_error(write):
@@ -148,6 +149,9 @@ def test_unknown_kind_of_file_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("problem,answer\n1,2\n")
     with pytest.raises(ValueError, match=r"\.csv"):
         load_math_dataset(str(tmp_path / "a.csv"))
+    (tmp_path / "a.jsonl").write_text("no json\n")
+    with pytest.raises(ValueError, match="a.jsonl' cannot be read: JSON parse error"):
+        load_math_dataset(str(tmp_path / "a.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,23 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
+from trl import ModelConfig
 
-from qarl_trl import cli
+from qarl_trl import QaRLConfig, cli
 from qarl_trl.doctor import budget, machine, memory, rewards
 from qarl_trl.doctor.findings import FAIL, OK, SKIPPED, WARN, WIDTH, Finding, render
+from qarl_trl.export import save_low_bit
+from qarl_trl.memory import rank
+from qarl_trl.memory.model import run_of
+from qarl_trl.memory.rank import GIB
+from qarl_trl.quant import apply_quantization
 from qarl_trl.rewards import boxed_format_reward, math_reward
 
 
@@ -140,7 +147,7 @@ def test_conversational_rows_get_messages():
 
 def arguments(**changes):
     given = {
-        "world_size": 1, "fsdp_plugin_args": None, "optim_muon": False, "vllm_max_model_length": 100,
+        "world_size": 1, "fsdp_plugin_args": None, "parallelism_config": None, "optim_muon": False, "vllm_max_model_length": 100,
         "per_device_train_batch_size": 2, "max_tokens_per_pass": 150, "gradient_checkpointing": True,
         "quant_keep_dequantized": False, "use_vllm": True, "vllm_mode": "colocate", "device": torch.device("cuda"),
         "vllm_gpu_memory_utilization": 0.25, "export_low_bit": True, "quantized": True, "quant_learner": True,
@@ -149,33 +156,64 @@ def arguments(**changes):
     return SimpleNamespace(**(given | changes))
 
 
-def test_memory_is_the_sum_of_its_parts():
-    counts = memory.Counts(1000, 1000, 800, 400.0, hidden=10, layers=3, vocabulary=7)
-    parts = memory.estimate(counts, arguments(), 4, device_memory=10_000)
-    assert parts == {
-        "masters": 4000, "gradients": 4000, "optimizer": 8000, "learner's low-bit weights": 400,
-        "activations and logits": 4 * 200 * 10 * 3 + memory.LOGITS, "engine": 2500,
-    }  # fmt: skip
-    kept = memory.estimate(counts, arguments(quant_keep_dequantized=True, optim_muon=True), 4, 10_000)
-    assert kept["learner's low-bit weights"] == 2000 and kept["optimizer"] == 4000
-    sharded = memory.estimate(counts, arguments(world_size=8, fsdp_plugin_args={"fsdp_version": 2}), 4, 10_000)
-    assert sharded["masters"] == 500 and sharded["learner's low-bit weights"] == 400
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A run of a small model as a plan counts it, which tests/memory compares with real tensors."""
+    args = QaRLConfig(
+        str(tmp_path_factory.mktemp("run")), use_vllm=False, bf16=False, use_cpu=True, max_completion_length=8
+    )
+    config = make_model(num_hidden_layers=1).config
+    return run_of(args, ModelConfig(), config, ranks=1, sharded=False, memory=100 * GIB, tokens=520)
 
 
-def test_weights_are_counted_as_the_learner_quantizes_them():
-    from qarl_trl.quant import apply_quantization, quantized_modules
-    from qarl_trl.quant.plan import single_group
-    from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
+def test_memory_is_what_a_plan_counts_at_the_largest_moment(small, monkeypatch):
+    on_gpu = replace(small, utilization=0.5)
+    name, parts = memory.largest_moment(on_gpu, on_gpu=True)
+    assert sum(parts.values()) == max(rank.peaks(on_gpu).values()) == rank.peaks(on_gpu)[name]
+    name, parts = memory.largest_moment(small, on_gpu=False)
+    expected = dict(rank.moments(small)["backward"])
+    del expected["reserve (assumed)"]  # of a GPU's driver and kernels
+    assert (name, parts) == ("backward", expected)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    _, told = memory.largest_moment(on_gpu, on_gpu=False)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    _, share = memory.largest_moment(on_gpu, on_gpu=False)
+    assert told["engine"] == small.published + 2 * GIB and share["engine"] == 50 * GIB
 
-    plan = single_group(resolve_scheme("W4A16", 32), ["Linear"], DEFAULT_IGNORE)
-    for kind in ("qwen3", "qwen3_moe"):
-        model = make_model(kind)
-        args = SimpleNamespace(trust_remote_code=False, quant_plan=lambda: plan)
-        found = memory.count(model.config, args)
-        assert found.parameters == sum(p.numel() for p in model.parameters()) == found.trained
-        low_bit = [m for _, m in quantized_modules(apply_quantization(model, plan))]
-        expected = sum(p.numel() for m in low_bit for p in m.parameters())
-        assert found.low_bit == expected and found.code_bytes == expected * (1 / 2 + 2 / 32)
+
+def test_processes_share_the_memory_of_a_cpu_and_too_many_fail(recipe, capsys, monkeypatch):
+    cli.main(["doctor", "--config", recipe])
+    needed = float(re.search(r"sum +([\d.]+) GiB", capsys.readouterr().out)[1])
+    monkeypatch.setattr("qarl_trl.doctor.run.available_memory", lambda: 2.5 * needed * GIB)
+    for gpus, code in ((1, 0), (4, 1)):
+        found = code_of(["doctor", "--config", recipe, "--gpus", str(gpus), "--sharding", "ddp"])
+        said = capsys.readouterr().out
+        assert found == code and ("FAIL sum" in said) == bool(code)
+        assert ("4 processes" in said) == (gpus == 4)
+
+
+def code_of(argv):
+    try:
+        cli.main(argv)
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
+def test_a_checkpoint_has_the_size_of_its_files(tmp_path):
+    args = QaRLConfig(str(tmp_path), use_vllm=False, bf16=False, use_cpu=True, quant_group_size=32)
+    model = make_model(num_hidden_layers=1)
+    run = run_of(args, ModelConfig(), model.config, ranks=4, sharded=True, memory=GIB, tokens=8)
+    model.save_pretrained(tmp_path / "masters")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    save_low_bit(apply_quantization(model, "W4A16", group_size=32), None, tmp_path / "low_bit")
+    files = [*tmp_path.glob("*/model.safetensors"), tmp_path / "optimizer.pt"]
+    assert len(files) == 3
+    assert rank.checkpoint_bytes(run) == pytest.approx(sum(f.stat().st_size for f in files), rel=0.05)  # headers
 
 
 def test_what_sampling_leaves_out_is_minus_log_of_the_mass_kept():

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate import PartialState
+from datasets import Dataset
 from learner.test_features import rollout
 from slow.toys import distinct_characters, prompts, save_model, settings
 from transformers import TrainerCallback
@@ -33,10 +34,15 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def make(model, tmp_path):
-    def build(reward: Any = distinct_characters, ends: bool = True, **changes: Any) -> QaRLTrainer:
+    def build(
+        reward: Any = distinct_characters, ends: bool = True, spoil: Any = lambda given: given, **changes: Any
+    ) -> QaRLTrainer:
         small = {"use_vllm": False, "bf16": False, "max_completion_length": 20, "per_device_train_batch_size": 4}
         config = QaRLConfig(**settings(tmp_path / "run", **small | changes))
-        trajectories = functools.partial(rollout, tools=False, ends=ends)
+
+        def trajectories(*given: Any) -> Any:
+            return spoil(rollout(*given, tools=False, ends=ends))
+
         return QaRLTrainer(model, reward, config, train_dataset=prompts(), rollout_func=trajectories)
 
     return build
@@ -91,6 +97,14 @@ def test_a_weight_that_is_no_number_is_named(make):
     assert "after 0 updates. The last complete checkpoint: none." in e.value.__notes__[0]
 
 
+def test_a_weight_of_zero3_that_is_no_number_is_named():
+    """DeepSpeed leaves an empty parameter, and its piece beside it."""
+    model = torch.nn.Linear(2, 2)
+    model.weight.data, model.weight.ds_tensor = torch.empty(0), torch.tensor([1.0, NAN])
+    with pytest.raises(RuntimeError, match="1 weights hold NaN or infinity already, first 'weight'"):
+        guards.check_gradient(float("inf"), model)
+
+
 def rewarded(function):
     def reward(completions, **_):
         return function(distinct_characters(completions))
@@ -117,6 +131,47 @@ def test_a_reward_function_that_is_wrong_stops_the_run_in_its_own_words(make, fu
     with pytest.raises(kind, match=words) as error:
         make(rewarded(function)).train()
     assert "stopped after 0 updates" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda o: o | {"completion_ids": [[], *o["completion_ids"][1:]]}, "Completion 0 of .* at least one token"),
+        (lambda o: o | {"prompt_ids": [], "completion_ids": []}, "each of 8 prompts, got 0 prompt_ids, 0 completion"),
+        (lambda o: o | {"completion_ids": o["completion_ids"][1:]}, "got 8 prompt_ids, 7 completion_ids and 7 log"),
+        (lambda o: o | {"logprobs": [[-1.0]] * 8}, r"a log-prob for each, got \d+ tokens and 1 log-probs"),
+        (lambda o: None, "must return a dict with prompt_ids.*got None"),
+    ],
+)
+def test_a_rollout_that_lacks_something_is_one_error_that_says_what(make, spoil, words):
+    trainer = make(spoil=spoil)
+    before = masters(trainer)
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in masters(trainer).items())
+
+
+def test_log_probs_of_a_rollout_are_checked_and_left_alone(make):
+    """Control: without the check TRL takes those of too few tokens."""
+    right, wrong = (
+        lambda o: o | {"logprobs": [[-1.0] * len(c) for c in o["completion_ids"]]},
+        lambda o: o | {"logprobs": [[-1.0]] * len(o["completion_ids"])},
+    )
+    make(spoil=right, max_steps=1).train()
+    with patch.object(guards, "check_rollout", lambda *_: None):
+        assert make(spoil=wrong, max_steps=1).train().global_step == 1
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_a_row_without_a_prompt_is_refused_before_the_model_loads(tmp_path, conversational, name):
+    rows = [{"prompt": [{"role": "user", "content": text}] if conversational else text} for text in "ab"]
+    good, bad = Dataset.from_list(rows), Dataset.from_list([*rows, {"prompt": None}])
+    config = QaRLConfig(**settings(tmp_path, use_vllm=False, bf16=False))
+    with pytest.raises(ValueError, match=f"1 of 3 rows of {name} must have a prompt, got None"):
+        QaRLTrainer("nowhere", distinct_characters, config, **{"train_dataset": good} | {name: bad})
+    with pytest.raises(OSError):  # control: rows that are not chosen are not looked at
+        QaRLTrainer("nowhere", distinct_characters, config, train_dataset=bad.select([0, 1]))
 
 
 @pytest.mark.parametrize("nothing", [None, NAN])

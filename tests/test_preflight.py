@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 from configs import config
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 from trl import GRPOConfig
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.preflight import check_arguments, check_experts, default_output_dir
+from qarl_trl.preflight import check_arguments, check_prompts, check_together, default_output_dir
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,9 @@ def test_a_model_without_a_folder_cannot_be_served_by_vllm(tmp_path, tiny_model)
     ("version", "scheme", "words"),
     [
         ("1", "W4A16", ["FSDP1 flattens", "fsdp_version: 2", "DDP"]),
-        ("2", "NVFP4A16", ["global scale", "FSDP cuts them", "DDP"]),
+        ("2", "NVFP4A16", ["global scale", "FSDP and ZeRO-3 cut them", "DDP"]),
+        ("zero3", "NVFP4A16", ["global scale", "FSDP and ZeRO-3 cut them", "DDP"]),
+        ("zero3", "W4A16", []),
         ("2", "W4A16", []),
         ("1", "none", []),
     ],
@@ -66,8 +69,11 @@ def test_a_model_without_a_folder_cannot_be_served_by_vllm(tmp_path, tiny_model)
 def test_shards_that_cannot_be_quantized_are_refused(tmp_path, monkeypatch, version, scheme, words):
     args = config(tmp_path, quant_scheme=scheme)
     check_arguments("org/model", args, {})
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", version)
+    if version == "zero3":
+        args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+    else:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", version)
     if not words:
         return check_arguments("org/model", args, {})
     with pytest.raises(ValueError) as error:
@@ -105,18 +111,6 @@ def test_shards_on_the_cpu_are_refused(tmp_path, monkeypatch):
     check_arguments("org/model", config(tmp_path), {})
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage", "refused"), [("qwen3_moe", 3, True), ("qwen3_moe", 2, False), ("qwen3", 3, False)]
-)
-def test_experts_in_flat_pieces_are_refused(tmp_path, tiny_model, kind, stage, refused):
-    model, args = tiny_model(kind, num_hidden_layers=1).config, config(tmp_path)
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
-    if not refused:
-        return check_experts(model, args, None)
-    with pytest.raises(ValueError, match=r"ZeRO-3.*FSDP2"):
-        check_experts(model, args, None)
-
-
 def test_an_unquantized_model_in_the_low_bit_folder_is_found_before_the_run(tmp_path, tiny_model):
     tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "low_bit")
     with pytest.raises(ValueError, match="low_bit holds a training checkpoint or an unquantized model"):
@@ -130,3 +124,34 @@ def test_an_output_folder_with_an_unquantized_model_is_refused_before_the_run(tm
     with pytest.raises(ValueError, match=r"unquantized model.*Use another folder"):
         QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path))
     check_arguments("no/such-model", config(tmp_path, quant_scheme="none"), {})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"vllm_mode": "server"}, {"vllm_enable_sleep_mode": True}, {"vllm_tensor_parallel_size": 2}]
+)
+@pytest.mark.parametrize("given", [{"tools": [len]}, {"environment_factory": dict}])
+def test_tools_of_several_processes_need_an_engine_each(changes, given):
+    args = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
+    with pytest.raises(ValueError, match="Tools with several processes must have an engine for each"):
+        check_together(given, SimpleNamespace(world_size=2, **args | changes))
+    check_together(given, SimpleNamespace(world_size=1, **args | changes))  # controls
+    check_together(given, SimpleNamespace(world_size=2, **args))
+    check_together({"tools": []}, SimpleNamespace(world_size=2, **args | changes))
+
+
+def test_a_server_takes_no_images():
+    data = Dataset.from_dict({"prompt": ["a"], "image": ["b"]})
+    args = {"use_vllm": True, "world_size": 1, "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
+    for given, name in (
+        ({"train_dataset": data}, "train_dataset"),
+        ({"eval_dataset": {"x": data}}, "eval_dataset.'x'."),
+    ):
+        with pytest.raises(ValueError, match=f"takes text only, got .'image'. in {name}"):
+            check_together(given, SimpleNamespace(vllm_mode="server", **args))
+        check_together(given, SimpleNamespace(vllm_mode="colocate", **args))
+
+
+def test_a_row_without_a_prompt_is_found_among_several_data_sets():
+    data = Dataset.from_dict({"prompt": ["a", None]})
+    with pytest.raises(ValueError, match=r"1 of 2 rows of eval_dataset\['x'\] must have a prompt"):
+        check_prompts({"eval_dataset": {"x": data}})

@@ -1,7 +1,5 @@
 """`qarl_trl.preflight.check_adapter`: adapters that can be trained, and the words for those that cannot."""
 
-from types import SimpleNamespace
-
 import pytest
 from configs import config
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
@@ -67,15 +65,6 @@ def test_other_kinds_of_adapters_are_refused(tmp_path):
 def test_muon_and_lora_are_refused_together(tmp_path):
     with pytest.raises(ValueError, match=r"optim_muon=True with LoRA.*AdamW"):
         check_adapter(lora(), config(tmp_path, optim_muon=True))
-
-
-def test_lora_under_zero3_is_refused(tmp_path):
-    args = config(tmp_path)
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
-    with pytest.raises(ValueError, match=r"ZeRO-3.*DDP or FSDP2"):
-        check_adapter(lora(), args)
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=2)
-    check_adapter(lora(), args)
 
 
 def test_the_adapters_of_a_peft_model_are_checked_too(tmp_path, tiny_model):

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import Qwen3MoeConfig
 from trl import get_peft_config
 
@@ -225,14 +227,28 @@ def test_biased_sampling_in_a_recipe_is_refused():
         parse(["--config", str(arms("qwen3-8b-base")[2]), *ON_CPU, "--top_p", "0.9"])
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero3"])
-def test_launch_file_is_read_by_accelerate(name):
-    config = load_config_from_file(str(ROOT / f"recipes/accelerate/{name}.yaml"))
-    assert (config.num_processes, config.mixed_precision) == (GPUS, "bf16")
-    kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}[name]
+@pytest.mark.parametrize(
+    ("name", "kind", "nodes"),
+    [("ddp", "MULTI_GPU", 1), ("fsdp2", "FSDP", 1), ("hsdp", "FSDP", 2), ("zero3", "DEEPSPEED", 1)],
+)
+def test_launch_file_is_read_by_accelerate(name, kind, nodes):
+    file = ROOT / f"recipes/accelerate/{name}.yaml"
+    config = load_config_from_file(str(file))
+    assert (config.num_machines, config.num_processes, config.mixed_precision) == (nodes, nodes * GPUS, "bf16")
     assert config.distributed_type.value == kind
-    if name == "fsdp2":
-        assert config.fsdp_config["fsdp_version"] == 2
+    if kind == "FSDP":
+        command = ["--config_file", str(file), "--machine_rank", str(nodes - 1), "train.py"]
+        arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+        assert (arguments.machine_rank, arguments.use_parallelism_config) == (nodes - 1, nodes > 1)
+        environment = prepare_multi_gpu_env(arguments)
+        assert environment["FSDP_VERSION"] == "2"
+        copies, shards = (environment.get(f"PARALLELISM_CONFIG_DP_{n}_SIZE") for n in ("REPLICATE", "SHARD"))
+        assert (copies, shards) == ((str(nodes), str(GPUS)) if nodes > 1 else (None, None))
+
+
+def test_two_nodes_shard_as_one_does():
+    one, two = (load_config_from_file(str(ROOT / f"recipes/accelerate/{n}.yaml")) for n in ("fsdp2", "hsdp"))
+    assert one.fsdp_config == two.fsdp_config
 
 
 def test_table_of_recipes_is_complete():

@@ -4,8 +4,6 @@ import json
 import sys
 
 import pytest
-from slow.toys import save_model
-from transformers import PreTrainedTokenizerFast
 
 from qarl_trl import QaRLConfig, cli
 from qarl_trl import recipe as recipe_file
@@ -131,16 +129,3 @@ def test_an_index_names_no_file_outside_of_its_folder(tiny_model, tmp_path):
     (tmp_path / "outside.safetensors").rename(folder / "inside.safetensors")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "inside.safetensors")}))
     assert len(quantized_source(str(folder)).tensors) == len(names)  # control
-
-
-def test_a_template_name_of_a_tokenizer_is_no_way_out_of_the_export(tiny_model, tmp_path):
-    model = save_model(tmp_path / "model", layers=1)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-    tokenizer.chat_template = {"default": "a", "../../escaped": "b"}
-    low_bit = apply_quantization(tiny_model(), "W4A16")
-    with pytest.raises(ValueError, match="Invalid chat template name"):
-        save_low_bit(low_bit, tokenizer, tmp_path / "out")
-    assert not [*tmp_path.rglob("escaped*")] and not (tmp_path / "out" / "config.json").exists()
-    tokenizer.chat_template = {"default": "a", "other": "b"}  # control
-    save_low_bit(low_bit, tokenizer, tmp_path / "out")
-    assert [*(tmp_path / "out").rglob("other.jinja")]

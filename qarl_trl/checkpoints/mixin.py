@@ -16,8 +16,9 @@ from trl.trainer.utils import RepeatSampler
 from .. import _compat
 from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..quant.experts import expert_modules
+from ..quant.model import quantized_modules
 from ..quant.names import is_peft_model
-from ..quant.state_dict import full_parameters, iter_low_bit_weights
+from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from .folder import INCOMING, commit, finished, rotate
 from .resume import resume_path
 from .signals import StopOnSignal
@@ -43,7 +44,8 @@ class CheckpointMixin:
         self._signals = signals = StopOnSignal(self._any_process)
         self.add_callback(signals)
         # Left from an earlier call they are of other weights: it may have failed, and this one may resume.
-        self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
+        self._step, self._buffered_inputs = 0, None
+        self._weights_change()
         try:
             with signals.listening():
                 return super().train(checkpoint, *args, **kwargs)
@@ -79,7 +81,7 @@ class CheckpointMixin:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_low_bit(self, path: Path) -> None:
-        weights = iter_low_bit_weights(self._unwrapped, full_parameters(self._unwrapped, self._dist))
+        weights = iter_low_bit_weights(self._unwrapped, readable_parameters(self._unwrapped, self._dist))
         if self.args.should_save:
             save_low_bit(self._unwrapped, self.processing_class, path, weights=weights, recipe=self.args.quant_recipe)
             self._describe(path)
@@ -143,8 +145,7 @@ class CheckpointMixin:
                 "A process has no rollout file in %s: the rest of a rollout batch is sampled again.", checkpoint
             )
             return
-        # Without its number: torch does not know the name that accelerate has for a CPU, "cpu:0".
-        stored = torch.load(file, map_location=self.accelerator.device.type, weights_only=True)
+        stored = torch.load(file, map_location=self.accelerator.device, weights_only=True)
         if stored["batches"] is not None and stored["cycle"] != self._cycle:
             raise ValueError(
                 f"{checkpoint} lies within a rollout batch of another size: (steps_per_generation, num_iterations, "
@@ -190,6 +191,13 @@ class CheckpointMixin:
             _compat.restore_masters(self._unwrapped, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
+        self._weights_change()
+
+    def _weights_change(self) -> None:
+        """Publish before the next rollout, and quantize before the next pass: shards do not tell that they were loaded."""
+        self._last_loaded_step = -1
+        for _, layer in quantized_modules(self._unwrapped):
+            layer.forget()
 
     @property
     def _stored_under_other_names(self) -> bool:

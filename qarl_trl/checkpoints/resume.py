@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
-from transformers.trainer import TRAINER_STATE_NAME
 
 from .folder import INCOMING, MANIFEST, damage, finished, read_manifest
 
 
 if TYPE_CHECKING:
     from ..config import QaRLConfig
+
+# transformers.trainer calls it TRAINER_STATE_NAME; to import that loads datasets and pandas, a fifth of a dry run.
+STATE = "trainer_state.json"
 
 logger = get_logger(__name__)
 
@@ -71,7 +73,7 @@ def _find(wish: str, output_dir: Path) -> str | None:
 
 
 def _given(folder: Path) -> str:
-    if not (folder / TRAINER_STATE_NAME).is_file():
+    if not (folder / STATE).is_file():
         raise ValueError(
             f"resume_from_checkpoint={str(folder)!r} is no training checkpoint. Give 'true', 'auto' or the path of a "
             "checkpoint-N."

@@ -65,8 +65,10 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="recipe; its keys can also be given here, as to `qarl-trl train`")
+    parser.add_argument("--gpus", type=int, help="processes to estimate memory for (default: as launched)")
+    parser.add_argument("--sharding", choices=("ddp", "fsdp2"), help="of --gpus (default: fsdp2)")
     parser.add_argument(
-        "--probe_prompts", type=int, default=8, help="prompts of the gap's budget, 0: none (default: 8)"
+        "--probe_prompts", type=int, default=8, help="prompts of the gap's budget (default: 8, 0: none)"
     )
     parser.add_argument("--probe_tokens", type=int, default=64, help="tokens sampled after each (default: 64)")
     return parser
@@ -85,7 +87,7 @@ def sections(given: Any, own: argparse.Namespace) -> list[tuple[str, Callable[[]
     return [
         *machine,
         ("Settings", run.settings),
-        ("Memory of one process: a rough estimate from counted parameters", run.memory),
+        ("Memory of one process at its largest moment, estimated", lambda: run.memory(own.gpus, own.sharding)),
         ("Data and rewards", lambda: run.data(REWARD_ROWS)),
         (
             "Log-prob gap between engine and learner, nats per token",

@@ -8,19 +8,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from .._compat import num_shards
 from ..config import QaRLConfig
+from ..memory.model import longest_row, run_of
+from ..memory.rank import checkpoint_bytes
 from ..preflight import check_arguments, check_run
 from ..quant.experts import num_experts
 from ..rewards import load_rewards
 from ..train import QaRLScriptArguments, load_datasets
-from . import memory
 from .budget import describe, measure
 from .findings import FAIL, OK, PLAIN, SKIPPED, WARN, Finding
 from .machine import GIB, available_memory, disk
+from .memory import largest_moment
 from .rewards import check_reward
 
 
@@ -56,9 +60,8 @@ class Run:
         """What the trainer would refuse on this machine."""
         args, found = self.args, []
         if not torch.cuda.is_available():
-            found.append(
-                Finding(SKIPPED, "device", "no CUDA device: checked as a run on this CPU, also a recipe for GPUs")
-            )
+            text = "no CUDA device: checked as a run on this CPU, also a recipe for GPUs"
+            found.append(Finding(SKIPPED, "device", text))
         name = str(self.folder or self.model_args.model_name_or_path)
         if self.folder is None:
             found.append(Finding(SKIPPED, "model", f"{name} is not on this machine: its layers were not looked at"))
@@ -74,28 +77,32 @@ class Run:
         engine = "vLLM" if args.use_vllm else "transformers (slow)"
         return [*found, Finding(OK, "settings", f"{args.quant_name}, {args.loss_type}, rollouts by {engine}")]
 
-    def memory(self) -> list[Finding]:
-        """Needed against there, and the disk."""
+    def memory(self, gpus: int | None, sharding: str | None) -> list[Finding]:
+        """Needed against there on each of `gpus` (by default as launched), and the disk."""
         if self.config is None:
             return [Finding(SKIPPED, "memory", "the model is not on this machine: not estimated")]
         if getattr(self.config, "quantization_config", None) is not None:
             return [Finding(SKIPPED, "memory", "the model is quantized: not estimated")]
-        dtype = str((self.args.model_init_kwargs or {}).get("dtype", self.model_args.dtype))
-        size = 2 if dtype in ("bfloat16", "float16", "torch.bfloat16", "torch.float16") else 4
-        on_gpu = self.args.device.type == "cuda"
-        free, total = torch.cuda.mem_get_info(self.args.device) if on_gpu else (available_memory(), 0)
-        counts = memory.count(self.config, self.args, self.peft_config)
-        parts = memory.estimate(counts, self.args, size, total)
+        args = self.args
+        on_gpu = args.device.type == "cuda"
+        of_machine = available_memory(), psutil.virtual_memory().total
+        free, total = torch.cuda.mem_get_info(args.device) if on_gpu else of_machine
+        sharded = sharding != "ddp" and gpus > 1 if gpus else num_shards(args) > 1
+        ranks = gpus or (num_shards(args) if sharded else args.world_size)
+        size = {"ranks": ranks, "sharded": sharded, "memory": total, "tokens": longest_row(args)}
+        try:
+            run = run_of(args, self.model_args, self.config, **size)
+        except AttributeError as error:  # not of the Llama family
+            return [Finding(SKIPPED, "memory", f"sizes of its layers are not known: not estimated ({error})")]
+        moment, parts = largest_moment(run, on_gpu)
         found = [Finding(PLAIN, name, f"{value / GIB:9.3f} GiB") for name, value in parts.items()]
-        needed = sum(parts.values())
-        # More processes share the masters of a launched run: `qarl-trl plan` counts them.
-        too_much = WARN if on_gpu else FAIL
-        status = too_much if needed > free else WARN if needed > 0.9 * free else OK
-        text = (
-            f"{needed / GIB:9.3f} GiB of {free / GIB:.2f} GiB free ({counts.parameters / 1e6:,.1f} million parameters)"
-        )
-        disk_finding = disk(self.args.output_dir, memory.checkpoint_bytes(counts, self.args, size))
-        return [*found, Finding(status, "sum", text), disk_finding]
+        needed, together = sum(parts.values()), "" if on_gpu or ranks == 1 else f", {ranks} processes"
+        needed *= ranks if together else 1  # which share the memory of a CPU
+        status = FAIL if needed > free else WARN if needed > 0.9 * free else OK
+        text = f"{needed / GIB:9.3f} GiB of {free / GIB:.2f} GiB free ({moment}{together})"
+        if status == FAIL and on_gpu:
+            text += "; more GPUs: --gpus N; `qarl-trl plan` says what helps"
+        return [*found, Finding(status, "sum", text), disk(args.output_dir, checkpoint_bytes(run))]
 
     def data(self, number: int) -> list[Finding]:
         """Load the data set and ask each reward about its first rows."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import transformers
 from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from transformers import PretrainedConfig
 
 from ..export.low_bit import READ_BY_ENGINE
+from ..quant.names import checkpoint_renaming
 from ..quant.plan import in_words
 from ..quant.scheme import support_of
 from ..rollout._vllm_cpu import is_cpu_engine
@@ -21,10 +24,8 @@ def find_checkpoint(name_or_path: str) -> Path:
     """
     The folder of a checkpoint, downloaded if `name_or_path` is a Hub id.
 
-    Raises:
-        FileNotFoundError: If there is no such folder, or it holds no model.
-        ConnectionError: If it can only be on the Hub, and the Hub does not give it.
-        ValueError: If it is an adapter.
+    `FileNotFoundError` if there is no such folder or it holds no model, `ConnectionError` if the Hub does not give it,
+    `ValueError` if it is an adapter.
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
@@ -41,19 +42,44 @@ def find_checkpoint(name_or_path: str) -> Path:
         raise ValueError(
             f"{folder} is an adapter. Evaluate its folder low_bit, or what `qarl-trl export {folder} OUTPUT` writes."
         )
-    for needed in ("config.json", "*.safetensors"):
+    for needed in ("config.json", "*.safetensors", "tokenizer*"):  # without it transformers makes an empty tokenizer
         if not any(folder.glob(needed)):
             raise FileNotFoundError(f"{folder} is no model folder: it has no {needed}.")
     return folder
 
 
-def precision(config: PretrainedConfig) -> str:
+def check_complete(folder: Path, config: PretrainedConfig) -> None:
     """
-    The precision of the quantized layers in words.
+    Refuse (`ValueError`) a quantized checkpoint without a tensor for a layer: vLLM loads it all the same, and answers garbage.
 
-    Raises:
-        ValueError: If vLLM has no kernel for a scheme on this machine, or none at all.
+    A plain one vLLM refuses itself. An architecture that transformers does not have is not checked.
     """
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    if architecture is None or getattr(config, "quantization_config", None) is None:
+        return
+    with torch.device("meta"):
+        model = architecture(config)
+    stored: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            stored.update(name.rpartition(".")[0] for name in list(tensors.keys()))
+    # Experts are one module here and many in a file.
+    stored |= {name.partition(".experts.")[0] + ".experts" for name in stored if ".experts." in name}
+    rename, tied = checkpoint_renaming(model), model.all_tied_weights_keys
+    for parameter, _ in model.named_parameters(remove_duplicate=False):
+        name = parameter.rpartition(".")[0]
+        names = {
+            name,
+            rename(name),
+            rename(parameter).rpartition(".")[0],
+            name.removeprefix(f"{model.base_model_prefix}."),
+        }
+        if parameter not in tied and names.isdisjoint(stored):
+            raise ValueError(f"{folder} is not complete: its files hold nothing for {name}.")
+
+
+def precision(config: PretrainedConfig) -> str:
+    """The precision of the quantized layers in words; `ValueError` if vLLM has no kernel for a scheme on this machine."""
     device = torch.device("cpu" if is_cpu_engine() else "cuda")
     check_engine_cpu(device.type)
     stored = getattr(config, "quantization_config", None)

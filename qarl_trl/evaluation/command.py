@@ -37,11 +37,8 @@ class Job:
     @property
     def todo(self) -> list[Problem]:
         """What the store lacks; a prompt that several suites have is sampled once."""
-        return list(
-            {
-                p.prompt_ids: p for rows in self.problems.values() for p in rows if p.prompt_ids not in self.store
-            }.values()
-        )
+        rows = itertools.chain.from_iterable(self.problems.values())
+        return list({p.prompt_ids: p for p in rows if p.prompt_ids not in self.store}.values())
 
 
 def main(argv: Sequence[str] | None = None) -> Callable[[], None] | None:
@@ -89,12 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """
-    Refuse what the options alone can tell.
-
-    Raises:
-        ValueError: with the option, its value and what it must be.
-    """
+    """Refuse (`ValueError`) what the options alone can tell."""
     options.pass_at = options.pass_at or [options.k]
     for name in ("k", "max_new_tokens", "limit", "show_prompts", "tensor_parallel_size"):
         value = getattr(options, name)
@@ -114,19 +106,14 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Job | None, Any]:
-    """
-    The checks, cheap ones first, and the engine if anything is to be sampled; nothing after `--show_prompts`.
-
-    Raises:
-        ValueError, OSError, ImportError: with what came, what was needed and what to do.
-    """
+    """The checks, cheap ones first, and the engine if anything is to be sampled; nothing after `--show_prompts`."""
     check_options(options)
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
     from .._compat import installed_version, require_vllm
     from ..export.low_bit import digest
-    from .checkpoint import find_checkpoint, precision
+    from .checkpoint import check_complete, find_checkpoint, precision
     from .sample import start_engine
     from .store import CompletionStore
     from .suites import find_suites
@@ -138,6 +125,7 @@ def prepare(options: argparse.Namespace) -> tuple[Job | None, Any]:
         kind.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
         for kind in (AutoConfig, AutoTokenizer)
     )
+    check_complete(folder, config)
     in_words = precision(config)
     problems, left_out = load(suites, tokenizer, options)
     if options.show_prompts:
@@ -157,7 +145,8 @@ def prepare(options: argparse.Namespace) -> tuple[Job | None, Any]:
     try:
         return job, start_engine(str(folder), **arguments)
     except Exception as error:  # whatever vLLM raises for a checkpoint that it cannot load
-        raise ValueError(f"vLLM cannot load {options.model}: {type(error).__name__}: {error}") from error
+        text = str(error)[:500]  # some list every architecture there is
+        raise ValueError(f"vLLM cannot load {options.model}: {type(error).__name__}: {text}") from error
 
 
 def load(suites: Sequence[Any], tokenizer: Any, options: argparse.Namespace) -> tuple[dict, dict]:
@@ -168,13 +157,10 @@ def load(suites: Sequence[Any], tokenizer: Any, options: argparse.Namespace) -> 
     settings = {name: getattr(options, name) for name in names} | {"max_samples": options.limit}
     problems, left_out = {}, {}
     for suite in suites:
-        problems[suite.name], left_out[suite.name] = load_problems(
-            suite, tokenizer, options.chat_template_kwargs, **settings
-        )
-        if left_out[suite.name]:
-            print(
-                f"{suite.name}: {left_out[suite.name]} left out, because math-verify cannot read the reference answer"
-            )
+        name = suite.name
+        problems[name], left_out[name] = load_problems(suite, tokenizer, options.chat_template_kwargs, **settings)
+        if left_out[name]:
+            print(f"{name}: {left_out[name]} left out, because math-verify cannot read the reference answer")
     return problems, left_out
 
 
@@ -186,12 +172,7 @@ def show(problems: dict[str, list[Problem]], number: int) -> None:
 
 
 def needed_length(config: PretrainedConfig, problems: dict[str, list[Problem]], options: argparse.Namespace) -> int:
-    """
-    Tokens of the longest prompt and its completion together.
-
-    Raises:
-        ValueError: If the model has fewer positions: completions would be cut off earlier than --max_new_tokens says.
-    """
+    """Tokens of the longest prompt and its completion; `ValueError` where the model has fewer positions."""
     longest = max(len(problem.prompt_ids) for rows in problems.values() for problem in rows)
     length = longest + options.max_new_tokens
     positions = getattr(config.get_text_config(), "max_position_embeddings", length)

@@ -28,16 +28,10 @@ def sample(
     engine: Any, problems: Sequence[Problem], seed: int, **settings: Any
 ) -> Iterator[tuple[Problem, list[Completion]]]:
     """
-    Sample all problems together and yield each as soon as its completions are finished.
+    Sample all problems, of different prompts, together and yield each as soon as its completions are finished.
 
-    Args:
-        engine (`vllm.LLM`): As of [`start_engine`].
-        problems (`Sequence[Problem]`): With different prompts.
-        seed (`int`): Each prompt draws from a seed made of this one and itself, whatever is sampled beside it.
-        **settings: Those of `vllm.SamplingParams`.
-
-    Raises:
-        RuntimeError: If the engine ends a completion otherwise than at its end or at the length limit.
+    Each prompt draws from a seed made of `seed` and itself, whatever is sampled beside it. `settings` are those of
+    `vllm.SamplingParams`. `RuntimeError` if the engine ends a completion otherwise than at its end or at the length limit.
     """
     from vllm import SamplingParams
 

@@ -31,13 +31,8 @@ def summarize(rewards: Mapping[str, Sequence[Sequence[float]]], pass_at: Sequenc
     """
     avg@k and pass@k of each suite, and their mean over suites, in which each suite counts the same (paper, Table 1).
 
-    Args:
-        rewards (`Mapping[str, Sequence[Sequence[float]]]`): Per suite `(P, k)`, each 0 or 1.
-        pass_at (`Sequence[int]`): The pass@ to give, each of 1 to k.
-
-    Returns:
-        `dict`: `suites`, by name, and `mean`: by metric `{"value", "low", "high"}` of 0 to 1, with the 95 % percentile
-        bootstrap interval over problems.
+    From rewards 0 or 1, per suite `(P, k)`, to `suites`, by name, and `mean`: by metric `{"value", "low", "high"}` of 0 to 1,
+    with the 95 % percentile bootstrap interval over problems.
     """
     values, draws = {}, {}
     for position, (name, rows) in enumerate(rewards.items()):

@@ -23,12 +23,8 @@ class CompletionStore(dict[tuple[int, ...], list[Completion]]):
     """
     The completions of one model under one set of settings, by prompt ids, as `completions.jsonl` in a folder.
 
-    Args:
-        folder (`Path`): New, empty, or of an earlier evaluation with equal `settings`.
-        settings (`dict`): All that decides what is sampled, as JSON has it.
-
-    Raises:
-        ValueError: If the folder holds something else, or completions under other settings.
+    The folder is new, empty, or of an earlier evaluation with equal `settings`, which are all that decides what is sampled;
+    otherwise `ValueError`.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..data import load_math_dataset, local_path
+from ..data import BUILDERS, load_math_dataset, local_path
 from ..rewards import math_reward
 
 
@@ -43,21 +44,15 @@ SUITES = {
     )
 }
 MATH = tuple(name for name in SUITES if name != "gsm8k")  # the six of the paper's average
-_KINDS = (".jsonl", ".json", ".parquet")
 
 
 def find_suites(names: Sequence[str], data: Sequence[str]) -> list[Suite]:
     """
-    The suites to run; what is local must exist, the Hub is not asked.
+    The suites to run: `names` of `SUITES` (`"math"`: the six of the paper), and `data`. The Hub is not asked.
 
-    Args:
-        names (`Sequence[str]`): Names of `SUITES`, or `"math"` for the six of the paper.
-        data (`Sequence[str]`): `FILE` (a suite named by its stem), `NAME=FILE`, or a folder that holds the suites in
-            `names` as `<name>.jsonl`, `.json` or `.parquet`.
-
-    Raises:
-        FileNotFoundError: If a file or folder is missing, or a folder lacks a suite.
-        ValueError: If a name is unknown or given twice, a folder is not used, or nothing is asked for.
+    Data is `FILE` (a suite named by its stem), `NAME=FILE`, or a folder that holds the suites in `names` as `<name>.jsonl`,
+    `.json` or `.parquet`. `FileNotFoundError` for what is missing; `ValueError` for a name that is unknown or given twice, a
+    folder that is not used, or when nothing is asked for.
     """
     files: dict[str, Suite] = {}
     folder = None
@@ -88,15 +83,8 @@ def load_problems(
     """
     The problems of a suite, prompted as in training, and how many were left out because their reference cannot be read.
 
-    Args:
-        suite ([`Suite`]): One of [`find_suites`].
-        tokenizer (`PreTrainedTokenizerBase`): Its chat template is applied if it has one; otherwise prompts are plain text.
-        template_kwargs (`dict`): Arguments of the chat template.
-        **settings: Those of [`load_math_dataset`]: template, system prompt, columns, number of problems.
-
-    Raises:
-        ConnectionError: If the Hub cannot be reached.
-        ValueError: If there is no row, no answer, or no answer that math-verify can read.
+    The tokenizer's chat template, if any, is applied with `template_kwargs`; `settings` are those of [`load_math_dataset`].
+    `ConnectionError` if the Hub cannot be reached, `ValueError` if there is no row or no answer that math-verify can read.
     """
     chat = tokenizer.chat_template is not None
     try:
@@ -112,16 +100,12 @@ def load_problems(
     readable = [reward is not None for reward in math_reward([""] * len(answers), answers)]
     if not any(readable):
         raise ValueError(f"math-verify can read none of the {len(answers)} answers of {suite.source}.")
+    form = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    tokenize = partial(tokenizer.apply_chat_template, **form, **template_kwargs) if chat else tokenizer
     problems = []
     for prompt, answer, usable in zip(prompts, answers, readable, strict=True):
         if usable:  # tokenized as TRL's trainer does for its engine
-            ids = (
-                tokenizer.apply_chat_template(
-                    prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
-                )
-                if chat
-                else tokenizer(prompt)
-            )["input_ids"]
+            ids = tokenize(prompt)["input_ids"]
             problems.append(Problem(tuple(ids), tokenizer.decode(ids), answer))
     return problems, len(answers) - len(problems)
 
@@ -131,7 +115,7 @@ def _find(name: str, folder: Path | None) -> Suite:
         raise ValueError(f"--suite {name!r} must be math, or of {', '.join(SUITES)}. Other problems: --data FILE.")
     if folder is None:
         return SUITES[name]
-    for kind in _KINDS:
+    for kind in BUILDERS:
         if (path := folder / f"{name}{kind}").is_file():
             return Suite(name, str(local_path(str(path))))
     raise FileNotFoundError(

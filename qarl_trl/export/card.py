@@ -49,20 +49,13 @@ PAPER = {
 # The settings that a card shows: numbers and names that decide the result, nothing that may hold an address.
 SETTINGS = (
     *("quant_scheme", "quant_group_size", "quant_targets", "quant_ignore", "quant_freeze_scales", "quant_learner"),
-    *(
-        "quant_kernel",
-        "learner_ops",
-        "max_tokens_per_pass",
-        "loss_type",
-        "advantage_filter",
-        "tbpo_epsilon_high",
-        "tbpo_delta_low",
-    ),
-    *("tbpo_delta_high", "tbpo_mismatch_cap", "epsilon", "epsilon_high", "delta", "beta", "scale_rewards"),
-    *("importance_sampling_level", "vllm_importance_sampling_mode", "mask_truncated_completions", "num_iterations"),
-    *("num_generations", "generation_batch_size", "steps_per_generation", "per_device_train_batch_size"),
-    *("gradient_accumulation_steps", "max_completion_length", "vllm_max_model_length", "temperature", "top_p"),
-    *("top_k", "min_p", "repetition_penalty", "use_vllm", "bf16", "seed", "max_steps", "num_train_epochs"),
+    *("quant_kernel", "learner_ops", "max_tokens_per_pass", "loss_type", "advantage_filter", "tbpo_epsilon_high"),
+    *("tbpo_delta_low", "tbpo_delta_high", "tbpo_mismatch_cap", "epsilon", "epsilon_high", "delta", "beta"),
+    *("scale_rewards", "importance_sampling_level", "vllm_importance_sampling_mode", "mask_truncated_completions"),
+    *("num_iterations", "num_generations", "generation_batch_size", "steps_per_generation"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length"),
+    *("vllm_max_model_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "use_vllm"),
+    *("bf16", "seed", "max_steps", "num_train_epochs"),
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "optim_muon"),
     *("muon_adamw_learning_rate", "muon_momentum", "muon_ns_steps", "muon_adjust_lr", "adam_beta1", "adam_beta2"),
 )
@@ -143,14 +136,9 @@ def write_card(folder: Path, repo: str | None = None, **facts: Any) -> None:
 
 def model_card(folder: Path, repo: str | None = None) -> ModelCard:
     """
-    The card of a low-bit folder.
+    The card of a low-bit folder, with its `training.yaml` and evaluations; `ValueError` when it holds no low-bit model.
 
-    Args:
-        folder (`Path`): With `config.json` and weights; `training.yaml` and evaluations are used where they are.
-        repo (`str`, *optional*): Where it will be loaded from. Unset: commands are for a shell in the folder.
-
-    Raises:
-        ValueError: when the folder holds no low-bit model.
+    `repo` is where it will be loaded from. Unset: commands are for a shell in the folder.
     """
     config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
     if "config_groups" not in (quantized := config.get("quantization_config") or {}):
@@ -231,9 +219,8 @@ def _in_table(scheme: QuantizationScheme, layers: int | None) -> list[str]:
     per = f"{size} weights" if size else "output channel"
     if weights.strategy == QuantizationStrategy.BLOCK:
         per = "block of {} x {}".format(*weights.block_structure)
-    kind = (
-        f"{weights.num_bits}-bit {weights.type}, a scale per {per}{'' if weights.symmetric else ', with zero points'}"
-    )
+    zeros = "" if weights.symmetric else ", with zero points"
+    kind = f"{weights.num_bits}-bit {weights.type}, a scale per {per}{zeros}"
     inputs = "bfloat16"
     if activations is not None:
         inputs = f"{activations.num_bits}-bit {activations.type}, {'dynamic' if activations.dynamic else 'static'}"

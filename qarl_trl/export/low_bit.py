@@ -100,19 +100,15 @@ def save_low_bit(
     recipe: str | os.PathLike | None = None,
 ) -> Path:
     """
-    Write the low-bit checkpoint of `model`.
+    Write the low-bit checkpoint of `model`; returns the folder.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`): A model after `apply_quantization`; its masters are not changed. Of a
-            `PeftModel` the base model is written with the active adapter merged.
-        tokenizer (`PreTrainedTokenizerBase` or `None`): Saved beside the weights.
-        path (`str` or `os.PathLike`): Folder. Weights already there are replaced; other files stay.
-        weights (`Iterable[tuple[str, Tensor]]`, *optional*): Checkpoint tensors, where `model` holds shards only.
-            Defaults to `iter_low_bit_weights(model)`.
-        recipe (`str` or `os.PathLike`, *optional*): llm-compressor recipe of the model, copied as `recipe.yaml`.
-
-    Returns:
-        `Path`: `path`.
+        model: After `apply_quantization`; its masters are not changed. Of a `PeftModel`, the base is written with the active
+            adapter merged.
+        tokenizer: Saved beside the weights.
+        path: Folder. Weights already there are replaced; other files stay.
+        weights: Checkpoint tensors, where `model` holds shards only. Defaults to `iter_low_bit_weights(model)`.
+        recipe: llm-compressor recipe of the model, copied as `recipe.yaml`.
 
     Raises:
         ValueError: when the model is not quantized, or when `path` holds high-precision weights.

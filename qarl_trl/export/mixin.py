@@ -52,12 +52,9 @@ class SharingMixin:
         **kwargs: Any,
     ) -> Any:
         """
-        Save the low-bit model and make it the content of the Hub repository.
+        Save the low-bit model and make it the content of the Hub repository; called as [`~transformers.Trainer.push_to_hub`].
 
-        Arguments and result are those of [`~transformers.Trainer.push_to_hub`].
-
-        Raises:
-            HubError: with what failed and what to do. The model is saved.
+        `HubError` says what failed and what to do. The model is saved then.
         """
         if not self.args.quantized:
             return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)

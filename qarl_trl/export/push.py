@@ -21,16 +21,8 @@ from .low_bit import LOW_BIT_FOLDER
 
 # All that a model repository needs: no pickles, logs, completions or states of a run, whatever else is in the folder.
 MODEL_FILES = (
-    *(
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "config.json",
-        "*_config.json",
-        "tokenizer*",
-        "vocab*",
-        "merges.txt",
-    ),
-    *("*_map.json", "added_tokens.json", "chat_template.json", "tekken.json", "*.jinja", "*.model"),
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "*_config.json", "tokenizer*", "vocab*"),
+    *("merges.txt", "*_map.json", "added_tokens.json", "chat_template.json", "tekken.json", "*.jinja", "*.model"),
     *("recipe.yaml", "training.yaml", "README.md"),
 )
 # What a push removes at the root of a repository when the new model does not have it: an engine would load it too.

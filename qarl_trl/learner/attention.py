@@ -32,23 +32,12 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def sequence_arguments(model: nn.Module, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """
-    What the attention of `model` is told about a packed row, as keyword arguments of its forward.
-
-    Args:
-        model (`nn.Module`): Its attention implementation decides on the form.
-        lengths (`Sequence[int]`): Tokens of each sequence.
-        device (`torch.device`): Of the row.
-    """
+    """What the attention implementation of `model` is told about a packed row: keyword arguments of the forward."""
     if "flash" not in (transformers_model(model).config._attn_implementation or ""):
         return {"sequence_lengths": tuple(lengths)}  # numbers: a tensor would be read back in every layer
     starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
-    return {
-        "cu_seq_lens_q": starts,
-        "cu_seq_lens_k": starts,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-    }
+    longest = max(lengths)
+    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
 
 def _attention(

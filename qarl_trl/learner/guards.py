@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,10 @@ def check_gradient(norm: Tensor | float | None, model: nn.Module) -> None:
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if norm is None or math.isfinite(norm):
         return
-    masters = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in model.named_parameters()}
+    shards = {
+        name: getattr(p, "ds_tensor", p) for name, p in model.named_parameters()
+    }  # under ZeRO-3 p itself is empty
+    masters = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in shards.items()}
     broken = [name for name, p in masters.items() if not p.detach().isfinite().all()]
     if broken:
         cause = f"{len(broken)} weights hold NaN or infinity already, first {broken[0]!r}."
@@ -41,25 +44,28 @@ def check_gradient(norm: Tensor | float | None, model: nn.Module) -> None:
     )
 
 
-def rewards_of_all(calculate: Callable[[], Tensor], rows: int, names: Sequence[str], accelerator: Any) -> Tensor:
-    """
-    The rewards of all processes `(processes * rows, functions)`, from the `(rows, functions)` that `calculate` gives each.
-
-    Raises:
-        Exception: What `calculate` raised here; a `RuntimeError` on the processes where it did not, instead of a wait.
-        ValueError: On all processes for a reward that is infinite. NaN is TRL's word for `None`, not applicable.
-    """
-    failure, rewards = None, None
+def of_all(what: str, calculate: Callable[[], Any], accelerator: Any) -> Any:
+    """`calculate()`; its error where it raised, and on the other processes a `RuntimeError` instead of a wait."""
+    failure = None
     try:
-        rewards = calculate()
+        result = calculate()
     except Exception as error:
         failure = error
     failed = accelerator.gather(torch.tensor([failure is not None], device=accelerator.device))
     if failure is not None:
         raise failure
     if failed.any():
-        raise RuntimeError(f"The rewards failed in process {int(failed.nonzero()[0])}, which says why.")
-    rewards = accelerator.gather(rewards)
+        raise RuntimeError(f"The {what} failed in process {int(failed.nonzero()[0])}, which says why.")
+    return result
+
+
+def rewards_of_all(calculate: Callable[[], Tensor], rows: int, names: Sequence[str], accelerator: Any) -> Tensor:
+    """
+    The rewards of all processes `(processes * rows, functions)`, from the `(rows, functions)` that `calculate` gives each.
+
+    Raises as [`of_all`], and `ValueError` on all for a reward that is infinite. NaN is TRL's word for `None`, not applicable.
+    """
+    rewards = accelerator.gather(of_all("rewards", calculate, accelerator))
     if not rewards.isinf().any():
         return rewards
     row, column = rewards.isinf().nonzero()[0].tolist()
@@ -68,6 +74,36 @@ def rewards_of_all(calculate: Callable[[], Tensor], rows: int, names: Sequence[s
         f"The reward function {names[column]!r} gave an infinite reward to completion {row} of process {process}. A reward must "
         "be a number, or None where it does not apply: the advantages of its whole group would be NaN or 0."
     )
+
+
+def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], trainer: Any) -> Any:
+    """What TRL's `rollout_func` returns for `prompts`, checked; errors as of [`of_all`]."""
+
+    def checked() -> Any:
+        check_rollout(output := rollout_func(prompts, trainer), len(prompts))
+        return output
+
+    return of_all("rollout_func", checked, trainer.accelerator)
+
+
+def check_rollout(output: Any, rows: int) -> None:
+    """Refuse (`ValueError`) a rollout without a completion of at least one token, with its log-probs, for each of `rows` prompts."""
+    names = ("prompt_ids", "completion_ids", "logprobs")
+    if not isinstance(output, Mapping) or not set(names) <= output.keys():
+        raise ValueError(f"rollout_func must return a dict with {', '.join(names)} (or None), got {output!r:.100}.")
+    prompts, completions, logps = (output[name] for name in names)
+    logps = completions if logps is None else logps
+    if not len(prompts) == len(completions) == len(logps) == rows:
+        raise ValueError(
+            f"rollout_func must return a row for each of {rows} prompts, got {len(prompts)} prompt_ids, {len(completions)} "
+            f"completion_ids and {len(logps)} logprobs."
+        )
+    for row, (tokens, values) in enumerate(zip(completions, logps, strict=True)):
+        if len(tokens) == 0 or len(tokens) != len(values):
+            raise ValueError(
+                f"Completion {row} of rollout_func must have at least one token (the EOS token, if nothing was said) and a "
+                f"log-prob for each, got {len(tokens)} tokens and {len(values)} log-probs."
+            )
 
 
 class _Expired(BaseException):
@@ -84,10 +120,7 @@ def within(seconds: float | None, calculate: Callable[[], Any]) -> Any:
 
     A call into C code is not interrupted until it returns. By SIGUSR2: math-verify needs SIGALRM for itself, and SIGINT is ignored
     in what a shell started in the background. A function and no context manager, which could be interrupted between block and exit.
-
-    Raises:
-        TimeoutError: It took longer.
-        ValueError: Outside of the main thread.
+    `ValueError` outside of the main thread.
     """
     if seconds is None:
         return calculate()

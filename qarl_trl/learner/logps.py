@@ -29,40 +29,22 @@ Result = tuple[Tensor, Tensor | None, Tensor | None]
 
 @dataclass
 class PackedPasses:
-    """
-    The passes of one trainer.
+    """The passes of one trainer."""
 
-    Attributes:
-        budget (`int`): Real tokens that a pass may hold.
-        autocast (`Callable`): Context in which the model is called.
-        gather (`Callable`): Puts the 1-D tensors of all processes one after the other.
-        unwrap (`Callable`): Takes the wrappers of accelerate off a model.
-    """
-
-    budget: int
-    autocast: Callable[[], AbstractContextManager]
-    gather: Callable[[Tensor], Tensor]
-    unwrap: Callable[[nn.Module], nn.Module]
+    budget: int  # real tokens that a pass may hold
+    autocast: Callable[[], AbstractContextManager]  # in which the model is called
+    gather: Callable[[Tensor], Tensor]  # puts the 1-D tensors of all processes one after the other
+    unwrap: Callable[[nn.Module], nn.Module]  # takes the wrappers of accelerate off a model
     _why_padded: WeakKeyDictionary[nn.Module, str | None] = field(default_factory=WeakKeyDictionary)
 
     def run(self, padded: Callable[..., Result], given: Mapping[str, Any], order: Tensor | None = None) -> Result:
         """
-        Log-probs, entropies and balancing loss of a padded batch.
+        What TRL's method `padded` returns for the arguments `given`; the balancing loss is the mean over passes.
 
-        Micro-batches of `batch_size` rows go through one after the other, split into several passes where they are over the
-        budget. A model that cannot be packed gets them padded, without the columns that are padding in all rows; a batch with
-        images or token types goes to `padded` as it is.
-
-        Args:
-            padded (`Callable`): TRL's method.
-            given (`Mapping[str, Any]`): Its arguments by name.
-            order (`Tensor`, *optional*): Order in which the rows are cut into micro-batches, int64 `(B,)`.
-
-        Returns:
-            `Result`: In the order of the given rows; the balancing loss is the mean over passes.
-
-        Raises:
-            ValueError: for a sequence longer than the budget.
+        Micro-batches of `batch_size` rows, cut in `order` (int64 `(B,)`), go through one after the other, split into several
+        passes where they are over the budget. A model that cannot be packed gets them padded, without the columns that are
+        padding in all rows; a batch with images or token types goes to `padded` as it is. `ValueError` for a sequence over the
+        budget.
         """
         if any(value is not None for name, value in given.items() if name not in TEXT):
             return padded(**given)
@@ -78,10 +60,9 @@ class PackedPasses:
         router = {"output_router_logits": True} if given.get("compute_aux_loss") else {}
         packed = [pack(ids, mask, keep, rows) for rows in self._passes(mask, chunks)]
         outputs = [self._forward(given["model"], row, **router) for row in packed]
-        logps = unpack([o.log_probs for o in outputs], packed, len(ids), keep)
-        entropies = (
-            unpack([o.entropy for o in outputs], packed, len(ids), keep) if given.get("compute_entropy") else None
-        )
+        logps, entropies = unpack([o.log_probs for o in outputs], packed, len(ids), keep), None
+        if given.get("compute_entropy"):
+            entropies = unpack([o.entropy for o in outputs], packed, len(ids), keep)
         return logps, entropies, torch.stack([o.aux_loss for o in outputs]).mean() if router else None
 
     def _passes(self, mask: Tensor, chunks: Sequence[list[int]]) -> list[list[int]]:
@@ -98,13 +79,8 @@ class PackedPasses:
     def _forward(self, model: nn.Module, packed: PackedRow, **more: Any) -> Any:
         more |= sequence_arguments(self.unwrap(model), packed.lengths, packed.input_ids.device)
         with self.autocast():
-            return model(
-                input_ids=packed.input_ids,
-                position_ids=packed.position_ids,
-                labels=packed.labels,
-                fused_lm_head=True,
-                **more,
-            )
+            ids, positions, labels = packed.input_ids, packed.position_ids, packed.labels
+            return model(input_ids=ids, position_ids=positions, labels=labels, fused_lm_head=True, **more)
 
     def _packs(self, model: nn.Module) -> bool:
         """Whether packed rows of `model` are right; asked once, and answered alike on all processes."""

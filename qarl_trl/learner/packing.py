@@ -12,40 +12,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PackedRow:
-    """
-    The real tokens of some rows of a padded batch, one sequence after the other; `T` is their number.
+    """The `T` real tokens of some rows of a padded batch, one sequence after the other; `N` are scored. All int64."""
 
-    Attributes:
-        input_ids (`Tensor`): int64 `(1, T)`.
-        position_ids (`Tensor`): int64 `(1, T)`, from 0 in each sequence.
-        labels (`Tensor`): int64 `(1, T)`, -100 where no log-prob is wanted.
-        lengths (`tuple[int, ...]`): Tokens of each sequence.
-        scored (`Tensor`): Where in the row the labels are, int64 `(N,)`.
-        row (`Tensor`): Their row in the padded batch, int64 `(N,)`.
-        column (`Tensor`): Their column among the last ones of the padded batch, int64 `(N,)`.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    labels: Tensor
-    lengths: tuple[int, ...]
-    scored: Tensor
-    row: Tensor
-    column: Tensor
+    input_ids: Tensor  # `(1, T)`
+    position_ids: Tensor  # `(1, T)`, from 0 in each sequence
+    labels: Tensor  # `(1, T)`, -100 where no log-prob is wanted
+    lengths: tuple[int, ...]  # tokens of each sequence
+    scored: Tensor  # where in the row the labels are, `(N,)`
+    row: Tensor  # their row in the padded batch, `(N,)`
+    column: Tensor  # their column among the last ones of the padded batch, `(N,)`
 
 
 def pack(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, rows: Sequence[int]) -> PackedRow:
     """
-    Put the real tokens of some rows of a padded batch into one row.
+    The real tokens of some `rows` of a padded batch `(B, L)` in one row; log-probs are wanted of its last columns.
 
-    Args:
-        input_ids (`Tensor`): int64 `(B, L)`.
-        attention_mask (`Tensor`): `(B, L)`, 1 for real tokens, which are neighbours in each row.
-        logits_to_keep (`int`): Log-probs are wanted of the last columns, this many.
-        rows (`Sequence[int]`): Which rows.
-
-    Raises:
-        ValueError: for a row with padding between its tokens, whose positions would change.
+    `ValueError` for a row with padding (0 in `attention_mask`) between its tokens, whose positions would change.
     """
     chosen = torch.tensor(rows, device=input_ids.device)
     real = attention_mask[chosen].bool()
@@ -65,16 +47,9 @@ def pack(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, rows: S
 
 def unpack(values: Sequence[Tensor], packed: Sequence[PackedRow], rows: int, logits_to_keep: int) -> Tensor:
     """
-    Per-token values of packed rows at their places in the padded batch, zero elsewhere.
+    Per-token values of packed rows at their places in a padded batch `(rows, logits_to_keep)`, zero elsewhere.
 
-    Args:
-        values (`Sequence[Tensor]`): Of each row `(1, T - 1)`: of every token after the first, as a causal model gives log-probs.
-        packed (`Sequence[PackedRow]`): What they are of.
-        rows (`int`): `B` of the padded batch.
-        logits_to_keep (`int`): Its last columns.
-
-    Returns:
-        `Tensor`: `(B, logits_to_keep)`.
+    Of each packed row there are values `(1, T - 1)`: of every token after the first, as a causal model gives log-probs.
     """
     out = values[0].new_zeros(rows, logits_to_keep)
     places = torch.cat([p.row for p in packed]), torch.cat([p.column for p in packed])
@@ -83,18 +58,9 @@ def unpack(values: Sequence[Tensor], packed: Sequence[PackedRow], rows: int, log
 
 def split_rows(lengths: Sequence[int], budget: int, passes: int = 1) -> list[list[int]]:
     """
-    Which rows go through the model together: the longest first, each into the first pass that has room.
+    Rows of each pass, ascending: the longest first, each into the first pass that has room in a `budget` of tokens.
 
-    Args:
-        lengths (`Sequence[int]`): Real tokens of each row.
-        budget (`int`): Tokens that a pass may hold.
-        passes (`int`, *optional*, defaults to 1): At least this many passes, none of them empty.
-
-    Returns:
-        `list[list[int]]`: Rows of each pass, ascending.
-
-    Raises:
-        ValueError: for a row longer than the budget, and for more passes than rows.
+    There are at least `passes`, none of them empty. `ValueError` for a row over the budget, and for more passes than rows.
     """
     check_longest(max(lengths), budget)
     if passes > len(lengths):

@@ -43,15 +43,9 @@ def unfit(model: nn.Module) -> str | None:
 
 def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], vocab_size: int) -> str | None:
     """
-    Measure whether a sequence of a packed row changes with its neighbour, or with being packed.
+    What was seen when packing is wrong: a sequence that changes with its neighbour, or with being packed. Otherwise `None`.
 
-    Args:
-        model (`nn.Module`): Runs in evaluation mode here, without gradients.
-        score (`Callable`): Of ids `(B, 12)` on the model's device: the log-probs `(B, n)` of the last `n`, in one packed pass.
-        vocab_size (`int`): Token ids are below it.
-
-    Returns:
-        `str` or `None`: What was seen, when packing is wrong.
+    `score` gives of ids `(B, L)` the log-probs `(B, n)` of the last `n`, in one packed pass; evaluation mode, no gradients.
     """
     generator = torch.Generator().manual_seed(0)
     first, other, last = torch.randint(vocab_size, (3, 1, LENGTH), generator=generator)

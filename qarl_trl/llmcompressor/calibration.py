@@ -30,10 +30,8 @@ def read_plan(args: argparse.Namespace) -> QuantizationConfig:
     """
     The quantization that the options ask for, after the checks that need no weights.
 
-    Raises:
-        ImportError: when llm-compressor is not installed.
-        ValueError: for an output folder that is not empty, a model that is quantized, and a scheme or recipe that is not
-            supported.
+    `ImportError` without llm-compressor; `ValueError` for an output folder that is not empty, a quantized model, and a scheme
+    or recipe that is not supported.
     """
     if importlib.util.find_spec("llmcompressor") is None:
         raise ImportError(

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ..quant.plan import MINMAX
+from ..quant.reference import QParams
 
-
-QParams = tuple[Tensor, Tensor | None]
 
 # What `from_pretrained` and `snapshot_download` both take.
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
@@ -93,19 +92,13 @@ class QuantizedSource:
         return found
 
     def plan(self) -> QuantizationConfig:
-        """
-        `config` as the learner carries it out: round-to-nearest, whatever method made the codes.
-
-        How a code was found (GPTQ's activation order, an observer) is of no meaning once it is found.
-        """
+        """`config` as the learner carries it out: round-to-nearest, whatever method found the codes."""
         groups = {}
         for name, group in self.config.config_groups.items():
             groups[name] = group.model_copy(deep=True, update={"format": None})
             if group.weights is not None:
                 groups[name].weights.actorder, groups[name].weights.observer = None, MINMAX
-        return QuantizationConfig(
-            config_groups=groups, ignore=list(self.config.ignore or []), kv_cache_scheme=self.config.kv_cache_scheme
-        )
+        return self.config.model_copy(update={"config_groups": groups})
 
     def dense(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the unquantized model, layers decompressed by compressed-tensors, in the stored dtype."""
@@ -123,8 +116,7 @@ class QuantizedSource:
         """
         Scale, bfloat16 `(out, groups)`, and zero point, int8 of that shape or `None`, of every low-bit layer.
 
-        Raises:
-            ValueError: for scales that cannot be kept: reordered columns (`g_idx`), or another dtype than bfloat16.
+        `ValueError` for scales that cannot be kept: reordered columns (`g_idx`), or another dtype than bfloat16.
         """
         found = {}
         for name, scheme in self.layers.items():
@@ -194,10 +186,8 @@ def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
     """
     The checkpoint `name` if it is quantized, otherwise `None`; `kwargs` are those of `from_pretrained`.
 
-    Reads `config.json` alone (from the Hub: all files).
-
-    Raises:
-        ValueError: when it is quantized by something else than compressed-tensors, or in a way that has no masters.
+    Reads `config.json` alone (from the Hub: all files). `ValueError` when it is quantized by something else than
+    compressed-tensors, or in a way that has no masters.
     """
     raw = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", None)
     if raw is None:

@@ -1,8 +1,7 @@
 """Transforms that leave a model's function as it is and let its weights quantize better, folded in before RL.
 
-SmoothQuant, AWQ's scaling and SpinQuant's R1 and R2 rotations, by llm-compressor's modifiers. What is saved is a plain
-high-precision model whose log-probs on the calibration texts are those of the model that came in; otherwise nothing is saved
-(paper Sec. 3.1: the masters that `Quant(theta)` starts from).
+SmoothQuant, AWQ's scaling and SpinQuant's R1 and R2, by llm-compressor. A plain high-precision model is saved if its
+log-probs on the calibration texts are those of the one that came in, otherwise nothing (paper Sec. 3.1).
 """
 
 from __future__ import annotations

@@ -28,20 +28,11 @@ def load_masters(
     name: str, *, dtype: torch.dtype | str = "float32", architecture: type | None = None, **kwargs: Any
 ) -> PreTrainedModel:
     """
-    Load a compressed-tensors checkpoint as an unquantized model.
+    The unquantized model, on the CPU, of a compressed-tensors checkpoint, by the checkpoint's folder or Hub id.
 
-    Args:
-        name (`str`): Folder or Hub id of the quantized checkpoint.
-        dtype (`torch.dtype` or `str`, *optional*, defaults to `"float32"`, as TRL's): Of the masters; `"auto"` is the
-            checkpoint's.
-        architecture (`type`, *optional*): Model class; by default the one in `config.json`.
-        kwargs: Arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...), and fields of the model's config.
-
-    Returns:
-        `PreTrainedModel`: On the CPU, with the decompressed weights.
-
-    Raises:
-        ValueError: when the checkpoint is not quantized, is incomplete, or has tensors that the model does not.
+    `dtype` is that of the masters (`"auto"`: the checkpoint's), `architecture` the model class (by default of `config.json`);
+    `kwargs` are arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's config.
+    `ValueError` when the checkpoint is not quantized, is incomplete, or has tensors that the model does not.
     """
     source = quantized_source(name, **kwargs)
     if source is None:
@@ -76,10 +67,7 @@ def check_first_codes(model: nn.Module, source: QuantizedSource) -> None:
     With frozen scales: the codes of the loaded masters are those of the checkpoint, but for the sign of a float8 zero.
 
     8-bit integers are the exception: code times scale has more digits than bfloat16, so a few codes come back one step off,
-    which is logged.
-
-    Raises:
-        RuntimeError: when other codes than these differ, because then the masters are not the checkpoint.
+    which is logged. `RuntimeError` when other codes than these differ: then the masters are not the checkpoint.
     """
     total = differing = 0
     adapted = is_peft_model(model)

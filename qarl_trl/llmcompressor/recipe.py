@@ -34,14 +34,10 @@ NEUTRAL_FIELDS = {
 
 def read_recipe(path: str | os.PathLike) -> QuantizationConfig:
     """
-    Read an llm-compressor recipe (`.yaml`) with one `QuantizationModifier`.
+    What an llm-compressor recipe (`.yaml`) with one `QuantizationModifier` quantizes: groups in its order.
 
-    Returns:
-        `QuantizationConfig`: Groups in the recipe's order, each with its targets and a scheme the learner can run.
-
-    Raises:
-        FileNotFoundError: when there is no such file.
-        ValueError: for another modifier, an unknown field, or a scheme the learner cannot run.
+    `FileNotFoundError` when there is no such file; `ValueError` for another modifier, an unknown field, or a scheme that the
+    learner cannot run.
     """
     path = Path(path)
     if not path.is_file():

@@ -37,60 +37,34 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each (default: 1)")
     parser.add_argument("--memory", type=float, default=79, help="GiB of each (default: 79, a card of 80 GB)")
     parser.add_argument("--sharding", choices=("ddp", "fsdp2"), help="with several GPUs (default: fsdp2)")
-    parser.add_argument(
-        "--tokens", type=int, help="of prompt and completion in each row (default: the longest allowed)"
-    )
+    parser.add_argument("--tokens", type=int, help="of prompt and completion together (default: the longest allowed)")
     parser.add_argument("--json", action="store_true", help="all numbers, in bytes")
     return parser
 
 
 def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, dict[str, Any]]:
     """The run that a recipe and the command line describe, and what the table says of it. `ValueError` for what cannot run."""
-    import torch
-    from trl import get_peft_config
-
     from ..llmcompressor.quantized_start import quantized_source
     from ..train import parse
     from . import model as meta
-    from .rank import GIB, Run
+    from .rank import GIB
 
     if args.gpus < 1 or not args.memory > 0:
         raise ValueError(f"--gpus {args.gpus} and --memory {args.memory:g} must be at least 1 and above 0.")
     _, settings, model_args = parse(["--config", args.config, *overrides], any_device=True)
     name = model_args.model_name_or_path
-    config = meta.read_config(name)
-    source = quantized_source(name) if settings.from_checkpoint else None
-    plan = settings.quant_plan(None if source is None else source.plan())
-    wanted = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
-    dtype = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted, torch.float32)
-    model = meta.skeleton(config, dtype, get_peft_config(model_args), plan)
-    found, text = meta.parameters(model, settings.optim_muon), config.get_text_config()
-    longest = settings.vllm_max_model_length or settings.max_tokens_per_pass
-    run = Run(
-        parameters=tuple(found),
-        layer=meta.decoder_layer(model, config, settings.quant_learner),
-        layers=text.num_hidden_layers,
-        vocabulary=text.vocab_size,
-        codes=meta.codes(model),
-        kept=meta.kept(model) if settings.quant_keep_dequantized else 0,
-        published=meta.published(model),
-        reference=settings.beta > 0 and not model_args.use_peft,
+    run = meta.run_of(
+        settings,
+        model_args,
+        meta.read_config(name),
+        quantized_source(name) if settings.from_checkpoint else None,
         ranks=args.gpus,
         sharded=args.gpus > 1 and args.sharding != "ddp",
         memory=int(args.memory * GIB),
-        rows=settings.per_device_train_batch_size,
-        tokens=args.tokens or longest or settings.max_completion_length,
-        budget=settings.max_tokens_per_pass,
-        checkpointing=settings.gradient_checkpointing,
-        half=settings.bf16,
-        utilization=settings.vllm_gpu_memory_utilization
-        if settings.use_vllm and settings.vllm_mode == "colocate"
-        else 0.0,
-        sleep=settings.vllm_enable_sleep_mode,
-        engine_ranks=settings.vllm_tensor_parallel_size,
+        tokens=args.tokens or meta.longest_row(settings),
     )
-    total = sum(p.entries for p in found)
-    return run, {"model": name, "parameters": total, "scheme": settings.quant_name}
+    facts = {"model": name, "parameters": sum(p.entries for p in run.parameters), "scheme": settings.quant_name}
+    return run, facts | {"use_peft": model_args.use_peft}
 
 
 def report(run: Run) -> dict[str, Any]:
@@ -105,9 +79,8 @@ def report(run: Run) -> dict[str, Any]:
         after = rank.peaks(changed)
         if any(after[name] < peaks[name] for name in over):
             room = not changed.utilization or rank.cache_tokens(changed) >= changed.tokens
-            helps.append(
-                {"change": words, "peak": max(after.values()), "fits": max(after.values()) <= run.memory and room}
-            )
+            peak = max(after.values())
+            helps.append({"change": words, "peak": peak, "fits": peak <= run.memory and room})
     return {
         "gpus": run.ranks,
         "sharding": "one GPU" if run.ranks == 1 else "FSDP2" if run.sharded else "DDP",
@@ -163,4 +136,6 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"  {change['change']}: {change['peak'] / gib:.1f} GiB{', fits' if change['fits'] else ''}")
     if 2 * moments["backward"].get(CODES, 0) > found["memory"]:
         lines.append("  Codes are whole on every GPU, so that more GPUs do not shrink them.")
-    return "\n".join([*lines, "  use_peft: true (LoRA: optimizer state and gradients of the adapter alone)"])
+    if not found["use_peft"]:
+        lines.append("  use_peft: true (LoRA: optimizer state and gradients of the adapter alone)")
+    return "\n".join(lines)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from trl import get_peft_config
 
 from ..optim import split_parameters
 from ..quant import apply_quantization
@@ -18,37 +19,20 @@ from ..quant.experts import PROJECTIONS, QuantExperts
 from ..quant.linear import LowBitLayer
 from ..quant.model import quantized_modules
 from .formulas import Layer, code_bytes, kept_bytes
+from .rank import Run
 
 
-# From the config.json of each on the Hugging Face Hub. A test compares the parameters with what the model cards say.
+PROMPT = 512  # tokens, assumed where nothing limits the length
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _QWEN3 = {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
-_MOE = _QWEN3 | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
-BUNDLED: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen/Qwen2.5-Math-1.5B": (
-        "qwen2",
-        {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
-        | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    ),
-    "Qwen/Qwen2.5-Math-7B": (
-        "qwen2",
-        {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-        | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-    ),
-    "Qwen/Qwen3-8B-Base": (
-        "qwen3",
-        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
-        | {"num_key_value_heads": 8, **_QWEN3},
-    ),
-    "Qwen/Qwen3-30B-A3B-Base": (
-        "qwen3_moe",
-        {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
-        | {"num_attention_heads": 32, **_MOE},
-    ),
-    "Qwen/Qwen3-235B-A22B": (
-        "qwen3_moe",
-        {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94}
-        | {"num_attention_heads": 64, **_MOE},
-    ),
+_MOE = _QWEN3 | {"num_experts": 128, "num_experts_per_tok": 8}
+# From the config.json of each on the Hugging Face Hub. A test compares the parameters with what the model cards say.
+BUNDLED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "Qwen/Qwen2.5-Math-1.5B": ("qwen2", (1536, 8960, 28, 12, 2), {"vocab_size": 151936, "tie_word_embeddings": True}),
+    "Qwen/Qwen2.5-Math-7B": ("qwen2", (3584, 18944, 28, 28, 4), {"vocab_size": 152064, "tie_word_embeddings": False}),
+    "Qwen/Qwen3-8B-Base": ("qwen3", (4096, 12288, 36, 32, 8), _QWEN3),
+    "Qwen/Qwen3-30B-A3B-Base": ("qwen3_moe", (2048, 6144, 48, 32, 4), _MOE | {"moe_intermediate_size": 768}),
+    "Qwen/Qwen3-235B-A22B": ("qwen3_moe", (4096, 12288, 94, 64, 4), _MOE | {"moe_intermediate_size": 1536}),
 }
 
 
@@ -60,8 +44,8 @@ def read_config(name: str) -> PretrainedConfig:
         ValueError: for a model whose sizes are not known here.
     """
     if name in BUNDLED and not Path(name).exists():
-        kind, sizes = BUNDLED[name]
-        return AutoConfig.for_model(kind, **sizes)
+        kind, sizes, more = BUNDLED[name]
+        return AutoConfig.for_model(kind, **dict(zip(_SIZES, sizes, strict=True)), **more)
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -74,8 +58,52 @@ def read_config(name: str) -> PretrainedConfig:
     return config
 
 
+def longest_row(settings: Any) -> int:
+    """Tokens of prompt and completion together, at most; `PROMPT` for the prompt where nothing limits it."""
+    return settings.vllm_max_model_length or (settings.max_completion_length or 0) + PROMPT
+
+
+def run_of(settings: Any, model_args: Any, config: PretrainedConfig, source: Any = None, **size: Any) -> Run:
+    """
+    The run of `settings` (`QaRLConfig`) and TRL's `model_args`; `ValueError` for what cannot be quantized.
+
+    Args:
+        source (`QuantizedSource`, *optional*): Of a quantized start.
+        size: `ranks`, `sharded`, `memory` and `tokens` of [`Run`].
+    """
+    wanted = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
+    wanted = (config.dtype or "float32") if wanted == "auto" else wanted
+    dtype = wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted).removeprefix("torch."))
+    plan = settings.quant_plan(None if source is None else source.plan())
+    model = skeleton(config, dtype, get_peft_config(model_args), plan, settings.trust_remote_code)
+    text, colocated = config.get_text_config(), settings.use_vllm and settings.vllm_mode == "colocate"
+    return Run(
+        parameters=tuple(parameters(model, settings.optim_muon)),
+        layer=decoder_layer(model, config, settings.quant_learner),
+        layers=text.num_hidden_layers,
+        vocabulary=text.vocab_size,
+        codes=codes(model),
+        kept=kept(model) if settings.quant_keep_dequantized else 0,
+        published=published(model),
+        reference=settings.beta > 0 and not model_args.use_peft,
+        rows=settings.per_device_train_batch_size,
+        budget=settings.max_tokens_per_pass,
+        checkpointing=settings.gradient_checkpointing,
+        half=settings.bf16,
+        utilization=settings.vllm_gpu_memory_utilization if colocated else 0.0,
+        sleep=settings.vllm_enable_sleep_mode,
+        engine_ranks=settings.vllm_tensor_parallel_size,
+        **size,
+    )
+
+
 def skeleton(
-    config: PretrainedConfig, dtype: torch.dtype, adapter: Any = None, plan: Any = None, **how: Any
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    adapter: Any = None,
+    plan: Any = None,
+    trust_remote_code: bool = False,
+    **how: Any,
 ) -> nn.Module:
     """
     The model of `config` on the meta device, with masters of `dtype`, peft's `adapter` and the low-bit layers of `plan`.
@@ -83,7 +111,7 @@ def skeleton(
     `how` goes to [`~qarl_trl.quant.apply_quantization`], which raises `ValueError` for what it cannot quantize.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if adapter is not None:
         from peft import get_peft_model
 

@@ -161,9 +161,9 @@ def step_work(run: Run) -> int:
 
 
 def publish_work(run: Run) -> int:
-    """Bytes that come and go in a publish: the largest parameter gathered, its bfloat16 copy, and the engine's."""
+    """Bytes that come and go in a publish: the largest parameter gathered in bfloat16, its copy, and the engine's."""
     largest = max(p.entries for p in run.parameters)
-    return largest * ((run.parameters[0].size if run.sharded else 0) + 4)
+    return largest * (2 * run.sharded + 4)
 
 
 def engine_weights(run: Run) -> int:
@@ -174,6 +174,12 @@ def engine_weights(run: Run) -> int:
 def engine_budget(run: Run) -> int:
     """Bytes that an awake engine takes, whatever it does with them."""
     return int(run.utilization * run.memory)
+
+
+def checkpoint_bytes(run: Run) -> int:
+    """Bytes of a whole training checkpoint: what is trained (of LoRA the adapter), the optimizer's state, the low-bit model."""
+    whole = replace(run, sharded=False)
+    return gradients(whole) + resident(whole).get("optimizer state", 0) + run.published
 
 
 def cache_tokens(run: Run) -> int:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from ..loss import TrustBand, loss_mask, sequence_log_ratio
+from ..loss import loss_mask, sequence_log_ratio
+from .bounds import Bounds, clip_bounds
 
 
 if TYPE_CHECKING:
@@ -20,44 +19,6 @@ if TYPE_CHECKING:
 FIRST_RATIO_TOLERANCE = 1e-6
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Where a loss stops following a ratio, by the sign of the advantage; infinite, or 0 below, where it never does."""
-
-    pos_high: float = math.inf
-    neg_low: float = 0.0
-    neg_high: float = math.inf
-
-    @classmethod
-    def of_band(cls, band: TrustBand) -> Bounds:
-        """The bounds of TBPO."""
-        return cls(1 + band.epsilon_high, 1 - band.delta_low, 1 + band.delta_high)
-
-    def beyond(self, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-        """Which ratios lie beyond each edge, bool in the shape that the two arguments broadcast to."""
-        positive, negative = advantages > 0, advantages < 0
-        return {
-            "pos_high": positive & (ratio > self.pos_high),
-            "neg_low": negative & (ratio < self.neg_low),
-            "neg_high": negative & (ratio > self.neg_high),
-        }
-
-
-def clip_bounds(loss_type: str, epsilon_low: float, epsilon_high: float, delta: float | None) -> Bounds:
-    """
-    The bounds of TRL's `-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)`, TBPO's among them.
-
-    Without `delta` a negative advantage has no upper one. Losses that weigh ratios softly (sapo, vespo) or clip a weight that is
-    not differentiated (cispo) have none.
-    """
-    if loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
-        return Bounds()
-    high = 1 + epsilon_high
-    if delta is None:
-        return Bounds(high, 1 - epsilon_low)
-    return Bounds(min(high, delta), 1 - epsilon_low, max(high, delta))
 
 
 class RatioMeter:
@@ -127,8 +88,7 @@ def ratio_metrics(columns: dict[str, Tensor], own: Bounds, paper: Bounds, by_seq
     signs = {"pos": advantages > 0, "neg": advantages < 0}
     metrics = {"min": ratio.min(), "max": ratio.max(), "kl_k3": _share(columns["k3"], tokens)}
     units = torch.ones_like(tokens) if by_sequence else tokens
-    absent = {"pos_high": own.pos_high == math.inf, "neg_low": own.neg_low == 0, "neg_high": own.neg_high == math.inf}
-    metrics |= {f"{edge}_frac": _share(columns[edge], units) for edge, is_absent in absent.items() if not is_absent}
+    metrics |= {f"{edge}_frac": _share(columns[edge], units) for edge, exists in own.exist.items() if exists}
     outside = paper.beyond(ratio, advantages)
     metrics |= {f"paper_{edge}_frac": beyond.float().mean() for edge, beyond in outside.items()}
     for sign, rows in signs.items():

@@ -87,7 +87,7 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     Asymmetric per-token int8 of the CPU engine's 4-bit kernel, whatever the scheme says of symmetry.
 
-    Returns code minus zero point, float32 `(tokens, in)` of whole numbers in [-255, 255], and scale float32 `(tokens, 1)`.
+    Returns code minus zero point, int16 `(tokens, in)` in [-255, 255], and scale float32 `(tokens, 1)`.
     """
     x = x.float()
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
@@ -98,7 +98,7 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     )
     scaled = x * steps
     nearest = torch.copysign((scaled.abs() + 0.5).floor(), scaled)  # halves away from zero
-    return (nearest + zero_point).clamp(-128, 127) - zero_point, steps.reciprocal()
+    return ((nearest + zero_point).clamp(-128, 127) - zero_point).to(torch.int16), steps.reciprocal()
 
 
 def _divided(x: Tensor, by: float) -> Tensor:

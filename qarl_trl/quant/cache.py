@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .zero import is_partitioned
+
 
 _optimizer_steps = 0
 
@@ -32,10 +34,10 @@ class CodeCache:
       through aliases whose version counters a parameter does not share, so the parameter itself cannot tell;
     - a source was written in place, is another tensor or has another storage (not asked of shards, whose storage comes and
       goes). The storage alone does not tell: FSDP frees a parameter that a rank has not loaded yet, and may put the whole one
-      in its place;
+      in its place, and ZeRO-3 puts it at another address for each forward;
     - something else that the result depends on has changed;
 
-    and whenever the sources are gathered from shards, because those may have been loaded without an optimizer step.
+    and whenever shards are read, because those may have been loaded without an optimizer step.
     """
 
     def __init__(self) -> None:
@@ -56,11 +58,11 @@ class CodeCache:
         Args:
             slot (`str`): Where to keep the result.
             own (`Sequence[Tensor]`): The layer's parameters as they are now.
-            gathered (`Sequence[Tensor]`, *optional*): The same in full, which are quantized instead.
+            gathered (`Sequence[Tensor]`, *optional*): The same in full or as shards, which are quantized instead.
             quantize (`Callable`): Makes the codes.
             others (`tuple`, *optional*): What else the result depends on.
         """
-        if gathered is not None and not all(map(_is_alias, gathered, own)):
+        if any(map(is_partitioned, own)) or (gathered is not None and not all(map(_is_alias, gathered, own))):
             self._sharded = True
         step = _optimizer_steps if any(tensor.requires_grad for tensor in own) else None
         identity = () if self._sharded else tuple((tensor.data_ptr(), tensor._version) for tensor in own)

@@ -12,6 +12,7 @@ from .linear import LowBitLayer
 from .names import base_model, is_peft_model
 from .products import ProductChoice, dequant_product, plain_product
 from .scheme import check_divisible, has_global_scale
+from .zero import shape_of
 
 
 # What transformers' `use_experts_implementation` says of a layout that `QuantExperts.forward` computes.
@@ -109,7 +110,7 @@ def _check_forward(name: str, module: nn.Module) -> None:
 
 def _check_layout(name: str, module: nn.Module) -> None:
     found = {key: getattr(module, key, None) for key in EXPERTS_LAYOUT}
-    shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
+    shapes = {key: tuple(shape_of(p)) for key, p in module.named_parameters(recurse=False)}
     fit = False
     if found == EXPERTS_LAYOUT and list(shapes) == list(PROJECTIONS):
         (experts, rows, hidden), (experts_down, hidden_down, intermediate) = shapes.values()
@@ -127,7 +128,7 @@ def _check_layout(name: str, module: nn.Module) -> None:
 
 def _check_experts(name: str, module: nn.Module, scheme: QuantizationScheme, product: ProductChoice) -> None:
     for parameter, projections in PROJECTIONS.items():
-        _, rows, in_features = getattr(module, parameter).shape
+        _, rows, in_features = shape_of(getattr(module, parameter))
         rows, layers = rows // len(projections), f"{name}.*.{projections[0]}"
         check_divisible(layers, in_features, scheme, rows)
         if rows % 16 or in_features % 16:
@@ -159,10 +160,10 @@ def _check_tied(model: nn.Module, linears: Iterable[Matched]) -> None:
 
 def _check_routers(model: nn.Module, linears: Iterable[Matched]) -> None:
     """A router beside experts stays in high precision: a flipped choice sends a token to another expert."""
-    blocks = {name.rpartition(".")[0]: len(next(module.parameters())) for name, module in expert_modules(model)}
+    blocks = {name.rpartition(".")[0]: shape_of(next(m.parameters()))[0] for name, m in expert_modules(model)}
     for name, module, _ in linears:
         block = name.rpartition(".")[0]
-        if getattr(module, "base_layer", module).weight.shape[0] == blocks.get(block):
+        if shape_of(getattr(module, "base_layer", module).weight)[0] == blocks.get(block):
             raise ValueError(
                 f"Layer {name!r} routes tokens to the experts of {block!r}, and routers are never quantized. Add "
                 f"{name!r} to `quant_ignore`."

@@ -23,6 +23,8 @@ from .names import checkpoint_modules
 from .products import Product
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
+from .shards import whole
+from .zero import shape_of
 
 
 # The projections that the rows of each parameter hold, by the names llm-compressor writes for every architecture. vLLM
@@ -41,18 +43,11 @@ def num_experts(config: PretrainedConfig) -> int:
 
 
 class Routing(NamedTuple):
-    """
-    The (token, choice) pairs of a batch, sorted by expert; all on the device, which is never waited for.
+    """The (token, choice) pairs of a batch, sorted by expert; all on the device, which is never waited for."""
 
-    Attributes:
-        pairs (`Tensor`): Each pair's number `token * top_k + choice`, int64 `(pairs,)`.
-        places (`Tensor`): Where in `pairs` each number is, int64 `(pairs,)`.
-        offsets (`Tensor`): For each expert the place behind its last pair, int32 `(experts,)`.
-    """
-
-    pairs: Tensor
-    places: Tensor
-    offsets: Tensor
+    pairs: Tensor  # each pair's number `token * top_k + choice`, int64 `(pairs,)`
+    places: Tensor  # where in `pairs` each number is, int64 `(pairs,)`
+    offsets: Tensor  # for each expert the place behind its last pair, int32 `(experts,)`
 
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int) -> Routing:
@@ -109,22 +104,16 @@ class QuantExperts(LowBitLayer, nn.Module):
     """
 
     def low_bit(self, name: str, weight: Tensor | None = None) -> LowBitWeight:
-        """
-        The low-bit weight `(experts * out, in)` of one parameter.
-
-        Args:
-            name (`str`): `"gate_up_proj"` or `"down_proj"`.
-            weight (`Tensor`, *optional*): The full master `(experts, out, in)` where the parameter is a shard of it.
-        """
+        """The low-bit weight `(experts * out, in)` of a parameter, or of `weight` in its place, whole or a `DTensor`."""
         gathered = None if weight is None else (weight,)
         return self._code_cache.get(
-            name, (getattr(self, name),), gathered, lambda whole: self._quantize(whole.detach().flatten(0, 1), name)
+            name, (getattr(self, name),), gathered, lambda weight: self._quantize(weight, name)
         )
 
     def low_bit_layers(self, name: str, weight: Tensor | None = None) -> list[LowBitWeight]:
         """`low_bit` as a checkpoint has it, views of the same storage: per expert those of `PROJECTIONS[name]`."""
-        whole = self.low_bit(name, weight)
-        return whole.split(whole.shape[0] // (len(getattr(self, name)) * len(PROJECTIONS[name])))
+        low_bit = self.low_bit(name, weight)
+        return low_bit.split(low_bit.shape[0] // (len(getattr(self, name)) * len(PROJECTIONS[name])))
 
     def sources(self) -> tuple[str, ...]:
         """None that belong together: each parameter is quantized by itself."""
@@ -138,12 +127,8 @@ class QuantExperts(LowBitLayer, nn.Module):
         """
         transformers' `grouped_mm` forward with low-bit matrix products, in the same order of operations.
 
-        A token's choices are summed in the router's order, by a reduction: no atomics, so a GPU gives the same sum again.
-
-        Args:
-            hidden_states (`Tensor`): `(tokens, hidden)`.
-            top_k_index (`Tensor`): Chosen experts `(tokens, top_k)`, int64.
-            top_k_weights (`Tensor`): Their routing weights `(tokens, top_k)`.
+        Of `(tokens, hidden)`, chosen experts int64 `(tokens, top_k)` and their weights. A token's choices are summed in the
+        router's order, by a reduction: no atomics, so a GPU gives the same sum again.
         """
         if not self.quantized_forward:
             return self.high_precision_class.forward(self, hidden_states, top_k_index, top_k_weights)
@@ -162,7 +147,7 @@ class QuantExperts(LowBitLayer, nn.Module):
         return self.high_precision_class._apply_gate(self, gate_up)
 
     def extra_repr(self) -> str:
-        shapes = ", ".join(f"{name}={tuple(getattr(self, name).shape)}" for name in PROJECTIONS)
+        shapes = ", ".join(f"{name}={tuple(shape_of(getattr(self, name)))}" for name in PROJECTIONS)
         return f"{shapes}, {super().extra_repr()}"
 
 
@@ -173,7 +158,7 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of `model` that hold experts as 3-D parameters, quantized or not."""
     for name, module in checkpoint_modules(model):
         own = module.parameters(recurse=False)
-        if not isinstance(module, _ConvNd) and any(p.ndim == 3 and p.is_floating_point() for p in own):
+        if not isinstance(module, _ConvNd) and any(len(shape_of(p)) == 3 and p.is_floating_point() for p in own):
             yield name, module
 
 
@@ -190,7 +175,7 @@ def checkpoint_layers(model: nn.Module, ignore: Iterable[str]) -> Iterator[tuple
             yield name, getattr(module, "base_layer", module)  # what decides about an adapted layer
         elif not match_targets(name, module, list(ignore)):
             for parameter, projections in PROJECTIONS.items():
-                _, rows, in_features = getattr(module, parameter).shape
+                _, rows, in_features = shape_of(getattr(module, parameter))
                 layer = nn.Linear(in_features, rows // len(projections), bias=False, device="meta")
                 yield from ((layer_name, layer) for layer_name in layer_names(name, module, parameter))
 
@@ -200,7 +185,7 @@ def layer_names(name: str, module: nn.Module, *parameters: str) -> list[str]:
     return [
         f"{name}.{expert}.{projection}"
         for parameter in parameters
-        for expert in range(len(getattr(module, parameter)))
+        for expert in range(shape_of(getattr(module, parameter))[0])
         for projection in PROJECTIONS[parameter]
     ]
 
@@ -242,12 +227,12 @@ def stacked_qparams(name: str, module: nn.Module, qparams: Mapping[str, QParams]
 def checkpoint_tensors(
     name: str, module: nn.Module, parameter: str, rename: Callable[[str], str], weight: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a whole `weight` `(experts, out, in)` by checkpoint names: low-bit, or bfloat16 of plain experts."""
+    """Tensors of a `weight` `(experts, out, in)` by checkpoint names: low-bit, or bfloat16 of plain experts."""
     layers = layer_names(name, module, parameter)
     if isinstance(module, QuantExperts):
         for layer, low_bit in zip(layers, module.low_bit_layers(parameter, weight), strict=True):
             yield from ((rename(f"{layer}.{local}"), tensor) for local, tensor in low_bit.tensors.items())
     else:
-        matrices = weight.detach().flatten(0, 1).chunk(len(layers))
+        matrices = whole(weight.detach()).flatten(0, 1).chunk(len(layers))
         for layer, matrix in zip(layers, matrices, strict=True):
             yield rename(f"{layer}.weight"), matrix.to(MASTER_CAST_DTYPE, copy=True)

@@ -29,16 +29,10 @@ def multiply(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 @singledispatch
 def grouped_product(product: Product, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
     """
-    `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, by the class of the product.
+    `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, by the class of the product; and what it saves.
 
-    Args:
-        product (`Product`): What multiplies.
-        x (`Tensor`): `(pairs, in)`, sorted by expert.
-        weight (`LowBitWeight`): Of `(experts * out, in)`.
-        offsets (`Tensor`): For each expert the row behind its last one, int32 `(experts,)`, on the device of `x`.
-
-    Returns:
-        `tuple[Tensor, Saved]`: `y` `(pairs, out)` in `x.dtype`, and what `product.input_from` takes.
+    Of `x` `(pairs, in)`, sorted by expert, a weight `(experts * out, in)`, and `offsets`, the row behind each expert's last,
+    int32 `(experts,)`. `y` is `(pairs, out)` in `x.dtype`; `product.input_from` takes what is saved.
     """
     raise NotImplementedError(f"{type(product).__name__} has no product for experts.")
 
@@ -66,16 +60,9 @@ def _(product: Fp8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tup
     if on_cpu:
         sums = multiply(codes.float(), matrices.float(), offsets)
         return (sums * scale * _of_rows(w_scale.squeeze(-1), sums, offsets)).to(x.dtype), saved
-    y = torch._scaled_grouped_mm(
-        codes,
-        matrices.transpose(-2, -1),
-        scale_a=scale.squeeze(-1),
-        scale_b=w_scale.squeeze(-1),
-        offs=offsets,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-    )
-    return y, saved
+    scales = {"scale_a": scale.squeeze(-1), "scale_b": w_scale.squeeze(-1)}
+    options = {"offs": offsets, "out_dtype": x.dtype, "use_fast_accum": True}
+    return torch._scaled_grouped_mm(codes, matrices.transpose(-2, -1), **scales, **options), saved
 
 
 @grouped_product.register

@@ -19,11 +19,13 @@ from .activations import once
 from .cache import CodeCache
 from .products import Product, ProductChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
+from .reference import QParams
 from .scheme import effective_group_size, support_of
+from .shards import quantize_shards
+from .zero import is_partitioned
 
 
 # Scale and zero point.
-QParams = tuple[Tensor, Tensor | None]
 
 
 class LowBitMatmul(torch.autograd.Function):
@@ -113,7 +115,7 @@ class LowBitLayer:
             self.__dict__.pop(attribute, None)
 
     def sources(self) -> tuple[str, ...]:
-        """Names, below this module, of the parameters that `low_bit` takes whole, in its order."""
+        """Names, below this module, of the parameters that `low_bit` takes, in its order."""
         raise NotImplementedError
 
     def low_bit(self, *sources: Tensor | None) -> LowBitWeight:
@@ -121,19 +123,24 @@ class LowBitLayer:
         raise NotImplementedError
 
     def _quantize(self, weight: Tensor, parameter: str = "weight") -> LowBitWeight:
+        weight = weight.detach()
         qparams = self.frozen_qparams.get(parameter)
         if qparams is not None and qparams[0].device != weight.device:
             qparams = self.frozen_qparams[parameter] = tuple(t if t is None else t.to(weight.device) for t in qparams)
         largest = None
         if self.merged_with:
             weights = (weight, *(layer.weight for layer in self.merged_with))
-            if any(isinstance(w, DTensor) for w in weights):
+            if any(isinstance(w, DTensor) or is_partitioned(w) for w in weights):
                 raise ValueError(
                     "A scheme with a global scale (NVFP4A16) needs the merged layers (q, k, v; gate, up) whole at once, and "
-                    "FSDP has cut them. Use DDP, or a scheme without a global scale."
+                    "FSDP or ZeRO-3 has cut them. Use DDP, or a scheme without a global scale."
                 )
             largest = torch.stack([largest_magnitude(w, self.scheme) for w in weights]).max()
-        return replace(quantize_weight(weight, self.scheme, qparams, largest), keep_dequantized=self.keep_dequantized)
+        if isinstance(weight, DTensor):
+            low_bit = quantize_shards(weight, self.scheme, qparams)
+        else:
+            low_bit = quantize_weight(weight.flatten(0, -2), self.scheme, qparams, largest)
+        return replace(low_bit, keep_dequantized=self.keep_dequantized)
 
     @property
     def has_run(self) -> bool:
@@ -197,7 +204,7 @@ class QuantLinear(LowBitLayer, nn.Linear):
         The layer's low-bit weight.
 
         Args:
-            weight (`Tensor`, *optional*): The full master weight `(out, in)` where `self.weight` is a shard of it.
+            weight (`Tensor`, *optional*): The master weight `(out, in)` to read instead of `self.weight`, whole or a `DTensor`.
         """
         others = tuple((layer.weight.data_ptr(), layer.weight._version) for layer in self.merged_with)
         gathered = None if weight is None else (weight,)

@@ -21,6 +21,7 @@ from .linear import LowBitLayer, LowBitMatmul
 from .products import Product
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
+from .shards import whole
 
 
 # Whatever else a LoraConfig sets changes what the layer computes, or where it is; a field of a later peft does until read.
@@ -35,19 +36,10 @@ _PLAIN_INIT = (True, False, "gaussian", "orthogonal")
 @torch.no_grad()
 def merged_weight(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
     """
-    `W + scaling * B A` from the bfloat16 casts of the three, in float32 whatever autocast says.
+    `W + scaling * B A`, float32 `(out, in)`, from the bfloat16 casts of weight `(out, in)`, A `(r, in)` and B `(out, r)`.
 
     The casts make every path agree: an FSDP2 forward sees bfloat16 copies, publish and export the float32 masters.
-    On such values this is peft's own merge, bit for bit.
-
-    Args:
-        weight (`Tensor`): Base weight `(out, in)`.
-        lora_A (`Tensor`): `(r, in)`.
-        lora_B (`Tensor`): `(out, r)`.
-        scaling (`float`): `lora_alpha / r`, or `/ sqrt(r)` with rsLoRA.
-
-    Returns:
-        `Tensor`: float32 `(out, in)`, new storage.
+    On such values this is peft's own merge, bit for bit, whatever autocast says.
     """
     weight, lora_A, lora_B = (t.detach().to(MASTER_CAST_DTYPE) for t in (weight, lora_A, lora_B))
     with torch.autocast(weight.device.type, enabled=False):
@@ -104,6 +96,8 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
     With the adapter disabled, or another one active, it computes with `Q(W)`, or that adapter's merged weight.
     """
 
+    _z3_leaf = True  # as `deepspeed.utils.set_z3_leaf_modules`: ZeRO-3 gathers W, A and B together
+
     def sources(self) -> tuple[str, ...]:
         """The base weight and the active adapter's two factors; an error while adapters are disabled."""
         if self.disable_adapters:
@@ -120,11 +114,8 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         """
         The low-bit merged weight of the active adapter, or that of the base where none is active.
 
-        Where the layer holds shards, the full `weight` `(out, in)`, `lora_A` `(r, in)` and `lora_B` `(out, r)` are given.
-
-        Raises:
-            RuntimeError: when peft has merged an adapter into the base weight.
-            ValueError: when several adapters are active.
+        `weight` `(out, in)`, `lora_A` `(r, in)` and `lora_B` `(out, r)` are read instead of its own, each whole or a `DTensor`.
+        `RuntimeError` when peft has merged an adapter into the base weight, `ValueError` when several adapters are active.
         """
         if self.merged:
             raise RuntimeError(
@@ -139,7 +130,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         scaling = self.scaling[adapter]
 
         def quantize(*sources: Tensor) -> LowBitWeight:
-            return self._quantize(merged_weight(*sources, scaling))
+            return self._quantize(merged_weight(*map(whole, sources), scaling))
 
         return self._code_cache.get(adapter, own, gathered, quantize, others=(scaling,))
 

@@ -47,22 +47,17 @@ def apply_quantization(
     Experts count as one linear layer per expert and projection, under the names of the checkpoint.
 
     Args:
-        model (`nn.Module`): Modified in place. Masters keep their dtype; quantization starts from their bfloat16 cast.
-            Of a `PeftModel`, all names are those of the base model.
-        scheme (`str`, `QuantizationScheme` or `QuantizationConfig`): Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a
-            scheme, or a configuration of several groups ([`~qarl_trl.llmcompressor.recipe.read_recipe`]), which has its own
-            targets, ignore list and group sizes: those arguments are then not read.
-        targets (`Sequence[str]`, *optional*, defaults to `("Linear",)`): Class names, module names, or `re:` patterns,
-            as in compressed-tensors.
-        ignore (`Sequence[str]`, *optional*): Modules left alone, same syntax. Defaults to `lm_head` and routers, as in
-            `QaRLConfig`.
-        group_size (`int`, *optional*): Weights per scale for a preset with groups; `-1` is per channel.
-        product (`ProductChoice`, *optional*): Takes scheme and device and returns what multiplies. Defaults to torch's own
-            products; the engine's are in `qarl_trl.rollout.products`.
-        quantize_forward (`bool`, *optional*, defaults to `True`): `False` keeps the forward in high precision.
-        keep_dequantized (`bool`, *optional*, defaults to `False`): Dequantize once for all uses of the codes: 2 bytes a weight.
-        qparams (`Mapping`, *optional*): Frozen scale and zero point of every quantized layer, by its name
-            ([`~qarl_trl.llmcompressor.quantized_start.QuantizedSource.qparams`]). Without it they follow the weights.
+        model: Modified in place. Masters keep their dtype; quantization starts from their bfloat16 cast. All names are those
+            of the base model of a `PeftModel`.
+        scheme: Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a scheme, or a configuration of several groups
+            ([`~qarl_trl.llmcompressor.recipe.read_recipe`]), which has its own targets, ignore list and group sizes.
+        targets: Class names, module names, or `re:` patterns, as in compressed-tensors.
+        ignore: Modules left alone, same syntax. Defaults to `lm_head` and routers, as in `QaRLConfig`.
+        group_size: Weights per scale for a preset with groups; `-1` is per channel.
+        product: From scheme and device to what multiplies; the engine's products are in `qarl_trl.rollout.products`.
+        quantize_forward: `False` keeps the forward in high precision.
+        keep_dequantized: Dequantize once for all uses of the codes: 2 bytes a weight.
+        qparams: Frozen scale and zero point of every quantized layer, by its name. Without it they follow the weights.
 
     Raises:
         ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches.

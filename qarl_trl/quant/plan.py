@@ -14,6 +14,7 @@ from compressed_tensors.utils import match_targets
 from torch import nn
 
 from .scheme import resolve_scheme
+from .zero import shape_of
 
 
 # llm-compressor's name for the minimum and maximum of the weight as it is, which is what `quantize_weight` takes.
@@ -22,13 +23,9 @@ MINMAX = "memoryless_minmax"
 
 def resolve_config(config: QuantizationConfig) -> QuantizationConfig:
     """
-    Check every scheme of `config` and set its format.
+    A copy of `config` with every scheme checked and its format set.
 
-    Returns:
-        `QuantizationConfig`: A new object.
-
-    Raises:
-        ValueError: for a scheme the learner cannot run, a quantized KV cache, or a target named by two groups.
+    `ValueError` for a scheme the learner cannot run, a quantized KV cache, or a target named by two groups.
     """
     if config.kv_cache_scheme is not None:
         raise ValueError("A quantized KV cache has no learner forward. Leave out kv_cache_scheme.")
@@ -59,9 +56,7 @@ def match(
 
     A module (by its name in a checkpoint) that several targets match takes the most specific one, by compressed-tensors'
     own order: exact name, pattern, class. Containers, norms and activations that a wide pattern matches are passed over.
-
-    Raises:
-        ValueError: when a group matches nothing.
+    `ValueError` when a group matches nothing.
     """
     schemes = {target: group for group in config.config_groups.values() for target in group.targets}
     ignore = list(config.ignore or [])
@@ -70,7 +65,7 @@ def match(
         for name, module in modules
         if (targets := match_targets(name, module, list(schemes)))
         and not match_targets(name, module, ignore)
-        and any(param.ndim >= 2 for param in module.parameters(recurse=False))
+        and any(len(shape_of(param)) >= 2 for param in module.parameters(recurse=False))
     ]
     used = {id(scheme) for _, _, scheme in matched}
     for name, group in config.config_groups.items():

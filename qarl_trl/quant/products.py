@@ -23,6 +23,7 @@ from .scheme import effective_group_size, support_of
 from .table import gpu_generation
 
 
+Bias = Tensor | None  # `(out,)`
 # What a product keeps of its input for the backward.
 Saved = tuple[Tensor, ...]
 
@@ -34,18 +35,8 @@ class Product:
     A bias is added where the engine adds it: to the float32 sums, or to the rounded output.
     """
 
-    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
-        """
-        The product, and the tensors to keep for the backward.
-
-        Args:
-            x (`Tensor`): `(..., in)`.
-            weight (`LowBitWeight`): Of `(out, in)`.
-            bias (`Tensor`, *optional*): `(out,)` in `x.dtype`.
-
-        Returns:
-            `tuple[Tensor, Saved]`: `y` `(..., out)` in `x.dtype`, and what `input_from` takes.
-        """
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
+        """`y` `(..., out)` in the dtype of `x` `(..., in)` and of the bias `(out,)`, and what `input_from` takes."""
         raise NotImplementedError
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
@@ -68,22 +59,17 @@ class DequantGemm(Product):
     The bias is added to the rounded output, as Marlin and Machete do.
     """
 
-    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         y = F.linear(x, dequantize(weight, x.dtype))
         return y if bias is None else y + bias, (x,)
 
 
 class ActivationGemm(Product):
-    """
-    Base of the products that quantize activations: they keep the codes of the input instead of the input.
+    """Base of the products that quantize activations: they keep the codes of the input instead of the input."""
 
-    Attributes:
-        quantize (`Callable`): From the input `(..., in)` to its codes `(..., in)` and their scale `(..., groups)`.
-    """
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]  # `(..., in)` to codes `(..., in)` and scale `(..., groups)`
 
-    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
-
-    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         saved = once(self.quantize, x)
         codes, scale = (tensor.reshape(-1, tensor.shape[-1]) for tensor in saved)
         y = self.matmul(codes, scale, weight, bias, x.dtype)
@@ -94,9 +80,7 @@ class ActivationGemm(Product):
         groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
-    def matmul(
-        self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
+    def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         """`(tokens, in)` codes times the weight plus the bias, `(tokens, out)` in `dtype`."""
         raise NotImplementedError
 
@@ -110,21 +94,12 @@ class Fp8Gemm(ActivationGemm):
         """What is multiplied, float8 `(out, in)`, and its scale, float32 `(out, 1)`."""
         return weight.codes, weight.scale.float()
 
-    def matmul(
-        self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
+    def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         w, w_scale = self.operand(weight)
         if x.device.type == "cuda":
             # As vLLM's kernels for Ada and Hopper do, whose sums keep fewer bits than float32.
-            return torch._scaled_mm(
-                x,
-                w.t(),
-                scale_a=scale,
-                scale_b=w_scale.t().contiguous(),
-                bias=bias,
-                out_dtype=dtype,
-                use_fast_accum=True,
-            )
+            options = {"bias": bias, "out_dtype": dtype, "use_fast_accum": True}
+            return torch._scaled_mm(x, w.t(), scale_a=scale, scale_b=w_scale.t().contiguous(), **options)
         one = torch.ones(1, device=x.device)
         product = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
         return add_bias(product * scale * w_scale.t(), bias).to(dtype)
@@ -150,9 +125,7 @@ class Int4Fp8Gemm(Fp8Gemm):
         groups = codes.unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.float().unsqueeze(-1)).to(FP8).flatten(-2), channel_scale
 
-    def matmul(
-        self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
+    def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         y = super().matmul(x, scale, weight, None, dtype)
         return y if bias is None else y + bias
 
@@ -170,9 +143,7 @@ class Fp8BlockGemm(ActivationGemm):
 
     quantize = staticmethod(quantize_groups_fp8)
 
-    def matmul(
-        self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
+    def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         height, width = weight.scheme.weights.block_structure
         w_scale = weight.scale.float().repeat_interleave(height, dim=0)
         y = torch.zeros(x.shape[0], weight.codes.shape[0], device=x.device)
@@ -186,9 +157,7 @@ class Int8Gemm(ActivationGemm):
 
     quantize = staticmethod(quantize_tokens_int8)
 
-    def matmul(
-        self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
+    def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         tokens = x.shape[0]
         if x.device.type == "cuda" and tokens <= 16:  # cuBLAS wants more rows
             x = F.pad(x, (0, 0, 0, 17 - tokens))
@@ -196,23 +165,17 @@ class Int8Gemm(ActivationGemm):
         return add_bias(sums.float() * weight.scale.float().t() * scale, bias).to(dtype)
 
 
-def _int16_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_tokens_int8_asymmetric` with codes minus zero point in int16."""
-    codes, scale = quantize_tokens_int8_asymmetric(x)
-    return codes.to(torch.int16), scale
-
-
 class CpuInt4Int8Gemm(ActivationGemm):
     """INT4 weights and asymmetric per-token INT8 activations: torch's own 4-bit kernel, which the CPU engine calls."""
 
-    quantize = staticmethod(_int16_codes)
+    quantize = staticmethod(quantize_tokens_int8_asymmetric)
 
-    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         cast = once(Tensor.to, x, torch.bfloat16)  # as the activations and the bias of the engine are
         y = self._multiply(cast.reshape(-1, x.shape[-1]), weight, None if bias is None else bias.to(torch.bfloat16))
         return y.to(x.dtype).reshape(*x.shape[:-1], -1), once(self.quantize, cast)
 
-    def _multiply(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tensor:
+    def _multiply(self, x: Tensor, weight: LowBitWeight, bias: Bias) -> Tensor:
         out_features, in_features = weight.codes.shape
         group_size = effective_group_size(weight.scheme) or in_features
         # A single group is one scale a channel also to vLLM, and then the kernel sums, scales and rounds otherwise.
@@ -235,10 +198,7 @@ class CpuInt4Int8Gemm(ActivationGemm):
 
 
 _PRODUCTS: dict[str, type[Product]] = {
-    "W4A16": DequantGemm,
-    "W4A16_ASYM": DequantGemm,
-    "W8A16": DequantGemm,
-    "NVFP4A16": DequantGemm,
+    **dict.fromkeys(("W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16"), DequantGemm),
     "FP8_DYNAMIC": Fp8Gemm,
     "FP8_BLOCK": Fp8BlockGemm,
     "W8A8": Int8Gemm,
@@ -248,12 +208,7 @@ _PRODUCTS: dict[str, type[Product]] = {
 
 
 def plain_product(scheme: QuantizationScheme, device: torch.device) -> Product:
-    """
-    Torch's own product for `scheme` on `device`.
-
-    Raises:
-        ValueError: when this device has no product that is also the engine's.
-    """
+    """Torch's own product for `scheme` on `device`; `ValueError` where it has none that is also the engine's."""
     support = support_of(scheme)
     if device.type == "cuda" and not support.gpus:
         raise ValueError(
@@ -273,12 +228,7 @@ def plain_product(scheme: QuantizationScheme, device: torch.device) -> Product:
 
 
 def dequant_product(scheme: QuantizationScheme, device: torch.device) -> Product:
-    """
-    [`plain_product`] of a scheme that leaves activations alone.
-
-    Raises:
-        ValueError: for a scheme that quantizes activations.
-    """
+    """[`plain_product`] of a scheme that leaves activations alone; `ValueError` for another."""
     support = support_of(scheme)
     if support.activations != "none":
         raise ValueError(
@@ -288,6 +238,6 @@ def dequant_product(scheme: QuantizationScheme, device: torch.device) -> Product
     return plain_product(scheme, device)
 
 
-def add_bias(sums: Tensor, bias: Tensor | None) -> Tensor:
+def add_bias(sums: Tensor, bias: Bias) -> Tensor:
     """The bias on float32 sums, before they are rounded."""
     return sums if bias is None else sums + bias.float()

@@ -19,6 +19,7 @@ from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor
 
 from . import reference
+from .reference import QParams
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
@@ -72,16 +73,12 @@ class LowBitWeight:
 
     def split(self, rows: int) -> list[LowBitWeight]:
         """
-        The weights of `rows` rows each, from the first to the last, as if each had been quantized by itself.
+        The weights of `rows` rows each, as if each had been quantized by itself; views, but for `weight_shape`.
 
-        Their tensors are views of this one's, but for `weight_shape`. Files take tensors that own their storage.
-
-        Raises:
-            ValueError: when rows of two of them share a scale (blocks), a word of zero points (of 8) or a global scale.
+        `ValueError` when rows of two of them share a scale (blocks), a word of zero points (of 8) or a global scale.
         """
-        (out_features, in_features), blocks = self.shape, self.scheme.weights.block_structure
-        unit = blocks[0] if blocks is not None else 8 if "weight_zero_point" in self.tensors else 1
-        if out_features % rows or rows % unit or has_global_scale(self.scheme):
+        out_features, in_features = self.shape
+        if out_features % rows or rows % rows_together(self.scheme) or has_global_scale(self.scheme):
             raise ValueError(f"{out_features} rows in the scheme {self.scheme} cannot be split into {rows} each.")
         count = out_features // rows
         parts = {name: tensor.chunk(count) for name, tensor in self.tensors.items()}
@@ -90,26 +87,29 @@ class LowBitWeight:
         return [LowBitWeight({name: parts[name][i] for name in parts}, self.scheme) for i in range(count)]
 
 
+def rows_together(scheme: QuantizationScheme) -> int:
+    """Rows that share a scale (blocks) or a word of zero points, without a global scale."""
+    blocks = scheme.weights.block_structure
+    return blocks[0] if blocks is not None else 1 if scheme.weights.symmetric else 8
+
+
 @torch.no_grad()
 def quantize_weight(
     weight: Tensor,
     scheme: QuantizationScheme,
-    qparams: tuple[Tensor, Tensor | None] | None = None,
+    qparams: QParams | None = None,
     largest: Tensor | None = None,
 ) -> LowBitWeight:
     """
     Quantize a weight matrix by round-to-nearest with min-max scales, or with given ones.
 
     Args:
-        weight (`Tensor`): Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first.
-        scheme (`QuantizationScheme`): A scheme of `qarl_trl.quant.scheme`, with `format` set.
-        qparams (`tuple[Tensor, Tensor | None]`, *optional*): Frozen scale, bfloat16, and zero point, int8 (`None` for
-            symmetric schemes), `(out, groups)` or as blocks have it. Codes beyond the range saturate.
-        largest (`Tensor`, *optional*): For schemes with a global scale, the largest magnitude of all weights that share it,
-            bfloat16 scalar: an engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
-
-    Returns:
-        [`LowBitWeight`]: new storage, never an alias of `weight`.
+        weight: Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first, and never aliased.
+        scheme: A scheme of `qarl_trl.quant.scheme`, with `format` set.
+        qparams: Frozen scale, bfloat16, and zero point, int8 (`None` for symmetric schemes), `(out, groups)` or as blocks
+            have it. Codes beyond the range saturate.
+        largest: For schemes with a global scale, the largest magnitude of all weights that share it, bfloat16 scalar: an
+            engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
 
     Raises:
         ValueError: when the weight is not a matrix, holds a NaN or an infinity, or does not fit `qparams`.
@@ -126,16 +126,16 @@ def quantize_weight(
         largest = (own if largest is None else torch.maximum(own, largest)).reshape(1)
         _check_finite(largest, weight.shape)
         global_scale = tensors["weight_global_scale"] = generate_gparam(-largest, largest)
-        encoded, scale, zero_point = quantizer.quantize(weight, scheme, global_scale)
+        encoded, qparams = quantizer.quantize(weight, scheme, global_scale)
     elif qparams is None:
-        encoded, scale, zero_point = quantizer.quantize(weight, scheme)
-        _check_finite(scale, weight.shape)
+        encoded, qparams = quantizer.quantize(weight, scheme)
+        _check_finite(qparams[0], weight.shape)
     else:
         low, high = quantizer.extremes(weight, scheme)
         _check_finite(torch.maximum(high, -low), weight.shape)
-        scale, zero_point = _checked(qparams, high.shape, scheme)
-        encoded = quantizer.encode(weight, scale, zero_point, scheme)
-    tensors["weight_scale"] = scale
+        _check_frozen(qparams, high.shape, scheme)
+        encoded = quantizer.encode(weight, qparams, scheme)
+    tensors["weight_scale"], zero_point = qparams
     tensors["weight_packed" if "pack" in scheme.format else "weight"] = encoded
     if scheme.format == "pack-quantized":
         tensors["weight_shape"] = torch.tensor(weight.shape)
@@ -174,7 +174,7 @@ def _decoded(weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
         zero_point = reference.unpack_zero_points(tensors["weight_zero_point"], rows)
     device = weight.codes.device
     decoder = reference if fast is None else fast.decoder_for((rows, columns), dtype, device, weight.scheme)
-    return decoder.decode(weight.codes, weight.scale, zero_point, weight.scheme, columns, dtype)
+    return decoder.decode(weight.codes, (weight.scale, zero_point), weight.scheme, columns, dtype)
 
 
 def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -198,10 +198,8 @@ def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
         )
 
 
-def _checked(
-    qparams: tuple[Tensor, Tensor | None], shape: torch.Size, scheme: QuantizationScheme
-) -> tuple[Tensor, Tensor | None]:
-    """`qparams` if they have the `shape` and the dtypes of the scheme's own."""
+def _check_frozen(qparams: QParams, shape: torch.Size, scheme: QuantizationScheme) -> None:
+    """Refuse scales and zero points without the `shape` and the dtypes of the scheme's own."""
     scale, zero_point = qparams
     for name, tensor, dtype, needed in (
         ("scale", scale, torch.bfloat16, True),
@@ -218,4 +216,3 @@ def _checked(
             f"Frozen scales must be finite and above zero, got {scale.min().item()} to {scale.max().item()}. The checkpoint "
             "they are from is damaged."
         )
-    return scale, zero_point

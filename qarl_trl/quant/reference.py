@@ -11,14 +11,15 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor, nn
 
+from .activations import FP8, FP8_MAX
 from .scheme import effective_group_size
 
 
 # Throughout, `weight` is bfloat16 `(out, in)` and contiguous, `scheme` is a supported scheme, and `global_scale` is float32
 # `(1,)`, or `None` for a scheme without one.
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
+# Scale, bfloat16 or, below a global scale, float8_e4m3fn, and zero point, int8, or `None` with symmetric codes.
+QParams = tuple[Tensor, Tensor | None]
 FP4_MAX = 6.0
 
 # The largest float32 number that each 4-bit float but the last is nearest to: a tie goes to the one with an even code.
@@ -31,9 +32,9 @@ _INT4_BIAS = 136.0
 
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
     """
-    Minimum and maximum of zero and the weights that share a scale; with symmetric codes minus and plus the largest magnitude.
+    Extremes of zero and the weights of each scale, bfloat16; with symmetric codes minus and plus the largest magnitude.
 
-    Both are bfloat16 with one entry for each scale. NaN and infinity in a weight come out as such.
+    NaN and infinity in a weight come out as such.
     """
     blocks = as_blocks(weight, scheme)
     if scheme.weights.symmetric:
@@ -43,36 +44,26 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     return blocks.amin(-1).clamp_(max=0).add_(0.0), blocks.amax(-1).clamp_(min=0).add_(0.0)
 
 
-def qparams(
-    low: Tensor, high: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Scale, bfloat16 or, below a global scale, float8_e4m3fn, and zero point, int8 or `None`, between [`extremes`]."""
+def qparams_of(low: Tensor, high: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> QParams:
+    """Scale and zero point between [`extremes`]."""
     scale, zero_point = calculate_qparams(low, high, scheme.weights, global_scale)
     return scale.to(scheme.weights.scale_dtype or scale.dtype), None if scheme.weights.symmetric else zero_point
 
 
-def quantize(
-    weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes as of [`encode`], scale and zero point as of [`qparams`], between the extremes of a weight."""
-    scale, zero_point = qparams(*extremes(weight, scheme), scheme, global_scale)
-    return encode(weight, scale, zero_point, scheme, global_scale), scale, zero_point
+def quantize(weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> tuple[Tensor, QParams]:
+    """Codes as of [`encode`], with the scale and zero point between the extremes of a weight."""
+    qparams = qparams_of(*extremes(weight, scheme), scheme, global_scale)
+    return encode(weight, qparams, scheme, global_scale), qparams
 
 
-def encode(
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    scheme: QuantizationScheme,
-    global_scale: Tensor | None = None,
-) -> Tensor:
+def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> Tensor:
     """
     Codes of a weight, as the checkpoint format of the scheme holds them.
 
     Packed schemes: int32 `(out, ceil(in * bits / 32))`, or uint8 `(out, in / 2)` below a global scale. Others: float8_e4m3fn
-    or int8 `(out, in)`. Scale and zero point are as of [`qparams`]; the scale is above zero.
+    or int8 `(out, in)`. The scale is above zero.
     """
-    blocks = as_blocks(weight, scheme)
+    (scale, zero_point), blocks = qparams, as_blocks(weight, scheme)
     if global_scale is not None:
         return pack_fp4((blocks / (scale.float() / global_scale).unsqueeze(-1)).flatten(1))  # float32, all of it
     quotient = steps(blocks, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1))
@@ -84,20 +75,14 @@ def encode(
     return int_codes(quotient, bits)
 
 
-def decode(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    scheme: QuantizationScheme,
-    columns: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns: int, dtype: torch.dtype) -> Tensor:
     """
     The matrix `(out, columns)` that the codes of [`encode`] stand for, without a global scale, in new storage.
 
     Codes minus the zero point, times scale, multiplied and rounded in bfloat16 and only then cast to `dtype`: bit for bit the
     decompression of compressed-tensors.
     """
+    scale, zero_point = qparams
     if scheme.format == "pack-quantized":
         codes = unpacked(codes, scheme.weights.num_bits, columns)
     blocks = as_blocks(codes, scheme).to(scale.dtype)

@@ -14,32 +14,23 @@ from compressed_tensors.quantization import (
 from .table import ALIASES, GROUPS, SUPPORTED, SchemeSupport
 
 
-NO_QUANTIZATION = ("none", "")
-FP8 = torch.float8_e4m3fn
-
+# The dtype every weight is cast to before it is quantized, on every path (docs/numerics.md).
+MASTER_CAST_DTYPE = torch.bfloat16
 # Routers decide which expert sees a token: a flipped decision costs more than the few bytes saved.
 DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*shared_expert_gate$")
 
 
 def is_off(scheme: str | QuantizationScheme | None) -> bool:
     """Whether `scheme` asks for no quantization at all: `None`, `"none"` or an empty string."""
-    return scheme is None or (isinstance(scheme, str) and scheme.strip().lower() in NO_QUANTIZATION)
+    return scheme is None or (isinstance(scheme, str) and scheme.strip().lower() in ("none", ""))
 
 
 def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = None) -> QuantizationScheme:
     """
-    Turn a preset name into a `QuantizationScheme`, or check one that was given.
+    A new `QuantizationScheme` with its `format` set, from a preset's name in any case or a scheme of compressed-tensors.
 
-    Args:
-        scheme (`str` or `QuantizationScheme`): Preset name in any case (`"W4A16"`), or a compressed-tensors scheme.
-        group_size (`int`, *optional*): Weights that share one scale, along the input dimension. `-1` is one scale per
-            output channel. `None` keeps the preset's (128 for W4A16).
-
-    Returns:
-        `QuantizationScheme`: a new object; its `format` is set.
-
-    Raises:
-        ValueError: for a name or a scheme that the learner cannot run, and for a group size the scheme does not take.
+    `group_size` weights along the input dimension share one scale; `-1` is one per output channel, `None` the preset's own
+    (128 for W4A16). `ValueError` for what the learner cannot run, and for a group size that the scheme does not take.
     """
     if isinstance(scheme, str):
         name = scheme.strip().upper()
@@ -109,10 +100,11 @@ def check_divisible(name: str, in_features: int, scheme: QuantizationScheme, out
 
 def _is_round_to_nearest(weights: QuantizationArgs) -> bool:
     """Whether `quantize_weight` does exactly what these arguments ask for."""
+    scale_dtype = torch.float8_e4m3fn if weights.strategy == QuantizationStrategy.TENSOR_GROUP else None
     return (
         not weights.dynamic
         and weights.actorder is None
-        and weights.scale_dtype == (FP8 if weights.strategy == QuantizationStrategy.TENSOR_GROUP else None)
+        and weights.scale_dtype == scale_dtype
         and (weights.observer is None or weights.observer.endswith("minmax"))
     )
 
@@ -120,14 +112,13 @@ def _is_round_to_nearest(weights: QuantizationArgs) -> bool:
 def _fits(weights: QuantizationArgs, activations: QuantizationArgs | None, row: SchemeSupport) -> bool:
     """Whether the arguments are those of the row's preset, but for the choice of groups."""
     preset = preset_name_to_scheme(row.name, targets=["Linear"])
+    own = preset.weights
     if codes_key(activations) != codes_key(preset.input_activations):
         return False
     groups = (weights.strategy, weights.group_size)
     if row.group_sizes and groups in {_strategy_of(size) for size in row.group_sizes}:
-        weights = weights.model_copy(
-            update={"strategy": preset.weights.strategy, "group_size": preset.weights.group_size}
-        )
-    return codes_key(weights) == codes_key(preset.weights)
+        weights = weights.model_copy(update={"strategy": own.strategy, "group_size": own.group_size})
+    return codes_key(weights) == codes_key(own)
 
 
 def codes_key(args: QuantizationArgs | None) -> tuple | None:
@@ -140,7 +131,3 @@ def codes_key(args: QuantizationArgs | None) -> tuple | None:
 
 def _strategy_of(group_size: int) -> tuple[QuantizationStrategy, int | None]:
     return (QuantizationStrategy.CHANNEL, None) if group_size == -1 else (QuantizationStrategy.GROUP, group_size)
-
-
-# The dtype every weight is cast to before it is quantized, on every path (docs/numerics.md).
-MASTER_CAST_DTYPE = torch.bfloat16

@@ -12,12 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .experts import PROJECTIONS, checkpoint_tensors, expert_modules
 from .linear import LowBitLayer
 from .names import base_model, checkpoint_name, checkpoint_renaming, is_peft_model, plain_name
 from .scheme import MASTER_CAST_DTYPE
+from .shards import whole
 
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def iter_low_bit_weights(
     Args:
         model (`nn.Module`): A model after `apply_quantization` (without it: plain bfloat16 tensors). Of a `PeftModel`
             the stream holds the base model with the active adapter merged, under the base model's names.
-        named_params (`Iterable[tuple[str, Tensor]]`, *optional*): Full parameters by name, in module order, where
-            `model`'s own are sharded. Defaults to `model.named_parameters()`.
+        named_params (`Iterable[tuple[str, Tensor]]`, *optional*): Parameters by name, in module order, whole or as FSDP2's
+            `DTensor`, of which the codes are gathered: every process has to iterate. Defaults to `model.named_parameters()`.
 
     Yields:
         `tuple[str, Tensor]`: checkpoint name (as transformers saves it) and tensor: `X.weight_packed`, `X.weight_scale`,
@@ -68,7 +68,7 @@ def iter_low_bit_weights(
                 yield from producer.tensors_of(*sources)
         elif name is not None:
             # A copy even when the dtype fits: the engine keeps references until a layer is complete.
-            tensor = param.detach()
+            tensor = whole(param.detach())
             copied = tensor.to(MASTER_CAST_DTYPE, copy=True) if tensor.is_floating_point() else tensor.clone()
             yield rename(name), copied
     missing = {name: p for name, p in producers.items() if not waiting.keys().isdisjoint(p.sources)}
@@ -83,30 +83,19 @@ def iter_low_bit_weights(
     parameters = {id(p) for p in model.parameters()}
     for full_name, buffer in model.named_buffers():
         name = name_of(full_name)
-        if full_name in persistent and id(buffer) not in parameters and name is not None:
+        if plain_name(full_name) in persistent and id(buffer) not in parameters and name is not None:
             yield rename(name), buffer.detach().clone()
 
 
-def full_parameters(model: nn.Module, dist: DistributedBackend) -> Iterator[tuple[str, Tensor]]:
+def readable_parameters(model: nn.Module, dist: DistributedBackend) -> Iterator[tuple[str, Tensor]]:
     """
-    Every parameter of `model` whole, under its plain name, one at a time; those of an adapted layer together.
+    Every parameter of the unwrapped `model` under its plain name, one at a time: gathered under ZeRO-3, as it is otherwise.
 
-    `model` is unwrapped, and sharded as `dist` says. Gathering is collective: every process has to iterate.
+    Gathering is collective: every process has to iterate.
     """
-    layer_of = {
-        f"{name}.{local}": name
-        for name, module in model.named_modules()
-        if isinstance(module, LowBitLayer)
-        for local in module.sources()
-    }
-    # A layer's parameters follow each other, except where a bias lies between them.
-    groups: dict[str, dict[str, Tensor]] = {}
     for name, param in model.named_parameters():
-        groups.setdefault(layer_of.get(name, f"{name}."), {})[name] = param
-    for group in groups.values():
-        with dist.gather_params(list(group.values())):
-            for name, param in group.items():
-                yield plain_name(name), param.full_tensor() if isinstance(param, DTensor) else param.data
+        with dist.gather_params([param]):
+            yield plain_name(name), param.data
 
 
 def _producers(

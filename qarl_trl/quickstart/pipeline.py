@@ -1,8 +1,4 @@
-"""
-The quickstart's steps: warm start, QaRL on a real 4-bit engine, and the proof that what was trained is what is served.
-
-Every number of the closing table was measured in this run.
-"""
+"""The quickstart's steps: warm start, QaRL on a real 4-bit engine, and the proof that what was trained is what is served."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from ..processes import in_fresh_process
 from ..report.command import write_report
 from .evaluate import accuracy, answers_in_training, answers_of_checkpoint
 from .model import make_model, make_tokenizer
-from .report import TrainingBar, column, print_summary
+from .report import TrainingBar, logged, print_summary
 from .task import correct, distinct_problems
 from .warmstart import STEPS, warm_start
 
@@ -68,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     fresh = in_fresh_process(step, answers_of_checkpoint, output, held_out, MAX_NUM_SEQS, limit_s=LIMIT_S)
 
     log, after = trainer.state.log_history, accuracy(answers, held_out)
-    seconds = {part: sum(column(log, f"time/{part}")[1]) for part in ("rollout", "publish", "update")}
+    seconds = {part: sum(logged(log, f"time/{part}")) for part in ("rollout", "publish", "update")}
     summary = {
         "seed": options.seed,
         "scheme": options.scheme,
@@ -137,4 +133,4 @@ def _measure_floor(base: str, options: argparse.Namespace) -> float:
 
 
 def _mean_gap(trainer: QaRLTrainer) -> float:
-    return float(np.mean(column(trainer.state.log_history, "mismatch/logp_gap_mean")[1]))
+    return float(np.mean(logged(trainer.state.log_history, "mismatch/logp_gap_mean")))

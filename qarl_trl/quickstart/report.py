@@ -18,22 +18,20 @@ class TrainingBar(ProgressCallback):
             self.training_bar.set_postfix_str(text, refresh=False)  # shown with the next step
 
 
-def column(log: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values at which `name` was logged."""
-    rows = [(row["step"], float(row[name])) for row in log if name in row]
-    return [step for step, _ in rows], [value for _, value in rows]
+def logged(log: list[dict[str, Any]], name: str) -> list[float]:
+    """All values of `name`."""
+    return [float(row[name]) for row in log if name in row]
 
 
 def print_summary(summary: dict[str, Any], output: Path) -> None:
     """The closing table."""
-    shares = ", ".join(f"{part} {share:.0%}" for part, share in summary["time_shares"].items())
     rows = {
         "held-out problems": f"{summary['held_out_problems']}, answered by the {summary['scheme']} engine",
         "accuracy before RL": f"{summary['accuracy_before']:.1%}",
         "accuracy after RL": f"{summary['accuracy_after']:.1%}",
         "mean log-prob gap": f"{summary['gap']:.1e} nats per token (mean over the run)",
         "bf16 with TRL's learner": f"{summary['gap_bf16_floor']:.1e} (before RL)",
-        "time": shares,
+        "time": ", ".join(f"{part} {share:.0%}" for part, share in summary["time_shares"].items()),
         "fresh engine": "identical answers" if summary["fresh_engine_answers_equal"] else "DIFFERENT ANSWERS",
         "checkpoint": output,
         "report": output / "report.html",

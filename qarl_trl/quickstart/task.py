@@ -1,9 +1,7 @@
-"""
-Sums of three numbers with the working written out, and demonstrations that often forget to carry.
+"""Sums of three numbers with the working written out, and demonstrations that often forget to carry.
 
-A prompt `17+5+8=` is worked as `22+8=30`: the first two numbers become their sum, and so on. In the demonstrations of
-the supervised phase most carries are forgotten (`12+8=10`), as beginners do; the verifier knows the right answer, so
-reinforcement learning can find out that carrying pays.
+`17+5+8=` is worked as `22+8=30`. Most carries of the demonstrations are forgotten (`12+8=10`), as by beginners; the
+verifier knows the right answer, so that RL can find out that carrying pays.
 """
 
 from __future__ import annotations
@@ -33,9 +31,8 @@ def problems(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
     """
     An endless stream of problems, the same for the same seed. The two splits never share operands, in any order.
 
-    Yields:
-        `dict`: `prompt` (`"17+5+8="`), `answer` (`"30"`), `solution` (`"22+8=30"`) and `demonstration`, the same with
-        `FORGOTTEN_CARRIES` of its carries left out.
+    A problem has `prompt` (`"17+5+8="`), `answer` (`"30"`), `solution` (`"22+8=30"`) and `demonstration`, the same with
+    `FORGOTTEN_CARRIES` of its carries left out.
     """
     rng = random.Random(seed)
 

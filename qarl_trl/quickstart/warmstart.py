@@ -1,8 +1,4 @@
-"""
-The supervised phase: the model learns to work sums, slips included.
-
-It ends where a base model stands before RL: it can do better than what it mostly writes.
-"""
+"""The supervised phase, to where a base model stands before RL: it can do better than what it mostly writes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from .runs import Run
 
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -170,7 +169,7 @@ def line_charts(runs: Sequence[Run]) -> list[Picture]:
     for chart in CHARTS:
         filled = [panel for panel in chart.panels if any(run.has(name) for run in runs for name in panel.metrics)]
         if filled:
-            shown.append(picture(chart.key, chart.title, chart.caption, partial(_draw, filled, runs)))
+            shown.append(picture(chart.key, chart.title, chart.caption, partial(draw_panels, filled, runs)))
     return shown
 
 
@@ -180,7 +179,8 @@ def missing(run: Run) -> list[str]:
     return [name for name in names if not run.has(name)]
 
 
-def _draw(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:
+def draw_panels(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:
+    """The panels, each with those runs that have its metrics."""
     from matplotlib.ticker import MaxNLocator
 
     shown = {
@@ -198,7 +198,8 @@ def _draw(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:
                 if len(values):
                     line(axis, steps, np.where(values > 0, values, math.nan) if logarithmic else values, index, style)
         for index, run in enumerate(runs):
-            _edges(axis, panel, run, index)
+            for edge in run.edges(panel.edges, "sequence"):
+                axis.axhline(edge, color=COLOURS[index], linewidth=0.8, alpha=0.7)
         axis.set(title=plain(panel.title, 99), xlabel="update", ylabel=panel.unit)
         if logarithmic:
             axis.set_yscale("log")
@@ -208,11 +209,3 @@ def _draw(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         style_legend(axis, styles)
     return figure
-
-
-def _edges(axis: Axes, panel: Panel, run: Run, index: int) -> None:
-    if run.bounds is None or run.bounds.level != "sequence":
-        return
-    for name in panel.edges:
-        if (edge := getattr(run.bounds, name)) is not None:
-            axis.axhline(edge, color=COLOURS[index], linewidth=0.8, alpha=0.7)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .settings import Bounds, arm, bounds, read_settings
+from .settings import arm, bounds, level, read_settings
 
 
 # Plain TRL's names for the same or nearly the same, used where ours were not logged.
@@ -38,10 +39,10 @@ class Run:
         """In words."""
         return arm(self.settings)
 
-    @property
-    def bounds(self) -> Bounds | None:
-        """The edges of its clip, if they are known and there are any."""
-        return bounds(self.settings)
+    def edges(self, names: Sequence[str], clipped: str) -> list[float]:
+        """Those bounds of its clip that exist, if it clips at this level: "sequence" or "token"."""
+        found = bounds(self.settings)
+        return [getattr(found, name) for name in names if found.exist[name] and level(self.settings) == clipped]
 
     @property
     def last_step(self) -> int:
@@ -76,7 +77,7 @@ class Run:
 
     def parquet_files(self, kind: str) -> list[Path]:
         """Files `KIND/KIND_<step>.parquet` in the order of their steps."""
-        return sorted((self.folder / kind).glob(f"{kind}_*.parquet"), key=lambda file: int(file.stem.split("_")[-1]))
+        return sorted((self.folder / kind).glob(f"{kind}_*.parquet"), key=lambda file: (len(file.name), file.name))
 
 
 def read_run(given: str) -> Run:

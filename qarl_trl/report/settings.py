@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..metrics.bounds import Bounds, clip_bounds
 
 
 # What the report may show of a run's settings; all others, hub_token among them, are dropped as they are read.
@@ -25,19 +26,6 @@ FIELDS = (
     "tbpo_delta_high",
     "tbpo_mismatch_cap",
 )
-# TRL's losses with a clip; the others weigh ratios without an edge.
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Ratios at which an arm stops learning; None where it does not. `level` is "sequence" or "token"."""
-
-    level: str
-    pos_high: float
-    neg_low: float
-    neg_high: float | None = None
-    cap: float | None = None
 
 
 class _Inert:
@@ -91,17 +79,17 @@ def arm(settings: dict[str, Any]) -> str:
     return ", ".join(filter(None, words))
 
 
-def bounds(settings: dict[str, Any]) -> Bounds | None:
-    """The edges of the arm's clip (paper eq. 6 for TBPO, else TRL's `epsilon`, `epsilon_high`, `delta`), or None."""
-    loss = settings.get("loss_type")
+def bounds(settings: dict[str, Any]) -> Bounds:
+    """The edges of the arm's clip (paper eq. 6 for TBPO, else TRL's `epsilon`, `epsilon_high`, `delta`)."""
+    loss, low = settings.get("loss_type"), settings.get("epsilon")
     if loss == "tbpo":
-        low, high = 1 - settings["tbpo_delta_low"], 1 + settings["tbpo_delta_high"]
-        return Bounds("sequence", 1 + settings["tbpo_epsilon_high"], low, high, settings["tbpo_mismatch_cap"])
-    if loss not in CLIPPED:
-        return None
-    low = settings["epsilon"]
-    high, delta = 1 + settings.get("epsilon_high", low), settings.get("delta")
-    level = settings.get("importance_sampling_level", "token")
-    if delta is None:
-        return Bounds(level, high, 1 - low, None)
-    return Bounds(level, min(high, delta), 1 - low, max(high, delta))
+        high, below, above = (settings[f"tbpo_{name}"] for name in ("epsilon_high", "delta_low", "delta_high"))
+        return Bounds(1 + high, 1 - below, 1 + above)
+    if low is None:  # not known
+        return Bounds()
+    return clip_bounds(loss, low, settings.get("epsilon_high", low), settings.get("delta"))
+
+
+def level(settings: dict[str, Any]) -> str:
+    """At which the arm clips: "sequence" or "token"."""
+    return "sequence" if settings.get("loss_type") == "tbpo" else settings.get("importance_sampling_level", "token")

@@ -11,13 +11,14 @@ from .tokens import Tokens, read_rows
 
 
 EXAMPLES = 3
+COLUMNS = ("step", "prompt", "completion", "advantage")  # of TRL's `completions/`
 LONGEST = 1500  # characters of a text
 BEFORE, AFTER = 100, 300  # tokens shown before the first error token, and from it on
 
 
 def examples(run: Run, tokens: Tokens | None) -> str:
     """Completions of a run with the most error tokens; without any, the best and the worst of the last step."""
-    rows = list(read_rows(run, run.parquet_files("completions")[-1:])) if tokens is None else tokens.rows
+    rows = list(read_rows(run, run.parquet_files("completions")[-1:], COLUMNS)) if tokens is None else tokens.rows
     if not rows:
         return ""
     distinct = {(str(row["prompt"]), str(row["completion"])): row for row in sorted(rows, key=error_share)}

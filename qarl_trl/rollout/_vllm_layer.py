@@ -35,19 +35,11 @@ def use_settings_of(llm: Any) -> None:
 
 def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Tensor:
     """
-    The engine's product, quantization of the input included where the scheme has it.
+    The engine's product, `(tokens, out)` of `x` `(tokens, in)`, quantization of the input included where the scheme has it.
 
-    Args:
-        x (`Tensor`): bfloat16 `(tokens, in)`.
-        weight (`LowBitWeight`): On the device of `x`. Its layer is made at the first call and kept with the codes.
-        bias (`Tensor`, *optional*): bfloat16 `(out,)`; not for weight-only schemes on a GPU, whose kernels want it permuted.
-
-    Returns:
-        `Tensor`: bfloat16 `(tokens, out)`.
-
-    Raises:
-        ValueError: when vLLM has no kernel for a layer of this size.
-        RuntimeError: when its layer holds other tensors than the weight.
+    All bfloat16. The weight's layer is made at the first call and kept with the codes. No bias `(out,)` for weight-only
+    schemes on a GPU, whose kernels want it permuted. `ValueError` when vLLM has no kernel for a layer of this size,
+    `RuntimeError` when its layer holds other tensors than the weight.
     """
     layer = weight.prepared.get("engine")
     if layer is None:
@@ -63,16 +55,9 @@ def engine_layer(weight: LowBitWeight) -> nn.Module:
     out_features, in_features = weight.shape
     with _loading(weight.codes.device):
         try:
-            layer = ColumnParallelLinear(
-                in_features,
-                out_features,
-                bias=False,
-                params_dtype=torch.bfloat16,
-                quant_config=_quant_config(weight.scheme),
-                prefix="layer",
-                return_bias=False,
-                disable_tp=True,
-            )
+            plain = {"bias": False, "return_bias": False, "disable_tp": True, "params_dtype": torch.bfloat16}
+            config = _quant_config(weight.scheme)
+            layer = ColumnParallelLinear(in_features, out_features, quant_config=config, prefix="layer", **plain)
         except ValueError as error:  # the engine's layer can be wider: it merges q, k and v
             raise ValueError(
                 f"vLLM has no kernel for a layer of {in_features} inputs and {out_features} outputs in this scheme ({error}). "

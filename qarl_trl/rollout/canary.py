@@ -40,9 +40,7 @@ class Reading:
     limit: float  # largest gap that passes; infinite where the model's answers allow no verdict
     before: float = math.nan  # the gap before the first publish; NaN in later checks
     explained: float = -math.inf  # share of the squared gap that the most similar wrong model explains
-    suspect: int = (
-        0  # which of `Scores.wrong` that is; the number behind the last: the engine before its first publish
-    )
+    suspect: int = 0  # which of `Scores.wrong` that is; behind the last: the engine before its first publish
     # Share of the learner's movement since the anchor that the engine made too: 1 with the new weights, 0 with the old. NaN
     # where the learner has not moved visibly.
     followed: float = math.nan
@@ -67,24 +65,15 @@ class Anchor(NamedTuple):
 
 
 class Canary:
-    """
-    Checks an engine against the learner after its publishes.
-
-    Args:
-        token_ids (`Sequence[int]`): The fixed prompt.
-        every (`str` or `int`): `"first"`, or every so many publishes, the first one included.
-        score (`Callable[[bool], Scores]`): The prompt by the learner, with wrong models if asked; collective.
-        gather (`Callable[[Tensor], Tensor]`): Values of all processes, so that all of them stop together.
-        report (`Callable[[str, float], None]`): Takes `publish/verify_gap`, `..._yardstick` and `..._allowed`.
-    """
+    """Checks an engine against the learner after its publishes, by a fixed prompt."""
 
     def __init__(
         self,
         token_ids: Sequence[int],
-        every: str | int,
-        score: Callable[[bool], Scores],
-        gather: Callable[[Tensor], Tensor],
-        report: Callable[[str, float], None],
+        every: str | int,  # "first", or every so many publishes, the first one included
+        score: Callable[[bool], Scores],  # the prompt by the learner, with wrong models if asked; collective
+        gather: Callable[[Tensor], Tensor],  # values of all processes, so that all of them stop together
+        report: Callable[[str, float], None],  # takes `publish/verify_gap`, `..._yardstick` and `..._allowed`
     ) -> None:
         self.token_ids = list(token_ids)
         self.every = every
@@ -101,12 +90,7 @@ class Canary:
         self._before = engine_logps(llm, self.token_ids)
 
     def check(self, llm: Any, publishes: int) -> Reading:
-        """
-        Compare engine and learner now. Every process has to call this.
-
-        Raises:
-            RuntimeError: on all processes when the engine of any is wrong or stale.
-        """
+        """Compare engine and learner, in every process; `RuntimeError` in all when the engine of any is wrong or stale."""
         first = self._anchor is None
         learner = self._score(first)
         failure, engine = None, torch.full_like(learner.plain, math.nan)
@@ -201,7 +185,12 @@ def diagnosis(reading: Reading, suspect: str, publishes: int, failed: int, proce
 
 def _warn(reading: Reading) -> None:
     """Say of a first publish that passed what could not be judged, or is unusual."""
-    if reading.limit == math.inf:
+    if math.isnan(reading.before):
+        logger.warning(
+            f"The engine held weights of an earlier run, so the size of its first gap ({reading.gap:.4f} nats per token) gives no "
+            "verdict. Start the server again for a full check."
+        )
+    elif reading.limit == math.inf:
         logger.warning(
             "publish_verify can tell little about the first publish: the engine's log-probs of the canary prompt were "
             f"{reading.before:.4f} nats per token from the learner's before it, and rounding alone moves them by "

@@ -1,8 +1,8 @@
 """Norms, residual sums, rotary embedding and attention of the learner, rounded where the CPU engine rounds.
 
-transformers and vLLM round one model to bfloat16 at different places. Each rounding is small, but codes of 8-bit activations
-amplify it layer by layer. With these operations and the engine's GEMMs the learner's log-probs of sampled tokens are those of
-a colocated CPU engine bit for bit (paper Sec. 3.1). Gradients are those of the unrounded operations, in float32.
+transformers rounds elsewhere, and codes of 8-bit activations amplify that layer by layer. With these operations and the
+engine's GEMMs the log-probs of sampled tokens are a colocated CPU engine's bit for bit (paper Sec. 3.1). Gradients are
+those of the unrounded operations, in float32.
 """
 
 from __future__ import annotations
@@ -42,13 +42,9 @@ def unsupported(config: PretrainedConfig) -> str | None:
 
 def use_engine_ops(model: nn.Module) -> None:
     """
-    Let `model` compute as the CPU engine does; parameters, names and `state_dict` stay. A second call changes nothing.
+    Let `model`, also inside of a `PeftModel`, compute as the CPU engine does; parameters, names and `state_dict` stay.
 
-    Args:
-        model (`nn.Module`): A supported model, also inside of a `PeftModel`; run it in bfloat16 or under autocast.
-
-    Raises:
-        ValueError: for a model that has no such form.
+    Run it in bfloat16 or under autocast. A second call changes nothing. `ValueError` for a model that has no such form.
     """
     if has_engine_ops(model):
         return
@@ -221,7 +217,7 @@ def _count_positions_without_padding(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The engine's first token has position 0, a left-padded one here the width of the padding."""
-    table = decoder.embed_tokens.weight
+    table = next(decoder.parameters())  # by its name ZeRO-3 would take it for one that the forward of the parent needs
     if table.dtype != torch.bfloat16 and not torch.is_autocast_enabled(table.device.type):
         raise RuntimeError(
             f"A model on the CPU engine's operations computes in bfloat16, and its {table.dtype} weights need autocast for "

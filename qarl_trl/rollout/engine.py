@@ -7,22 +7,27 @@ of the learner's own low-bit tensors (paper Sec. 3.1, steps 1 and 3).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import clear_device_cache
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
+from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
+from .._compat import rebound
 from ..quant.names import is_peft_model
-from ..quant.state_dict import full_parameters, iter_low_bit_weights
+from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from . import _vllm, _vllm_cpu, _vllm_layer
 from .canary import Canary
 from .cpu import choose_arithmetic
+from .server import ServerClient, needed_of_server
 from .support import check_merged_layers
 
 
@@ -37,12 +42,13 @@ class Publish:
 
 class LowBitVLLMGeneration(VLLMGeneration):
     """
-    TRL's colocated vLLM, started in a low-bit scheme and fed with packed tensors.
+    TRL's vLLM, started in a low-bit scheme and fed with packed tensors; in mode "server" it was started by `qarl-trl serve`.
 
     Args:
         quantization_config (`dict` or `None`): compressed-tensors configuration for the engine; `None` runs it in
             bfloat16.
         engine_kwargs (`dict`, *optional*): More arguments for `vllm.LLM`.
+        publish_folder (`str`, *optional*): Folder that a server sees too, through which it gets its weights.
         canary ([`~qarl_trl.rollout.canary.Canary`], *optional*): Checks a publish before anything is sampled with it.
         kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
 
@@ -50,18 +56,23 @@ class LowBitVLLMGeneration(VLLMGeneration):
         rollout_seconds, publish_seconds (`float`): Since `reset_clock`: generating, and publishing and checking.
         last_publish (`Publish`, *optional*): The publish that the engine samples with.
         num_publishes (`int`): All publishes so far.
+        alone (`bool`): Whether this process generates when the others may not.
     """
+
+    alone = False
 
     def __init__(
         self,
         *args: Any,
         quantization_config: dict[str, Any] | None,
         engine_kwargs: dict[str, Any] | None = None,
+        publish_folder: str | None = None,
         canary: Canary | None = None,
         **kwargs: Any,
     ) -> None:
         self.quantization_config = quantization_config
         self.engine_kwargs = engine_kwargs or {}
+        self.publish_folder = publish_folder
         self.canary = canary
         self.last_publish: Publish | None = None
         self.num_publishes = self._checked = 0
@@ -71,10 +82,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
-        overrides = changed_positions(self.model.config, self.trust_remote_code)
-        if self.quantization_config is not None:
-            check_merged_layers(self.model)
-            overrides["quantization_config"] = self.quantization_config
+        if self.mode == "server":
+            self._connect()
+            return
         if _vllm_cpu.is_cpu_engine():
             choose_arithmetic()
         _vllm_cpu.let_kernel_scan_pass()
@@ -82,26 +92,49 @@ class LowBitVLLMGeneration(VLLMGeneration):
         _vllm.choose_rendezvous_port(self.accelerator.num_processes)
         # TRL puts the engine to sleep as soon as it is built, so the canary looks at its random weights before that.
         look = None if self.canary is None else self.canary.look_before
-        # Random weights are safe: TRL publishes before the first generation, also after a resume.
-        settings = self.engine_kwargs | {"load_format": "dummy", "dtype": "bfloat16", "hf_overrides": overrides}
-        with _vllm.llm_arguments(look, **settings):
+        settings = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
+        with _vllm.llm_arguments(look, **self.engine_kwargs | settings):
             super()._init_vllm()
-        if self.mode == "colocate":
-            _vllm_layer.use_settings_of(self.llm)
+        _vllm_layer.use_settings_of(self.llm)
+
+    def _connect(self) -> None:
+        """Find the server, refuse one that is not the engine of this run, and let the canary see random weights."""
+        self.enable_sleep_mode = False  # there is nothing to make room for
+        with rebound(vllm_generation, "VLLMClient", partial(ServerClient, self.publish_folder)):
+            super()._init_vllm()
+        transport, device = "folder" if self.publish_folder else "nccl", self.accelerator.device.type
+        needed = needed_of_server(self.model.config, self.quantization_config, device, transport)
+        fresh = self._from_main(lambda: self.vllm_client.check(needed))
+        if fresh and self.canary is not None:
+            self.canary.look_before(self)
+
+    def _from_main(self, ask: Callable[[], Any]) -> Any:
+        """What the main process, which alone talks to the server, gets from `ask`; all processes raise when it does."""
+        answer, failure = [None, False], None
+        if self.accelerator.is_main_process:
+            try:
+                answer = [ask(), True]
+            except Exception as error:
+                failure = error
+        broadcast_object_list(answer)
+        if not answer[1]:
+            raise failure or RuntimeError("The main process could not ask the server, and says why.")
+        return answer[0]
+
+    def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:
+        """Log-probs `(T - 1,)`, float32, of a prompt by the server; all processes have to ask."""
+        return torch.tensor(self._from_main(lambda: self.vllm_client.prompt_logps(token_ids)))
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        if self.quantization_config is not None and is_peft_model(self.model):
-            # TRL's own stream merges the adapter into the base weights and back, which changes them.
-            named_params = full_parameters(self.model, self._dist)
-        else:
+        if self.quantization_config is None and is_peft_model(self.model):
+            # Merges the adapter into the base weights and back, which changes them.
             named_params = super()._iter_named_params()
+        else:
+            named_params = readable_parameters(self.model, self._dist)  # TRL's would gather whole masters
         yield from iter_low_bit_weights(self.model, named_params)
 
     def sync_weights(self) -> None:
         """Publish the learner's current low-bit tensors to the engine and forget cached keys and values."""
-        if self.mode != "colocate":
-            super().sync_weights()
-            return
         start = time.perf_counter()
         if self.enable_sleep_mode:
             clear_device_cache()
@@ -117,9 +150,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         stream = counted()
         with self._all_or_none("publish"):
             try:
-                _vllm.reload_engine(self.llm, stream)
+                self._send(stream)
                 self._check_names(tuple(sizes))
-                _vllm.reset_prefix_cache(self.llm)
             except Exception:
                 for _ in stream:  # sharded weights are gathered with the other processes, which do not know of this
                     pass
@@ -127,6 +159,20 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.last_publish = Publish(time.perf_counter() - start, sum(sizes.values()), len(sizes))
         self.publish_seconds += self.last_publish.seconds
         self.num_publishes += 1
+
+    def _send(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        if self.mode == "colocate":
+            _vllm.reload_engine(self.llm, stream)
+            _vllm.reset_prefix_cache(self.llm)
+            return
+        if self.publish_folder is None and self._weight_metadata is None:  # NCCL: told before they are sent
+            tensors = self._iter_named_params()
+            self._weight_metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors]
+        if self.accelerator.is_main_process:
+            self.vllm_client.publish(stream, self._weight_metadata, self.accelerator.device)
+        else:
+            for _ in stream:  # gathered together
+                pass
 
     @contextmanager
     def _all_or_none(self, what: str) -> Iterator[None]:
@@ -149,20 +195,29 @@ class LowBitVLLMGeneration(VLLMGeneration):
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
         failed = torch.tensor([failure is not None], device=self.accelerator.device)
-        failed = self.accelerator.gather(failed) if self.accelerator.num_processes > 1 else failed
+        together = self.accelerator.num_processes > 1 and not self.alone
+        failed = self.accelerator.gather(failed) if together else failed
         if failure is not None:
             raise failure
         if failed.any():
             self._failed = what
             raise RuntimeError(f"The {what} failed in {int(failed.sum())} of {len(failed)} processes, which say why.")
 
-    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
         """TRL's `generate` on a checked publish, timed without the publishes inside it."""
-        with self._all_or_none("generation") if self.mode == "colocate" else nullcontext():
-            if self.canary is not None and self.mode == "colocate":
+        with self._all_or_none("generation"):
+            if self.canary is not None:
                 self._check_publish(self.canary)
             start, published = time.perf_counter(), self.publish_seconds
-            result = super().generate(*args, **kwargs)
+            result = super().generate(prompts, *args, **kwargs)
+            if self.mode == "server":
+                self._from_main(lambda: self.vllm_client.raise_failure())
+            lengths = [len(tokens) for tokens in result[1]]
+            if len(lengths) != len(prompts) or 0 in lengths:
+                raise RuntimeError(
+                    f"The engine returned {len(lengths)} completions for {len(prompts)} prompts, {lengths.count(0)} of them empty; "
+                    "its log above may say why."
+                )
         self.rollout_seconds += time.perf_counter() - start - (self.publish_seconds - published)
         return result
 
@@ -178,7 +233,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         start = time.perf_counter()
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
-        canary.check(self.llm, self.num_publishes)
+        canary.check(self.llm if self.mode == "colocate" else self, self.num_publishes)
         self.publish_seconds += time.perf_counter() - start
 
     def reset_clock(self) -> None:
@@ -192,6 +247,21 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 f"This publish sent {len(names)} tensors, the first one {len(first)}; they differ in "
                 f"{sorted(set(names) ^ set(first))[:3]}. A layer was quantized, un-quantized or replaced during training."
             )
+
+
+def low_bit_settings(
+    model: nn.Module, quantization_config: dict[str, Any] | None, trust_remote_code: bool
+) -> dict[str, Any]:
+    """
+    The arguments of `vllm.LLM` that make an engine that of a `model`, as `apply_quantization` left it.
+
+    Random weights are safe: TRL publishes before the first generation, also after a resume.
+    """
+    overrides = changed_positions(model.config, trust_remote_code)
+    if quantization_config is not None:
+        check_merged_layers(model)
+        overrides["quantization_config"] = quantization_config
+    return {"load_format": "dummy", "dtype": "bfloat16", "hf_overrides": overrides}
 
 
 def changed_positions(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, Any]:

@@ -16,12 +16,9 @@ from ._vllm_cpu import is_cpu_engine
 
 class EngineProduct(Product):
     """
-    The product by the engine's own layer, on the tensors that are published; the backward is that of torch's product.
+    The product by the engine's own layer, on the tensors that are published; the backward is that of `plain`, torch's.
 
     On GPUs that layer is Marlin, Machete or CUTLASS, on a CPU `cpu_gemm_wna16` or oneDNN: the engine decides.
-
-    Args:
-        plain (`Product`): Torch's product of the scheme.
     """
 
     def __init__(self, plain: Product) -> None:
@@ -34,10 +31,8 @@ class EngineProduct(Product):
         # Marlin and Machete add a bias to the rounded output, and Marlin would want it permuted; the others add it to the sums.
         inside = quantizes or x.device.type == "cpu"
         cast = once(Tensor.to, x, torch.bfloat16)
-        y = multiply(
-            cast.reshape(-1, x.shape[-1]), weight, bias.to(torch.bfloat16) if inside and bias is not None else None
-        )
-        y = y.to(x.dtype).reshape(*x.shape[:-1], -1)
+        own_bias = bias.to(torch.bfloat16) if inside and bias is not None else None
+        y = multiply(cast.reshape(-1, x.shape[-1]), weight, own_bias).to(x.dtype).reshape(*x.shape[:-1], -1)
         # The engine keeps the codes of its input to itself: they are computed again.
         saved = once(self.plain.quantize, cast) if quantizes else (x,)
         return y if inside or bias is None else y + bias, saved
@@ -50,12 +45,7 @@ class EngineProduct(Product):
 
 
 def engine_product(scheme: QuantizationScheme, device: torch.device) -> Product:
-    """
-    The rollout engine's own product for `scheme` on `device`.
-
-    Raises:
-        ValueError: when the engine of this device has none, or is not installed.
-    """
+    """The engine's own product for `scheme` on `device`; `ValueError` when the engine there has none, or is missing."""
     support, plain = support_of(scheme), plain_product(scheme, device)
     if not {"cpu": support.cpu_engine, "cuda": bool(support.gpus)}.get(device.type, False):
         raise ValueError(
@@ -78,8 +68,4 @@ def engine_product(scheme: QuantizationScheme, device: torch.device) -> Product:
 
 
 # By the values of `quant_kernel`.
-PRODUCTS: dict[str, ProductChoice] = {
-    "auto": plain_product,
-    "dequant": dequant_product,
-    "engine": engine_product,
-}
+PRODUCTS: dict[str, ProductChoice] = {"auto": plain_product, "dequant": dequant_product, "engine": engine_product}

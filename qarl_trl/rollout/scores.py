@@ -38,6 +38,8 @@ def canary_tokens(tokenizer: Any, vocab_size: int, length: int = LENGTH) -> list
 
 def engine_logps(llm: Any, token_ids: Sequence[int]) -> Tensor:
     """Log-probs `(T - 1,)`, float32, of a prompt's tokens after the first, by the engine at temperature 1."""
+    if hasattr(llm, "prompt_logps"):  # a server
+        return llm.prompt_logps(token_ids)
     from vllm import SamplingParams
 
     # A prompt whose log-probs are asked for is computed anew, never read from the prefix cache.

@@ -1,4 +1,4 @@
-"""What the colocated engine can run as the learner does: it refuses here what it would refuse late, or compute otherwise."""
+"""What the engine can run as the learner does: it refuses here what it would refuse late, or compute otherwise."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+WHOLE_EXPERTS = ", or vllm_engine_kwargs: {enable_expert_parallel: true}"
 
 
 def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
@@ -59,6 +60,8 @@ def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLC
         f"{layer}mlp.down_proj": getattr(text, "intermediate_size", None),
         f"{layer}mlp.experts.0.down_proj": getattr(text, "moe_intermediate_size", None),
     }
+    if (args.vllm_engine_kwargs or {}).get("enable_expert_parallel"):  # each rank has whole experts
+        del inputs[f"{layer}mlp.experts.0.down_proj"]
     for name, _, scheme in match(((name, nn.Linear(1, 1, device="meta")) for name in inputs), plan):
         block, width = scheme.weights.block_structure, inputs[name]
         size = block[1] if block else effective_group_size(scheme)
@@ -66,7 +69,7 @@ def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLC
             raise ValueError(
                 f"vllm_tensor_parallel_size={ranks} cuts the {width} inputs of {name.removeprefix(layer)} into parts of "
                 f"{width / ranks:g}, and groups of {size} weights do not divide them. Use fewer ranks, or a smaller "
-                "quant_group_size."
+                f"quant_group_size{WHOLE_EXPERTS if 'experts' in name else ''}."
             )
 
 

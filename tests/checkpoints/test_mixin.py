@@ -214,22 +214,20 @@ def worse_each_time(completions, calls=[], **_):  # noqa: B006
     return [value - 100 * len(calls) for value in distinct_characters(completions)]
 
 
+def keeps_the_best(model, tmp_path, strategy="steps", **kwargs):
+    """A trainer that saves and evaluates after each of three steps, and keeps one checkpoint, the best."""
+    changes = {"save_strategy": strategy, "eval_strategy": "steps", "metric_for_best_model": "reward", "max_steps": 3}
+    changes |= dict.fromkeys(("save_steps", "save_total_limit", "eval_steps"), 1) | {"load_best_model_at_end": True}
+    args = QaRLConfig(**without_engine(tmp_path, **changes), per_device_eval_batch_size=4)
+    data = {"train_dataset": prompts(4), "eval_dataset": prompts(1)}
+    return QaRLTrainer(model, worse_each_time, args, **data, **kwargs)
+
+
 @pytest.mark.parametrize("kind", ["model", "mixture", "adapter"])
 def test_the_best_model_is_kept_and_comes_back(request, tmp_path, kind):
     """Also of a mixture, whose experts transformers' own way leaves as they are at the end."""
     model = request.getfixturevalue("mixture" if kind == "mixture" else "model")
-    changes = {
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "save_total_limit": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-    }
-    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "reward", "max_steps": 3}
-    args = QaRLConfig(**without_engine(tmp_path, **changes), per_device_eval_batch_size=4)
-    config = adapter() if kind == "adapter" else None
-    data = {"train_dataset": prompts(4), "eval_dataset": prompts(1)}
-    trainer = QaRLTrainer(model, worse_each_time, args, **data, peft_config=config)
+    trainer = keeps_the_best(model, tmp_path, peft_config=adapter() if kind == "adapter" else None)
     seen, ends, load = [], [], trainer._load_best_model
     save = trainer._save_checkpoint
     trainer._save_checkpoint = lambda *a: (seen.append(masters(trainer)), save(*a))
@@ -247,16 +245,7 @@ def test_the_best_model_is_kept_and_comes_back(request, tmp_path, kind):
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_a_signal_keeps_the_last_checkpoint_beside_the_best(model, tmp_path, when, strategy):
     """At the end of a run with a limit of one, transformers deletes all but the best; by `best` no other would be saved."""
-    changes = {
-        "save_strategy": strategy,
-        "save_steps": 1,
-        "save_total_limit": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-    }
-    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "reward", "max_steps": 3}
-    args = QaRLConfig(**without_engine(tmp_path, **changes), per_device_eval_batch_size=4)
-    trainer = QaRLTrainer(model, worse_each_time, args, train_dataset=prompts(4), eval_dataset=prompts(1))
+    trainer = keeps_the_best(model, tmp_path, strategy)
     real = trainer._generate_and_score_completions
 
     def killed_in_the_last_step(inputs):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_model, make_tokenizer
+from safetensors.torch import load_file, save_file
 
 from qarl_trl import cli
 from qarl_trl.evaluation import sample
@@ -33,9 +34,13 @@ def models(tmp_path_factory):
     make_tokenizer().save_pretrained(folder / "plain")
     cli.main(["export", str(folder / "plain"), str(folder / "w4a16")])
     cli.main(["export", str(folder / "plain"), str(folder / "w8a16"), "--scheme", "W8A16"])
+    shutil.copytree(folder / "w4a16", folder / "cut")
+    tensors = load_file(folder / "cut" / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if ".q_proj." not in n}, folder / "cut" / "model.safetensors")
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     shutil.copytree(folder / "plain", folder / "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(folder / "plain", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
     return folder
 
 
@@ -82,6 +87,8 @@ def test_a_model_that_vllm_cannot_load_is_refused_before_the_engine(capsys, mode
     assert "is an adapter" in stopped(capsys, str(models / "adapter"), *own)
     assert "it has no config.json" in stopped(capsys, ".", *own)
     assert "it has no *.safetensors" in stopped(capsys, str(models / "no_weights"), *own)
+    assert "it has no tokenizer*" in stopped(capsys, str(models / "no_tokenizer"), *own)
+    assert "hold nothing for model.layers.0.self_attn.q_proj" in stopped(capsys, str(models / "cut"), *own)
     assert "cannot run W8A16 on device 'cpu'" in stopped(capsys, str(models / "w8a16"), *own)
 
 
@@ -93,7 +100,7 @@ def test_problems_that_cannot_be_evaluated_are_refused_before_the_engine(capsys,
     (tmp_path / "empty.jsonl").touch()
     assert "empty file" in stopped(capsys, model, "--data", "empty.jsonl")
     (tmp_path / "open.jsonl").write_text('{"problem": "1+1=", "answer": null}\n')
-    assert "has an answer" in stopped(capsys, model, "--data", "open.jsonl")
+    assert "an answer in 'answer'" in stopped(capsys, model, "--data", "open.jsonl")
     assert "--data aime25=FILE" in stopped(capsys, model, "--suite", "aime25")
 
 

@@ -112,6 +112,24 @@ def test_a_server_that_recovers_is_tried_again(hub, low_bit):
     assert len(hub.messages("me/toy")) == 2
 
 
+def test_an_upload_that_fails_is_tried_again(hub, low_bit, monkeypatch):
+    """Of a large file, whose error the client wraps in another one, after six tries of its own."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    repository, asked = Repository("me/toy"), ("POST", "/me/toy.git/info/lfs/objects/batch")
+    hub.refuse(503, times=7, uploads=True)
+    repository.push(low_bit, "second time")
+    assert hub.messages("me/toy")[0] == "second time" and same(hub.files("me/toy"), low_bit)
+    assert hub.requests.count(asked) == 2
+    hub.refuse(403, uploads=True)  # control: what will not pass is not tried again
+    with pytest.raises(HubError, match=r"may not write there \(403\).*Nothing is lost"):
+        repository.push(low_bit, "no")
+    assert hub.requests.count(asked) == 3
+    monkeypatch.setattr(push, "_root", lambda error: error)  # control
+    hub.refuse(503, times=7, uploads=True)
+    with pytest.raises(HubError, match="RuntimeError"):
+        repository.push(low_bit, "no")
+
+
 @pytest.mark.parametrize(
     ("token", "reason"), [("wrong", r"not valid \(401\).*HF_TOKEN"), (READER, r"may not write there \(403\)")]
 )

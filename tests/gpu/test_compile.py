@@ -33,12 +33,12 @@ JITFunction.run = launch
 for name in {schemes}:
     scheme = resolve_scheme(name)
     weight = torch.randn(128, 256).bfloat16()
-    scale, zero_point = reference.quantize(weight, scheme, *{factors}.get(name, ()))[1:]
+    _, qparams = reference.quantize(weight, scheme, *{factors}.get(name, ()))
     for dtype in (torch.bfloat16, torch.float32):
         cuda.extremes(weight.to(dtype), scheme)
-        codes = cuda.encode(weight.to(dtype), scale, zero_point, scheme, *{factors}.get(name, ()))
+        codes = cuda.encode(weight.to(dtype), qparams, scheme, *{factors}.get(name, ()))
         if name not in {factors}:
-            cuda.decode(codes, scale, zero_point, scheme, 256, dtype)
+            cuda.decode(codes, qparams, scheme, 256, dtype)
 """
 SCHEMES = ["W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4A16"]
 

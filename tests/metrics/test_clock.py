@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qarl_trl.metrics import CodeFlips
+from qarl_trl.metrics.clock import CodeFlips
 from qarl_trl.quant import apply_quantization, quantized_modules
 from qarl_trl.quant.table import SUPPORTED
 

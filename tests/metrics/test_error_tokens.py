@@ -10,8 +10,7 @@ import pytest
 import references
 import torch
 
-from qarl_trl.metrics import find_error_tokens, written_tokens
-from qarl_trl.metrics.error_tokens import COPIES, DENSITY, NGRAM, WINDOW
+from qarl_trl.metrics.error_tokens import COPIES, DENSITY, NGRAM, WINDOW, find_error_tokens, written_tokens
 
 
 SETTINGS = {"ngram": NGRAM, "copies": COPIES, "window": WINDOW, "density": DENSITY}
@@ -110,9 +109,11 @@ def test_a_loop_with_slips_is_still_one():
 
 @pytest.mark.skipif(not SETS.is_dir(), reason="needs the maths sets beside the project")
 @pytest.mark.parametrize("split", [list, words])
-@pytest.mark.parametrize(("name", "field"), [("gsm8k_test", "answer"), ("math500", "solution")])
+@pytest.mark.parametrize(
+    ("name", "field"), [("gsm8k_test", "answer"), ("math500", "solution"), ("minerva_math", "solution")]
+)
 def test_gold_solutions_have_almost_none(name, field, split):
-    """Measured: GSM8K 0 and 0, MATH-500 0.36 % of characters (drawing code in five solutions) and 0 of words."""
+    """Measured, characters and words: GSM8K 0 and 0, MATH-500 0.36 % and 0.04 %; held out, Minerva 0.14 % and 0.23 % (one table)."""
     texts = [json.loads(line)[field] for line in (SETS / f"{name}.jsonl").read_text().splitlines()]
     assert share(texts, split) < 0.005
 

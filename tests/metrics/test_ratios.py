@@ -13,7 +13,8 @@ from trl import GRPOTrainer
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.config import STOCK_LOSSES
 from qarl_trl.loss import TrustBand
-from qarl_trl.metrics.ratios import Bounds, RatioMeter, clip_bounds, completion_columns, ratio_metrics
+from qarl_trl.metrics.bounds import Bounds, clip_bounds
+from qarl_trl.metrics.ratios import RatioMeter, completion_columns, ratio_metrics
 
 
 PAPER = (1 + 4e-4, 1 - 3e-4, 1 + 7e-4)

@@ -10,7 +10,7 @@ import torch
 from slow.toys import distinct_characters, prompts, save_model, settings
 
 from qarl_trl import QaRLConfig, QaRLTrainer
-from qarl_trl.metrics import TokenStats
+from qarl_trl.metrics.token_stats import TokenStats
 
 
 COLUMNS = [

@@ -30,7 +30,7 @@ def low_bit_of(scheme, group_size=None, shape=(128, 256), seed=0):
 
 def min_max_qparams(weight, scheme):
     """Scale and zero point (or `None`) that a weight has by itself, to freeze."""
-    return reference.qparams(*reference.extremes(weight.detach().bfloat16().contiguous(), scheme), scheme)
+    return reference.qparams_of(*reference.extremes(weight.detach().bfloat16().contiguous(), scheme), scheme)
 
 
 def same_bytes(a, b):

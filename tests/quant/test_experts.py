@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig, GptOssForCausalLM
 from trl.distributed import DistributedBackend
 
-from qarl_trl.metrics import CodeFlips
+from qarl_trl.metrics.clock import CodeFlips
 from qarl_trl.quant import (
     QuantExperts,
     apply_quantization,
@@ -38,7 +38,7 @@ from qarl_trl.quant.model import bypassed_layers
 from qarl_trl.quant.products import Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize, quantize_tokens_fp8
 from qarl_trl.quant.quantize import LowBitWeight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from qarl_trl.quant.state_dict import full_parameters
+from qarl_trl.quant.state_dict import readable_parameters
 from qarl_trl.rollout.products import engine_product
 from quant.schemes import NAMES, same_tensors
 
@@ -549,7 +549,7 @@ def sharded_run(folder):
             for layer, part in zip(layer_names(name, module, parameter), weight.split(128), strict=True)
             for local, tensor in part.tensors.items()
         }
-        stream = dict(iter_low_bit_weights(model, full_parameters(model, ONE_PROCESS)))
+        stream = dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS)))
         assert len(used) == 2 * 12 * 3
         assert all(torch.equal(stream[name], tensor) for name, tensor in used.items())
         if step == 0:

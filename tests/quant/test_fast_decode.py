@@ -72,14 +72,14 @@ def test_a_million_weights_have_the_bytes_of_the_plain_operations(weight, plain,
 def test_numbers_are_those_of_the_definition_with_scales_of_any_size(scheme):
     """Every code with scales from the least bfloat16 number to large ones, by Python's own numbers."""
     resolved = resolve_scheme(scheme)
-    codes, scale, zero_point, resolved, columns = fast.every_product(resolved, CPU)
+    codes, (scale, zero_point), resolved, columns = fast.every_product(resolved, CPU)
     height = len(codes) // len(scale)
     chosen = torch.cat([torch.arange(5), torch.arange(5, len(scale), 1997)])
     chosen = chosen[scale[chosen].amax(-1) < 2.0**110]
     lines = (chosen.unsqueeze(-1) * height + torch.arange(height)).flatten()
     zero_point = None if zero_point is None else zero_point[chosen]
     codes, scale = codes[lines], scale[chosen]
-    found = cpu.decode(codes, scale, zero_point, resolved, columns)
+    found = cpu.decode(codes, (scale, zero_point), resolved, columns, torch.bfloat16)
     if resolved.format == "pack-quantized":
         rows = references.unpack_int(codes, resolved.weights.num_bits, columns)
     elif resolved.weights.type == "float":
@@ -95,7 +95,7 @@ def test_numbers_are_those_of_the_definition_with_scales_of_any_size(scheme):
 @pytest.mark.parametrize("scheme", NAMES)
 def test_the_comparison_sees_every_code_with_every_scale(scheme):
     resolved = resolve_scheme(scheme)
-    codes, scale, zero_point, resolved, columns = fast.every_product(resolved, CPU)
+    codes, (scale, zero_point), resolved, columns = fast.every_product(resolved, CPU)
     if resolved.format == "pack-quantized":
         codes = reference.unpacked(codes, resolved.weights.num_bits, columns)
     codes = reference.as_blocks(codes.view(torch.int8), resolved).int()
@@ -158,31 +158,34 @@ def one_bit_off(decode):
 def unrounded(decode):
     """The mistake a fused kernel makes most easily: codes times scale in float32."""
 
-    def broken(codes, scale, zero_point, scheme, columns, dtype):
-        zero_point = None if zero_point is None else zero_point.float()
-        return decode(codes, scale.float(), zero_point, scheme, columns, torch.float32).to(dtype)
+    def broken(codes, qparams, scheme, columns, dtype):
+        scale, zero_point = (None if t is None else t.float() for t in qparams)
+        return decode(codes, (scale, zero_point), scheme, columns, torch.float32).to(dtype)
 
     return broken
 
 
 def truncated(decode):
-    def broken(codes, scale, zero_point, scheme, columns, dtype):
-        exact = reference.decode(codes, scale.float(), zero_point, scheme, columns, torch.float32)
+    def broken(codes, qparams, scheme, columns, dtype):
+        scale, zero_point = qparams
+        exact = reference.decode(codes, (scale.float(), zero_point), scheme, columns, torch.float32)
         return (exact.view(torch.int32) & -65536).view(torch.float32).to(dtype)
 
     return broken
 
 
 def without_subnormal_scales(decode):
-    def broken(codes, scale, *args):
-        return decode(codes, torch.where(scale < 2.0**-126, 0.0, scale), *args)
+    def broken(codes, qparams, *args):
+        scale, zero_point = qparams
+        return decode(codes, (torch.where(scale < 2.0**-126, 0.0, scale), zero_point), *args)
 
     return broken
 
 
 def with_neighbouring_scales(decode):
-    def broken(codes, scale, *args):
-        return decode(codes, scale.roll(1, -1), *args)
+    def broken(codes, qparams, *args):
+        scale, zero_point = qparams
+        return decode(codes, (scale.roll(1, -1), zero_point), *args)
 
     return broken
 
@@ -239,8 +242,7 @@ for name, group_size, dtype in {cases}:
 cuda._WORDS_PER_PROGRAM = 256
 for name, width in (("W8A8", 1050), ("FP8_DYNAMIC", 1050), ("W4A16_ASYM", 1152)):
     scheme, weight = resolve_scheme(name), torch.randn(10, width).bfloat16()
-    codes, scale, zero_point = reference.quantize(weight, scheme)
-    args = codes, scale, zero_point, scheme, width, torch.float32
+    args = *reference.quantize(weight, scheme), scheme, width, torch.float32
     assert torch.equal(cuda.decode(*args), reference.decode(*args)), name
     print(name, "takes any size")
 """

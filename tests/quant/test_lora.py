@@ -28,7 +28,7 @@ from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.lora import LoraQuantLinear, merged_weight
 from qarl_trl.quant.products import dequantize, plain_product, quantize_tokens_fp8
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from qarl_trl.quant.state_dict import full_parameters
+from qarl_trl.quant.state_dict import readable_parameters
 from quant.schemes import min_max_qparams
 
 
@@ -518,11 +518,11 @@ def sharded_run(folder):
     used = {}
     for step in range(2):
         # The first step has no publish before it: nothing has said yet that the weights are shards.
-        streams = [dict(iter_low_bit_weights(model, full_parameters(model, ONE_PROCESS)))] if step else []
+        streams = [dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS)))] if step else []
         model(TOKENS, labels=TOKENS).loss.backward()
         for name, layer in quantized_modules(model):
             used |= {f"{name}.{local}": t for local, t in layer.last_low_bit.tensors.items()}
-        streams.append(dict(iter_low_bit_weights(model, full_parameters(model, ONE_PROCESS))))
+        streams.append(dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS))))
         for stream in streams:
             assert all(torch.equal(stream[n.removeprefix("base_model.model.")], t) for n, t in used.items())
         if step == 0:

@@ -268,7 +268,7 @@ def test_every_number_has_the_bytes_of_compressed_tensors_below_a_global_scale(n
     weight, scheme = numbers[:-1], resolve_scheme(NVFP4)
     scale, one = torch.ones(255, 16), torch.ones(1)
     quantized = quantize(weight, scale, torch.zeros_like(scale), scheme.weights, global_scale=one)
-    found = reference.encode(weight, scale.to(reference.FP8), None, scheme, one)
+    found = reference.encode(weight, (scale.to(reference.FP8), None), scheme, one)
     assert torch.equal(found, pack_fp4_to_uint8(quantized))
     assert not torch.equal(found, pack_fp4_to_uint8(-quantized))  # control
 

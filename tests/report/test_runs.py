@@ -11,8 +11,9 @@ import torch
 from configs import config
 from trl import GRPOConfig
 
+from qarl_trl.metrics.bounds import Bounds
 from qarl_trl.report.runs import read_run
-from qarl_trl.report.settings import Bounds, arm, bounds, read_settings
+from qarl_trl.report.settings import arm, bounds, level, read_settings
 
 from .folders import row, write_run
 
@@ -101,18 +102,17 @@ def test_settings_come_from_the_training_arguments(tmp_path):
     found = saved(tmp_path, args)
     assert arm(found) == "W4A16 engine and learner, tbpo"
     band = args.trust_band
-    edges = 1 + band.epsilon_high, 1 - band.delta_low, 1 + band.delta_high, band.mismatch_cap
-    assert bounds(found) == Bounds("sequence", *edges)
+    assert bounds(found) == Bounds.of_band(band) and level(found) == "sequence"
     trl_args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, hub_token="hf_secret")
     assert "hf_secret" in pickle.dumps(trl_args).decode(errors="ignore")  # control: it is in TRL's file
     assert "hf_secret" not in repr(saved(tmp_path, trl_args))
     gspo = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.3}
     found = saved(tmp_path, config(tmp_path, quant_learner=False, delta=2.5, **gspo))
     assert arm(found) == "W4A16 engine, learner not quantized, grpo, sequence ratio"
-    assert bounds(found) == Bounds("sequence", 1.3, 0.9, 2.5)
+    assert bounds(found) == Bounds(1.3, 0.9, 2.5) and level(found) == "sequence"
     found = saved(tmp_path, GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, loss_type="sapo"))
     assert arm(found) == "plain TRL, sapo"
-    assert bounds(found) is None
+    assert bounds(found) == bounds({}) == Bounds() and level(found) == "token"
 
 
 class Command:

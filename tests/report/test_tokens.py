@@ -3,13 +3,15 @@
 import math
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from references import moving_average_reference, ratio_tails
 
 from qarl_trl.report.draw import log_scale_fits, moving_average
 from qarl_trl.report.runs import read_run
 from qarl_trl.report.texts import marked
-from qarl_trl.report.tokens import FEWEST, FILES, PROBABILITIES, read_rows, read_tokens, tails
+from qarl_trl.report.tokens import COLUMNS, FEWEST, FILES, PROBABILITIES, read_rows, read_tokens, tails
 
 from .folders import row, token_rows, write_run, write_tokens
 
@@ -60,10 +62,15 @@ def test_files_are_taken_evenly_and_one_that_is_cut_off_is_named(run):
     write_tokens(run.folder, rows)
     files = run.parquet_files("token_stats")
     files[0].write_bytes(files[0].read_bytes()[:100])
-    steps = [line["step"] for line in read_rows(run, files)]
+    steps = [line["step"] for line in read_rows(run, files, COLUMNS)]
     assert len(steps) == FILES - 1 and steps[-1] == 3 * FILES - 1
     assert set(np.diff(steps)) <= {3, 4}
     assert run.unreadable == [files[0].name]
+    pq.write_table(pa.table({"step": [1], "other": [2]}), files[1])
+    assert list(read_rows(run, files[1:2], COLUMNS)) == []
+    assert run.unreadable == [file.name for file in files[:2]]
+    files[2].rename(files[2].with_name("token_stats_copy.parquet"))
+    assert [file.name for file in run.parquet_files("token_stats")][:2] == ["token_stats_copy.parquet", files[0].name]
 
 
 def test_without_tokens_there_is_nothing(run):

@@ -277,6 +277,12 @@ def test_what_cannot_be_judged_is_said_once_and_stops_nothing(monkeypatch, caplo
     assert all(math.isfinite(value) for _, value in reported)
 
 
+def test_an_engine_with_weights_of_an_earlier_run_is_said_to_give_no_verdict_by_size(monkeypatch, caplog, case):
+    check, _ = canary(monkeypatch, [case.plain], [case.plain])  # nobody looked before the publish
+    check.check(None, 1)
+    assert "The engine held weights of an earlier run" in caplog.text and "nan" not in caplog.text
+
+
 @pytest.mark.parametrize(("size", "said"), [(1, False), (5, True)])
 def test_an_unusual_gap_is_a_warning(monkeypatch, caplog, case, size, said):
     check, _ = canary(monkeypatch, [case.before, case.plain + noise(size)], [case.plain])

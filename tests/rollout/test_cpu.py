@@ -112,10 +112,15 @@ def by_the_engine_in_training(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: asked.append(torch.cpu._is_amx_tile_supported()))
     monkeypatch.setattr(engine, "changed_positions", lambda *_: {})
+    monkeypatch.setattr(engine._vllm_layer, "use_settings_of", lambda llm: None)
     generation = object.__new__(engine.LowBitVLLMGeneration)
     generation.engine_kwargs, generation.quantization_config, generation.trust_remote_code = {}, None, False
-    generation.accelerator, generation.mode, generation.model = SimpleNamespace(num_processes=2), "none", nn.Module()
-    generation.model.config = generation.canary = None
+    generation.accelerator, generation.mode, generation.model = (
+        SimpleNamespace(num_processes=2),
+        "colocate",
+        nn.Module(),
+    )
+    generation.model.config = generation.canary = generation.llm = None
     generation._init_vllm()
     assert asked == [False]
 

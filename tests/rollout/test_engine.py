@@ -2,15 +2,18 @@
 
 import time
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from qarl_trl.metrics import StepClock
+from qarl_trl import QaRLTrainer
+from qarl_trl.metrics.clock import StepClock
 from qarl_trl.rollout import engine as rollout_engine
 from qarl_trl.rollout.engine import LowBitVLLMGeneration, Publish
 
@@ -101,18 +104,18 @@ def test_the_canary_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch, asl
 
 @pytest.mark.parametrize("error", [ValueError("no memory"), KeyboardInterrupt("no memory")])
 def test_an_engine_in_which_something_failed_is_refused(monkeypatch, error):
-    def fail(self):
+    def fail(self, prompts):
         raise error
 
     engine, _ = generation([])
     monkeypatch.setattr(VLLMGeneration, "generate", fail)
     with pytest.raises(type(error), match="no memory"):
-        engine.generate()
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self: 1)
+        engine.generate([])
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: (prompts, prompts))
     with pytest.raises(RuntimeError, match="A generation of this engine failed earlier"):
-        engine.generate()
+        engine.generate([])
     engine._failed = None
-    assert engine.generate() == 1  # control
+    assert engine.generate([]) == ([], [])  # control
 
 
 def test_what_failed_in_another_process_is_raised_in_this_one_too(monkeypatch):
@@ -120,11 +123,26 @@ def test_what_failed_in_another_process_is_raised_in_this_one_too(monkeypatch):
     engine.accelerator = SimpleNamespace(
         num_processes=2, device="cpu", gather=lambda own: torch.tensor([own[0], True])
     )
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self: 1)
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: (prompts, prompts))
     with pytest.raises(RuntimeError, match="The generation failed in 1 of 2 processes, which say why"):
-        engine.generate()
+        engine.generate([])
     with pytest.raises(RuntimeError, match="failed earlier"):
-        engine.generate()
+        engine.generate([])
+
+
+def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
+    """The loop is as long as a process has tool calls, so another one would answer with its next collective."""
+    engine, _ = generation([])
+    gathered = []
+    gather = lambda own: gathered.append(own) or own  # noqa: E731
+    engine.accelerator = SimpleNamespace(num_processes=2, device="cpu", gather=gather)
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: (prompts, prompts))
+    trainer = object.__new__(QaRLTrainer)
+    trainer.use_vllm, trainer.vllm_generation = True, engine
+    monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", lambda self, prompts: self.vllm_generation.generate(prompts))
+    assert trainer._tool_call_loop([[1]]) == ([[1]], [[1]]) and not gathered
+    engine.generate([[1]])
+    assert len(gathered) == 1  # control
 
 
 def test_the_publish_of_an_evaluation_counts_for_the_step_that_samples_with_it(monkeypatch):
@@ -139,7 +157,7 @@ def test_the_publish_of_an_evaluation_counts_for_the_step_that_samples_with_it(m
         _unwrapped=nn.Module(),
         _check_layers_ran=lambda: None,
     )
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self: time.sleep(0.01))
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: time.sleep(0.01) or (prompts, prompts))
     clock = StepClock(trainer)
 
     def step(*calls):
@@ -148,12 +166,13 @@ def test_the_publish_of_an_evaluation_counts_for_the_step_that_samples_with_it(m
             call()
         clock.on_step_end(None, None, None)
 
-    step(engine.sync_weights, engine.generate)
+    generate = partial(engine.generate, [])
+    step(engine.sync_weights, generate)
     step()  # reuses the rollout batch
     assert logged["publish/bytes"] == [16.0]
     engine.sync_weights()  # the evaluation
-    engine.generate()
-    step(engine.generate)
+    generate()
+    step(generate)
     assert logged["publish/bytes"] == [16.0, 24.0]
     assert logged["quant/code_flip_frac"] == [0.25]
     assert logged["time/publish"] == [1.0, 0.0, 0.0]  # the third was the evaluation's time

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from configs import config
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from qarl_trl import QaRLTrainer
 from qarl_trl.preflight import check_arguments
@@ -104,12 +104,28 @@ def test_vllm_still_knows_the_switch_for_block_scales():
 def test_engine_ranks_divide_the_groups_of_every_layer(scheme, ignore, ranks, words):
     model = Qwen3Config(hidden_size=256, num_attention_heads=4, head_dim=64, intermediate_size=192)
     plan = single_group(resolve_scheme(scheme), ["Linear"], ignore)
-    args = SimpleNamespace(vllm_tensor_parallel_size=ranks)
+    args = SimpleNamespace(vllm_tensor_parallel_size=ranks, vllm_engine_kwargs=None)
     if words is None:
         return check_shards(model, plan, args)
     with pytest.raises(ValueError) as error:
         check_shards(model, plan, args)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_whole_experts_on_each_rank_are_not_cut(ranks):
+    """Qwen3-30B-A3B: its experts' 768 inputs in two parts are whole groups of 128, in four and eight not."""
+    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128, "intermediate_size": 6144}
+    model = Qwen3MoeConfig(**sizes, moe_intermediate_size=768)
+    plan = single_group(resolve_scheme("W4A16"), ["Linear"], [])
+    args = SimpleNamespace(vllm_tensor_parallel_size=ranks, vllm_engine_kwargs={"enable_expert_parallel": True})
+    check_shards(model, plan, args)
+    args.vllm_engine_kwargs = {"enable_expert_parallel": False}
+    if ranks == 2:
+        return check_shards(model, plan, args)
+    words = f"768 inputs of mlp.experts.0.down_proj into parts of {768 // ranks}.*enable_expert_parallel: true"
+    with pytest.raises(ValueError, match=words):
+        check_shards(model, plan, args)
 
 
 @pytest.mark.parametrize(

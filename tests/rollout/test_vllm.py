@@ -120,6 +120,8 @@ def test_an_engine_that_does_not_load_is_an_error():
 
 
 def test_a_prefix_cache_that_stays_is_an_error():
-    _vllm.reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: True))
+    done, forgotten = [], SimpleNamespace(reset_encoder_cache=lambda: done.append("features of images"))
+    _vllm.reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: True, llm_engine=forgotten))
+    assert done == ["features of images"]
     with pytest.raises(RuntimeError, match="requests are still running"):
-        _vllm.reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))
+        _vllm.reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False, llm_engine=forgotten))

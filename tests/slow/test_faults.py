@@ -45,6 +45,11 @@ def _raising(call: Callable, number: int, error: BaseException) -> Callable:
     return raising
 
 
+def _without_tokens(outputs: list[Any]) -> list[Any]:
+    outputs[0].outputs[0].token_ids, outputs[0].outputs[0].logprobs = [], []
+    return outputs
+
+
 def _engine_faults(model: str, folder: str) -> dict[str, Any]:
     from qarl_trl import trainer as module
     from qarl_trl.rollout import _vllm
@@ -80,7 +85,14 @@ def _engine_faults(model: str, folder: str) -> dict[str, Any]:
         found["generation"] = _error(trainer.train)
     found["after it"] = _error(trainer.train)
     engine._failed = None
-    found["completions of one prompt"] = len(generate(prompts=[[2, 3]])[1])
+    found["completions of one prompt"] = _error(lambda: generate(prompts=[[2, 3]]))
+    engine._failed = None
+
+    # An engine that returns nothing, and one that returns completions without a token.
+    for name, lose in (("none", lambda outputs: []), ("empty", _without_tokens)):
+        with patch.object(llm, "generate", lambda *a, lose=lose, call=llm.generate, **k: lose(call(*a, **k))):
+            found[f"{name} returned"] = _error(trainer.train)
+        engine._failed = None
 
     # A publish that ends in the middle of a layer.
     publish()
@@ -114,7 +126,10 @@ def test_nothing_is_sampled_from_an_engine_in_which_something_failed(tmp_path):
     assert "maximum context length is 64 tokens" in found["long prompt"]
     assert found["generation"] == "ValueError: no memory"
     assert "A generation of this engine failed earlier" in found["after it"]
-    assert found["completions of one prompt"] > 1  # control: without the refusal those of the failed batch come back
+    # Control: without the refusal those of the failed batch come back.
+    assert "The engine returned 9 completions for 1 prompts" in found["completions of one prompt"]
+    assert "The engine returned 0 completions for 8 prompts" in found["none returned"]
+    assert "The engine returned 8 completions for 8 prompts, 1 of them empty" in found["empty returned"]
     assert found["publish"] == "ValueError: no such layer"
     assert all("A publish of this engine failed earlier" in message for message in found["after that"])
     assert not found["a publish heals"]  # control
@@ -132,7 +147,7 @@ def _without_engine(model: str, folder: str, reward: Callable, **changes: Any) -
     return QaRLTrainer(model, reward, config, train_dataset=prompts(), rollout_func=trajectories)
 
 
-def _one_of_two(model: str, folder: str) -> dict[str, tuple[str, float]]:
+def _one_of_two(model: str, folder: str) -> dict[str, Any]:
     """The second process has a fault; what each says, and after how many seconds."""
     torch.set_num_threads(1)
     found, second = {}, False
@@ -158,10 +173,23 @@ def _one_of_two(model: str, folder: str) -> dict[str, tuple[str, float]]:
         run(f"a reward {kind}", trainer)
     trainer = _without_engine(model, folder, distinct_characters)
     if second:
+        call, (trajectories,) = trainer.rollout_func.func, trainer.rollout_func.args
+        trainer.rollout_func = functools.partial(call, _raising(trajectories, 1, KeyError("no such tool")))
+    run("a rollout_func raises", trainer)
+    trainer = _without_engine(model, folder, distinct_characters)
+    if second:
         trainer.model.model.norm.weight.register_hook(lambda g: g * math.nan)
     run("a gradient is NaN", trainer)
     trainer = make_trainer(model, Path(folder))
     llm = trainer.vllm_generation.llm
+    trainer.vllm_generation.sync_weights()
+    generate = functools.partial(trainer.vllm_generation.generate, images=None, num_generations=1)
+    generate([[2, 3]])
+    with patch.object(GRPOTrainer, "_tool_call_loop", lambda self, prompts: generate(prompts)):
+        if second:  # a tool call in one process alone
+            trainer._tool_call_loop([[2, 3]])
+    ranks = torch.tensor([trainer.accelerator.process_index])
+    found["after a tool call"] = trainer.accelerator.gather(ranks).tolist()
     if second:
         llm.llm_engine.step = _raising(llm.llm_engine.step, 3, ValueError("no memory"))
     run("a generation raises", trainer)
@@ -172,10 +200,12 @@ def test_what_fails_in_one_process_stops_both_at_once(tmp_path):
     model = save_model(tmp_path / "model", layers=1)
     first, second = isolated_group(_one_of_two, 2, model, str(tmp_path / "run"), timeout=280)
     print(first, second)
+    assert first.pop("after a tool call") == second.pop("after a tool call") == [0, 1]
     expected = {
         "a reward raises": ("The rewards failed in process 1, which says why", "KeyError: 'no such answer'"),
         "a reward infinite": ("'reward' gave an infinite reward to completion 0 of process 1",) * 2,
         "a reward hangs": ("The rewards failed in process 1, which says why", "longer than reward_timeout=2 s"),
+        "a rollout_func raises": ("The rollout_func failed in process 1, which says why", "KeyError: 'no such tool'"),
         "a gradient is NaN": ("The gradient norm is nan",) * 2,
         "a generation raises": ("The generation failed in 1 of 2 processes", "ValueError: no memory"),
     }

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shlex
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hub_server import WRITER, running_hub
 
 from qarl_trl.rollout.cpu import choose_arithmetic
 from slow.isolated import ENVIRONMENT
-from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, random_adapter, save_model
+from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, prompts, random_adapter, save_model
 
 
 pytestmark = pytest.mark.slow
@@ -54,6 +60,40 @@ def call(function: Any, *args: Any, **environment: str) -> Any:
     return json.loads(run(code, **environment).splitlines()[-1])
 
 
+def serve_and_answer(command: str, log: Path) -> list[list[int]]:
+    """Greedy tokens of vLLM's server, started by the `command` of a card, for the prompts of `engine_logprobs`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sizes = "--max-model-len 64 --max-num-seqs 16 --max-num-batched-tokens 4096 --enforce-eager"
+    program, *arguments = shlex.split(f"{command} --host 127.0.0.1 --port {port} {sizes}")
+    assert program == "python"
+    environment = os.environ | ENVIRONMENT | {"VLLM_CPU_INT4_W4A8": "0"}  # as the card says
+    asked = {"model": arguments[arguments.index("--model") + 1], "prompt": [row["prompt"] for row in prompts(6)]}
+    asked |= {"temperature": 0, "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, *arguments], env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            address = f"http://127.0.0.1:{port}"
+            while not _answers(f"{address}/health"):
+                assert server.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.5)
+            found = httpx.post(f"{address}/v1/completions", json=asked, timeout=60).raise_for_status().json()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # with the engine, a process of its own
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+    return [choice["token_ids"] for choice in sorted(found["choices"], key=lambda choice: choice["index"])]
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url).status_code == 200
+    return False
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_downloaded_model_answers_as_the_training_engine(tmp_path, lora):
     model = save_model(tmp_path / "model")
@@ -71,11 +111,17 @@ def test_the_downloaded_model_answers_as_the_training_engine(tmp_path, lora):
             assert 'LLM("me/toy")' in snippet
             # As pasted, but for vLLM's compiler, which is off in these tests.
             run(snippet.replace('LLM("me/toy")', 'LLM("me/toy", enforce_eager=True)'), **there)
+            command = next(line for line in card.splitlines() if line.startswith("python -m vllm"))
+            command = command.replace("me/toy", str(tmp_path / "pulled"))
+            assert serve_and_answer(command, tmp_path / "server.log") == expected[0]
     assert not (tmp_path / "pulled" / "training_args.bin").exists()
-    assert call(engine_of_base, model) != expected  # control: another model answers otherwise
+    other = save_model(tmp_path / "other", seed=1)
+    for plain, tokens_too in ((model, False), (other, True)):  # controls: other models answer otherwise
+        answers = call(engine_of, plain)
+        assert answers != expected and (answers[0] != expected[0] or not tokens_too)
 
 
-def engine_of_base(model: str) -> Any:
-    """Answers of the model that training started from."""
+def engine_of(model: str) -> Any:
+    """Answers of a model in high precision: the one that training started from, or another."""
     choose_arithmetic()
     return fresh_engine_logprobs(model)

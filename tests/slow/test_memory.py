@@ -1,14 +1,19 @@
-"""What a plan says of the engine, against the tensors of a real one and the bytes that a publish moved."""
+"""What a plan says, against the tensors of a real engine, the bytes that a publish moved, and the shards of two processes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from memory.test_rank import example_run
+from transformers import TrainerCallback
 
 from qarl_trl.memory import model as meta
-from slow.isolated import isolated
+from qarl_trl.memory import rank
+from slow.isolated import isolated, isolated_group
+from slow.test_processes import _trainer
 from slow.toys import make_trainer, save_model
 
 
@@ -33,3 +38,36 @@ def test_bytes_of_a_publish_and_of_the_engine_that_took_it(tmp_path, scheme):
     assert moved == meta.published(skeleton)
     if scheme != "none":  # of plain layers the CPU engine's kernels keep the weights in a form that is no parameter
         assert sum(held.values()) == pytest.approx(moved, rel=0.02)
+
+
+class Gradients(TrainerCallback):
+    held = 0
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_) -> None:
+        self.held = sum(p.grad.to_local().nbytes for p in model.parameters())
+
+
+def _shards(model: str, folder: str, muon: bool) -> dict[str, int]:
+    changes = {"use_vllm": False, "max_completion_length": 8, "max_steps": 1, "optim_muon": muon}
+    trainer, gradients = _trainer(model, folder, True, **changes), Gradients()
+    trainer.add_callback(gradients)
+    trainer.train()
+    state = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values()]
+    return {
+        "masters": sum(p.to_local().nbytes for p in trainer.model.parameters()),
+        "gradients": gradients.held,
+        "optimizer state": sum(getattr(t, "_local_tensor", t).nbytes for t in state if isinstance(t, torch.Tensor)),
+    }
+
+
+@pytest.mark.parametrize("muon", [False, True], ids=["AdamW", "Muon"])
+def test_shards_of_two_processes(tmp_path, muon):
+    model = save_model(tmp_path / "model")
+    config = meta.read_config(model)
+    skeleton = meta.skeleton(config, torch.float32, plan="W4A16")
+    run = example_run(skeleton, config, muon, ranks=2, sharded=True)
+    expected = {"gradients": rank.gradients(run)} | rank.resident(run)
+    alone = {"gradients": rank.gradients(run)} | rank.resident(replace(run, sharded=False))
+    for held in isolated_group(_shards, 2, model, str(tmp_path / "run"), muon):
+        assert held == {name: pytest.approx(expected[name], rel=0.001) for name in held}
+        assert held["masters"] < 0.6 * alone["masters"]  # control

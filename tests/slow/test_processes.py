@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,8 @@ def _measured(model: str, folder: str) -> dict[str, Any]:
 
 
 def test_ratios_are_measured_over_the_completions_of_all_processes(tmp_path):
-    from qarl_trl.metrics.ratios import Bounds, ratio_metrics
+    from qarl_trl.metrics.bounds import Bounds
+    from qarl_trl.metrics.ratios import ratio_metrics
 
     first, second = isolated_group(_measured, 2, save_model(tmp_path / "model"), str(tmp_path / "run"))
     assert first["logged"] == second["logged"]
@@ -142,8 +144,10 @@ def test_ratios_are_measured_over_the_completions_of_all_processes(tmp_path):
     assert differ == [False, True, False, True]  # control; before the first update of a rollout batch ratios are 1
 
 
-def _resumed(model: str, folder: str, checkpoint: str | None, changes: dict[str, Any]) -> dict[str, Any]:
-    trainer = _trainer(model, folder, True, save_strategy="steps", save_steps=2, optim_muon=True, seed=1, **changes)
+def _resumed(
+    model: str, folder: str, checkpoint: str | None, changes: dict[str, Any], fsdp: bool = True
+) -> dict[str, Any]:
+    trainer = _trainer(model, folder, fsdp, save_strategy="steps", save_steps=2, optim_muon=True, seed=1, **changes)
     trainer.train(resume_from_checkpoint=checkpoint)
     return {name: p.numpy() for name, p in _whole(trainer).items()}
 
@@ -167,6 +171,23 @@ def test_shards_resume_bit_for_bit(tmp_path):
     assert all(torch.equal(low_bit[name], tensor) for name, tensor in iter_low_bit_weights(alone))
 
 
+def test_ddp_resumes_bit_for_bit(tmp_path):
+    """From within a rollout batch, of which each process has its own completions."""
+    model = save_model(tmp_path / "model", layers=1)
+    changes = {"use_vllm": False, "max_completion_length": 8, "steps_per_generation": 4}
+
+    def run(name: str, checkpoint: Path | None) -> list[dict[str, Any]]:
+        there = str(tmp_path / name), checkpoint and str(checkpoint), changes, False
+        return isolated_group(_resumed, 2, model, *there)
+
+    half = tmp_path / "straight" / "checkpoint-2"
+    straight, again = run("straight", None), run("again", half)
+    assert _same(straight[0], again[0]) and _same(straight[1], again[1])
+    shutil.copy(half / "rollout_0.pt", half / "rollout_1.pt")  # control
+    (half / "manifest.json").unlink()
+    assert not _same(straight[0], run("other", half)[0])
+
+
 def test_uneven_shards_of_experts_resume_bit_for_bit(tmp_path):
     model = save_model(tmp_path / "model", layers=1, experts=3)
     changes = {"use_vllm": False, "max_completion_length": 8}  # no engine on a CPU runs low-bit experts
@@ -177,6 +198,42 @@ def test_uneven_shards_of_experts_resume_bit_for_bit(tmp_path):
     experts = "model.layers.0.mlp.experts"
     stored = stored_tensors(half)[f"{experts}.2.down_proj.weight"].numpy()
     assert not (stored == straight[f"{experts}.down_proj"][2]).all()  # control
+
+
+def _two_nodes(model: str, folder: str) -> dict[str, Any]:
+    os.environ.update(
+        FSDP2,
+        ACCELERATE_USE_PARALLELISM_CONFIG="true",
+        PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2",
+        PARALLELISM_CONFIG_DP_SHARD_SIZE="2",
+    )
+    _shard_on_cpu()
+    torch.set_num_threads(1)
+    changes = {"use_vllm": False, "max_completion_length": 8, "optim_muon": True, "max_steps": 2}
+    trainer = make_trainer(model, Path(folder), **changes)
+    trainer.train()
+    trainer.save_model()
+    kinds = {str(p.placements) for p in trainer.model.parameters()}
+    return {"placements": kinds, "masters": {name: p.numpy() for name, p in _whole(trainer).items()}}
+
+
+def test_two_nodes_train_one_model(tmp_path):
+    """HSDP, as recipes/accelerate/hsdp.yaml has it: two copies, each cut in two."""
+    from transformers import AutoModelForCausalLM
+
+    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+
+    model = save_model(tmp_path / "model")
+    ranks = isolated_group(_two_nodes, 4, model, str(tmp_path / "run"))
+    assert ranks[0]["placements"] == {"(Replicate(), Shard(dim=0))"}
+    assert all(_same(ranks[0]["masters"], other["masters"]) for other in ranks[1:])
+    alone = apply_quantization(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), "W4A16")
+    stored, start = stored_tensors(tmp_path / "run"), dict(iter_low_bit_weights(alone))
+    alone.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in ranks[0]["masters"].items()})
+    expected = dict(iter_low_bit_weights(alone))
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+    assert not all(torch.equal(start[name], tensor) for name, tensor in expected.items())  # control: it was trained
 
 
 def _frozen(checkpoint: str, folder: str) -> list[str]:

@@ -1,8 +1,7 @@
 """The functions of `reference` as compiled kernels: byte-identical, quicker, and optional (this folder can be deleted).
 
 Invariant: a kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of `reference`:
-codes of every bfloat16 number below 1e37, and numbers of every code with every scale. If it gave others or none, a warning
-says so and `reference` does the work.
+codes of every bfloat16 number below 1e37, and numbers of every code with every scale. Otherwise `reference` is used.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
 from .. import reference
+from ..reference import QParams
 from ..scheme import codes_key, has_global_scale
 
 
@@ -26,29 +26,14 @@ _AGREES: dict[tuple, bool] = {}
 
 
 def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
-    """
-    The module whose `extremes`, `quantize`, `encode` and `pack_zero_points` are for `weight`: `fast.cpu`, `fast.cuda` or
-    `reference`.
-
-    Args:
-        weight (`Tensor`): Master weight `(out, in)`, contiguous.
-        scheme (`QuantizationScheme`): A supported scheme.
-    """
+    """The module that quantizes a contiguous master `(out, in)`: `fast.cpu`, `fast.cuda` or `reference`."""
     return _checked(_quantizes_alike, weight.shape, weight.dtype, weight.device, scheme)
 
 
 def decoder_for(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device, scheme: QuantizationScheme
 ) -> ModuleType:
-    """
-    The module whose `decode` is for a matrix: `fast.cpu`, `fast.cuda` or `reference`.
-
-    Args:
-        shape (`tuple[int, int]`): `(out, in)` of the matrix.
-        dtype (`torch.dtype`): Of the matrix.
-        device (`torch.device`): Where the codes are.
-        scheme (`QuantizationScheme`): A supported scheme without a global scale.
-    """
+    """The module that decodes a matrix `(out, in)` of this `shape`, in a scheme without a global scale."""
     return _checked(_decodes_alike, shape, dtype, device, scheme)
 
 
@@ -88,11 +73,9 @@ def _checked(
 
 @functools.cache
 def _compiled(device_type: str) -> ModuleType | None:
-    if device_type not in ("cpu", "cuda"):
-        return None
     try:
         return importlib.import_module(f".{device_type}", __package__)
-    except ImportError:  # numba comes with vLLM, triton with torch for CUDA
+    except ImportError:  # another device; or no numba, which comes with vLLM, or triton, with torch for CUDA
         return None
 
 
@@ -104,16 +87,17 @@ def _quantizes_alike(
     plain = weight.bfloat16()
     found, expected = [*compiled.extremes(weight, scheme)], [*reference.extremes(plain, scheme)]
     for global_scale in _global_scales(scheme, device):
-        found += compiled.quantize(weight, scheme, global_scale)
-        _, scale, zero_point = quantized = reference.quantize(plain, scheme, global_scale)
-        expected += quantized
+        codes, qparams = compiled.quantize(weight, scheme, global_scale)
+        found += [codes, *qparams]
+        codes, (scale, zero_point) = reference.quantize(plain, scheme, global_scale)
+        expected += [codes, scale, zero_point]
         if zero_point is not None:
             found.append(compiled.pack_zero_points(zero_point))
             expected.append(reference.pack_zero_points(zero_point))
         for factor in (1.0, 0.25):  # with scales of other weights codes saturate
             scales = (scale.float() * factor).to(scale.dtype).float()
             scales = torch.where(scales > 0, scales, scale.float()).to(scale.dtype)
-            args = (scales, zero_point, scheme, global_scale)
+            args = ((scales, zero_point), scheme, global_scale)
             found.append(compiled.encode(weight, *args))
             expected.append(reference.encode(plain, *args))
     found.append(_finite(compiled, weight, scheme))
@@ -124,18 +108,13 @@ def _quantizes_alike(
 def _decodes_alike(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `compiled` has the numbers of `reference`, of every code with every scale and of a quantized weight."""
     weight = sample(torch.bfloat16).to(device)
-    codes, scale, zero_point = reference.quantize(weight, scheme)
-    cases = [every_product(scheme, device), (codes, scale, zero_point, scheme, weight.shape[1])]
+    cases = [every_product(scheme, device), (*reference.quantize(weight, scheme), scheme, weight.shape[1])]
     found, expected = ([module.decode(*case, dtype) for case in cases] for module in (compiled, reference))
     return _same_bytes(found, expected, compiled, scheme, dtype)
 
 
 def _same_bytes(
-    found: list[Tensor | None],
-    expected: list[Tensor | None],
-    compiled: ModuleType,
-    scheme: QuantizationScheme,
-    dtype: torch.dtype,
+    found: list, expected: list, compiled: ModuleType, scheme: QuantizationScheme, dtype: torch.dtype
 ) -> bool:
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if not a is b is None]
     if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
@@ -149,9 +128,7 @@ def _same_bytes(
     return False
 
 
-def every_product(
-    scheme: QuantizationScheme, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor | None, QuantizationScheme, int]:
+def every_product(scheme: QuantizationScheme, device: torch.device) -> tuple[Tensor, QParams, QuantizationScheme, int]:
     """
     What `decode` takes for every code with every scale, finite and not below zero; rows have 256 codes.
 
@@ -178,7 +155,7 @@ def every_product(
     groups = 256 // reference.width_of_scales(256, scheme) // scale.shape[1]
     codes, scale = rows.repeat(len(scale), 1), scale.repeat(1, groups)
     zero_point = None if zero_point is None else zero_point.repeat(1, groups)
-    return codes, scale, zero_point, scheme, 256
+    return codes, (scale, zero_point), scheme, 256
 
 
 def _finite(quantizer: ModuleType, weight: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -192,7 +169,7 @@ def _finite(quantizer: ModuleType, weight: Tensor, scheme: QuantizationScheme) -
     low, high = quantizer.extremes(weight, scheme)
     found = torch.maximum(high, -low)
     if not has_global_scale(scheme):  # below one, scales are float8 and saturate
-        found = torch.stack((found, quantizer.quantize(weight, scheme)[1]))
+        found = torch.stack((found, quantizer.quantize(weight, scheme)[1][0]))
     return found.isfinite()
 
 
@@ -209,18 +186,14 @@ def _global_scales(scheme: QuantizationScheme, device: torch.device) -> list[Ten
 def sample(dtype: torch.dtype) -> Tensor:
     """Weights `(1024, 256)` with every bfloat16 number below 1e37, near ones and all sizes in a row, and many ties."""
     with torch.device("cpu"):
-        weight = _sample()
+        patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
+        patterns = torch.where(patterns.abs() < 1e37, patterns, -0.0).view(256, 256)
+        rng = torch.Generator().manual_seed(0)
+        noise = torch.randn(256, 256, generator=rng) * torch.logspace(-30, 4, 256).unsqueeze(-1)
+        halves = torch.randint(-16, 17, (256, 256), generator=rng) / 2
+        halves[:, ::16] = 7.5  # a scale of 1 where codes have 4 bits
+        weight = torch.cat((patterns, patterns.t(), noise, halves)).bfloat16()
         return weight if dtype == torch.bfloat16 else between(weight).to(dtype)
-
-
-def _sample() -> Tensor:
-    patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
-    patterns = torch.where(patterns.abs() < 1e37, patterns, -0.0).view(256, 256)
-    rng = torch.Generator().manual_seed(0)
-    noise = torch.randn(256, 256, generator=rng) * torch.logspace(-30, 4, 256).unsqueeze(-1)
-    halves = torch.randint(-16, 17, (256, 256), generator=rng) / 2
-    halves[:, ::16] = 7.5  # a scale of 1 where codes have 4 bits
-    return torch.cat((patterns, patterns.t(), noise, halves)).bfloat16()
 
 
 def between(weight: Tensor, seed: int = 0) -> Tensor:

@@ -6,8 +6,8 @@ The functions are those of `reference`. They take float32 weights too, without a
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.utils import calculate_range
 from torch import Tensor
 
-from ..reference import FP8, width_of_scales
+from ..reference import FP8, QParams, width_of_scales
 from . import cpu_kernels as kernels
 
 
@@ -34,28 +34,20 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     return low, high
 
 
-def quantize(
-    weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize(weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> tuple[Tensor, QParams]:
     """As [`reference.quantize`]."""
-    words, args = _words(weight, scheme), scheme.weights
-    scale = torch.empty(words.shape[0], words.shape[2], dtype=args.scale_dtype or torch.bfloat16)
+    rows, _, groups, _ = _words(weight, scheme).shape
+    args = scheme.weights
+    scale = torch.empty(rows, groups, dtype=args.scale_dtype or torch.bfloat16)
     zero_point = None if args.symmetric else torch.empty(scale.shape, dtype=torch.int8)
     low, high = (limit.item() for limit in calculate_range(args, weight.device))
     steps = (high - low) / (2 if args.symmetric else 1)
-    return _encode(weight, words, scale, zero_point, scheme, global_scale, steps), scale, zero_point
+    return _encode(weight, (scale, zero_point), scheme, global_scale, steps), (scale, zero_point)
 
 
-def encode(
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    scheme: QuantizationScheme,
-    global_scale: Tensor | None = None,
-) -> Tensor:
+def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> Tensor:
     """As [`reference.encode`]."""
-    zero_point = None if zero_point is None else zero_point.contiguous()
-    return _encode(weight, _words(weight, scheme), scale.contiguous(), zero_point, scheme, global_scale, kernels.GIVEN)
+    return _encode(weight, qparams, scheme, global_scale, kernels.GIVEN)
 
 
 def pack_zero_points(zero_point: Tensor) -> Tensor:
@@ -67,17 +59,11 @@ def pack_zero_points(zero_point: Tensor) -> Tensor:
 
 
 def _encode(
-    weight: Tensor,
-    words: np.ndarray,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    scheme: QuantizationScheme,
-    global_scale: Tensor | None,
-    steps: float,
+    weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_scale: Tensor | None, steps: float
 ) -> Tensor:
-    """Codes of a weight, which is given as [`_words`] too; writes `scale` and `zero_point` unless `steps` is `kernels.GIVEN`."""
-    steps = np.float32(steps)
-    scales = _memory(scale, np.uint16 if global_scale is None else np.uint8)
+    """Codes of a weight; writes scale and zero point, contiguous, unless `steps` is `kernels.GIVEN`."""
+    words, steps, (scale, zero_point) = _words(weight, scheme), np.float32(steps), qparams
+    scales = _memory(scale.contiguous(), np.uint16 if global_scale is None else np.uint8)
     if global_scale is not None:
         out = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
         codes, global_number = _memory(out, np.uint8, words.shape), np.float32(global_scale.item())
@@ -87,7 +73,7 @@ def _encode(
     low = high = None
     if args.type == QuantizationType.INT:
         low, high = (np.float32(limit.item()) for limit in calculate_range(args, "cpu"))
-    zeros = None if zero_point is None else _memory(zero_point, np.int8)
+    zeros = None if zero_point is None else _memory(zero_point.contiguous(), np.int8)
     out = torch.empty(weight.shape[0], weight.shape[1] * size // 8, dtype=torch.uint8)
     # Integers in packed words are above zero, which turns the highest bit of their two's complement.
     flip = _PAIRS[size](signs if scheme.format == "pack-quantized" else 0)
@@ -97,16 +83,9 @@ def _encode(
     return out.view(FP8 if args.type == QuantizationType.FLOAT else packed)
 
 
-def decode(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    scheme: QuantizationScheme,
-    columns: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns: int, dtype: torch.dtype) -> Tensor:
     """As [`reference.decode`]."""
-    out = torch.empty(codes.shape[0], columns, dtype=dtype)
+    (scale, zero_point), out = qparams, torch.empty(codes.shape[0], columns, dtype=dtype)
     numbers = _words(out, scheme)
     size, signs = _layout(scheme)
     pairs = _memory(codes.contiguous(), _PAIRS[size], numbers.shape)
@@ -141,25 +120,13 @@ def _memory(tensor: Tensor, dtype: type[np.generic], shape: tuple[int, ...] | No
 def _over_rows(kernel: Callable[..., None], *args: Any) -> None:
     """Call a kernel on parts of the rows, each in a thread; what is no array goes to every part."""
     rows = len(args[0])
-    # Started for this call only: threads that wait for work do not survive a fork.
     count = max(1, min(torch.get_num_threads(), rows, 2 * args[0].size // _WEIGHTS_PER_THREAD))
     bounds = [rows * i // count for i in range(count + 1)]
     first, *others = (
         [a[start:end] if isinstance(a, np.ndarray) else a for a in args] for start, end in itertools.pairwise(bounds)
     )
-    failures: list[BaseException] = []
-
-    def run(part: list[Any]) -> None:
-        try:
-            kernel(*part)
-        except BaseException as error:  # a thread would only print it, and the rest of the codes would be old memory
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(part,)) for part in others]
-    for thread in threads:
-        thread.start()
-    run(first)
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(count) as pool:  # for this call only: threads that wait for work do not survive a fork
+        futures = [pool.submit(kernel, *part) for part in others]
+        kernel(*first)
+    for future in futures:
+        future.result()  # raises what the kernel raised; its part of the codes would be old memory

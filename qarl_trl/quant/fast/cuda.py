@@ -14,7 +14,7 @@ import triton.language as tl
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
-from ..reference import FP8, pack_zero_points, qparams, rows_of_scales, width_of_scales
+from ..reference import FP8, QParams, pack_zero_points, qparams_of, rows_of_scales, width_of_scales
 
 
 __all__ = ["decode", "encode", "extremes", "pack_zero_points", "quantize"]
@@ -43,22 +43,15 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     return low.clamp_(max=0).add_(0.0), high.clamp_(min=0).add_(0.0)
 
 
-def quantize(
-    weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize(weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> tuple[Tensor, QParams]:
     """As [`reference.quantize`]."""
-    scale, zero_point = qparams(*extremes(weight, scheme), scheme, global_scale)
-    return encode(weight, scale, zero_point, scheme, global_scale), scale, zero_point
+    qparams = qparams_of(*extremes(weight, scheme), scheme, global_scale)
+    return encode(weight, qparams, scheme, global_scale), qparams
 
 
-def encode(
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    scheme: QuantizationScheme,
-    global_scale: Tensor | None = None,
-) -> Tensor:
+def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> Tensor:
     """As [`reference.encode`]."""
+    scale, zero_point = qparams
     words, scales = _words(weight, scheme), rows_of_scales(scale, scheme).float().contiguous()
     if global_scale is not None:
         scales = scales / global_scale
@@ -79,16 +72,9 @@ def encode(
     return out.view(FP8 if scheme.weights.type == QuantizationType.FLOAT else torch.int32 if packed else torch.int8)
 
 
-def decode(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    scheme: QuantizationScheme,
-    columns: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns: int, dtype: torch.dtype) -> Tensor:
     """As [`reference.decode`]."""
-    out = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
+    (scale, zero_point), out = qparams, torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
     words, scales = _words(out, scheme), rows_of_scales(scale, scheme).float().contiguous()
     zeros = scales if zero_point is None else zero_point.float().contiguous()
     packed = scheme.format == "pack-quantized"

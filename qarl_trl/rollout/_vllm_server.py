@@ -1,0 +1,136 @@
+"""What runs inside the processes of a vLLM server that `qarl-trl serve` starts; each names this file on its command line."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from . import _vllm, _vllm_cpu
+from .cpu import choose_arithmetic
+from .server import engine_facts
+
+
+# A worker imports this file before it makes its model.
+if _vllm_cpu.is_cpu_engine():
+    choose_arithmetic()
+_vllm_cpu.let_kernel_scan_pass()
+
+
+class NCCLTransfer(NCCLWeightTransferEngine):
+    """vLLM's transfer between GPUs, as TRL's client speaks it, with the reload of a colocated engine. Untested: no GPU."""
+
+    def start_weight_update(self) -> None:
+        """All in one call: see `update_weights`."""
+
+    finish_weight_update = start_weight_update
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        parsed = self.parse_update_info(update_info)
+
+        def reload() -> None:
+            initialize_layerwise_reload(self.model)
+            self.receive_weights(parsed)
+            finalize_layerwise_reload(self.model, self.model_config)
+
+        _vllm.reload_model(self.model, self.vllm_config, reload)
+        torch.accelerator.synchronize()
+
+
+WeightTransferEngineFactory.register_engine("qarl_nccl", NCCLTransfer)
+
+
+class WorkerExtension:
+    """Methods that every worker of the server gets, for `/collective_rpc`, whose arguments are strings."""
+
+    qarl_version: str | None = None  # of the weights; `None` for random ones, or while an update is under way
+    qarl_reloading = False
+
+    def qarl_load(self, version: str, parts: str) -> None:
+        """
+        Reload all weights from the files of a `version`, a folder of that name within the server's `publish_folder`.
+
+        `parts` is JSON: the names of the tensors in `0.safetensors`, `1.safetensors`..., each in the order to load.
+        """
+        self.qarl_mark("")
+        stream = tensors_of(self.vllm_config.additional_config.get("publish_folder", ""), version, json.loads(parts))
+        reload = partial(self.reload_weights, weights_iterator=stream)
+        _vllm.reload_model(self.model_runner.get_model(), self.vllm_config, reload)
+        self.qarl_mark(version)
+
+    def qarl_mark(self, version: str) -> None:
+        """
+        Begin a publish (an empty `version`), during which nothing may be sampled, or end it.
+
+        `RuntimeError` when an earlier one did not end: vLLM's reload would go on with what that had buffered.
+        """
+        if self.qarl_reloading and not version:
+            raise RuntimeError(
+                "an earlier publish to this server failed, so it may hold a mix of weights: start it again"
+            )
+        self.qarl_version, self.qarl_reloading = version or None, not version
+
+    def qarl_state(self) -> dict[str, Any]:
+        """What this worker runs, as [`~qarl_trl.rollout.server.needed_of_server`] has it, and the version of its weights."""
+        model_config = self.vllm_config.model_config
+        config = model_config.hf_config.to_dict()
+        quantization = config.pop("quantization_config", None)
+        for name in ("total_num_heads", "total_num_kv_heads") if quantization else ():  # vLLM's own notes
+            quantization.pop(name, None)
+        return {
+            "version": self.qarl_version,
+            "quantization_config": quantization,
+            "config": config,
+            "engine": engine_facts(self.device.type)
+            | {
+                "dtype": str(model_config.dtype).removeprefix("torch."),
+                "logprobs_mode": model_config.logprobs_mode,
+                "transport": "folder" if self.vllm_config.additional_config.get("publish_folder") else "nccl",
+            },
+        }
+
+
+def tensors_of(root: str, folder: str, parts: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a publish in `root/folder`, in order. An error for a folder elsewhere, and for one that lacks any."""
+    shared, inside = Path(root).resolve(), Path(root, folder).resolve()
+    if inside.parent != shared or not inside.is_dir():
+        raise ValueError(
+            f"the server has no folder {folder!r} in its publish_folder {root!r}: give trainer and server the same folder, on "
+            "a file system that both machines mount"
+        )
+    for number, names in enumerate(parts):
+        with safe_open(inside / f"{number}.safetensors", "pt") as part:
+            for name in names:
+                yield name, part.get_tensor(name)
+
+
+class Guard:
+    """ASGI middleware: the key on every path. vLLM's own asks for it on `/v1`, and would let anybody replace the weights."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.expected = app, _digest(f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode())
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        locked = scope["type"] in ("http", "websocket") and scope["path"] != "/health"
+        if locked and os.environ.get("VLLM_API_KEY") and not hmac.compare_digest(_digest(given), self.expected):
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"Unauthorized"})
+            return
+        await self.app(scope, receive, send)
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).digest()

@@ -1,0 +1,276 @@
+"""The trainer's side of a vLLM server on another machine: what it must be, a publish, and proof that its answers are of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from requests.adapters import HTTPAdapter
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PretrainedConfig
+from trl.generation.vllm_client import VLLMClient
+from urllib3.connection import HTTPConnection
+
+from .._compat import installed_version
+from .cpu import cpu_flags
+
+
+KEY = "VLLM_API_KEY"
+PART_BYTES = 2 << 30
+# What a config says of how a model is read or used, not of what it computes.
+_NOT_THE_MODEL = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+_RESUME = "Nothing sampled since then is trained on: start the server, and resume from the last checkpoint."
+
+
+class KeptAlive(HTTPAdapter):
+    """Connections that ask whether the other machine is still there: an answer may take minutes, and one that left gives none."""
+
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        tcp = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 8}
+        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *pair) for pair in tcp.items())]
+        super().init_poolmanager(*args, socket_options=HTTPConnection.default_socket_options + options, **kwargs)
+
+
+class ServerClient(VLLMClient):
+    """
+    TRL's client, for a server of `qarl-trl serve`: with its key, without retries, and with versions of the weights.
+
+    Args:
+        publish_folder (`str`, *optional*): Folder that the server sees too; without one weights go over NCCL.
+        kwargs: Everything [`~trl.generation.vllm_client.VLLMClient`] takes.
+
+    Attributes:
+        version (`str`, *optional*): Of the last publish: unique to this run, and counted.
+    """
+
+    def __init__(self, publish_folder: str | None, **kwargs: Any) -> None:
+        self.publish_folder = None if publish_folder is None else Path(publish_folder)
+        self._run, self._count = uuid.uuid4().hex[:8], 0
+        self.version: str | None = None
+        self._failure: Exception | None = None
+        super().__init__(**kwargs)
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """
+        Wait until the server is well, `total_timeout` seconds at most; TRL's waits for ever where something else answers.
+
+        From then on a request that failed is not repeated: its answer may have been sampled.
+        """
+        self.base_url = self.base_url.rstrip("/")
+        self.session.mount("http://", KeptAlive())
+        self.session.mount("https://", KeptAlive())
+        # Else a connection that the server closes in the meantime would look like a server that died.
+        self.session.headers["Connection"] = "close"
+        if os.environ.get(KEY):
+            self.session.headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+        end = time.monotonic() + total_timeout
+        while (found := self._health()) != "status 200":
+            if time.monotonic() >= end:
+                raise ConnectionError(
+                    f"No vLLM server answers at {self.base_url}/health after {total_timeout:g} s (vllm_server_timeout), got "
+                    f"{found}. Start one with `qarl-trl serve --config RECIPE` and give its address as vllm_server_base_url."
+                )
+            time.sleep(retry_interval)
+
+    def _health(self) -> str:
+        try:
+            return f"status {self.session.get(f'{self.base_url}/health', timeout=10).status_code}"
+        except requests.RequestException as error:
+            return type(error).__name__
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """TRL's group of GPUs, where no folder takes its place."""
+        if self.publish_folder is None:
+            super().init_communicator(device)
+
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self._ask(self.session.get, url, **kwargs)
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self._ask(self.session.post, url, **kwargs)
+
+    def _ask(self, method: Callable[..., requests.Response], url: str, **kwargs: Any) -> dict[str, Any]:
+        path = url.removeprefix(self.base_url)
+        try:
+            response = method(url, **kwargs)
+        except requests.RequestException as error:
+            raise ConnectionError(f"The server at {self.base_url} died or hung up during {path}. {_RESUME}") from error
+        if response.status_code == 401:
+            raise PermissionError(f"The server at {self.base_url} wants a key: set {KEY} to that of the server.")
+        if response.status_code != 200:
+            raise RuntimeError(
+                f"The server at {self.base_url} refused {path} ({response.status_code}): {response.text[:2000]}"
+            )
+        return response.json() if response.content else {}
+
+    def _call(self, method: str, *args: str) -> list[Any]:
+        """A method of [`~qarl_trl.rollout._vllm_server.WorkerExtension`] in all workers."""
+        body = {"method": method, "args": args}
+        return self._post(f"{self.base_url}/collective_rpc", json=body)["results"]
+
+    def states(self) -> list[dict[str, Any]]:
+        """What each worker runs (`WorkerExtension.qarl_state`)."""
+        try:
+            return self._call("qarl_state")
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} Start the server with `qarl-trl serve --config RECIPE`.") from error
+
+    def check(self, needed: dict[str, Any]) -> bool:
+        """
+        Refuse (`ValueError`) a server that does not run what `needed` says ([`needed_of_server`]).
+
+        Returns:
+            `bool`: Whether its weights are random; an earlier run may have left others.
+        """
+        states = self.states()
+        if self.get_world_size() != len(states):
+            raise ValueError(
+                f"The server at {self.base_url} is data parallel: a publish needs --data_parallel_size 1."
+            )
+        found = _flat({name: states[0][name] for name in needed})
+        wanted = _flat(json.loads(json.dumps(needed)))
+        differing = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]
+        # A library writes only what it knows of, and leaves out what is at its default.
+        differing = [n for n in differing if not (n.startswith("config.") and (n not in found or n not in wanted))]
+        if differing:
+            raise ValueError(
+                f"The server at {self.base_url} is not the engine of this run: "
+                + "; ".join(f"{n} must be {wanted.get(n)!r}, got {found.get(n)!r}" for n in differing[:3])
+                + ". Start it with `qarl-trl serve` and the recipe of this run."
+            )
+        return all(state["version"] is None for state in states)
+
+    def publish(self, stream: Iterable[tuple[str, Tensor]], metadata: list[tuple] | None, device: Any) -> None:
+        """
+        Send checkpoint tensors, and mark them with the next version. `metadata` of NCCL's: name, dtype, shape.
+
+        Raises:
+            RuntimeError: when the server did not take all it has a place for.
+        """
+        self._count += 1
+        version, self.version = f"{self._run}-{self._count}", None
+        if self.publish_folder is None:
+            self._call("qarl_mark", "")  # until all of it is there
+            self.update_named_params(metadata, ((name, tensor.to(device)) for name, tensor in stream))
+            self._call("qarl_mark", version)
+        else:
+            self._publish_files(stream, version)
+        self.reset_prefix_cache()
+        self.version = version
+
+    def _publish_files(self, stream: Iterable[tuple[str, Tensor]], version: str) -> None:
+        folder = self.publish_folder / version
+        folder.mkdir(parents=True)
+        try:
+            parts = [save_part(part, folder / f"{i}.safetensors") for i, part in enumerate(in_parts(stream))]
+            self._call("qarl_load", version, json.dumps(parts))
+        finally:
+            shutil.rmtree(folder)
+
+    def reset_prefix_cache(self) -> None:
+        """TRL's; an engine that refuses raises. Of images too nothing of the old weights stays."""
+        self._post(f"{self.base_url}/reset_encoder_cache")
+        if self._post(f"{self.base_url}/reset_prefix_cache").get("success") is False:
+            raise RuntimeError("The server could not reset its prefix cache: others use it during a publish.")
+
+    def require_published(self) -> None:
+        """Raise (`RuntimeError`) unless every worker holds the last publish of this run."""
+        found = {state["version"] for state in self.states()}
+        if self.version is None or found != {self.version}:
+            raise RuntimeError(
+                f"The server at {self.base_url} must hold version {self.version!r} of the weights, got "
+                f"{', '.join(map(repr, found))}: it was started again (None: random weights), or another run publishes to "
+                f"it. {_RESUME}"
+            )
+
+    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """TRL's, of the published weights. What fails is raised by `raise_failure`: other processes wait for an answer."""
+        try:
+            self.require_published()
+            answer = super().generate(*args, **kwargs)
+            self.require_published()
+            return answer
+        except Exception as error:
+            self._failure = error
+            return {"prompt_ids": [], "completion_ids": [], "logprobs": None, "logprob_token_ids": None}
+
+    def raise_failure(self) -> None:
+        """Raise what the last `generate` ran into."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def prompt_logps(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of a prompt's tokens after the first, at temperature 1."""
+        body = {
+            "model": self.model,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+        }
+        (choice,) = self._post(f"{self.base_url}/v1/completions", json=body)["choices"]
+        steps = zip(choice["prompt_logprobs"][1:], token_ids[1:], strict=True)
+        return [step[str(token)]["logprob"] for step, token in steps]
+
+
+def engine_facts(device_type: str) -> dict[str, Any]:
+    """What decides how an engine rounds, beside its settings."""
+    facts = {"device": device_type, "vllm": installed_version("vllm")}
+    return facts | ({"avx512_bf16": "avx512_bf16" in cpu_flags()} if device_type == "cpu" else {})
+
+
+def needed_of_server(
+    config: PretrainedConfig, quantization_config: dict[str, Any] | None, device_type: str, transport: str
+) -> dict[str, Any]:
+    """The part of a worker's state that a learner with this `config` needs."""
+    model = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+    engine = {"dtype": "bfloat16", "logprobs_mode": "processed_logprobs", "transport": transport}
+    return {
+        "quantization_config": quantization_config,
+        "config": model,
+        "engine": engine_facts(device_type) | engine,
+    }
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, with dotted names, without what is no matter of the model."""
+    if not isinstance(value, dict):
+        return {name: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        ignored = key.startswith("_") or key.endswith("token_id") or key in _NOT_THE_MODEL
+        if name == "engine" or not ignored:
+            flat |= _flat(inner, f"{name}.{key}" if name else key)
+    return flat
+
+
+def in_parts(stream: Iterable[tuple[str, Tensor]], limit: int = PART_BYTES) -> Iterator[dict[str, Tensor]]:
+    """Tensors of a stream on the CPU, in order, in parts that end when they have `limit` bytes."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in stream:
+        # A copy: safetensors refuses tensors that share a storage, as the experts of a layer do.
+        part[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
+        if size >= limit:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
+
+
+def save_part(part: dict[str, Tensor], path: Path) -> list[str]:
+    """Write a file of tensors; their names in order, which the file does not keep."""
+    save_file(part, path)
+    return list(part)

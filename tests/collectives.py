@@ -1,0 +1,25 @@
+"""Counts the bytes that collectives really move; every process counts what it receives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class MovedBytes(TorchDispatchMode):
+    """`gathered`: bytes that all-gathers brought from other processes within the block; another collective is an error."""
+
+    gathered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # comes again as operations on the shards
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            shard, processes = args[:2]
+            self.gathered += shard.nbytes * (processes - 1)
+        elif "c10d" in func.namespace and not any(waits in str(func) for waits in ("wait_tensor", "wrap_tensor")):
+            raise NotImplementedError(f"{func} is not counted")
+        return func(*args, **(kwargs or {}))

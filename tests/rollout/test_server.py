@@ -1,0 +1,286 @@
+"""`qarl_trl.rollout.server`: what a trainer refuses of a server. The real server is in tests/slow/test_server.py."""
+
+import json
+import threading
+from contextlib import contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from qarl_trl.rollout import _vllm
+from qarl_trl.rollout._vllm_server import WorkerExtension, tensors_of
+from qarl_trl.rollout.server import ServerClient, engine_facts, in_parts, needed_of_server, save_part
+
+
+class Stub(BaseHTTPRequestHandler):
+    """The routes that a trainer asks, and what they answer; a callable answers by the request's body."""
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        answer = self.server.answers.get(path, {})
+        size = int(self.headers.get("Content-Length", 0))
+        body = json.loads(self.rfile.read(size) or "{}")
+        self.server.asked.append((path, body, self.headers.get("Authorization")))
+        status, answer = answer(body) if callable(answer) else (200, answer)
+        if status == 0:
+            return self.connection.close()  # dies before it has answered
+        raw = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    do_POST = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def client_of(answers, folder=None, **kwargs):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    server.answers = {"/v1/models": {"data": [{"id": "m"}]}, "/get_world_size": {"world_size": 1}} | answers
+    server.asked = []
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        client = ServerClient(folder, base_url=f"http://127.0.0.1:{server.server_address[1]}", **kwargs)
+        client.asked, client.answers = server.asked, server.answers
+        yield client
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def needed(tiny_model):
+    return needed_of_server(tiny_model().config, {"config_groups": {"group_0": {"num_bits": 4}}}, "cpu", "folder")
+
+
+def state_of(needed, version=None, **changes):
+    """What a worker says that runs what is needed, as JSON has it, but for `changes` by dotted names."""
+    state = json.loads(json.dumps(needed)) | {"version": version}
+    for name, value in changes.items():
+        inner, *path = state, *name.split("__")
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"config__use_cache": False, "config__eos_token_id": 7, "config__transformers_version": "9"}, None),
+        ({"config__hidden_size": 64}, "config.hidden_size must be 128, got 64"),
+        ({"quantization_config__config_groups__group_0__num_bits": 8}, "num_bits must be 4, got 8"),
+        ({"quantization_config": None}, "quantization_config.config_groups.group_0.num_bits must be 4, got None"),
+        ({"engine__vllm": "0.1"}, "engine.vllm must be '0.31"),
+        ({"engine__logprobs_mode": "raw_logprobs"}, "engine.logprobs_mode must be 'processed_logprobs'"),
+        ({"engine__transport": "nccl"}, "engine.transport must be 'folder', got 'nccl'"),
+        ({"engine__device": "cuda"}, "engine.device must be 'cpu', got 'cuda'"),
+    ],
+)
+def test_a_server_that_is_not_the_engine_of_the_run_is_refused(needed, changes, words):
+    states = [state_of(needed, **changes)]
+    with client_of({"/collective_rpc": lambda body: (200, {"results": states})}) as client:
+        if words is None:
+            assert client.check(needed) is True  # its weights are random
+            states[0]["version"] = "other-1"
+            assert client.check(needed) is False
+            return
+        with pytest.raises(ValueError, match="is not the engine of this run") as error:
+            client.check(needed)
+        assert words in str(error.value)
+
+
+def test_a_data_parallel_server_is_refused(needed):
+    answers = {"/collective_rpc": {"results": [state_of(needed)]}, "/get_world_size": {"world_size": 2}}
+    with client_of(answers) as client, pytest.raises(ValueError, match="data parallel"):
+        client.check(needed)
+
+
+def test_a_server_that_nobody_started_as_ours_is_told_how(needed):
+    answers = {"/collective_rpc": lambda body: (500, {"error": "'CPUWorker' object has no attribute 'qarl_state'"})}
+    with client_of(answers) as client, pytest.raises(RuntimeError, match="no attribute.*qarl-trl serve --config"):
+        client.check(needed)
+
+
+def test_no_server_is_one_clear_error():
+    with pytest.raises(
+        ConnectionError,
+        match=r"No vLLM server answers at http://127.0.0.1:9/health after 0 s.*ConnectionError.*qarl-trl serve",
+    ):
+        ServerClient(None, base_url="http://127.0.0.1:9")
+
+
+def test_something_else_at_the_address_is_no_server_and_a_slash_too_many_does_no_harm():
+    with client_of({}) as client:
+        assert ServerClient(None, base_url=f"{client.base_url}/").base_url == client.base_url
+        assert client.asked[-1][0] != "//health"
+    with pytest.raises(ConnectionError, match="got status 404"), client_of({"/health": lambda body: (404, {})}):
+        pass
+
+
+def test_the_key_goes_with_every_request_and_a_wrong_one_is_named(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    with client_of({"/weights": lambda body: (401, {})}) as client:
+        with pytest.raises(PermissionError, match="wants a key: set VLLM_API_KEY"):
+            client._get(f"{client.base_url}/weights")
+        assert {key for path, _, key in client.asked if path != "/health"} == {"Bearer sesame"}
+
+
+def generation(client):
+    return client.generate([[1, 2]], n=1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("mine", "mine", None),
+        ("old", "old", "must hold version 'mine' of the weights, got 'old'"),
+        (None, None, "got None: it was started again"),
+        ("mine", None, "got None"),
+        ("mine", "other", "got 'other'"),
+    ],
+)
+def test_no_completion_of_other_weights_is_returned(before, after, words):
+    versions = iter([before, after])
+    choice = {"prompt_token_ids": [1, 2], "token_ids": [3], "logprobs": None}
+    answers = {
+        "/collective_rpc": lambda body: (200, {"results": [{"version": next(versions)}]}),
+        "/v1/completions": {"choices": [choice]},
+    }
+    with client_of(answers) as client:
+        client.version = "mine"
+        answer = generation(client)
+        if words is None:
+            client.raise_failure()
+            assert answer["completion_ids"] == [[3]]
+            return
+        assert answer["completion_ids"] == []
+        with pytest.raises(RuntimeError, match="resume from the last checkpoint") as error:
+            client.raise_failure()
+        assert words in str(error.value)
+        client.raise_failure()  # once
+
+
+def test_workers_must_agree_on_the_version():
+    answers = {"/collective_rpc": {"results": [{"version": "mine"}, {"version": "old"}]}}
+    with client_of(answers) as client:
+        client.version = "mine"
+        with pytest.raises(RuntimeError, match="got .*'old'"):
+            client.require_published()
+
+
+def test_a_server_that_dies_is_asked_once():
+    with client_of({"/collective_rpc": lambda body: (0, {})}) as client:
+        client.version = "mine"
+        generation(client)
+        with pytest.raises(ConnectionError, match="died or hung up during /collective_rpc.*resume"):
+            client.raise_failure()
+        assert [path for path, *_ in client.asked].count("/collective_rpc") == 1
+
+
+# The folder -----------------------------------------------------------------------------------------------------------
+
+TENSORS = {f"{name}.{i}": torch.arange(8, dtype=torch.int32) + i for i in range(3) for name in "ba"}
+
+
+def load(folder, answers, got):
+    """Let the stub read a publish as the server does."""
+
+    def call(body):
+        method, args = body["method"], body["args"]
+        if method == "qarl_load":
+            got.extend((n, t.clone()) for n, t in tensors_of(str(folder), args[0], json.loads(args[1])))
+        return 200, {"results": [None]}
+
+    return {"/collective_rpc": call, "/reset_prefix_cache": {"success": True}} | answers
+
+
+def test_a_publish_arrives_in_order_and_its_files_are_removed(tmp_path):
+    got = []
+    with client_of(load(tmp_path, {}, got), tmp_path) as client:
+        client.publish(TENSORS.items(), None, "cpu")
+        (asked,) = [body for path, body, _ in client.asked if path == "/collective_rpc"]
+        assert asked["args"] == [client.version, json.dumps([list(TENSORS)])]
+        assert "/reset_encoder_cache" in [path for path, *_ in client.asked]
+        assert client.version.endswith("-1")
+        assert [name for name, _ in got] == list(TENSORS)
+        assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in got)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_publish_that_the_server_refuses_leaves_nothing_to_sample_from(tmp_path):
+    refused = {"/collective_rpc": lambda body: (500, {"error": "The engine kept old values"})}
+    with client_of(load(tmp_path, refused, []), tmp_path) as client:
+        client.version = "mine"
+        with pytest.raises(RuntimeError, match="refused /collective_rpc .500.*kept old values"):
+            client.publish(TENSORS.items(), None, "cpu")
+        assert client.version is None
+        assert list(tmp_path.iterdir()) == []
+    with client_of(load(tmp_path, {"/reset_prefix_cache": {"success": False}}, []), tmp_path) as client:
+        with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
+            client.publish(TENSORS.items(), None, "cpu")
+        assert client.version is None
+
+
+def test_parts_end_at_their_size_and_hold_views_of_one_storage():
+    whole = torch.arange(8)
+    parts = list(in_parts([("a", whole[:4]), ("b", whole[4:]), ("c", whole)], limit=64))
+    assert [list(part) for part in parts] == [["a", "b"], ["c"]]
+    assert torch.equal(torch.cat([parts[0]["a"], parts[0]["b"]]), parts[1]["c"])
+
+
+def test_the_server_reads_its_folder_only_and_all_that_was_named(tmp_path):
+    inside, names = tmp_path / "shared" / "run-1", list(TENSORS)
+    inside.mkdir(parents=True)
+    save_part(dict(TENSORS), inside / "0.safetensors")
+    root = str(tmp_path / "shared")
+    assert [name for name, _ in tensors_of(root, "run-1", [names])] == names
+    for elsewhere in ("run-2", "..", "../shared/..", str(tmp_path), "."):
+        with pytest.raises(ValueError, match="give trainer and server the same folder"):
+            list(tensors_of(root, elsewhere, [names]))
+    with pytest.raises(SafetensorError, match="does not contain tensor c"):
+        list(tensors_of(root, "run-1", [[*names, "c"]]))
+    with pytest.raises(FileNotFoundError):
+        list(tensors_of(root, "run-1", [names, names]))
+    part = inside / "0.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(SafetensorError):
+        list(tensors_of(root, "run-1", [names]))
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_worker_has_a_version_only_after_a_whole_reload(monkeypatch, tmp_path, fails):
+    seen = []
+
+    def reload_model(model, vllm_config, reload):
+        seen.append(worker.qarl_version)
+        if fails:
+            raise RuntimeError("The engine kept old values")
+
+    monkeypatch.setattr(_vllm, "reload_model", reload_model)
+    worker = WorkerExtension()
+    worker.vllm_config = SimpleNamespace(additional_config={"publish_folder": str(tmp_path)})
+    worker.model_runner, worker.reload_weights = SimpleNamespace(get_model=lambda: None), lambda **_: None
+    worker.qarl_mark("run-1")
+    with pytest.raises(RuntimeError, match="kept old") if fails else nullcontext():
+        worker.qarl_load("run-2", "[]")
+    assert seen == [None] and worker.qarl_version == (None if fails else "run-2")
+    for begin in (
+        lambda: worker.qarl_load("run-3", "[]"),
+        lambda: worker.qarl_mark(""),
+    ):  # through a folder, over NCCL
+        with pytest.raises(RuntimeError, match="start it again") if fails else nullcontext():
+            begin()
+    assert len(seen) == 2 - fails and worker.qarl_version is None
+
+
+def test_what_decides_how_an_engine_rounds_has_the_version():
+    assert engine_facts("cuda").keys() == {"device", "vllm"}
+    assert engine_facts("cpu").keys() == {"device", "vllm", "avx512_bf16"}

@@ -1,0 +1,76 @@
+"""`qarl-trl serve`: the command of vLLM that it becomes. The server itself is in tests/slow/test_server.py."""
+
+import json
+import shlex
+
+import pytest
+import yaml
+
+from qarl_trl.serving.command import check_key, main, options
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_model, tiny_tokenizer):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    fields = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "dataset_name_or_path": str(tmp_path / "data.jsonl"),
+        "reward_funcs": ["boxed_format_reward"],
+        "output_dir": str(tmp_path / "run"),
+        "publish_folder": str(tmp_path / "shared"),
+        "use_cpu": True,
+        "report_to": "none",
+        "vllm_max_model_length": 64,
+        "max_completion_length": 24,
+        "vllm_engine_kwargs": {"block_size": 32},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+def command(capsys, recipe, *changes):
+    assert main(["--config", str(recipe), "--dry_run", "true", *changes]) is None
+    words = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
+    found = {}
+    for i, word in enumerate(words):
+        if word.startswith("--"):
+            found[word] = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else None
+    return found
+
+
+def test_a_recipe_becomes_a_command_of_vllm(capsys, recipe):
+    found = command(capsys, recipe)
+    assert (
+        json.loads(found["--hf-overrides"])["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"]
+        == 4
+    )
+    assert "--weight-transfer-config" not in found  # that of NCCL
+    assert json.loads(found["--additional-config"]) == {"publish_folder": str(recipe.parent / "shared")}
+    wanted = {
+        "--load-format": "dummy",
+        "--dtype": "bfloat16",
+        "--logprobs-mode": "processed_logprobs",
+        "--port": "8000",
+    }
+    assert found.items() >= (wanted | {"--enforce-eager": None, "--max-model-len": "64", "--block-size": "32"}).items()
+    plain = command(capsys, recipe, "--quant_scheme", "none", "--vllm_server_port", "8001")
+    assert "quantization_config" not in plain.get("--hf-overrides", "") and plain["--port"] == "8001"
+
+
+def test_values_as_the_command_line_has_them():
+    given = {"a_b": 1, "c": True, "d": False, "e": None, "f": {"g": [1]}, "h": "i", "j": {}}
+    assert list(options(given)) == ["--a-b", "1", "--c", "--no-d", "--f", '{"g": [1]}', "--h", "i"]
+
+
+def test_other_machines_need_a_key(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    for host in ("127.0.0.1", "localhost", "127.8.9.1"):
+        check_key(host)
+    for host in ("0.0.0.0", "10.0.0.1", "example.org"):
+        with pytest.raises(ValueError, match=f"--host {host} is open to other machines: export VLLM_API_KEY"):
+            check_key(host)
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    check_key("0.0.0.0")

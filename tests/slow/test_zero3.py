@@ -1,0 +1,244 @@
+"""
+DeepSpeed ZeRO-3 in two processes on a CPU, over gloo, as `accelerate launch` sets it up. Two things are bent: accelerate names no
+backend where there is no GPU, and the Trainer takes bfloat16 without `use_cpu` on GPUs only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from slow.isolated import isolated_group
+from slow.test_processes import FLOOR, _same
+from slow.toys import make_trainer, publish, random_adapter, save_model, stored_tensors
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.deepspeed]
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("DeepSpeed is not installed: docs/scaling.md says how to get it for a CPU", allow_module_level=True)
+
+# What recipes/accelerate/zero3.yaml says, and that small parameters are partitioned as the large ones of a real model are.
+SETTINGS = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "bf16": {"enabled": "auto"},
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def _trainer(model: str, folder: str, zero3: bool, bf16: bool, **changes: Any) -> Any:
+    from transformers import training_args
+
+    torch.set_num_threads(1)
+    more: dict[str, Any] = {"bf16": bf16, "optim_muon": False, "max_grad_norm": 1e9}
+    if zero3:
+        file = Path(f"{folder}_{os.environ['RANK']}.json")
+        file.write_text(json.dumps(SETTINGS))
+        os.environ.update(
+            ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO3_INIT="true", DS_ACCELERATOR="cpu"
+        )
+        os.environ.update(
+            ACCELERATE_DEEPSPEED_CONFIG_FILE=str(file), ACCELERATE_MIXED_PRECISION="bf16" if bf16 else "no"
+        )
+        training_args.is_torch_bf16_gpu_available = lambda: True
+        more |= {"use_cpu": False, "ddp_backend": "gloo"}
+    trainer = make_trainer(model, Path(folder), **more | changes)
+    kind = "DEEPSPEED" if zero3 else "MULTI_CPU"
+    assert (trainer.accelerator.distributed_type, trainer.accelerator.num_processes) == (kind, 2)
+    return trainer
+
+
+def _parameters(trainer: Any) -> dict[str, Any]:
+    from qarl_trl.quant.state_dict import readable_parameters
+
+    return {name: p.clone().numpy() for name, p in readable_parameters(trainer._unwrapped, trainer._dist)}
+
+
+def _masters(trainer: Any) -> dict[str, Any]:
+    """What the optimizer steps, in float32, also where the parameters are its bfloat16 copies."""
+    if trainer._dist.is_zero3:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {
+            n: safe_get_full_fp32_param(p).numpy() for n, p in trainer._unwrapped.named_parameters() if p.requires_grad
+        }
+    trained = {name for name, p in trainer._unwrapped.named_parameters() if p.requires_grad}
+    return {name: p for name, p in _parameters(trainer).items() if name in trained}
+
+
+def _stream(trainer: Any) -> dict[str, Any]:
+    from qarl_trl.quant.state_dict import iter_low_bit_weights, readable_parameters
+
+    weights = readable_parameters(trainer._unwrapped, trainer._dist)
+    return _bytes(iter_low_bit_weights(trainer._unwrapped, weights))
+
+
+def _bytes(tensors: Any) -> dict[str, Any]:
+    return {name: t.clone().reshape(-1).view(torch.uint8).numpy() for name, t in tensors}
+
+
+def _count_calls(trainer: Any) -> list[int]:
+    """How often each update of a run that starts now calls the quantizer."""
+    from transformers import TrainerCallback
+
+    from qarl_trl.quant import linear
+
+    calls: list[int] = [0]
+    original = linear.quantize_weight
+
+    def counted(*args: Any) -> Any:
+        calls[-1] += 1
+        return original(*args)
+
+    linear.quantize_weight = counted
+
+    class EndOfStep(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            calls.append(0)
+
+    trainer.add_callback(EndOfStep())
+    return calls
+
+
+def _train(model: str, folder: str, zero3: bool, lora: bool, changes: dict[str, Any]) -> dict[str, Any]:
+    if lora:
+        changes = changes | {"peft_config": random_adapter()}
+    trainer = _trainer(model, folder, zero3, False, **changes)
+    generator = torch.Generator().manual_seed(7)
+    for name, p in trainer._unwrapped.named_parameters():
+        if "lora_" in name:  # loading the model under ZeRO-3 takes other random numbers
+            p.data.copy_(torch.randn(p.shape, generator=generator) * 0.02)
+    published, start = _stream(trainer), _parameters(trainer)
+    calls = _count_calls(trainer)
+    trainer.train()
+    after = {"masters": _masters(trainer), "after": _stream(trainer)}
+    return {"published": published, "start": start, "calls": calls[:-1]} | after
+
+
+@pytest.mark.parametrize("kind", ["dense", "lora", "experts"])
+def test_zero3_publishes_and_trains_as_ddp(tmp_path, kind):
+    """In float32, and from the same masters: bytes are equal, updates but for rounding."""
+    model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
+    changes = {"use_vllm": False, "max_completion_length": 8, "learner_ops": "stock"}
+    runs = []
+    for zero3 in (False, True):
+        settings = str(tmp_path / str(zero3)), zero3, kind == "lora", changes
+        first, second = isolated_group(_train, 2, model, *settings, timeout=100)
+        assert _same(first["masters"], second["masters"])
+        assert _same(first["published"], second["published"])
+        runs.append(first)
+    ddp, zero3 = runs
+    assert _same(ddp["published"], zero3["published"])
+    assert not _same(ddp["published"], zero3["after"])
+    if kind != "lora":
+        assert _same(zero3["after"], _published(model, zero3["masters"]))
+    assert zero3["calls"] == ddp["calls"]
+    moved, apart = (_distance(ddp["masters"], run) for run in (ddp["start"], zero3["masters"]))
+    print(kind, zero3["calls"], apart / moved)
+    assert (
+        apart < 3e-4 * moved
+    )  # seen: 1.5e-6 of adapters, 2.9e-5 of experts; AdamW steps flat pieces in other vectors
+
+
+def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    return sum(float(((a[name] - b[name]) ** 2).sum()) for name in a) ** 0.5
+
+
+def _with_engine(model: str, folder: str, key: bool, verify: str) -> dict[str, Any]:
+    from qarl_trl.quant import cache
+
+    trainer = _trainer(model, folder, True, True, publish_verify=verify)
+    calls = _count_calls(trainer)
+    with patch.object(cache, "is_partitioned", cache.is_partitioned if key else lambda _: False):
+        trainer.train()
+    trainer.save_model()
+    rows = trainer.state.log_history
+    return {
+        "calls": calls[:-1],
+        "sent": _bytes(publish(trainer.vllm_generation).items()),
+        "masters": _masters(trainer),
+        "gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row],
+        "ratios": [(row["ratio/min"], row["ratio/max"]) for row in rows if "ratio/min" in row],
+    }
+
+
+def test_engines_get_what_one_process_makes_of_the_masters(tmp_path):
+    """In bfloat16, where ZeRO-3 hands the layers a copy of the float32 masters."""
+    model = save_model(tmp_path / "model")
+    first, second = isolated_group(_with_engine, 2, model, str(tmp_path / "run"), True, "first", timeout=120)
+    print("engine", first["calls"], first["gaps"], first["ratios"])
+    assert _same(first["sent"], second["sent"])
+    assert _same(first["sent"], _bytes(stored_tensors(tmp_path / "run").items()))
+    assert _same(first["sent"], _published(model, first["masters"]))
+    assert not _same(first["sent"], _published(model, {n: p * 1.001 for n, p in first["masters"].items()}))
+    assert len(first["gaps"]) == 2 and max(first["gaps"]) < FLOOR
+    assert first["ratios"][0] == (1, 1) != first["ratios"][1]
+    assert first["calls"] == [14] * 4
+
+
+def test_the_address_of_a_gathered_parameter_is_no_key(tmp_path):
+    model = save_model(tmp_path / "model")
+    first, _ = isolated_group(_with_engine, 2, model, str(tmp_path / "run"), False, "off", timeout=120)
+    print("old key", first["calls"])
+    assert min(first["calls"]) > 14
+
+
+def _published(model: str, masters: dict[str, Any]) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    from qarl_trl.quant import apply_quantization
+    from qarl_trl.quant.state_dict import iter_low_bit_weights
+
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert masters.keys() == dict(whole.named_parameters()).keys()
+    whole.load_state_dict({name: torch.from_numpy(p) for name, p in masters.items()})
+    return _bytes(iter_low_bit_weights(apply_quantization(whole, "W4A16")))
+
+
+def _resumed(model: str, folder: str, checkpoint: str | None) -> dict[str, Any]:
+    changes = {"use_vllm": False, "max_completion_length": 8, "save_strategy": "steps", "save_steps": 2}
+    trainer = _trainer(model, folder, True, True, **changes)
+    trainer.train(checkpoint)
+    found = {"steps": trainer.state.global_step, "masters": _masters(trainer), "after": _stream(trainer)}
+    if checkpoint is None:
+        _layer_codes(trainer)
+        trainer.state.best_model_checkpoint = f"{folder}/checkpoint-2"
+        trainer._load_best_model()
+        found |= {"best": _layer_codes(trainer), "stream": _stream(trainer)}
+    return found
+
+
+def _layer_codes(trainer: Any) -> dict[str, Any]:
+    """The codes that a forward computes with."""
+    from qarl_trl.quant.model import quantized_modules
+
+    with torch.no_grad():
+        trainer.model_wrapped(input_ids=torch.full((1, 4), 5))
+    layers = quantized_modules(trainer._unwrapped)
+    return {n: layer.last_low_bit.tensors["weight_packed"].clone().view(torch.uint8).numpy() for n, layer in layers}
+
+
+def test_a_resumed_run_ends_in_the_same_masters(tmp_path):
+    model, folder = save_model(tmp_path / "model"), str(tmp_path / "run")
+    whole = isolated_group(_resumed, 2, model, folder, None, timeout=120)
+    resumed = isolated_group(_resumed, 2, model, str(tmp_path / "again"), f"{folder}/checkpoint-2", timeout=120)
+    for one, other in zip(whole, resumed, strict=True):
+        assert one["steps"] == other["steps"] == 4
+        assert _same(one["masters"], other["masters"])
+        assert _same(one["after"], other["after"])
+        for name, codes in one["best"].items():
+            loaded = one["stream"][f"{name}.weight_packed"]
+            assert (codes.reshape(-1) == loaded).all() and (loaded != one["after"][f"{name}.weight_packed"]).any()
