@@ -18,6 +18,23 @@ EXIT_CODE = 75
 
 logger = get_logger(__name__)
 
+_taken: set[signal.Signals] = set()
+
+
+def _reset_in_child() -> None:
+    for number in _taken:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _taken)
+
+
+# A fork of a reward function has to end when it is told to. Python drops what a child received before it was ready to
+# handle signals (PyOS_AfterFork_Child), so signals wait until the child has the default action again.
+os.register_at_fork(
+    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _taken),
+    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _taken),
+    after_in_child=_reset_in_child,
+)
+
 
 class StopOnSignal(TrainerCallback):
     """
@@ -28,7 +45,6 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:
         self.received = self.leaving = False
-        self._process = os.getpid()
         self._agree = agree
 
     @contextlib.contextmanager
@@ -39,16 +55,15 @@ class StopOnSignal(TrainerCallback):
             taken = [s for s in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(s) is signal.SIG_DFL]
         for number in taken:
             signal.signal(number, self._receive)
+        _taken.update(taken)
         try:
             yield
         finally:
+            _taken.difference_update(taken)
             for number in taken:
                 signal.signal(number, signal.SIG_DFL)
 
     def _receive(self, number: int, _: Any) -> None:
-        if os.getpid() != self._process:  # a fork of a reward function: it has to end when it is told to
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         self.received = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
