@@ -34,7 +34,8 @@ from .metrics.ratios import RatioMeter
 from .metrics.token_stats import TokenStats
 from .optim import build_muon
 from .preflight import check_run, default_output_dir
-from .quant.model import apply_quantization, bypassed_layers
+from .quant.gathers import gather_codes
+from .quant.model import apply_quantization, bypassed_layers, quantized_modules
 from .quant.names import base_model
 from .rollout.canary import Canary
 from .rollout.cpu import choose_arithmetic
@@ -129,6 +130,13 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             self.optimizer = build_muon(self.model if model is None else model, self.args)
             return self.optimizer
         return super().create_optimizer(model)
+
+    def _prepare_for_training(self, *args: Any) -> tuple:
+        """The Trainer's; FSDP2, which cuts the model in it, will gather codes of low-bit weights."""
+        if self.accelerator.is_fsdp2:
+            layers = [layer for _, layer in quantized_modules(self._unwrapped)]
+            gather_codes(layers, _compat.num_shards(self.args), self.accelerator.device)
+        return super()._prepare_for_training(*args)
 
     # Rollout --------------------------------------------------------------------------------------------------------
 

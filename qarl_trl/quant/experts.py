@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
 
+from .gathers import gathered_codes
 from .grouped import grouped_product, stacked
 from .linear import LowBitLayer, QParams
 from .names import checkpoint_modules
@@ -103,12 +104,14 @@ class QuantExperts(LowBitLayer, nn.Module):
     above the other. While a parameter multiplies, all its experts are dequantized: one layer's, and kept only with `keep_dequantized`.
     """
 
+    coded_parameters = tuple(PROJECTIONS)
+
     def low_bit(self, name: str, weight: Tensor | None = None) -> LowBitWeight:
         """The low-bit weight `(experts * out, in)` of a parameter, or of `weight` in its place, whole or a `DTensor`."""
+        if (low_bit := gathered_codes(self, name, weight)) is not None:
+            return low_bit
         gathered = None if weight is None else (weight,)
-        return self._code_cache.get(
-            name, (getattr(self, name),), gathered, lambda weight: self._quantize(weight, name)
-        )
+        return self._code_cache.get(name, (getattr(self, name),), gathered, lambda w: self._quantize(w, name))
 
     def low_bit_layers(self, name: str, weight: Tensor | None = None) -> list[LowBitWeight]:
         """`low_bit` as a checkpoint has it, views of the same storage: per expert those of `PROJECTIONS[name]`."""

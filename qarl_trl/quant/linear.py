@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .activations import once
 from .cache import CodeCache
+from .gathers import gathered_codes
 from .products import Product, ProductChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .reference import QParams
@@ -81,6 +82,7 @@ class LowBitLayer:
         merged_with (`tuple[LowBitLayer, ...]`): The other layers that an engine merges with this one, where the scheme
             has a global scale that they must share.
         high_precision_class (`type`): The class that the module had.
+        coded_parameters (`tuple[str, ...]`): Those of which FSDP2 may gather codes.
     """
 
     scheme: QuantizationScheme
@@ -90,6 +92,7 @@ class LowBitLayer:
     frozen_qparams: dict[str, QParams]
     merged_with: tuple[LowBitLayer, ...]
     high_precision_class: type[nn.Module]
+    coded_parameters = ()
 
     @classmethod
     def convert(
@@ -124,10 +127,7 @@ class LowBitLayer:
 
     def _quantize(self, weight: Tensor, parameter: str = "weight") -> LowBitWeight:
         weight = weight.detach()
-        qparams = self.frozen_qparams.get(parameter)
-        if qparams is not None and qparams[0].device != weight.device:
-            qparams = self.frozen_qparams[parameter] = tuple(t if t is None else t.to(weight.device) for t in qparams)
-        largest = None
+        qparams, largest = self.qparams_of(parameter, weight.device), None
         if self.merged_with:
             weights = (weight, *(layer.weight for layer in self.merged_with))
             if any(isinstance(w, DTensor) or is_partitioned(w) for w in weights):
@@ -141,6 +141,13 @@ class LowBitLayer:
         else:
             low_bit = quantize_weight(weight.flatten(0, -2), self.scheme, qparams, largest)
         return replace(low_bit, keep_dequantized=self.keep_dequantized)
+
+    def qparams_of(self, parameter: str, device: torch.device) -> QParams | None:
+        """The `frozen_qparams` of a parameter, on `device` from then on."""
+        qparams = self.frozen_qparams.get(parameter)
+        if qparams is not None and qparams[0].device != device:
+            qparams = self.frozen_qparams[parameter] = tuple(t if t is None else t.to(device) for t in qparams)
+        return qparams
 
     @property
     def has_run(self) -> bool:
@@ -195,6 +202,8 @@ class LowBitLayer:
 class QuantLinear(LowBitLayer, nn.Linear):
     """`nn.Linear` after [`qarl_trl.quant.apply_quantization`]; never constructed directly."""
 
+    coded_parameters = ("weight",)
+
     def sources(self) -> tuple[str, ...]:
         """The master weight."""
         return ("weight",)
@@ -206,6 +215,8 @@ class QuantLinear(LowBitLayer, nn.Linear):
         Args:
             weight (`Tensor`, *optional*): The master weight `(out, in)` to read instead of `self.weight`, whole or a `DTensor`.
         """
+        if (low_bit := gathered_codes(self, "weight", weight)) is not None:
+            return low_bit
         others = tuple((layer.weight.data_ptr(), layer.weight._version) for layer in self.merged_with)
         gathered = None if weight is None else (weight,)
         return self._code_cache.get(self._slot, (self.weight,), gathered, self._quantize, others)

@@ -33,7 +33,12 @@ class Product:
     `y = x @ W_low_bit^T + b` as the rollout engine computes it, and what the backward needs of it.
 
     A bias is added where the engine adds it: to the float32 sums, or to the rounded output.
+
+    Attributes:
+        prepares (`bool`): Whether it keeps a form of its own of the codes, beside them (`LowBitWeight.prepared`).
     """
+
+    prepares = False
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         """`y` `(..., out)` in the dtype of `x` `(..., in)` and of the bias `(out,)`, and what `input_from` takes."""
@@ -168,6 +173,7 @@ class Int8Gemm(ActivationGemm):
 class CpuInt4Int8Gemm(ActivationGemm):
     """INT4 weights and asymmetric per-token INT8 activations: torch's own 4-bit kernel, which the CPU engine calls."""
 
+    prepares = True
     quantize = staticmethod(quantize_tokens_int8_asymmetric)
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:

@@ -6,6 +6,7 @@ Invariant: the bytes of `quantize_weight` of the whole matrix, in every process.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .quantize import LowBitWeight, quantize_weight, rows_together
+from .reference import QParams
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
@@ -26,7 +28,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quantize_shards(
-    weight: DTensor, scheme: QuantizationScheme, qparams: tuple[Tensor, Tensor | None] | None = None
+    weight: DTensor,
+    scheme: QuantizationScheme,
+    qparams: QParams | None = None,
+    own: LowBitWeight | None = None,
 ) -> LowBitWeight:
     """
     `quantize_weight` of the whole of a cut weight. Collective: every process has to call it.
@@ -37,34 +42,29 @@ def quantize_shards(
     Args:
         weight (`DTensor`): Master weight `(out, in)`, or of experts `(experts, out, in)`.
         scheme (`QuantizationScheme`): As in `quantize_weight`.
-        qparams (`tuple[Tensor, Tensor | None]`, *optional*): Frozen scale and zero point of the whole weight.
+        qparams (`QParams`, *optional*): Frozen scale and zero point of the whole weight.
+        own (`LowBitWeight`, *optional*): What `quantize_own` gave for this weight.
 
     Raises:
         ValueError: as `quantize_weight`; in every process, when in one.
     """
-    place = _place(weight, scheme)
-    if place is None:
+    unit = _unit(weight, scheme)
+    if unit is None:
         return quantize_weight(whole(weight).flatten(0, -2), scheme, qparams)
-    unit, first = place
-    own, total = weight.to_local(), len(weight)
-    if qparams is not None:
-        last = first + len(own)
-        qparams = tuple(t if t is None else t[first * len(t) // total : last * len(t) // total] for t in qparams)
-    part, failure = _quantize_own(own, unit, scheme, qparams)
+    part, total = quantize_own(weight, scheme, qparams) if own is None else own, len(weight)
     # Tensors side by side, one row of bytes for each unit: one collective moves them all.
     tensors = {name: tensor for name, tensor in part.tensors.items() if name != "weight_shape"}
     units = part.shape[0] // (unit * math.prod(weight.shape[1:-1]))
     rows = [tensor.reshape(units, -1).view(torch.uint8) for tensor in tensors.values()]
-    sent = torch.cat(rows, 1)[: len(own) // unit]
+    sent = torch.cat(rows, 1)[: len(own_rows(weight)) // unit]
     size = torch.Size((total // unit, sent.shape[1]))
     placed = DTensor.from_local(sent, weight.device_mesh, weight.placements, shape=size, stride=(size[1], 1))
     pieces = placed.full_tensor().split([row.shape[1] for row in rows], 1)
     for (name, tensor), piece in zip(tensors.items(), pieces, strict=True):
         piece = piece.clone(memory_format=torch.contiguous_format)
         tensors[name] = piece.flatten().view(tensor.dtype).view(-1, tensor.shape[1])
-    if failure is not None:
-        raise failure
     if not torch.isfinite(tensors["weight_scale"]).all():
+        quantize_weight(own_rows(weight).flatten(0, -2), scheme)  # raises, where the rows of this process are the ones
         raise ValueError(
             f"Another process could not quantize its rows of a weight {tuple(weight.shape)}, and says why."
         )
@@ -73,36 +73,56 @@ def quantize_shards(
     return LowBitWeight(dict(sorted(tensors.items())), scheme)
 
 
-def _place(weight: DTensor, scheme: QuantizationScheme) -> tuple[int, int] | None:
+@torch.no_grad()
+def quantize_own(weight: DTensor, scheme: QuantizationScheme, qparams: QParams | None = None) -> LowBitWeight:
     """
-    How many entries of the first dimension are one unit, which is quantized by itself, and the first entry of this process.
+    The low-bit rows of this process, a unit of zeros where it has none; arguments and conditions of `quantize_shards`.
 
-    `None` where a unit may lie in several processes.
+    Others wait for them also where they hold NaN: then their scales are NaN, which no others are.
     """
-    cut = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
-    if len(cut) != 1 or weight.placements[cut[0]] != Shard(0) or has_global_scale(scheme):
-        return None
-    rows, together, mesh = math.prod(weight.shape[1:-1]), rows_together(scheme), weight.device_mesh
-    unit = max(1, together // rows)
-    most = math.ceil(len(weight) / mesh.size(cut[0]))  # what each process has, but for the last ones
-    if len(weight) % unit or most % unit or unit * rows % together:
-        return None
-    return unit, min(len(weight), most * mesh.get_local_rank(cut[0]))
-
-
-def _quantize_own(
-    own: Tensor, unit: int, scheme: QuantizationScheme, qparams: tuple[Tensor, Tensor | None] | None
-) -> tuple[LowBitWeight, ValueError | None]:
-    """
-    The rows of this process, a unit of zeros where it has none; and what is wrong with them.
-
-    Others wait for these rows all the same. Scales of NaN, which no others are, then say that they are none.
-    """
+    own, total = own_rows(weight), len(weight)
     if not len(own):
-        return quantize_weight(own.new_zeros(unit, *own.shape[1:]).flatten(0, -2), scheme), None
+        return quantize_weight(own.new_zeros(_unit(weight, scheme), *own.shape[1:]).flatten(0, -2), scheme)
+    if qparams is not None:
+        dim = _cut(weight)[0]
+        first = math.ceil(total / weight.device_mesh.size(dim)) * weight.device_mesh.get_local_rank(dim)
+        last = first + len(own)
+        qparams = tuple(t if t is None else t[first * len(t) // total : last * len(t) // total] for t in qparams)
     try:
-        return quantize_weight(own.flatten(0, -2), scheme, qparams), None
-    except ValueError as error:
+        return quantize_weight(own.flatten(0, -2), scheme, qparams)
+    except ValueError:
         part = quantize_weight(torch.zeros_like(own).flatten(0, -2), scheme)
         part.scale.fill_(math.nan)
-        return part, error
+        return part
+
+
+@torch.no_grad()
+def own_rows(weight: DTensor) -> Tensor:
+    """What this process holds of a cut weight, as a plain tensor."""
+    own = weight.to_local().detach()
+    return getattr(own, "plain", own)  # of a `CodedMaster`
+
+
+def unit_of(shape: Sequence[int], ranks: int, scheme: QuantizationScheme) -> int | None:
+    """
+    How many entries of the first dimension of `shape` are one unit, which is quantized by itself.
+
+    `None` where a unit would lie in several of the `ranks` processes that the dimension is cut for.
+    """
+    rows, together = math.prod(shape[1:-1]), rows_together(scheme)
+    unit = max(1, together // rows)
+    most = math.ceil(shape[0] / ranks)  # what each process has, but for the last ones
+    if has_global_scale(scheme) or shape[0] % unit or most % unit or unit * rows % together:
+        return None
+    return unit
+
+
+def _cut(weight: DTensor) -> list[int]:
+    return [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+
+
+def _unit(weight: DTensor, scheme: QuantizationScheme) -> int | None:
+    cut = _cut(weight)
+    if len(cut) != 1 or weight.placements[cut[0]] != Shard(0):
+        return None
+    return unit_of(weight.shape, weight.device_mesh.size(cut[0]), scheme)

@@ -21,6 +21,8 @@ class EngineProduct(Product):
     On GPUs that layer is Marlin, Machete or CUTLASS, on a CPU `cpu_gemm_wna16` or oneDNN: the engine decides.
     """
 
+    prepares = True
+
     def __init__(self, plain: Product) -> None:
         self.plain = plain
 
