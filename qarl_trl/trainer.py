@@ -132,8 +132,9 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return super().create_optimizer(model)
 
     def _prepare_for_training(self, *args: Any) -> tuple:
-        """The Trainer's; FSDP2, which cuts the model in it, will gather codes of low-bit weights."""
-        if self.accelerator.is_fsdp2:
+        """The Trainer's, in which FSDP2 cuts the model: it will gather codes of low-bit weights."""
+        # Without RAM-efficient loading torch moves each parameter to the GPU as it cuts it, by `param.data = ...`.
+        if self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             layers = [layer for _, layer in quantized_modules(self._unwrapped)]
             gather_codes(layers, _compat.num_shards(self.args), self.accelerator.device)
         return super()._prepare_for_training(*args)

@@ -33,8 +33,8 @@ def gather_codes(layers: Iterable[LowBitLayer], ranks: int, device: torch.device
     """
     Let FSDP2, which is about to cut the parameters of `layers` for `ranks` processes, gather codes of them.
 
-    Not of parameters whose rows are uneven or depend on those of another process, of adapted layers, where a product on
-    `device` keeps something made of the codes, or with `keep_dequantized`: of those it gathers the weights, as ever.
+    Not of adapted layers, of masters that are not float32, where rows are uneven or depend on those of another process, where
+    the product on `device` keeps something made of the codes, or with `keep_dequantized`: those weights it gathers, as ever.
     """
     for layer in layers:
         if ranks == 1 or not layer.quantized_forward or layer.keep_dequantized:

@@ -1,0 +1,156 @@
+"""`qarl_trl.quant.gathers`: FSDP2 trains by codes as by weights, bit for bit, in two real processes that count what moves."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from collectives import MovedBytes
+from conftest import make_model
+from slow.isolated import isolated_group
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from qarl_trl.quant import apply_quantization, gathers, iter_low_bit_weights, quantized_modules, shards
+from qarl_trl.quant.gathers import CodedMaster, GatheredCodes, gather_codes
+from quant.schemes import same_bytes
+
+
+pytestmark = pytest.mark.slow
+
+
+def cut_model(kind: str, scheme: str, coded: bool, **changes: Any) -> torch.nn.Module:
+    """A toy as accelerate shards one: on the meta device, then loaded with `assign=True`; layers checkpointed."""
+    model = apply_quantization(make_model(kind, num_key_value_heads=2, **changes), scheme)
+    start = model.state_dict()
+    if coded:
+        gather_codes([layer for _, layer in quantized_modules(model)], 2, torch.device("cpu"))
+    mesh, buffers = init_device_mesh("cpu", (2,)), dict(model.named_buffers())
+    model = model.to("meta")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = checkpoint_wrapper(fully_shard(layer, mesh=mesh, mp_policy=policy))
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    cut = {name: (p.device_mesh, p.placements) for name, p in model.named_parameters()}
+    plain = {name: name.replace("_checkpoint_wrapped_module.", "") for name in cut}
+    whole = {name: distribute_tensor(start[plain[name]], *cut[name], src_data_rank=None) for name in cut}
+    model.load_state_dict({plain[name]: tensor for name, tensor in whole.items()}, strict=False, assign=True)
+    for name, buffer in buffers.items():
+        parent, _, local = name.rpartition(".")
+        model.get_submodule(parent).register_buffer(local, buffer, persistent=False)
+    return model
+
+
+def held(model: torch.nn.Module) -> int:
+    """Bytes of codes that this process keeps between steps."""
+    layers = [layer for _, layer in quantized_modules(model)]
+    weights = [w for layer in layers for w in layer._code_cache.last().values()]
+    return sum(t.untyped_storage().nbytes() for w in weights for name, t in w.tensors.items() if name != "weight_shape")
+
+
+def trained(model: torch.nn.Module, steps: int = 3) -> list[Any]:
+    """Logits, loss, gradients, masters, published tensors, bytes moved, weights quantized and codes held of every step."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    quantize, calls = shards.quantize_weight, []
+    counted = lambda weight, *rest: calls.append(weight.shape) or quantize(weight, *rest)  # noqa: E731
+    rank = torch.distributed.get_rank()
+    with patch.object(shards, "quantize_weight", counted):
+        for step in range(steps):
+            calls.clear()
+            tensors = []
+            with MovedBytes() as moved:
+                for part in range(2):  # accumulated
+                    tokens = torch.arange(8)[None] + 3 * rank + 5 * part + step
+                    output = model(tokens, labels=tokens)
+                    output.loss.backward()
+                    tensors += [output.logits.detach(), output.loss.detach()[None]]
+            tensors += [p.grad.to_local() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                tensors += [p.to_local().clone() for p in model.parameters()]
+            stream = dict(iter_low_bit_weights(model))
+            tensors += [tensor.clone() for tensor in stream.values()]
+            found.append((tensors, moved.gathered, moved.reduced, len(calls), held(model), list(stream)))
+    return found
+
+
+def both_forms(kind: str, scheme: str) -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo")
+    torch.set_num_threads(1)
+    models = [cut_model(kind, scheme, coded) for coded in (False, True)]
+    weights, codes = (trained(model) for model in models)
+    for before, after in zip(weights, codes, strict=True):
+        assert before[-1] == after[-1]
+        assert len(before[0]) == len(after[0])
+        assert all(
+            same_bytes(a, b) for a, b in zip(before[0], after[0], strict=True)
+        )
+    # Control: codes of the step before.
+    stale, old = cut_model(kind, scheme, True), {}
+    original = gathers.own_codes
+    with patch.object(gathers, "own_codes", lambda layer, name: old.setdefault((layer, name), original(layer, name))):
+        found = trained(stale)
+    same = [same_bytes(a, b) for a, b in zip(codes[1][0], found[1][0], strict=True)]
+    parameters = [
+        p for _, layer in quantized_modules(models[1]) for p in layer.parameters(recurse=False) if p.ndim > 1
+    ]
+    kinds = {type(p.to_local()) for p in parameters}
+    torch.distributed.destroy_process_group()
+    return {
+        "stale": all(same),
+        "masters": {CodedMaster: "coded"}.get(*kinds) if len(kinds) == 1 else None,
+        "parameters": len(parameters),
+        "entries": sum(p.numel() for p in parameters),
+        "moved": [(a[1], b[1], a[2], b[2]) for a, b in zip(weights, codes, strict=True)],
+        "quantized": [(a[3], b[3]) for a, b in zip(weights, codes, strict=True)],
+        "held": [(a[4], b[4]) for a, b in zip(weights, codes, strict=True)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "bits"),
+    [("qwen2", "W4A16", 4.125), ("qwen3_moe", "FP8_DYNAMIC", 8.125), ("qwen3_moe", "W4A16_ASYM", 4.15625)],
+)
+def test_training_by_gathered_codes_is_training_by_gathered_weights(kind, scheme, bits):
+    for found in isolated_group(both_forms, 2, kind, scheme):
+        assert not found["stale"] and found["masters"] == "coded"
+        for weights, codes, reduced, reduced_too in found["moved"]:
+            # Half of each is another's; in forward and backward of two micro-batches.
+            assert (weights - codes) / 4 * 2 == pytest.approx(found["entries"] * (2 - bits / 8), rel=0.01)
+            assert reduced == reduced_too
+        assert [after for _, after in found["quantized"]] == [2 * found["parameters"]] + [found["parameters"]] * 2
+        assert all(after * 2 == before for before, after in found["held"])
+
+
+def refusals() -> list[str]:
+    torch.distributed.init_process_group("gloo")
+    model = cut_model("qwen3", "W4A16", True, num_hidden_layers=1)
+    layer = model.model.layers[0].mlp.down_proj
+    model.unshard()
+    model.model.layers[0]._checkpoint_wrapped_module.unshard()
+    assert isinstance(layer.weight, GatheredCodes) and layer.weight.shape == (128, 256)
+    with pytest.raises(RuntimeError) as error:
+        layer.weight + 1
+    # NaN in one process: nobody waits, and the publish says where.
+    model.model.layers[0]._checkpoint_wrapped_module.reshard()
+    assert isinstance(layer.weight, DTensor)
+    with torch.no_grad():
+        if torch.distributed.get_rank() == 1:
+            layer.weight.to_local()[3, 5] = torch.nan
+    layer.forget()
+    assert not model(torch.arange(8)[None]).logits.isfinite().any()
+    with pytest.raises(ValueError) as wrong:
+        layer.low_bit(layer.weight)
+    torch.distributed.destroy_process_group()
+    return [str(error.value), str(wrong.value)]
+
+
+def test_what_is_no_weight_says_so():
+    first, second = isolated_group(refusals, 2)
+    assert "gathered the codes alone" in first[0]
+    assert "Another process" in first[1] and "holds NaN" in second[1]
