@@ -1,8 +1,10 @@
 """
-What a publish moves between two processes under FSDP2, and its time: codes of shards against whole float32 masters.
+What a publish moves between two processes under FSDP2, and its time: codes of shards against whole float32 masters. And what
+forward and backward gather, by codes and by bfloat16 weights.
 
-Both arms make the same bytes of the same model in turns: ours from `DTensor`s, the other from parameters that were made
-whole first, as TRL's stream does (`VLLMGeneration._iter_fsdp2_params`), which every process then quantizes. No engine.
+Both arms of a publish make the same bytes of the same model in turns: ours from `DTensor`s, the other from parameters that were made
+whole first, as TRL's stream does (`VLLMGeneration._iter_fsdp2_params`), which every process then quantizes. No engine. A pass
+has one row of tokens, so that its time is that of the gathers and the dequantization.
 """
 
 import os
@@ -19,7 +21,8 @@ sys.path.insert(0, str(common.ROOT / "tests"))
 from collectives import MovedBytes
 from slow.isolated import isolated_group
 
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant.gathers import gather_codes
 
 
 SCHEMES = ("W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8")
@@ -61,6 +64,43 @@ def publishes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
     return {"moved": moved, "layers": layers_ratio, "times": times, "weights": weights, "rest": rest}
 
 
+def passes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
+    """In each of the processes: forward and backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    models, tokens = {}, torch.arange(16)[None] + torch.distributed.get_rank()
+    for arm in ("codes", "weights"):
+        models[arm] = apply_quantization(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), scheme)
+        if arm == "codes":
+            gather_codes([layer for _, layer in quantized_modules(models[arm])], 2, torch.device("cpu"))
+        for module in (*models[arm].model.layers, models[arm]):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    def run(arm: str) -> torch.Tensor:
+        models[arm].zero_grad()
+        loss = models[arm](tokens, labels=tokens).loss
+        loss.backward()
+        return loss
+
+    moved, held, results = {}, {}, []
+    for arm, model in models.items():
+        with MovedBytes() as counted:
+            loss = run(arm)
+        results.append([loss.detach(), *(p.grad.to_local() for p in model.parameters())])
+        weights = [w for _, layer in quantized_modules(model) for w in layer._code_cache.last().values()]
+        moved[arm], held[arm] = counted.gathered, sum(w.num_bytes() for w in weights)
+    if not all(map(torch.equal, *results)):
+        raise RuntimeError("The losses or the gradients differ.")
+    times = common.interleave({arm: lambda arm=arm: run(arm) and None for arm in models}, rounds)
+    torch.distributed.destroy_process_group()
+    return {"moved": moved, "held": held, "times": times}
+
+
 def main() -> None:
     args = common.arguments(
         __doc__,
@@ -77,6 +117,11 @@ def main() -> None:
             found, _ = isolated_group(publishes, 2, path, scheme, args.rounds)
             moved, times[scheme] = found["moved"], found["times"]
             ratio = common.ratio(found["times"], "codes", "masters")
+            learner, _ = isolated_group(passes, 2, path, scheme, args.rounds)
+            gathered, held, times[f"{scheme} passes"] = learner["moved"], learner["held"], learner["times"]
+            pass_ratio = common.ratio(learner["times"], "codes", "weights")
+            # The rest is gathered once and twice as before; what codes save is the layers'.
+            saved, layers = gathered["weights"] - gathered["codes"], 2 * found["weights"]
             rows.append(
                 {
                     "scheme": scheme,
@@ -87,11 +132,23 @@ def main() -> None:
                     "time": ratio["ratio"],
                     "s": ratio["seconds"],
                     "masters s": ratio["base_seconds"],
+                    "passes": gathered["codes"] / gathered["weights"],
+                    "passes, layers": 1 - saved / layers,
+                    "passes bytes": gathered["codes"],
+                    "passes bytes of weights": gathered["weights"],
+                    "held": held["codes"],
+                    "held whole": held["weights"],
+                    "passes time": pass_ratio["ratio"],
                 }
             )
             headlines.append(
                 f"{scheme}: {found['layers']:.3f} of the bytes of float32 masters for its layers, {rows[-1]['all']:.3f} with "
                 f"embeddings and norms; {ratio['ratio']:.2f} of the time, with quantization"
+            )
+            headlines.append(
+                f"{scheme}, forward and backward: {rows[-1]['passes, layers']:.3f} of the bytes of bfloat16 weights for its "
+                f"layers, {rows[-1]['passes']:.3f} with the rest; codes held {held['codes'] / held['weights']:.3f} of the whole; "
+                f"{pass_ratio['ratio']:.2f} of the time"
             )
     common.report("bench_gather", args, headlines, rows, load, times=times)
 

@@ -77,8 +77,9 @@ def run_of(settings: Any, model_args: Any, config: PretrainedConfig, source: Any
     plan = settings.quant_plan(None if source is None else source.plan())
     model = skeleton(config, dtype, get_peft_config(model_args), plan, settings.trust_remote_code)
     text, colocated = config.get_text_config(), settings.use_vllm and settings.vllm_mode == "colocate"
+    coded = settings.quant_learner and not settings.quant_keep_dequantized and settings.quant_kernel != "engine"
     return Run(
-        parameters=tuple(parameters(model, settings.optim_muon)),
+        parameters=tuple(parameters(model, settings.optim_muon, coded and dtype == torch.float32)),
         layer=decoder_layer(model, config, settings.quant_learner),
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
@@ -121,24 +122,31 @@ def skeleton(
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: `(…)` shape, bytes per entry, the layer that FSDP2 gathers it with ("" outside of them), its optimizer."""
+    """
+    One parameter: `(…)` shape, bytes per entry, the layer that FSDP2 gathers it with ("" outside of them), its optimizer.
+
+    `scheme` is that of the codes which FSDP2 may gather instead of it, if any.
+    """
 
     name: str
     shape: tuple[int, ...]
     size: int
     layer: str
     optimizer: str  # "muon", "experts", "adamw", or "" for a frozen one
+    scheme: Any = None
 
     @property
     def entries(self) -> int:
         return math.prod(self.shape)
 
 
-def parameters(model: nn.Module, muon: bool) -> list[Parameter]:
-    """The parameters of `model`, tied ones once, with the optimizer that `optim_muon=muon` gives each."""
+def parameters(model: nn.Module, muon: bool, coded: bool = True) -> list[Parameter]:
+    """The parameters of `model`, tied ones once, with the optimizer that `optim_muon=muon` gives each; `coded`: with schemes."""
     matrices, experts, _ = split_parameters(model) if muon else ([], {}, [])
     chosen = dict.fromkeys(matrices, "muon") | dict.fromkeys(experts, "experts")
     layers = tuple(f"{name}." for name, module in model.named_modules() if _is_layer(module))
+    quantized = [module for _, module in quantized_modules(model)] if coded else []
+    schemes = {id(getattr(module, name)): module.scheme for module in quantized for name in module.coded_parameters}
     return [
         Parameter(
             name,
@@ -146,6 +154,7 @@ def parameters(model: nn.Module, muon: bool) -> list[Parameter]:
             param.element_size(),
             next((layer for layer in layers if name.startswith(layer)), ""),
             chosen.get(name, "adamw") if param.requires_grad else "",
+            schemes.get(id(param)),
         )
         for name, param in model.named_parameters()
     ]

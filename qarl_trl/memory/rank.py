@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..quant.gathers import gathers_codes
 from . import formulas
 
 
@@ -30,7 +31,7 @@ class Run:
     Attributes:
         parameters (`tuple[Parameter, ...]`): Of the policy.
         layer (`Layer`), layers, vocabulary (`int`): Of its forward.
-        codes, kept, published (`int`): The low-bit weights, what `quant_keep_dequantized` adds, a publish.
+        codes, kept, published (`int`): All low-bit weights, what `quant_keep_dequantized` adds, a publish.
         reference (`bool`): Whether there is a second, frozen model (beta > 0 without LoRA).
         ranks (`int`), sharded (`bool`), memory (`int`): GPUs, whether by FSDP2, bytes of each.
         rows, tokens (`int`): Of a micro-batch, and of the longest row.
@@ -71,13 +72,27 @@ class Run:
     def entries(self, parameter: Parameter) -> int:
         return formulas.shard_entries(parameter.shape, self.ranks if self.sharded else 1)
 
+    def own_codes(self, parameter: Parameter) -> int:
+        """Bytes of the low-bit rows that each rank holds of a parameter, and FSDP2 gathers; 0 where it gathers weights."""
+        scheme = parameter.scheme
+        if not self.sharded or scheme is None or not gathers_codes(parameter.shape, self.ranks, scheme):
+            return 0
+        return formulas.code_bytes(math.prod(parameter.shape[:-1]) // self.ranks, parameter.shape[-1], scheme)
+
 
 def resident(run: Run) -> dict[str, int]:
     """Bytes that stay between the steps of a run, from its first update on."""
     own = [(p, run.entries(p)) for p in run.parameters]
     masters = sum(entries * p.size for p, entries in own)
     state = sum(_state(p, entries) for p, entries in own)
-    items = {"masters": masters, "optimizer state": state, "codes (whole)": run.codes, "kept dequantized": run.kept}
+    codes = [
+        (formulas.code_bytes(math.prod(p.shape[:-1]), p.shape[-1], p.scheme), run.own_codes(p))
+        for p in run.parameters
+        if run.own_codes(p)
+    ]
+    items = {"masters": masters, "optimizer state": state}
+    items["codes (whole)"] = run.codes - sum(whole for whole, _ in codes)
+    items |= {"codes (own rows)": sum(own for _, own in codes), "kept dequantized": run.kept}
     if run.reference:
         items["reference model"] = masters
     if run.ranks > 1 and not run.sharded:
@@ -140,11 +155,13 @@ def backward_work(run: Run) -> int:
         return int(max(head, layer + 4 * largest * (run.compute < 4)))
     sums: dict[str, int] = {}
     for p in run.parameters:
-        sums[p.layer] = sums.get(p.layer, 0) + p.entries
-    outside, whole = sums.pop("", 0), max(sums.values())
-    # Two layers gathered, the gradient of one, and that in float32 to be reduced. What is outside of the layers is gathered
-    # from the forward to the end of the backward, when its gradient is reduced.
-    layer += whole * (3 * run.compute + 4)
+        # Two layers gathered, the gradient of one, and that in float32 to be reduced.
+        gathered = run.own_codes(p) * run.ranks or p.entries * run.compute
+        sums[p.layer] = sums.get(p.layer, 0) + 2 * gathered + p.entries * (run.compute + 4)
+    sums.pop("", 0)
+    # What is outside of the layers is gathered from the forward to the end of the backward, when its gradient is reduced.
+    outside = sum(p.entries for p in run.parameters if not p.layer)
+    layer += max(sums.values())
     return int(2 * run.compute * outside + max(head, layer, 4 * outside))
 
 

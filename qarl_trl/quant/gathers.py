@@ -7,7 +7,7 @@ torch asks a shard that has `fsdp_pre_all_gather` what to gather, and its `fsdp_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,19 @@ from .shards import quantize_own, quantize_shards, unit_of
 
 
 if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationScheme
+
     from .linear import LowBitLayer
 
 
 _aten = torch.ops.aten
 # What FSDP2 and `nn.Parameter` make of a tensor that has to be one of its kind again.
 _SAME_KIND = {op.default for op in (_aten.detach, _aten.alias, _aten.view, _aten.new_zeros)} | {_aten.slice.Tensor}
+
+
+def gathers_codes(shape: Sequence[int], ranks: int, scheme: QuantizationScheme) -> bool:
+    """Whether `ranks` processes have equally many rows of a weight of `shape`, none of which depend on those of another."""
+    return ranks > 1 and shape[0] % ranks == 0 and unit_of(shape, ranks, scheme) is not None
 
 
 def gather_codes(layers: Iterable[LowBitLayer], ranks: int, device: torch.device) -> None:
@@ -37,9 +44,7 @@ def gather_codes(layers: Iterable[LowBitLayer], ranks: int, device: torch.device
     the product on `device` keeps something made of the codes, or with `keep_dequantized`: those weights it gathers, as ever.
     """
     for layer in layers:
-        if ranks == 1 or not layer.quantized_forward or layer.keep_dequantized:
-            continue
-        if layer.product_for(layer.scheme, device).prepares:
+        if not layer.quantized_forward or layer.keep_dequantized or layer.product_for(layer.scheme, device).prepares:
             continue
         for name in layer.coded_parameters:
             weight = getattr(layer, name)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from collectives import MovedBytes
 from conftest import make_model
+from peft import LoraConfig, get_peft_model
 from slow.isolated import isolated_group
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,9 +19,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from qarl_trl.quant import apply_quantization, gathers, iter_low_bit_weights, quantized_modules, shards
 from qarl_trl.quant.gathers import CodedMaster, GatheredCodes, gather_codes
 from quant.schemes import same_bytes
-
-
-pytestmark = pytest.mark.slow
 
 
 def cut_model(kind: str, scheme: str, coded: bool, **changes: Any) -> torch.nn.Module:
@@ -49,7 +47,9 @@ def held(model: torch.nn.Module) -> int:
     """Bytes of codes that this process keeps between steps."""
     layers = [layer for _, layer in quantized_modules(model)]
     weights = [w for layer in layers for w in layer._code_cache.last().values()]
-    return sum(t.untyped_storage().nbytes() for w in weights for name, t in w.tensors.items() if name != "weight_shape")
+    return sum(
+        t.untyped_storage().nbytes() for w in weights for name, t in w.tensors.items() if name != "weight_shape"
+    )
 
 
 def trained(model: torch.nn.Module, steps: int = 3) -> list[Any]:
@@ -87,9 +87,7 @@ def both_forms(kind: str, scheme: str) -> dict[str, Any]:
     for before, after in zip(weights, codes, strict=True):
         assert before[-1] == after[-1]
         assert len(before[0]) == len(after[0])
-        assert all(
-            same_bytes(a, b) for a, b in zip(before[0], after[0], strict=True)
-        )
+        assert all(same_bytes(a, b) for a, b in zip(before[0], after[0], strict=True))
     # Control: codes of the step before.
     stale, old = cut_model(kind, scheme, True), {}
     original = gathers.own_codes
@@ -112,6 +110,7 @@ def both_forms(kind: str, scheme: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "scheme", "bits"),
     [("qwen2", "W4A16", 4.125), ("qwen3_moe", "FP8_DYNAMIC", 8.125), ("qwen3_moe", "W4A16_ASYM", 4.15625)],
@@ -150,7 +149,49 @@ def refusals() -> list[str]:
     return [str(error.value), str(wrong.value)]
 
 
+@pytest.mark.slow
 def test_what_is_no_weight_says_so():
     first, second = isolated_group(refusals, 2)
     assert "gathered the codes alone" in first[0]
     assert "Another process" in first[1] and "holds NaN" in second[1]
+
+
+def test_a_coded_master_is_the_tensor_it_was_made_of(tmp_path):
+    plain = torch.randn(4, 8)
+    master = torch.nn.Parameter(CodedMaster(plain, "weight"))
+    assert type(master) is CodedMaster and isinstance(master, torch.nn.Parameter)
+    with torch.no_grad():
+        master[1:3].mul_(0)
+        torch._foreach_add_([master], 1)
+    assert torch.equal(plain[1:3], torch.ones(2, 8)) and master.data_ptr() == plain.data_ptr()
+    assert type(master + 1) is type(master.clone()) is type(master.to(torch.float64)) is torch.Tensor
+    torch.save({"weight": master.detach()}, tmp_path / "saved")
+    assert (
+        type(torch.load(tmp_path / "saved", weights_only=True)["weight"]) is torch.Tensor
+    )  # also by DCP, shard by shard
+
+
+def coded(model, ranks=2):
+    gather_codes([layer for _, layer in quantized_modules(model)], ranks, torch.device("cpu"))
+    return sum(type(p) is CodedMaster for p in model.parameters())
+
+
+def test_codes_are_gathered_where_each_process_can_make_its_own():
+    dense = {"num_hidden_layers": 1, "num_key_value_heads": 2}
+    assert coded(apply_quantization(make_model(**dense), "W4A16")) == 7
+    assert coded(apply_quantization(make_model("qwen3_moe", **dense), "W4A16")) == 4 + 2
+    for scheme, ranks, count in (
+        ("W4A16", 1, 0),
+        ("W4A16", 3, 0),
+        ("FP8_BLOCK", 2, 2),
+        ("W4A16_ASYM", 64, 0),
+        ("W4A16", 64, 7),
+    ):
+        assert coded(apply_quantization(make_model(**dense), scheme), ranks) == count, (scheme, ranks)
+    for scheme in ("W4A8", "NVFP4A16"):  # prepared by its kernel; a global scale
+        assert coded(apply_quantization(make_model(**dense), scheme)) == 0
+    for how in ({"keep_dequantized": True}, {"quantize_forward": False}):
+        assert coded(apply_quantization(make_model(**dense), "W4A16", **how)) == 0
+    assert coded(apply_quantization(make_model(dtype=torch.bfloat16, **dense), "W4A16")) == 0
+    adapted = get_peft_model(make_model(**dense), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    assert coded(apply_quantization(adapted, "W4A16")) == 5

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from qarl_trl.memory import model as meta
 from qarl_trl.memory import rank
+from qarl_trl.quant.model import quantized_modules
 from slow.isolated import isolated, isolated_group
 from slow.test_processes import _trainer
 from slow.toys import make_trainer, save_model
@@ -53,7 +54,9 @@ def _shards(model: str, folder: str, muon: bool) -> dict[str, int]:
     trainer.add_callback(gradients)
     trainer.train()
     state = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values()]
+    weights = [w for _, layer in quantized_modules(trainer.model) for w in layer._code_cache.last().values()]
     return {
+        "codes (own rows)": sum(w.num_bytes() for w in weights),
         "masters": sum(p.to_local().nbytes for p in trainer.model.parameters()),
         "gradients": gradients.held,
         "optimizer state": sum(getattr(t, "_local_tensor", t).nbytes for t in state if isinstance(t, torch.Tensor)),
@@ -71,3 +74,5 @@ def test_shards_of_two_processes(tmp_path, muon):
     for held in isolated_group(_shards, 2, model, str(tmp_path / "run"), muon):
         assert held == {name: pytest.approx(expected[name], rel=0.001) for name in held}
         assert held["masters"] < 0.6 * alone["masters"]  # control
+        assert held["codes (own rows)"] < 0.6 * alone["codes (whole)"]
+        assert "codes (whole)" not in expected

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,38 @@ def test_uneven_shards_of_experts_resume_bit_for_bit(tmp_path):
     experts = "model.layers.0.mlp.experts"
     stored = stored_tensors(half)[f"{experts}.2.down_proj.weight"].numpy()
     assert not (stored == straight[f"{experts}.down_proj"][2]).all()  # control
+
+
+def _gathered(model: str, folder: str, codes: bool) -> dict[str, Any]:
+    """Masters and losses of a run whose forward gathers codes, or weights; and how many masters are such."""
+    from unittest.mock import patch
+
+    from qarl_trl.quant.gathers import CodedMaster
+
+    changes = {
+        "use_vllm": False,
+        "max_completion_length": 8,
+        "optim_muon": True,
+        "seed": 1,
+        "gradient_checkpointing": True,
+    }
+    trainer = _trainer(model, folder, True, **changes)
+    with patch("qarl_trl.trainer.gather_codes", lambda *_: None) if not codes else nullcontext():
+        trainer.train()
+    with torch.no_grad():
+        coded = sum(isinstance(p.to_local(), CodedMaster) for p in trainer.model.parameters())
+    rows = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+    return {"coded": coded, "rows": rows, "masters": {name: p.numpy() for name, p in _whole(trainer).items()}}
+
+
+def test_a_run_by_gathered_codes_is_a_run_by_gathered_weights(tmp_path):
+    model = save_model(tmp_path / "model", layers=1, experts=4)
+    codes, weights = (
+        isolated_group(_gathered, 2, model, str(tmp_path / str(form)), form)[0] for form in (True, False)
+    )
+    assert (codes["coded"], weights["coded"]) == (4 + 2, 0)
+    assert codes["rows"] == weights["rows"] and len(codes["rows"]) > 1
+    assert _same(codes["masters"], weights["masters"])
 
 
 def _two_nodes(model: str, folder: str) -> dict[str, Any]:
