@@ -26,7 +26,8 @@ class CodeFlips:
     Share of codes that changed between two publishes.
 
     Keeps at most `words` machine words a layer, evenly strided: exact for layers of up to eight times as many 4-bit
-    codes, a sample of that size beyond. The two parameters of a layer's experts share its `words`.
+    codes, a sample of that size beyond. The two parameters of a layer's experts share its `words`. Where each process holds its
+    own rows, of those.
     """
 
     def __init__(self, words: int = 131_072) -> None:

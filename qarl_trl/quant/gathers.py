@@ -48,14 +48,11 @@ def gather_codes(layers: Iterable[LowBitLayer], ranks: int, device: torch.device
             continue
         for name in layer.coded_parameters:
             weight = getattr(layer, name)
-            if (
-                isinstance(weight, DTensor)
-                or len(weight) % ranks
-                or unit_of(weight.shape, ranks, layer.scheme) is None
-            ):
-                continue
-            coded = CodedMaster(weight.detach(), name)
-            setattr(layer, name, nn.Parameter(coded, requires_grad=weight.requires_grad))
+            # accelerate writes masters of another dtype anew, by `param.data = ...`.
+            plain = weight.dtype == torch.float32 and not isinstance(weight, DTensor)
+            if plain and gathers_codes(weight.shape, ranks, layer.scheme):
+                coded = CodedMaster(weight.detach(), name)
+                setattr(layer, name, nn.Parameter(coded, requires_grad=weight.requires_grad))
         layer.register_load_state_dict_pre_hook(_load_coded)
 
 
