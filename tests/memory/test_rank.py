@@ -112,7 +112,11 @@ def test_8b_by_hand(eight_billion):
     assert eight_billion.published == packed + 2 * rest
     sharded = replace(eight_billion, ranks=8, sharded=True)
     assert rank.resident(sharded)["masters"] == 4 * 8_190_735_360 // 8
-    assert rank.resident(sharded)["codes (whole)"] == packed
+    assert rank.resident(sharded)["codes (own rows)"] == hidden // 16 + 2 * hidden // 1024 + 16 * 36 * 7
+    uneven = replace(sharded, ranks=3)  # 4096 and 12288 rows, of which only the latter are thirds
+    own = 36 * 2 * 4096 * 12288
+    assert rank.resident(uneven)["codes (own rows)"] == own // 6 + 2 * own // 384 + 16 * 36 * 2
+    assert rank.resident(uneven)["codes (whole)"] == packed - (own // 2 + 2 * own // 128 + 16 * 36 * 2)
     assert rank.activations(sharded)["activations"] // (4 * 18432) == 36 * 4096 * 2 + 8 * 4096 + 4 + 4 * 128 + 26
 
 
