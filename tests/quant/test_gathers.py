@@ -63,7 +63,8 @@ def trained(model: torch.nn.Module, steps: int = 3) -> list[Any]:
             calls.clear()
             tensors = []
             with MovedBytes() as moved:
-                for part in range(2):  # accumulated
+                for part in range(2):  # accumulated: sharded, and in the second step whole
+                    model.set_requires_gradient_sync(step != 1 or part == 1)
                     tokens = torch.arange(8)[None] + 3 * rank + 5 * part + step
                     output = model(tokens, labels=tokens)
                     output.loss.backward()
@@ -92,7 +93,7 @@ def both_forms(kind: str, scheme: str) -> dict[str, Any]:
     stale, old = cut_model(kind, scheme, True), {}
     original = gathers.own_codes
     with patch.object(gathers, "own_codes", lambda layer, name: old.setdefault((layer, name), original(layer, name))):
-        found = trained(stale)
+        found = trained(stale, steps=2)
     same = [same_bytes(a, b) for a, b in zip(codes[1][0], found[1][0], strict=True)]
     parameters = [
         p for _, layer in quantized_modules(models[1]) for p in layer.parameters(recurse=False) if p.ndim > 1
@@ -113,7 +114,7 @@ def both_forms(kind: str, scheme: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "scheme", "bits"),
-    [("qwen2", "W4A16", 4.125), ("qwen3_moe", "FP8_DYNAMIC", 8.125), ("qwen3_moe", "W4A16_ASYM", 4.15625)],
+    [("qwen2", "FP8_DYNAMIC", 8.1), ("qwen3_moe", "W4A16_ASYM", 4.15625)],
 )
 def test_training_by_gathered_codes_is_training_by_gathered_weights(kind, scheme, bits):
     for found in isolated_group(both_forms, 2, kind, scheme):
