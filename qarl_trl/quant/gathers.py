@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .quantize import LowBitWeight
-from .shards import quantize_own, quantize_shards, unit_of
+from .shards import own_rows, quantize_own, quantize_shards, unit_of
 
 
 if TYPE_CHECKING:
@@ -46,14 +46,18 @@ def gather_codes(layers: Iterable[LowBitLayer], ranks: int, device: torch.device
     for layer in layers:
         if not layer.quantized_forward or layer.keep_dequantized or layer.product_for(layer.scheme, device).prepares:
             continue
-        for name in layer.coded_parameters:
-            weight = getattr(layer, name)
+        coded = {
+            name: weight
+            for name, weight in layer.named_parameters(recurse=False)
             # accelerate writes masters of another dtype anew, by `param.data = ...`.
-            plain = weight.dtype == torch.float32 and not isinstance(weight, DTensor)
-            if plain and gathers_codes(weight.shape, ranks, layer.scheme):
-                coded = CodedMaster(weight.detach(), name)
-                setattr(layer, name, nn.Parameter(coded, requires_grad=weight.requires_grad))
-        layer.register_load_state_dict_pre_hook(_load_coded)
+            if name in layer.coded_parameters and type(weight) is nn.Parameter and weight.dtype == torch.float32
+            if gathers_codes(weight.shape, ranks, layer.scheme)
+        }
+        for name, weight in coded.items():
+            master = CodedMaster(weight.detach(), name)
+            setattr(layer, name, nn.Parameter(master, requires_grad=weight.requires_grad))
+        if coded:
+            layer.register_load_state_dict_pre_hook(_load_coded)
 
 
 @torch.no_grad()
@@ -89,8 +93,8 @@ def _load_coded(layer: LowBitLayer, state_dict: dict[str, Tensor], prefix: str, 
     for name in layer.coded_parameters:
         given = state_dict.get(prefix + name)
         if isinstance(given, DTensor) and _is_coded(getattr(layer, name)):
-            coded, size, stride = CodedMaster(given.to_local(), name), given.shape, given.stride()
-            mesh, placements = given.device_mesh, given.placements
+            coded, mesh, placements = CodedMaster(own_rows(given), name), given.device_mesh, given.placements
+            size, stride = given.shape, given.stride()
             state_dict[prefix + name] = DTensor.from_local(coded, mesh, placements, shape=size, stride=stride)
 
 
