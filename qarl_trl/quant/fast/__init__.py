@@ -11,12 +11,13 @@ import importlib
 import warnings
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
-from .. import reference
+from .. import activations, reference
 from ..reference import QParams
 from ..scheme import codes_key, has_global_scale
 
@@ -44,6 +45,17 @@ def takes(shape: tuple[int, int], dtype: torch.dtype, scheme: QuantizationScheme
     return dtype in DTYPES and shape[0] * shape[1] > 0 and width % 2 == 0 and shape[1] % multiple == 0
 
 
+def quantizer_of(plain: Callable[..., tuple[Tensor, Tensor]], x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What quantizes activations `x` `(..., in)` as `plain` does, a function of `activations`: a kernel, or `plain` itself."""
+    kernel = getattr(_compiled(x.device.type), plain.__name__, None)
+    if kernel is None or type(x) is not Tensor or x.dtype not in DTYPES or not x.is_contiguous() or not x.numel():
+        return plain
+    if x.shape[-1] % (128 if plain is activations.quantize_groups_fp8 else 2):
+        return plain
+    case = (plain.__name__, x.device, x.dtype)
+    return kernel if _agrees(case, kernel.__module__, lambda: _same_activations(kernel, plain, *case[1:])) else plain
+
+
 def _checked(
     check: Callable[..., bool],
     shape: tuple[int, int],
@@ -56,19 +68,25 @@ def _checked(
     if compiled is None or not takes(shape, dtype, scheme):
         return reference
     case = (check.__name__, device, dtype, scheme.format, codes_key(scheme.weights))
+    agrees = _agrees(case, compiled.__name__, lambda: check(compiled, scheme, device, dtype))
+    return compiled if agrees else reference
+
+
+def _agrees(case: tuple, name: str, check: Callable[[], bool]) -> bool:
+    """Whether the compiled functions of a case have passed their check, which runs once."""
     if case not in _AGREES:
         try:
-            _AGREES[case] = check(compiled, scheme, device, dtype)
+            _AGREES[case] = check()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of whatever compiler there is
             warnings.warn(
-                f"The compiled quantizer {compiled.__name__} does not run on {device} ({type(error).__name__}: {error}). "
+                f"The compiled quantizer {name} does not run on {case[1]} ({type(error).__name__}: {error}). "
                 "The plain operations are used instead: slower, with the same bytes.",
-                stacklevel=3,
+                stacklevel=4,
             )
             _AGREES[case] = False
-    return compiled if _AGREES[case] else reference
+    return _AGREES[case]
 
 
 @functools.cache
@@ -102,7 +120,7 @@ def _quantizes_alike(
             expected.append(reference.encode(plain, *args))
     found.append(_finite(compiled, weight, scheme))
     expected.append(_finite(reference, plain, scheme))
-    return _same_bytes(found, expected, compiled, scheme, dtype)
+    return _same_bytes(found, expected, compiled.__name__, f"{codes_key(scheme.weights)}, {dtype}")
 
 
 def _decodes_alike(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
@@ -110,20 +128,35 @@ def _decodes_alike(compiled: ModuleType, scheme: QuantizationScheme, device: tor
     weight = sample(torch.bfloat16).to(device)
     cases = [every_product(scheme, device), (*reference.quantize(weight, scheme), scheme, weight.shape[1])]
     found, expected = ([module.decode(*case, dtype) for case in cases] for module in (compiled, reference))
-    return _same_bytes(found, expected, compiled, scheme, dtype)
+    return _same_bytes(found, expected, compiled.__name__, f"{codes_key(scheme.weights)}, {dtype}")
 
 
-def _same_bytes(
-    found: list, expected: list, compiled: ModuleType, scheme: QuantizationScheme, dtype: torch.dtype
+def _same_activations(
+    kernel: Callable[..., Any], plain: Callable[..., Any], device: torch.device, dtype: torch.dtype
 ) -> bool:
+    """Whether `kernel` has the codes and scales of `plain`, also of ties, and NaN where that has it."""
+    found, expected, samples = [], [], [sample(dtype)]
+    for low, high in ((-448.0, 448.0), (-127.0, 127.0), (-128.0, 127.0)):  # a scale of 1
+        samples.append(samples[0][:256].clamp(low, high))
+        samples[-1][:, ::128], samples[-1][:, 1::128] = low, high
+    x = torch.cat(samples).to(device)
+    diverged = samples[-1].to(device)
+    diverged[::3, 5], diverged[1::3, 6] = torch.nan, torch.inf
+    for results, function in ((found, kernel), (expected, plain)):
+        results += function(x)
+        results += [y.float().nan_to_num(-1.0, torch.inf, -torch.inf) for y in function(diverged)]
+    return _same_bytes(found, expected, kernel.__module__, f"{plain.__name__}, {dtype}")
+
+
+def _same_bytes(found: list, expected: list, compiled: str, case: str) -> bool:
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if not a is b is None]
     if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
         return True
     warnings.warn(
-        f"The compiled quantizer {compiled.__name__} gives other bytes on {pairs[0][0].device} than the plain operations "
-        f"({codes_key(scheme.weights)}, {dtype}), which are used instead: slower, with the right bytes. "
+        f"The compiled quantizer {compiled} gives other bytes on {pairs[0][0].device} than the plain operations "
+        f"({case}), which are used instead: slower, with the right bytes. "
         "Please report this with the versions of torch and numba or triton.",
-        stacklevel=4,
+        stacklevel=5,
     )
     return False
 

@@ -16,7 +16,8 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.utils import calculate_range
 from torch import Tensor
 
-from ..reference import FP8, QParams, width_of_scales
+from .. import activations
+from ..reference import FP8, FP8_MAX, QParams, width_of_scales
 from . import cpu_kernels as kernels
 
 
@@ -94,6 +95,61 @@ def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns:
     offset = None if scheme.weights.type == QuantizationType.FLOAT else np.float32(1 << (size - 1))
     _over_rows(kernels.decode, pairs, _memory(scale.contiguous(), np.uint16), zeros, numbers, flip, offset)
     return out
+
+
+# Activations: the functions are those of `activations`, of contiguous `x` with an even number of columns.
+
+
+def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _symmetric(activations.quantize_tokens_fp8, x, x.shape[-1], FP8_MAX, floor=activations.FP8_MIN_SCALE)
+
+
+def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
+    least = activations.FP8_GROUP_MIN
+    return _symmetric(activations.quantize_groups_fp8, x, group_size, FP8_MAX, least=least, divided=True)
+
+
+def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _symmetric(
+        activations.quantize_tokens_int8, x, x.shape[-1], 127.0, low=np.float32(-128), high=np.float32(127)
+    )
+
+
+def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
+    plain, kernel = activations.quantize_tokens_int8_asymmetric, kernels.asymmetric_activations
+    return _activations(plain, kernel, x, x.shape[-1], torch.int16)
+
+
+def _symmetric(
+    plain: Callable[..., Any],
+    x: Tensor,
+    width: int,
+    largest: float,
+    least: float = 0.0,
+    floor: float = 0.0,
+    **kind: Any,
+) -> tuple[Tensor, Tensor]:
+    limits = map(np.float32, (largest, least, floor))
+    kind = [kind.get(name) for name in ("divided", "low", "high")]
+    return _activations(plain, kernels.activations, x, width, FP8 if kind[-1] is None else torch.int8, *limits, *kind)
+
+
+def _activations(
+    plain: Callable[..., Any], kernel: Callable[..., None], x: Tensor, width: int, dtype: torch.dtype, *args: Any
+) -> tuple[Tensor, Tensor]:
+    codes, scale = (
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty((*x.shape[:-1], x.shape[-1] // width), dtype=torch.float32),
+    )
+    shape = x.numel() // x.shape[-1], 1, scale.shape[-1], width // 2
+    words = _memory(x, np.uint32 if x.dtype == torch.bfloat16 else np.uint64, shape)
+    pairs = _memory(codes, np.uint16 if codes.element_size() == 1 else np.uint32, shape)
+    scales = _memory(scale, np.float32, (shape[0], shape[2]))
+    _over_rows(kernel, words, scales, pairs, *args)
+    if not np.isfinite(scales).all():  # what becomes of NaN no kernel follows
+        rows = torch.from_numpy(~np.isfinite(scales).all(1)).view(x.shape[:-1])
+        codes[rows], scale[rows] = plain(x[rows])
+    return codes, scale
 
 
 def _layout(scheme: QuantizationScheme) -> tuple[int, int]:

@@ -175,6 +175,12 @@ def _float8_code(b: ir.IRBuilder, x: Any) -> Any:
 
 
 @_instruction(types.uint32)
+def _signed_float8_code(b: ir.IRBuilder, x: Any) -> Any:
+    """As [`_float8_code`], and -0.0 stays what it is."""
+    return b.or_(_float_code(b, x, FP8_MAX, -6, 3)[0], b.and_(b.lshr(b.bitcast(x, _I32), _int(24)), _int(0x80)))
+
+
+@_instruction(types.uint32)
 def _float4_code(b: ir.IRBuilder, x: Any) -> Any:
     """Bits of the nearest float4_e2m1 number; a code of `reference.pack_fp4`."""
     code, bits = _float_code(b, x, FP4_MAX, 0, 1)
@@ -269,6 +275,39 @@ def _float8_products(b: ir.IRBuilder, pair: Any, scale: Any, like: Any) -> Any:
         bits = b.select(b.icmp_unsigned("<", magnitude, _int(8)), subnormal, normal)
         numbers.append(b.bitcast(b.or_(bits, b.shl(b.and_(code, _int(0x80)), _int(24))), _F32))
     return _products(b, *numbers, scale, like)
+
+
+# Numbers of activations are not rounded to bfloat16.
+
+
+@_instruction(types.float32)
+def _float32(b: ir.IRBuilder, bits: Any) -> Any:
+    return b.bitcast(bits, _F32)
+
+
+@_instruction(types.float32)
+def _exact_first(b: ir.IRBuilder, word: Any) -> Any:
+    return b.bitcast(_halves(b, word)[0], _F32)
+
+
+@_instruction(types.float32)
+def _exact_second(b: ir.IRBuilder, word: Any) -> Any:
+    return b.bitcast(_halves(b, word)[1], _F32)
+
+
+@_instruction(types.float32)
+def _number_or_zero(b: ir.IRBuilder, x: Any) -> Any:
+    return b.select(b.fcmp_unordered("uno", x, x), _real(0.0), x)
+
+
+@_instruction(types.uint32)
+def _from_zero_point(b: ir.IRBuilder, x: Any, zero: Any) -> Any:
+    """The nearest integer, halves away from zero, where with `zero` added it is an int8; else the end of that range, minus `zero`."""
+    bits = b.bitcast(x, _I32)
+    size = b.fptosi(b.fadd(b.bitcast(b.and_(bits, _int(0x7FFFFFFF)), _F32), _real(0.5)), _I32)
+    code = b.add(b.select(b.icmp_signed("<", bits, _int(0)), b.neg(size), size), zero)
+    code = b.select(b.icmp_signed("<", code, _int(127)), code, _int(127))
+    return b.sub(b.select(b.icmp_signed(">", code, _int(-128)), code, _int(-128)), zero)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -425,3 +464,55 @@ def float4(words, scales, out, steps, global_scale):
             # In float32, whose quotients may be as near to a tie as they like: no product would do.
             first, second = _float4_code(_first(part[i]) / unit[i]), _float4_code(_second(part[i]) / unit[i])
             codes[i] = _pair(first, second, np.uint8(0))
+
+
+@_kernel
+def activations(words, scales, out, largest, least, floor, divided, low, high):
+    """
+    Codes of numbers divided by their scale, or with `divided` as `None` times its reciprocal; float8 where `high` is `None`.
+
+    The scale is the largest magnitude, taken as at least `least`, by `largest`, and at least `floor`.
+    """
+    _wide_vectors()
+    magnitudes, pair = np.empty(words.shape[2], np.uint32), out.dtype.type(0)
+    for row in range(words.shape[0]):
+        _magnitudes(words[row], magnitudes)
+        for column in range(words.shape[2]):
+            part, codes, scale = words[row, 0, column], out[row, 0, column], _float32(magnitudes[column])
+            scale = (least if scale < least else scale) / largest  # and NaN stays
+            scale = floor if scale < floor else scale
+            scales[row, column] = scale
+            factor = np.float32(1) / scale
+            for i in range(part.shape[0]):
+                first, second = _exact_first(part[i]), _exact_second(part[i])
+                if divided is None:
+                    first, second = first * factor, second * factor
+                else:
+                    first, second = first / scale, second / scale
+                if high is None:
+                    codes[i] = _pair(_signed_float8_code(first), _signed_float8_code(second), pair)
+                else:  # zero times the reciprocal of a scale of zero is no number
+                    first, second = _number_or_zero(first), _number_or_zero(second)
+                    codes[i] = _pair(_nearest(first, low, high), _nearest(second, low, high), pair)
+
+
+@_kernel
+def asymmetric_activations(words, scales, out):
+    """Integer codes minus their zero point; the range includes zero. A scale of NaN marks a row that has to be done otherwise."""
+    _wide_vectors()
+    low, high = np.empty(1, np.uint32), np.empty(1, np.int32)
+    for row in range(words.shape[0]):
+        _minima_maxima(words[row], low, high)
+        least, greatest = _float32(low[0]), _float32(high[0])
+        steps = np.float32(1) if least == greatest else np.float32(255) / (greatest - least)
+        scales[row, 0] = np.float32(1) / steps if steps < np.float32(np.inf) else np.float32(np.nan)
+        below, above = least * steps, greatest * steps
+        zero = np.float32(127) - above
+        if (below - np.float32(128)) + (above + np.float32(127)) > 0:
+            zero = np.float32(-128) - below
+        zero = np.int32(np.int8(_nearest(zero, np.float32(-128), np.float32(127))))
+        part, codes = words[row, 0, 0], out[row, 0, 0]
+        for i in range(part.shape[0]):
+            first = _from_zero_point(_exact_first(part[i]) * steps, zero)
+            second = _from_zero_point(_exact_second(part[i]) * steps, zero)
+            codes[i] = _pair(first, second, np.uint32(0))

@@ -14,7 +14,8 @@ import triton.language as tl
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
-from ..reference import FP8, QParams, pack_zero_points, qparams_of, rows_of_scales, width_of_scales
+from .. import activations
+from ..reference import FP8, FP8_MAX, QParams, pack_zero_points, qparams_of, rows_of_scales, width_of_scales
 
 
 __all__ = ["decode", "encode", "extremes", "pack_zero_points", "quantize"]
@@ -86,6 +87,33 @@ def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns:
     constants |= {"CODE_BITS": size, "FLIP": 0 if packed else half, "OFFSET": float(half)}
     _over_tiles(_decode, words, scales, zeros, pairs, **constants)
     return out
+
+
+# Activations: the functions are those of `activations`, of contiguous `x` with an even number of columns.
+
+
+def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _activations(x, x.shape[-1], FP8, LARGEST=FP8_MAX, FLOOR=activations.FP8_MIN_SCALE)
+
+
+def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
+    return _activations(x, group_size, FP8, LARGEST=FP8_MAX, LEAST=activations.FP8_GROUP_MIN, DIVIDED=True)
+
+
+def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _activations(x, x.shape[-1], torch.int8, LARGEST=127.0, ONCE=x.is_cuda)
+
+
+def _activations(x: Tensor, width: int, dtype: torch.dtype, **constants: Any) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // width), dtype=torch.float32)
+    words = x.view(torch.int32 if x.dtype == torch.bfloat16 else torch.int64).view(-1, width // 2)
+    tile = _tile(words.shape[1])
+    constants = {"LEAST": 0.0, "FLOOR": 0.0, "DIVIDED": False, "ONCE": False, "FLOAT8": dtype == FP8} | constants
+    with torch.cuda.device_of(x):
+        grid = (triton.cdiv(words.shape[0], tile[0]),)
+        _activation_codes[grid](words, scale, codes.view(torch.int16), *words.shape, *tile, **constants)
+    return codes, scale
 
 
 def _words(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -172,9 +200,13 @@ def _integer(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 @triton.jit
 def _float8(x):
     """Bits of the nearest float8_e4m3fn number, ties to even, saturated; `reference.fp8_codes` of one number."""
-    x = tl.minimum(tl.maximum(x + 0.0, -448.0), 448.0)
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+    return _signed_float8((x + 0.0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _signed_float8(bits):
+    """As [`_float8`], from bits, and -0.0 stays what it is."""
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # 960: the exponent's bias, 127 - 7
     # Below 2^-6 (0x3C800000) the numbers are multiples of 2^-9, as far apart as float32 numbers from 2^14 (0x46800000) on.
     subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -281,3 +313,53 @@ def _decode(
     else:
         word = ((first >> 16) & 0xFFFF) | second
     tl.store(words + place, word, mask)
+
+
+@triton.jit
+def _activation_code(bits, scale, factor, FLOAT8: tl.constexpr, DIVIDED: tl.constexpr):
+    x = bits.to(tl.float32, bitcast=True)
+    x = tl.div_rn(x, scale) if DIVIDED else x * factor
+    if FLOAT8:
+        code = tl.where(x == x, _signed_float8(x.to(tl.int32, bitcast=True)), 0x7F)
+    else:
+        code = _integer(tl.where(x == x, x, 0.0), -128.0, 127.0)
+    return code & 0xFF
+
+
+@triton.jit
+def _activation_codes(
+    words,
+    scales,
+    out,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    ONCE: tl.constexpr,
+    FLOAT8: tl.constexpr,
+):
+    """Codes of numbers divided by their scale, or times its reciprocal, which with `ONCE` is rounded once."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        first, second = _halves(tl.load(words + row.to(tl.int64)[:, None] * columns + column[None, :], mask, 0))
+        greatest = tl.maximum(greatest, tl.maximum(first & 0x7FFFFFFF, second & 0x7FFFFFFF))
+    largest = tl.max(greatest, 1).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(tl.where(largest < LEAST, LEAST, largest), tl.full((ROWS,), LARGEST, tl.float32))
+    scale = tl.where(scale < FLOOR, FLOOR, scale)  # NaN stays
+    tl.store(scales + row, scale, row < rows)
+    factor = tl.div_rn(tl.full((ROWS,), LARGEST if ONCE else 1.0, tl.float32), largest if ONCE else scale)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        first, second = _halves(tl.load(words + place, mask, 0))
+        first = _activation_code(first, scale[:, None], factor[:, None], FLOAT8, DIVIDED)
+        second = _activation_code(second, scale[:, None], factor[:, None], FLOAT8, DIVIDED)
+        tl.store(out + place, (first | (second << 8)).to(tl.int16), mask)
