@@ -1,7 +1,7 @@
-"""The functions of `reference` as compiled kernels: byte-identical, quicker, and optional (this folder can be deleted).
+"""The functions of `reference` and `activations` as compiled kernels: byte-identical, quicker, and optional (this folder can be deleted).
 
-Invariant: a kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of `reference`:
-codes of every bfloat16 number below 1e37, and numbers of every code with every scale. Otherwise `reference` is used.
+Invariant: a kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of the plain
+function: codes of every bfloat16 number below 1e37, and numbers of every code with every scale. Otherwise that is used.
 """
 
 from __future__ import annotations
