@@ -53,7 +53,7 @@ def same(found, expected):
 def test_codes_and_scales_have_the_bytes_of_the_plain_operations(plain, dtype):
     """Every bfloat16 number below 1e37, rows of all sizes down to those without a reciprocal, ties, and -0.0."""
     found = PRODUCTS[plain].quantize
-    for x in [fast.sample(dtype), *(tokens(10.0**size, dtype, shape=(40, 384)) for size in range(-44, 38, 3))]:
+    for x in [fast.sample(dtype), *(tokens(10.0**size, dtype, shape=(40, 384)) for size in range(-44, 36, 3))]:
         assert fast.quantizer_of(plain, x) is getattr(cpu, plain.__name__)
         assert same(found(x), plain(x))
         assert not same(found(-x.roll(1, -1)), plain(x))  # control
@@ -101,7 +101,7 @@ def test_what_no_kernel_takes_goes_to_the_plain_operations(monkeypatch, plain):
 def one_code_off(plain):
     def broken(x):
         codes, scale = plain(x)
-        codes.view(torch.uint8)[700, -1] ^= 1
+        codes.view(torch.uint8)[-1, -1] ^= 1
         return codes, scale
 
     return broken
@@ -110,7 +110,7 @@ def one_code_off(plain):
 def one_scale_off(plain):
     def broken(x):
         codes, scale = plain(x)
-        scale[700] *= 1 + 2.0**-23
+        scale[-1] *= 1 + 2.0**-23
         return codes, scale
 
     return broken
