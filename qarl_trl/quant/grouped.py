@@ -61,7 +61,7 @@ def _(product: Fp8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tup
     matrices, w_scale = stacked(operand, offsets), w_scale.view(len(offsets), -1)
     if on_cpu:
         sums = multiply(codes.float(), matrices.float(), offsets)
-        return (sums * scale * _of_rows(w_scale, sums, offsets)).to(x.dtype), saved
+        return sums.mul_(scale).mul_(_of_rows(w_scale, sums, offsets)).to(x.dtype), saved
     scales = {"scale_a": scale.squeeze(-1), "scale_b": w_scale}
     options = {"offs": offsets, "out_dtype": x.dtype, "use_fast_accum": True}
     return torch._scaled_grouped_mm(codes, matrices.transpose(-2, -1), **scales, **options), saved
@@ -92,8 +92,8 @@ def _(product: Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tu
     else:
         parts = zip(codes.split(1024, dim=1), weight.codes.split(1024, dim=1), strict=True)
         sums = sum(exact(*part).to(torch.int32) for part in parts).float()
-    w_scale = _of_rows(weight.scale.float().view(len(offsets), -1), sums, offsets)
-    return (sums * w_scale * scale).to(x.dtype), saved
+    w_scale = _of_rows(weight.scale.view(len(offsets), -1), sums, offsets)
+    return sums.mul_(w_scale).mul_(scale).to(x.dtype), saved
 
 
 def _of_rows(of_experts: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class ActivationGemm(Product):
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
         codes, scale = saved
         if scale.shape[-1] == 1:
-            return (codes.float() * scale).to(dtype)
+            return codes.float().mul_(scale).to(dtype)
         groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
