@@ -14,7 +14,6 @@ import qarl_trl
 from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.products import ActivationGemm, dequantize, plain_product
 from qarl_trl.quant.quantize import _quantizer
-from qarl_trl.quant.scheme import has_global_scale
 from qarl_trl.quant.table import SUPPORTED
 from quant.schemes import normal
 
@@ -112,5 +111,4 @@ def test_with_it_the_compiled_quantizer_does_the_work(scheme):
     pytest.importorskip("numba")
     weight, scheme = normal(256, 256), resolve_scheme(scheme)
     assert _quantizer(weight, scheme)[0] is not reference
-    if not has_global_scale(scheme):
-        assert fast.decoder_for(weight.shape, torch.bfloat16, weight.device, scheme) is not reference
+    assert fast.decoder_for(weight.shape, torch.bfloat16, weight.device, scheme) is not reference

@@ -11,19 +11,34 @@ import importlib
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
 from .. import activations, reference
-from ..reference import QParams
+from ..reference import FP8, FP8_MAX, QParams
 from ..scheme import codes_key, has_global_scale
 
 
 DTYPES = (torch.bfloat16, torch.float32)
 _AGREES: dict[tuple, bool] = {}
+Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
+# Of the quantizers of activations: numbers of a scale (0: a token's), dtype of the codes, whether numbers are divided by the
+# scale or multiplied by its reciprocal, and largest, least and floor of max(max(magnitude, least) / largest, floor).
+RULES: dict[Quantizer, tuple[int, torch.dtype, bool, float, float, float]] = {
+    activations.quantize_tokens_fp8: (0, FP8, False, FP8_MAX, 0.0, activations.FP8_MIN_SCALE),
+    activations.quantize_groups_fp8: (128, FP8, True, FP8_MAX, activations.FP8_GROUP_MIN, 0.0),
+    activations.quantize_tokens_int8: (0, torch.int8, False, 127.0, 0.0, 0.0),
+    activations.quantize_tokens_int8_asymmetric: (
+        0,
+        torch.int16,
+        False,
+        255.0,
+        0.0,
+        0.0,
+    ),  # a kernel of its own, on a CPU
+}
 
 
 def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
@@ -34,7 +49,7 @@ def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
 def decoder_for(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device, scheme: QuantizationScheme
 ) -> ModuleType:
-    """The module that decodes a matrix `(out, in)` of this `shape`, in a scheme without a global scale."""
+    """The module that decodes a matrix `(out, in)` of this `shape`."""
     return _checked(_decodes_alike, shape, dtype, device, scheme)
 
 
@@ -45,15 +60,20 @@ def takes(shape: tuple[int, int], dtype: torch.dtype, scheme: QuantizationScheme
     return dtype in DTYPES and shape[0] * shape[1] > 0 and width % 2 == 0 and shape[1] % multiple == 0
 
 
-def quantizer_of(plain: Callable[..., tuple[Tensor, Tensor]], x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def quantizer_of(plain: Quantizer, x: Tensor) -> Quantizer:
     """What quantizes activations `x` `(..., in)` as `plain` does, a function of `activations`: a kernel, or `plain` itself."""
-    kernel = getattr(_compiled(x.device.type), plain.__name__, None)
-    if kernel is None or type(x) is not Tensor or x.dtype not in DTYPES or not x.is_contiguous() or not x.numel():
+    compiled, (width, *rule) = _compiled(x.device.type), RULES[plain]
+    if compiled is None or type(x) is not Tensor or x.dtype not in DTYPES or not x.is_contiguous() or not x.numel():
         return plain
-    if x.shape[-1] % (128 if plain is activations.quantize_groups_fp8 else 2):
+    if x.shape[-1] % (width or 2):
         return plain
+
+    def kernel(x: Tensor) -> tuple[Tensor, Tensor]:
+        return compiled.quantize_activations(plain, x, width or x.shape[-1], *rule)
+
     case = (plain.__name__, x.device, x.dtype)
-    return kernel if _agrees(case, kernel.__module__, lambda: _same_activations(kernel, plain, *case[1:])) else plain
+    agrees = _agrees(case, compiled.__name__, lambda: _same_activations(kernel, plain, compiled.__name__, *case[1:]))
+    return kernel if agrees else plain
 
 
 def _checked(
@@ -126,13 +146,17 @@ def _quantizes_alike(
 def _decodes_alike(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `compiled` has the numbers of `reference`, of every code with every scale and of a quantized weight."""
     weight = sample(torch.bfloat16).to(device)
-    cases = [every_product(scheme, device), (*reference.quantize(weight, scheme), scheme, weight.shape[1])]
-    found, expected = ([module.decode(*case, dtype) for case in cases] for module in (compiled, reference))
+    found, expected = [], []
+    for global_scale in _global_scales(scheme, device):
+        quantized = *reference.quantize(weight, scheme, global_scale), scheme, weight.shape[1]
+        for case in (every_product(scheme, device), quantized):
+            for results, module in ((found, compiled), (expected, reference)):
+                results.append(module.decode(*case, dtype, global_scale))
     return _same_bytes(found, expected, compiled.__name__, f"{codes_key(scheme.weights)}, {dtype}")
 
 
 def _same_activations(
-    kernel: Callable[..., Any], plain: Callable[..., Any], device: torch.device, dtype: torch.dtype
+    kernel: Quantizer, plain: Quantizer, compiled: str, device: torch.device, dtype: torch.dtype
 ) -> bool:
     """Whether `kernel` has the codes and scales of `plain`, also of ties, and NaN where that has it."""
     found, expected, samples = [], [], [sample(dtype)]
@@ -145,7 +169,7 @@ def _same_activations(
     for results, function in ((found, kernel), (expected, plain)):
         results += function(x)
         results += [y.float().nan_to_num(-1.0, torch.inf, -torch.inf) for y in function(diverged)]
-    return _same_bytes(found, expected, kernel.__module__, f"{plain.__name__}, {dtype}")
+    return _same_bytes(found, expected, compiled, f"{plain.__name__}, {dtype}")
 
 
 def _same_bytes(found: list, expected: list, compiled: str, case: str) -> bool:
@@ -169,6 +193,10 @@ def every_product(scheme: QuantizationScheme, device: torch.device) -> tuple[Ten
     blocks are of two rows.
     """
     args, zero_point = scheme.weights, None
+    if has_global_scale(scheme):
+        scale, pairs = torch.arange(0x7F, device=device), torch.arange(0x10, 0x100, 0x22, device=device)
+        codes = pairs.to(torch.uint8).repeat(len(scale), 16)
+        return codes, (scale.to(torch.uint8).view(reference.FP8).unsqueeze(-1).repeat(1, 16), None), scheme, 256
     scale = torch.arange(0x7F80, device=device).to(torch.int16).view(torch.bfloat16).unsqueeze(-1)
     row = torch.arange(256, device=device)
     if args.type == QuantizationType.FLOAT:

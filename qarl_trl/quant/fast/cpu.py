@@ -16,8 +16,7 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.utils import calculate_range
 from torch import Tensor
 
-from .. import activations
-from ..reference import FP8, FP8_MAX, QParams, width_of_scales
+from ..reference import FP8, QParams, width_of_scales
 from . import cpu_kernels as kernels
 
 
@@ -84,10 +83,21 @@ def _encode(
     return out.view(FP8 if args.type == QuantizationType.FLOAT else packed)
 
 
-def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns: int, dtype: torch.dtype) -> Tensor:
+def decode(
+    codes: Tensor,
+    qparams: QParams,
+    scheme: QuantizationScheme,
+    columns: int,
+    dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """As [`reference.decode`]."""
     (scale, zero_point), out = qparams, torch.empty(codes.shape[0], columns, dtype=dtype)
     numbers = _words(out, scheme)
+    if global_scale is not None:
+        pairs, scales = _memory(codes.contiguous(), np.uint8, numbers.shape), _memory(scale.contiguous(), np.uint8)
+        _over_rows(kernels.decode_float4, pairs, scales, numbers, np.float32(global_scale.item()))
+        return out
     size, signs = _layout(scheme)
     pairs = _memory(codes.contiguous(), _PAIRS[size], numbers.shape)
     zeros = None if zero_point is None else _memory(zero_point.contiguous(), np.int8)
@@ -97,55 +107,22 @@ def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns:
     return out
 
 
-# Activations: the functions are those of `activations`, of contiguous `x` with an even number of columns.
-
-
-def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _symmetric(activations.quantize_tokens_fp8, x, x.shape[-1], FP8_MAX, floor=activations.FP8_MIN_SCALE)
-
-
-def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
-    least = activations.FP8_GROUP_MIN
-    return _symmetric(activations.quantize_groups_fp8, x, group_size, FP8_MAX, least=least, divided=True)
-
-
-def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _symmetric(
-        activations.quantize_tokens_int8, x, x.shape[-1], 127.0, low=np.float32(-128), high=np.float32(127)
-    )
-
-
-def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
-    plain, kernel = activations.quantize_tokens_int8_asymmetric, kernels.asymmetric_activations
-    return _activations(plain, kernel, x, x.shape[-1], torch.int16)
-
-
-def _symmetric(
-    plain: Callable[..., Any],
-    x: Tensor,
-    width: int,
-    largest: float,
-    least: float = 0.0,
-    floor: float = 0.0,
-    **kind: Any,
+def quantize_activations(
+    plain: Callable[..., Any], x: Tensor, width: int, dtype: torch.dtype, divided: bool, *limits: float
 ) -> tuple[Tensor, Tensor]:
-    limits = map(np.float32, (largest, least, floor))
-    kind = [kind.get(name) for name in ("divided", "low", "high")]
-    return _activations(plain, kernels.activations, x, width, FP8 if kind[-1] is None else torch.int8, *limits, *kind)
-
-
-def _activations(
-    plain: Callable[..., Any], kernel: Callable[..., None], x: Tensor, width: int, dtype: torch.dtype, *args: Any
-) -> tuple[Tensor, Tensor]:
-    codes, scale = (
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty((*x.shape[:-1], x.shape[-1] // width), dtype=torch.float32),
-    )
+    """As `plain` of contiguous `x`; the rest is what [`fast.RULES`] says of it."""
+    codes = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // width), dtype=torch.float32)
     shape = x.numel() // x.shape[-1], 1, scale.shape[-1], width // 2
     words = _memory(x, np.uint32 if x.dtype == torch.bfloat16 else np.uint64, shape)
-    pairs = _memory(codes, np.uint16 if codes.element_size() == 1 else np.uint32, shape)
+    pairs = _memory(codes, np.uint32 if dtype == torch.int16 else np.uint16, shape)
     scales = _memory(scale, np.float32, (shape[0], shape[2]))
-    _over_rows(kernel, words, scales, pairs, *args)
+    if dtype == torch.int16:
+        _over_rows(kernels.asymmetric_activations, words, scales, pairs)
+    else:  # `None` compiles the kernel anew
+        _over_rows(
+            kernels.activations, words, scales, pairs, *map(np.float32, limits), divided or None, dtype == FP8 or None
+        )
     if not np.isfinite(scales).all():  # what becomes of NaN no kernel follows
         rows = torch.from_numpy(~np.isfinite(scales).all(1)).view(x.shape[:-1])
         codes[rows], scale[rows] = plain(x[rows])

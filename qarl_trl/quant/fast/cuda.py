@@ -6,6 +6,7 @@ the tests run the kernels in Triton's interpreter, which does not show what the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ import triton.language as tl
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
-from .. import activations
-from ..reference import FP8, FP8_MAX, QParams, pack_zero_points, qparams_of, rows_of_scales, width_of_scales
+from ..reference import FP8, QParams, pack_zero_points, qparams_of, rows_of_scales, width_of_scales
 
 
 __all__ = ["decode", "encode", "extremes", "pack_zero_points", "quantize"]
@@ -73,43 +73,42 @@ def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_
     return out.view(FP8 if scheme.weights.type == QuantizationType.FLOAT else torch.int32 if packed else torch.int8)
 
 
-def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns: int, dtype: torch.dtype) -> Tensor:
+def decode(
+    codes: Tensor,
+    qparams: QParams,
+    scheme: QuantizationScheme,
+    columns: int,
+    dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """As [`reference.decode`]."""
     (scale, zero_point), out = qparams, torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
     words, scales = _words(out, scheme), rows_of_scales(scale, scheme).float().contiguous()
+    if global_scale is not None:
+        scales = scales / global_scale
     zeros = scales if zero_point is None else zero_point.float().contiguous()
     packed = scheme.format == "pack-quantized"
-    size = scheme.weights.num_bits if packed else 8
+    size = scheme.weights.num_bits if packed or global_scale is not None else 8
     half = 1 << (size - 1)
     pairs = codes.contiguous().view(torch.uint8 if size == 4 else torch.int16)
-    constants = {"FLOAT8": scheme.weights.type == QuantizationType.FLOAT, "ASYMMETRIC": zero_point is not None}
+    constants = {"FLOAT": scheme.weights.type == QuantizationType.FLOAT, "ASYMMETRIC": zero_point is not None}
     # Integers in packed words have half their range added; others get it with their highest bit turned.
     constants |= {"CODE_BITS": size, "FLIP": 0 if packed else half, "OFFSET": float(half)}
     _over_tiles(_decode, words, scales, zeros, pairs, **constants)
     return out
 
 
-# Activations: the functions are those of `activations`, of contiguous `x` with an even number of columns.
-
-
-def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _activations(x, x.shape[-1], FP8, LARGEST=FP8_MAX, FLOOR=activations.FP8_MIN_SCALE)
-
-
-def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
-    return _activations(x, group_size, FP8, LARGEST=FP8_MAX, LEAST=activations.FP8_GROUP_MIN, DIVIDED=True)
-
-
-def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _activations(x, x.shape[-1], torch.int8, LARGEST=127.0, ONCE=x.is_cuda)
-
-
-def _activations(x: Tensor, width: int, dtype: torch.dtype, **constants: Any) -> tuple[Tensor, Tensor]:
+def quantize_activations(
+    plain: Callable[..., Any], x: Tensor, width: int, dtype: torch.dtype, divided: bool, *limits: float
+) -> tuple[Tensor, Tensor]:
+    """As `plain` of contiguous `x`; the rest is what [`fast.RULES`] says of it."""
     codes = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // width), dtype=torch.float32)
     words = x.view(torch.int32 if x.dtype == torch.bfloat16 else torch.int64).view(-1, width // 2)
     tile = _tile(words.shape[1])
-    constants = {"LEAST": 0.0, "FLOOR": 0.0, "DIVIDED": False, "ONCE": False, "FLOAT8": dtype == FP8} | constants
+    constants = dict(zip(("LARGEST", "LEAST", "FLOOR"), limits, strict=True))
+    # On a GPU the reciprocal of an int8 scale is rounded once.
+    constants |= {"DIVIDED": divided, "FLOAT8": dtype == FP8, "ONCE": dtype != FP8 and x.is_cuda}
     with torch.cuda.device_of(x):
         grid = (triton.cdiv(words.shape[0], tile[0]),)
         _activation_codes[grid](words, scale, codes.view(torch.int16), *words.shape, *tile, **constants)
@@ -264,13 +263,18 @@ def _encode(
 
 
 @triton.jit
-def _float8_number(code):
-    """The number of a float8_e4m3fn code that is not NaN."""
-    magnitude = code & 0x7F
-    normal = (magnitude << 20) + 0x3C000000  # the exponent's bias, 127 - 7
-    # Below 2^-6 the numbers are multiples of 2^-9.
-    subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-    bits = tl.where(magnitude < 8, subnormal, normal) | ((code & 0x80) << 24)
+def _float_number(code, BITS: tl.constexpr):
+    """The number of a float8_e4m3fn code that is not NaN, or of a float4_e2m1 code."""
+    if BITS == 8:
+        magnitude = code & 0x7F
+        normal = (magnitude << 20) + 0x3C000000  # the exponent's bias, 127 - 7
+        # Below 2^-6 the numbers are multiples of 2^-9.
+        subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+        bits = tl.where(magnitude < 8, subnormal, normal) | ((code & 0x80) << 24)
+    else:
+        magnitude = code & 7
+        normal = (magnitude << 22) + 0x3F000000  # 127 - 1
+        bits = tl.where(magnitude < 2, magnitude * 0x3F000000, normal) | ((code & 8) << 28)  # 0, 0.5
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -284,7 +288,7 @@ def _decode(
     columns,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    FLOAT: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
     CODE_BITS: tl.constexpr,
     FLIP: tl.constexpr,
@@ -301,11 +305,11 @@ def _decode(
     shift = OFFSET
     if ASYMMETRIC:
         shift = OFFSET + tl.load(zeros + row, row < rows, 0.0)[:, None]
-    if FLOAT8:
-        first, second = _float8_number(first), _float8_number(second)
+    if FLOAT:
+        first, second = _float_number(first, CODE_BITS), _float_number(second, CODE_BITS)
     else:
         first, second = (first ^ FLIP).to(tl.float32) - shift, (second ^ FLIP).to(tl.float32) - shift
-    # A code has 8 bits and a scale has 8, so that the product is exact and rounded once.
+    # A code has 8 bits and a bfloat16 scale has 8, so that the product is exact and rounded once.
     first = _to_bfloat16((first * scale).to(tl.int32, bitcast=True))
     second = _to_bfloat16((second * scale).to(tl.int32, bitcast=True))
     if words.dtype.element_ty == tl.int64:
