@@ -7,7 +7,7 @@ before any ratio is printed.
 Both start from a bfloat16 weight and end with the tensors of the checkpoint. "float32" is ours from a float32 master, "plain"
 ours without compiled kernels, as it is where numba is missing. The copy moves half of the bytes that the quantizer reads and
 writes (the weight, and every stored tensor) from one buffer to another that exists already. Back, every side writes to memory
-of its own, as a layer does; NVFP4A16 has no kernel there.
+of its own, as a layer does. Last, each quantizer of activations with its kernel against its plain operations, in bfloat16.
 """
 
 from __future__ import annotations
