@@ -25,19 +25,13 @@ DTYPES = (torch.bfloat16, torch.float32)
 _AGREES: dict[tuple, bool] = {}
 Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
 # Of the quantizers of activations: numbers of a scale (0: a token's), dtype of the codes, whether numbers are divided by the
-# scale or multiplied by its reciprocal, and largest, least and floor of max(max(magnitude, least) / largest, floor).
+# scale or multiplied by its reciprocal, and largest, least and floor of max(max(magnitude, least) / largest, floor). The
+# asymmetric one has a kernel of its own, on a CPU only.
 RULES: dict[Quantizer, tuple[int, torch.dtype, bool, float, float, float]] = {
     activations.quantize_tokens_fp8: (0, FP8, False, FP8_MAX, 0.0, activations.FP8_MIN_SCALE),
     activations.quantize_groups_fp8: (128, FP8, True, FP8_MAX, activations.FP8_GROUP_MIN, 0.0),
     activations.quantize_tokens_int8: (0, torch.int8, False, 127.0, 0.0, 0.0),
-    activations.quantize_tokens_int8_asymmetric: (
-        0,
-        torch.int16,
-        False,
-        255.0,
-        0.0,
-        0.0,
-    ),  # a kernel of its own, on a CPU
+    activations.quantize_tokens_int8_asymmetric: (0, torch.int16, False, 255.0, 0.0, 0.0),
 }
 
 
