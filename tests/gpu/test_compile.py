@@ -45,6 +45,7 @@ for width, *rule in list(fast.RULES.values())[:3]:
 SCHEMES = ["W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4A16"]
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_hopper_gpu_and_divides_exactly():
     pytest.importorskip("triton.backends.nvidia.compiler")
     script = COMPILE.replace("{schemes}", repr(SCHEMES)).replace(

@@ -93,11 +93,13 @@ def test_the_package_loads_nothing_that_is_above_it():
     assert "'qarl_trl.rollout.products'" in rollout and "'trl'" in rollout  # control
 
 
+@pytest.mark.slow
 def test_without_numba_and_triton_it_works_with_the_same_bytes():
     lines = run(WORKS.format(hidden=["numba", "llvmlite", "triton"]))
     assert [tuple(line.split()) for line in lines] == [(*pair, "True") for pair in digests()]
 
 
+@pytest.mark.slow
 def test_without_the_folder_of_the_compiled_quantizer_it_works_with_the_same_bytes(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "qarl_trl", ignore=shutil.ignore_patterns("fast", "__pycache__"))
     assert not (tmp_path / "qarl_trl" / "quant" / "fast").exists()
