@@ -221,17 +221,21 @@ def restore_masters(model: PreTrainedModel, folder: str) -> None:
     model.load_state_dict(stored.state_dict())
 
 
-def announce_fused_head(model: PreTrainedModel) -> None:
+def fit_to_zero3(model: PreTrainedModel) -> None:
     """
-    Tell DeepSpeed ZeRO-3 that the forward of `model` reads its output head.
+    Tell DeepSpeed ZeRO-3 that the forward of `model` reads its output head, and that a decoder layer is one piece.
 
     TRL's fused head does (`trl.trainer.utils.add_fused_lm_head`), and DeepSpeed notices at its first use. If the canary's pass,
     without the fused head, was traced before, a later one stops with "tracing error" (DeepSpeed 0.19.8).
+
+    Hooks around each module within a layer would add up the gradients of the residual stream in another order than autograd does
+    by itself: masters would not be DDP's. So a layer is gathered at once, as under FSDP2.
     """
     import deepspeed
 
     for param in model.get_output_embeddings().parameters():
         deepspeed.zero.register_external_parameter(model, param)
+    deepspeed.utils.set_z3_leaf_modules(model, list(model._no_split_modules or ()), raise_if_not_found=False)
 
 
 def keep_float32(accelerator: Any) -> None:

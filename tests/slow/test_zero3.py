@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-from slow.isolated import isolated_group
+from qarl_trl.quant.names import base_model
+from slow.isolated import isolated, isolated_group
 from slow.test_processes import FLOOR, _same
 from slow.toys import make_trainer, publish, random_adapter, save_model, stored_tensors
 
@@ -37,6 +40,19 @@ SETTINGS = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What DeepSpeed compiles at its first start. A process that is killed meanwhile leaves a lock, at which all later ones wait."""
+    isolated(_compile)
+
+
+def _compile() -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().create_op_builder("ShareMemCommBuilder").load()
 
 
 def _trainer(model: str, folder: str, zero3: bool, bf16: bool, **changes: Any) -> Any:
@@ -92,8 +108,6 @@ def _bytes(tensors: Any) -> dict[str, Any]:
 
 def _count_calls(trainer: Any) -> list[int]:
     """How often each update of a run that starts now calls the quantizer."""
-    from transformers import TrainerCallback
-
     from qarl_trl.quant import linear
 
     calls: list[int] = [0]
@@ -113,6 +127,21 @@ def _count_calls(trainer: Any) -> list[int]:
     return calls
 
 
+class _NaN(TrainerCallback):
+    """In the last update the second process has a gradient of NaN; `found` is what there was before."""
+
+    def __init__(self, trainer: Any, found: dict[str, Any]) -> None:
+        self.trainer, self.found = trainer, found
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step < 3:
+            return
+        self.found.update(masters=_masters(self.trainer), after=_stream(self.trainer))
+        if args.process_index == 1:
+            norm = base_model(self.trainer._unwrapped).model.norm
+            norm.register_full_backward_hook(lambda module, grads, _: (grads[0] * math.nan,))
+
+
 def _train(model: str, folder: str, zero3: bool, lora: bool, changes: dict[str, Any]) -> dict[str, Any]:
     if lora:
         changes = changes | {"peft_config": random_adapter()}
@@ -121,11 +150,12 @@ def _train(model: str, folder: str, zero3: bool, lora: bool, changes: dict[str, 
     for name, p in trainer._unwrapped.named_parameters():
         if "lora_" in name:  # loading the model under ZeRO-3 takes other random numbers
             p.data.copy_(torch.randn(p.shape, generator=generator) * 0.02)
-    published, start = _stream(trainer), _parameters(trainer)
+    found = {"published": _stream(trainer), "start": _parameters(trainer)}
     calls = _count_calls(trainer)
-    trainer.train()
-    after = {"masters": _masters(trainer), "after": _stream(trainer)}
-    return {"published": published, "start": start, "calls": calls[:-1]} | after
+    trainer.add_callback(_NaN(trainer, found))
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    return found | {"calls": calls[:-1], "error": str(error.value), "masters after NaN": _masters(trainer)}
 
 
 @pytest.mark.parametrize("kind", ["dense", "lora", "experts"])
@@ -139,6 +169,9 @@ def test_zero3_publishes_and_trains_as_ddp(tmp_path, kind):
         first, second = isolated_group(_train, 2, model, *settings, timeout=100)
         assert _same(first["masters"], second["masters"])
         assert _same(first["published"], second["published"])
+        for found in (first, second):  # DeepSpeed steps within the backward, before the Trainer asks for the norm
+            assert "a step would make NaN of the weights" in found["error"]
+            assert _same(found["masters after NaN"], first["masters"])
         runs.append(first)
     ddp, zero3 = runs
     assert _same(ddp["published"], zero3["published"])
