@@ -241,6 +241,7 @@ def fit_to_zero3(model: PreTrainedModel) -> None:
 def keep_float32(accelerator: Any) -> None:
     """
     Under FSDP2 in 16-bit precision: log-probs leave the model in float32, as TRL computed them, and gradients are reduced in it.
+    Under DeepSpeed ZeRO-3 gradients are reduced and added up in it, unless its configuration says in what.
 
     accelerate's policy (`FullyShardedDataParallelPlugin.set_mixed_precision`, 1.15) casts all that the model returns to the
     parameters' dtype. bfloat16 log-probs are up to 0.016 apart at -3, and the paper's trust bands 0.0004 wide.
@@ -250,6 +251,10 @@ def keep_float32(accelerator: Any) -> None:
     if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    if deepspeed is not None and deepspeed.zero_stage == 3:
+        deepspeed.deepspeed_config.setdefault("communication_data_type", "fp32")
+        deepspeed.deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
 
 def keep_gradients_sharded(accelerator: Any, args: Any) -> None:

@@ -197,9 +197,27 @@ def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     return sum(float(((a[name] - b[name]) ** 2).sum()) for name in a) ** 0.5
 
 
+def _watch_gradients() -> list[bool]:
+    """Of each step that is taken now: whether bfloat16 holds the gradients of this process."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    found, step = [], DeepSpeedZeroOptimizer_Stage3.step
+
+    def watched(self: Any, *args: Any) -> None:
+        gradients = [g.float() for group in self.averaged_gradients.values() for g in group]
+        found.append(len(gradients) > 0 and all(torch.equal(g.bfloat16().float(), g) for g in gradients))
+        step(self, *args)
+
+    DeepSpeedZeroOptimizer_Stage3.step = watched
+    return found
+
+
 def _with_engine(model: str, folder: str, key: bool, verify: str) -> dict[str, Any]:
     from qarl_trl.quant import cache
 
+    if not key:  # DeepSpeed's own way, of which the run asks for another
+        SETTINGS.update(communication_data_type="bf16", data_types={"grad_accum_dtype": "bf16"})
+    rounded = _watch_gradients()
     trainer = _trainer(model, folder, True, True, publish_verify=verify)
     calls = _count_calls(trainer)
     with patch.object(cache, "is_partitioned", cache.is_partitioned if key else lambda _: False):
@@ -208,6 +226,7 @@ def _with_engine(model: str, folder: str, key: bool, verify: str) -> dict[str, A
     rows = trainer.state.log_history
     return {
         "calls": calls[:-1],
+        "rounded": rounded,
         "sent": _bytes(publish(trainer.vllm_generation).items()),
         "masters": _masters(trainer),
         "gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row],
@@ -227,13 +246,15 @@ def test_engines_get_what_one_process_makes_of_the_masters(tmp_path):
     assert len(first["gaps"]) == 2 and max(first["gaps"]) < FLOOR
     assert first["ratios"][0] == (1, 1) != first["ratios"][1]
     assert first["calls"] == [14] * 4
+    assert first["rounded"] == [False] * 4  # reduced in float32
 
 
-def test_the_address_of_a_gathered_parameter_is_no_key(tmp_path):
+def test_the_address_of_a_gathered_parameter_is_no_key_and_bfloat16_rounds_gradients(tmp_path):
     model = save_model(tmp_path / "model")
     first, _ = isolated_group(_with_engine, 2, model, str(tmp_path / "run"), False, "off", timeout=120)
     print("old key", first["calls"])
     assert min(first["calls"]) > 14
+    assert first["rounded"] == [True] * 4
 
 
 def _published(model: str, masters: dict[str, Any]) -> dict[str, Any]:
