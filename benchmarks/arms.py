@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import tempfile
 import traceback
 from multiprocessing.process import BaseProcess
@@ -24,6 +25,7 @@ from typing import Any
 
 
 FOLDER = Path(__file__).resolve().parent / "results" / "arms"
+WEIGHTS = "model.safetensors"  # of a warm start
 # How held-out answers draw their random numbers. Cells without this were run with one seed for all 256; they are run again.
 DRAWS = "a seed for each problem"
 
@@ -153,18 +155,38 @@ def run_all(wanted: list[tuple[str, str, int]], jobs: int, bases: Path) -> None:
         regime = REGIMES[cell[0]]
         start_of = {name: regime[name] for name in ("model", "forgotten", "warm_steps")}
         base = bases / hashlib.sha256(json.dumps(start_of, sort_keys=True).encode()).hexdigest()[:12]
-        if not (base / "done").exists():
-            start = context.Process(target=_warm_start, args=(str(base), regime))
+        kept = FOLDER / f"{base.name}.safetensors"  # beside the cells, so that another machine can go on
+        if not (base / "done").exists() or (kept.exists() and sha_of(kept) != sha_of(base / WEIGHTS)):
+            start = context.Process(target=_warm_start, args=(str(base), regime, str(kept)))
             start.start()
             start.join()
             if start.exitcode:
                 raise SystemExit("The warm start failed.")
             (base / "done").touch()
+        check_start(base / WEIGHTS)
+        if not kept.exists():
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(base / WEIGHTS, kept)
         reap(jobs - 1)
         process = context.Process(target=run_cell, args=(*cell, str(base)))
         process.start()
         running.append((cell, process))
     reap(0)
+
+
+def sha_of(weights: Path) -> str:
+    """Which start a cell has."""
+    return hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
+
+
+def check_start(weights: Path) -> None:
+    """Refuse a start that is not that of the cells there are: the warm start of another CPU is another model."""
+    others = {json.loads(file.read_text())["base_sha256"] for file in FOLDER.glob("*/*.json")} - {sha_of(weights)}
+    if others:
+        raise SystemExit(
+            f"All cells must have one start: here it is {sha_of(weights)}, cells in {FOLDER} have {', '.join(sorted(others))}. "
+            "Remove those cells and run them again, or go on where they were run."
+        )
 
 
 def is_done(cell: tuple[str, str, int]) -> bool:
@@ -173,10 +195,10 @@ def is_done(cell: tuple[str, str, int]) -> bool:
     return file.exists() and json.loads(file.read_text()).get("draws") == DRAWS
 
 
-def _warm_start(base: str, regime: dict[str, Any]) -> None:
+def _warm_start(base: str, regime: dict[str, Any], kept: str) -> None:
     from arms_task import warm_start
 
-    warm_start(Path(base), regime)
+    warm_start(Path(base), regime, Path(kept))
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import common  # sets what torch and vLLM read when they load
 import torch
 import vllm  # noqa: F401  # here, so that cells that are forked have it
-from arms import DRAWS
+from arms import DRAWS, WEIGHTS, sha_of
 from arms_task import add_outliers, problems
 from datasets import Dataset, disable_progress_bars
 from transformers import PrinterCallback, ProgressCallback, Qwen3ForCausalLM
@@ -52,7 +51,7 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
         "accuracy_learner": None if arm.get("quant_learner", True) else learner_accuracy(trainer, held_out),
         "log": {name: [_short(row.get(name)) for row in log] for name in names},
         "draws": DRAWS,
-        "base_sha256": hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()[:16],
+        "base_sha256": sha_of(base / WEIGHTS),
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time(), 1),
         "machine": MACHINE,

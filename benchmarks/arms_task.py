@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from qarl_trl.quickstart.model import make_model, make_tokenizer
 from qarl_trl.quickstart.warmstart import completion_loss
@@ -53,9 +55,18 @@ def problems(seed: int, forgotten: float = 0.0, held_out: bool = False) -> Itera
 # Model --------------------------------------------------------------------------------------------------------------
 
 
-def warm_start(folder: Path, regime: dict[str, Any]) -> None:
-    """Write the model that all arms and seeds of a regime start from."""
+def warm_start(folder: Path, regime: dict[str, Any], kept: Path) -> None:
+    """Write the model that all arms and seeds of a regime start from: with the weights of the file `kept`, if it is there."""
     model, tokenizer = make_model(0, **regime["model"]), make_tokenizer()
+    if not kept.exists():
+        _train(model, tokenizer, regime)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if kept.exists():
+        shutil.copyfile(kept, folder / "model.safetensors")
+
+
+def _train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, regime: dict[str, Any]) -> None:
     stream, steps = problems(0, regime["forgotten"]), regime["warm_steps"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -71,8 +82,6 @@ def warm_start(folder: Path, regime: dict[str, Any]) -> None:
         schedule.step()
         if step % 50 == 49:
             print(f"warm start {step + 1}/{steps}: loss {loss.item():.4f}", flush=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ before any ratio is printed.
 Both start from a bfloat16 weight and end with the tensors of the checkpoint. "float32" is ours from a float32 master, "plain"
 ours without compiled kernels, as it is where numba is missing. The copy moves half of the bytes that the quantizer reads and
 writes (the weight, and every stored tensor) from one buffer to another that exists already. Back, every side writes to memory
-of its own, as a layer does; NVFP4A16 has no kernel there.
+of its own, as a layer does. Last, each quantizer of activations with its kernel against its plain operations, in bfloat16.
 """
 
 from __future__ import annotations
@@ -62,6 +62,29 @@ def same_bytes(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
         return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
     return a.keys() == b.keys() and all(torch.equal(as_bytes(a[name]), as_bytes(b[name])) for name in a)
+
+
+def activations(args: Any, times: dict[str, common.Times]) -> list[str]:
+    """Each quantizer of activations with and without its kernel: lines to print, and their times."""
+    from qarl_trl.quant.products import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm
+
+    lines = []
+    for product in (Fp8Gemm, Fp8BlockGemm, Int8Gemm, CpuInt4Int8Gemm):
+        for shape in ((2 * args.outputs, args.inputs // 4), (args.outputs, args.inputs)):
+            x, name = torch.randn(*shape).bfloat16(), f"{product.quantize.__name__} {shape[0]} x {shape[1]}"
+            both = [dict(enumerate(function(product.quantize, x))) for function in (lambda f, x: f(x), plain)]
+            if not same_bytes(*both):
+                raise SystemExit(f"{name}: the codes differ, so their times mean nothing.")
+            arms = {
+                "kernel": lambda f=product.quantize, x=x: f(x),
+                "plain": lambda f=product.quantize, x=x: plain(f, x),
+            }
+            times[name] = common.interleave(arms, args.rounds)
+            found = common.ratio(times[name], "kernel", "plain")
+            lines.append(
+                f"{name}: {found['ratio']:.3f}x the time of the plain operations, {1e3 * found['seconds']:.2f} ms"
+            )
+    return lines
 
 
 def main() -> None:
@@ -130,6 +153,7 @@ def main() -> None:
             f"{common.verdict(faster['ratio'], FASTER, at_most=False)}; {copies['ratio']:.1f}x a copy "
             f"{common.verdict(copies['ratio'], COPY)}; back {back['ratio']:.2f}x a copy {common.verdict(back['ratio'], COPY_BACK)}"
         )
+    headlines += activations(args, all_times)
     common.report("bench_quantize", args, headlines, rows, load, times=all_times, weights=weight.numel())
 
 

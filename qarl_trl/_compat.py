@@ -221,22 +221,27 @@ def restore_masters(model: PreTrainedModel, folder: str) -> None:
     model.load_state_dict(stored.state_dict())
 
 
-def announce_fused_head(model: PreTrainedModel) -> None:
+def fit_to_zero3(model: PreTrainedModel) -> None:
     """
-    Tell DeepSpeed ZeRO-3 that the forward of `model` reads its output head.
+    Tell DeepSpeed ZeRO-3 that the forward of `model` reads its output head, and that a decoder layer is one piece.
 
     TRL's fused head does (`trl.trainer.utils.add_fused_lm_head`), and DeepSpeed notices at its first use. If the canary's pass,
     without the fused head, was traced before, a later one stops with "tracing error" (DeepSpeed 0.19.8).
+
+    Hooks around each module within a layer would add up the gradients of the residual stream in another order than autograd does
+    by itself: masters would not be DDP's. So a layer is gathered at once, as under FSDP2.
     """
     import deepspeed
 
     for param in model.get_output_embeddings().parameters():
         deepspeed.zero.register_external_parameter(model, param)
+    deepspeed.utils.set_z3_leaf_modules(model, list(model._no_split_modules or ()), raise_if_not_found=False)
 
 
 def keep_float32(accelerator: Any) -> None:
     """
     Under FSDP2 in 16-bit precision: log-probs leave the model in float32, as TRL computed them, and gradients are reduced in it.
+    Under DeepSpeed ZeRO-3 gradients are reduced and added up in it, unless its configuration says in what.
 
     accelerate's policy (`FullyShardedDataParallelPlugin.set_mixed_precision`, 1.15) casts all that the model returns to the
     parameters' dtype. bfloat16 log-probs are up to 0.016 apart at -3, and the paper's trust bands 0.0004 wide.
@@ -246,6 +251,10 @@ def keep_float32(accelerator: Any) -> None:
     if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    if deepspeed is not None and deepspeed.zero_stage == 3:
+        deepspeed.deepspeed_config.setdefault("communication_data_type", "fp32")
+        deepspeed.deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
 
 def keep_gradients_sharded(accelerator: Any, args: Any) -> None:

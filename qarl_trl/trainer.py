@@ -310,7 +310,7 @@ def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, 
     if args.quantized:
         _quantize(model, args, source, as_stored)
     if _compat.is_zero3(args):
-        _compat.announce_fused_head(base_model(model))
+        _compat.fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):
         use_engine_ops(model)
         logger.info("The learner runs the CPU engine's operations (learner_ops).")

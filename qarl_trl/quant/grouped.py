@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .activations import once
 from .products import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, Product, Saved
 from .quantize import LowBitWeight
 
@@ -56,11 +57,12 @@ def _(product: Fp8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tup
     if not on_cpu and (x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10)):
         # torch's grouped float8 GEMM is for Hopper and B200, and gives bfloat16.
         return _expert_by_expert(lambda *args: product.matmul(*args, None, x.dtype), x, saved, weight, offsets), saved
-    matrices, w_scale = (stacked(operand, offsets) for operand in product.operand(weight))
+    operand, w_scale = product.operand(weight)
+    matrices, w_scale = stacked(operand, offsets), w_scale.view(len(offsets), -1)
     if on_cpu:
         sums = multiply(codes.float(), matrices.float(), offsets)
-        return (sums * scale * _of_rows(w_scale.squeeze(-1), sums, offsets)).to(x.dtype), saved
-    scales = {"scale_a": scale.squeeze(-1), "scale_b": w_scale.squeeze(-1)}
+        return sums.mul_(scale).mul_(_of_rows(w_scale, sums, offsets)).to(x.dtype), saved
+    scales = {"scale_a": scale.squeeze(-1), "scale_b": w_scale}
     options = {"offs": offsets, "out_dtype": x.dtype, "use_fast_accum": True}
     return torch._scaled_grouped_mm(codes, matrices.transpose(-2, -1), **scales, **options), saved
 
@@ -80,18 +82,29 @@ def _(product: Fp8BlockGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -
 @grouped_product.register
 def _(product: Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
     saved = codes, scale = product.quantize(x)
-    sums = torch.zeros(len(x), weight.codes.shape[0] // len(offsets), dtype=torch.int32, device=x.device)
+
     # torch has no grouped GEMM of integers. In float32 this one is exact: 1024 products of two codes are at most 2^24.
-    for a, b in zip(codes.split(1024, dim=1), weight.codes.split(1024, dim=1), strict=True):
-        sums += multiply(a.float(), stacked(b.float(), offsets), offsets).to(torch.int32)
-    w_scale = _of_rows(stacked(weight.scale.float(), offsets).squeeze(-1), sums, offsets)
-    return (sums.float() * w_scale * scale).to(x.dtype), saved
+    def exact(a: Tensor, b: Tensor) -> Tensor:
+        return multiply(a.float(), stacked(b.float(), offsets), offsets)
+
+    if codes.shape[1] <= 1024:
+        sums = exact(codes, weight.codes)
+    else:
+        parts = zip(codes.split(1024, dim=1), weight.codes.split(1024, dim=1), strict=True)
+        sums = sum(exact(*part).to(torch.int32) for part in parts).float()
+    w_scale = _of_rows(weight.scale.view(len(offsets), -1), sums, offsets)
+    return sums.mul_(w_scale).mul_(scale).to(x.dtype), saved
 
 
 def _of_rows(of_experts: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """What belongs to the expert of each row: `of_experts` `(experts, ...)` as `(rows, ...)`."""
-    row = torch.arange(len(rows), dtype=offsets.dtype, device=offsets.device)
-    return of_experts[torch.bucketize(row, offsets, right=True)]
+    return of_experts[once(_experts_of, offsets, len(rows))]
+
+
+def _experts_of(offsets: Tensor, rows: int) -> Tensor:
+    """The expert of each row, int64 `(rows,)`."""
+    row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    return torch.bucketize(row, offsets, right=True)
 
 
 def _expert_by_expert(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -21,6 +22,12 @@ from .activations import (
 from .quantize import LowBitWeight, dequantize, kept
 from .scheme import effective_group_size, support_of
 from .table import gpu_generation
+
+
+try:
+    from . import fast  # the same bytes, compiled
+except ImportError:
+    fast = None
 
 
 Bias = Tensor | None  # `(out,)`
@@ -69,6 +76,16 @@ class DequantGemm(Product):
         return y if bias is None else y + bias, (x,)
 
 
+def compiled(plain: Callable[..., Saved]) -> Callable[[Tensor], Saved]:
+    """A quantizer of activations: `plain`, or the kernel that gives its bytes."""
+
+    @functools.wraps(plain)
+    def quantize(x: Tensor) -> Saved:
+        return (plain if fast is None else fast.quantizer_of(plain, x))(x)
+
+    return quantize
+
+
 class ActivationGemm(Product):
     """Base of the products that quantize activations: they keep the codes of the input instead of the input."""
 
@@ -82,6 +99,8 @@ class ActivationGemm(Product):
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
         codes, scale = saved
+        if scale.shape[-1] == 1:
+            return codes.float().mul_(scale).to(dtype)
         groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
@@ -93,7 +112,7 @@ class ActivationGemm(Product):
 class Fp8Gemm(ActivationGemm):
     """FP8 weights and per-token FP8 activations, accumulated in float32 (`(x_q W_q^T) s_x s_w + b`)."""
 
-    quantize = staticmethod(quantize_tokens_fp8)
+    quantize = staticmethod(compiled(quantize_tokens_fp8))
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
         """What is multiplied, float8 `(out, in)`, and its scale, float32 `(out, 1)`."""
@@ -146,7 +165,7 @@ class Fp8BlockGemm(ActivationGemm):
     vLLM adds the bias to the rounded output of its block kernels.
     """
 
-    quantize = staticmethod(quantize_groups_fp8)
+    quantize = staticmethod(compiled(quantize_groups_fp8))
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         height, width = weight.scheme.weights.block_structure
@@ -160,7 +179,7 @@ class Fp8BlockGemm(ActivationGemm):
 class Int8Gemm(ActivationGemm):
     """INT8 weights and per-token INT8 activations, accumulated exactly in int32."""
 
-    quantize = staticmethod(quantize_tokens_int8)
+    quantize = staticmethod(compiled(quantize_tokens_int8))
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         tokens = x.shape[0]
@@ -174,7 +193,7 @@ class CpuInt4Int8Gemm(ActivationGemm):
     """INT4 weights and asymmetric per-token INT8 activations: torch's own 4-bit kernel, which the CPU engine calls."""
 
     prepares = True
-    quantize = staticmethod(quantize_tokens_int8_asymmetric)
+    quantize = staticmethod(compiled(quantize_tokens_int8_asymmetric))
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         cast = once(Tensor.to, x, torch.bfloat16)  # as the activations and the bias of the engine are

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor
@@ -166,15 +165,13 @@ def kept(weight: LowBitWeight, name: str, make: Callable[[], Any]) -> Any:
 
 
 def _decoded(weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
-    if has_global_scale(weight.scheme):
-        compressor = BaseCompressor.get_value_from_registry(weight.scheme.format.value)
-        return compressor.decompress(dict(weight.tensors), weight.scheme)["weight"].to(dtype)
     (rows, columns), tensors, zero_point = weight.shape, weight.tensors, None
     if "weight_zero_point" in tensors:
         zero_point = reference.unpack_zero_points(tensors["weight_zero_point"], rows)
     device = weight.codes.device
     decoder = reference if fast is None else fast.decoder_for((rows, columns), dtype, device, weight.scheme)
-    return decoder.decode(weight.codes, (weight.scale, zero_point), weight.scheme, columns, dtype)
+    qparams, global_scale = (weight.scale, zero_point), tensors.get("weight_global_scale")
+    return decoder.decode(weight.codes, qparams, weight.scheme, columns, dtype, global_scale)
 
 
 def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:

@@ -24,6 +24,7 @@ FP4_MAX = 6.0
 
 # The largest float32 number that each 4-bit float but the last is nearest to: a tie goes to the one with an even code.
 _FP4_LIMITS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
+_FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 # In [128, 256) neighbouring bfloat16 numbers are 1 apart, so adding 136 rounds a small number to the nearest integer, ties
 # to even, and leaves that integer plus 8 in the low bits of the mantissa.
@@ -75,14 +76,24 @@ def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_
     return int_codes(quotient, bits)
 
 
-def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns: int, dtype: torch.dtype) -> Tensor:
+def decode(
+    codes: Tensor,
+    qparams: QParams,
+    scheme: QuantizationScheme,
+    columns: int,
+    dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """
-    The matrix `(out, columns)` that the codes of [`encode`] stand for, without a global scale, in new storage.
+    The matrix `(out, columns)` that the codes of [`encode`] stand for, in new storage.
 
-    Codes minus the zero point, times scale, multiplied and rounded in bfloat16 and only then cast to `dtype`: bit for bit the
-    decompression of compressed-tensors.
+    Codes minus the zero point, times scale, multiplied and rounded in bfloat16 and only then cast to `dtype`; below a global
+    scale multiplied in float32: bit for bit the decompression of compressed-tensors.
     """
     scale, zero_point = qparams
+    if global_scale is not None:
+        blocks = as_blocks(unpack_fp4(codes), scheme)
+        return (blocks * (scale.float() / global_scale).unsqueeze(-1)).flatten(1).to(torch.bfloat16).to(dtype)
     if scheme.format == "pack-quantized":
         codes = unpacked(codes, scheme.weights.num_bits, columns)
     blocks = as_blocks(codes, scheme).to(scale.dtype)
@@ -209,3 +220,9 @@ def pack_fp4(quotient: Tensor) -> Tensor:
     codes = torch.bucketize(quotient.abs_(), torch.tensor(_FP4_LIMITS, device=quotient.device), out_int32=True)
     codes = codes.to(torch.uint8).add_(negative, alpha=8).view(torch.int16)
     return (codes | (codes >> 4)).to(torch.uint8)
+
+
+def unpack_fp4(codes: Tensor) -> Tensor:
+    """The numbers of [`pack_fp4`]'s codes, float32 `(out, in)`."""
+    numbers = torch.tensor(_FP4_NUMBERS, device=codes.device)
+    return torch.cat((numbers, -numbers))[torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2).int()]

@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from . import _vllm, _vllm_cpu
 from .cpu import choose_arithmetic
@@ -97,6 +98,7 @@ class WorkerExtension:
             | {
                 "dtype": str(model_config.dtype).removeprefix("torch."),
                 "logprobs_mode": model_config.logprobs_mode,
+                "eos_token_id": getattr(cached_tokenizer_from_config(model_config), "eos_token_id", None),
                 "transport": "folder" if self.vllm_config.additional_config.get("publish_folder") else "nccl",
             },
         }

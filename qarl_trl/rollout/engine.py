@@ -103,7 +103,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
         with rebound(vllm_generation, "VLLMClient", partial(ServerClient, self.publish_folder)):
             super()._init_vllm()
         transport, device = "folder" if self.publish_folder else "nccl", self.accelerator.device.type
-        needed = needed_of_server(self.model.config, self.quantization_config, device, transport)
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        eos = tokenizer.eos_token_id
+        needed = needed_of_server(self.model.config, self.quantization_config, device, transport, eos)
         fresh = self._from_main(lambda: self.vllm_client.check(needed))
         if fresh and self.canary is not None:
             self.canary.look_before(self)

@@ -137,15 +137,14 @@ class ServerClient(VLLMClient):
             raise ValueError(
                 f"The server at {self.base_url} is data parallel: a publish needs --data_parallel_size 1."
             )
-        found = _flat({name: states[0][name] for name in needed})
-        wanted = _flat(json.loads(json.dumps(needed)))
-        differing = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]
-        # A library writes only what it knows of, and leaves out what is at its default.
-        differing = [n for n in differing if not (n.startswith("config.") and (n not in found or n not in wanted))]
+        found, wanted = states[0], json.loads(json.dumps(needed))
+        # Of another version: it knows other fields, and writes their defaults.
+        versions = {side["config"].get("transformers_version") for side in (found, wanted)}
+        differing = differences(wanted, {name: found[name] for name in needed}, same_library=len(versions) == 1)
         if differing:
             raise ValueError(
                 f"The server at {self.base_url} is not the engine of this run: "
-                + "; ".join(f"{n} must be {wanted.get(n)!r}, got {found.get(n)!r}" for n in differing[:3])
+                + "; ".join(f"{name} must be {a!r}, got {b!r}" for name, (a, b) in list(differing.items())[:3])
                 + ". Start it with `qarl-trl serve` and the recipe of this run."
             )
         return all(state["version"] is None for state in states)
@@ -231,28 +230,42 @@ def engine_facts(device_type: str) -> dict[str, Any]:
 
 
 def needed_of_server(
-    config: PretrainedConfig, quantization_config: dict[str, Any] | None, device_type: str, transport: str
+    config: PretrainedConfig,
+    quantization_config: dict[str, Any] | None,
+    device_type: str,
+    transport: str,
+    eos_token_id: int | None,
 ) -> dict[str, Any]:
     """The part of a worker's state that a learner with this `config` needs."""
     model = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+    # The engine stops at the end-of-text token of its own tokenizer.
     engine = {"dtype": "bfloat16", "logprobs_mode": "processed_logprobs", "transport": transport}
     return {
         "quantization_config": quantization_config,
         "config": model,
-        "engine": engine_facts(device_type) | engine,
+        "engine": engine_facts(device_type) | engine | {"eos_token_id": eos_token_id},
     }
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with dotted names, without what is no matter of the model."""
-    if not isinstance(value, dict):
-        return {name: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        ignored = key.startswith("_") or key.endswith("token_id") or key in _NOT_THE_MODEL
-        if name == "engine" or not ignored:
-            flat |= _flat(inner, f"{name}.{key}" if name else key)
-    return flat
+def differences(wanted: Any, found: Any, name: str = "", same_library: bool = True) -> dict[str, tuple[Any, Any]]:
+    """
+    By dotted name, what is and what should be where two states ([`needed_of_server`], as JSON has them) differ; `None` for nothing.
+
+    Without `same_library` a field counts that both model configs have, with it also one that either has.
+    """
+    if not (isinstance(wanted, dict) or isinstance(found, dict)):
+        return {} if wanted == found else {name: (wanted, found)}
+    both = isinstance(wanted, dict) and isinstance(found, dict)
+    wanted, found = (side if isinstance(side, dict) else {} for side in (wanted, found))
+    names = wanted.keys() | found.keys()
+    if name.partition(".")[0] == "config":
+        names = {n for n in names if not (n.startswith("_") or n.endswith("token_id") or n in _NOT_THE_MODEL)}
+        if both and not same_library and (name == "config" or name.endswith("_config")):
+            names &= wanted.keys() & found.keys()
+    differing: dict[str, tuple[Any, Any]] = {}
+    for n in sorted(names):
+        differing |= differences(wanted.get(n), found.get(n), f"{name}.{n}".lstrip("."), same_library)
+    return differing
 
 
 def in_parts(stream: Iterable[tuple[str, Tensor]], limit: int = PART_BYTES) -> Iterator[dict[str, Tensor]]:

@@ -95,7 +95,24 @@ def test_arms_share_everything_but_the_method():
 
 def test_all_cells_have_one_start():
     cells = [json.loads(file.read_text()) for file in arms.FOLDER.glob("*/*.json")]
-    assert len({cell["base_sha256"] for cell in cells}) == 1
+    kept = {arms.sha_of(file) for file in arms.FOLDER.glob("*.safetensors")}
+    assert len(kept | {cell["base_sha256"] for cell in cells}) == 1
+
+
+def test_a_kept_start_is_the_start_and_another_one_is_refused(tmp_path, monkeypatch):
+    regime = arms.HARD | {"warm_steps": 1}
+    kept = tmp_path / "kept.safetensors"
+    arms_task.warm_start(tmp_path / "trained", regime, kept)
+    (tmp_path / "trained" / arms.WEIGHTS).rename(kept)
+    arms_task.warm_start(tmp_path / "copied", regime | {"forgotten": 0.5}, kept)
+    assert (tmp_path / "copied" / arms.WEIGHTS).read_bytes() == kept.read_bytes()
+    arms_task.warm_start(tmp_path / "other", regime | {"forgotten": 0.5}, tmp_path / "missing")  # control
+    monkeypatch.setattr(arms, "FOLDER", tmp_path / "results")
+    (tmp_path / "results/hard").mkdir(parents=True)
+    (tmp_path / "results/hard/cell.json").write_text(json.dumps({"base_sha256": arms.sha_of(kept)}))
+    arms.check_start(tmp_path / "copied" / arms.WEIGHTS)
+    with pytest.raises(SystemExit, match="must have one start"):
+        arms.check_start(tmp_path / "other" / arms.WEIGHTS)
 
 
 def test_cells_come_seed_by_seed_and_each_has_a_file_of_its_own():

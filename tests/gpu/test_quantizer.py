@@ -10,6 +10,7 @@ from quant.schemes import ALL_SCHEMES, same_tensors
 from quant.test_reference import many_weights, parts
 
 from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
+from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
 
 
 pytestmark = pytest.mark.gpu
@@ -25,6 +26,18 @@ def test_codes_and_scales_are_those_of_the_cpu(scheme, group_size, dtype):
             assert fast.module_for(master.cuda(), resolved) is not reference
         found = quantize_weight(master.cuda(), resolved).tensors
         assert same_tensors({name: t.cpu() for name, t in found.items()}, quantize_weight(master, resolved).tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("plain", [quantize_tokens_fp8, quantize_groups_fp8, quantize_tokens_int8])
+def test_activations_are_quantized_by_a_kernel_with_the_bytes_of_the_plain_operations(plain, dtype):
+    for x in (fast.sample(dtype).cuda(), torch.randn(3, 70, 11008).to(dtype).cuda()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kernel = fast.quantizer_of(plain, x)
+        assert kernel is not plain
+        for found, expected in zip(kernel(x), plain(x), strict=True):
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("W8A8", 11006), ("FP8_DYNAMIC", 11008), ("NVFP4A16", 11024)])

@@ -16,6 +16,7 @@ from qarl_trl.quant.products import Int4Fp8Gemm
 from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from quant.schemes import (
+    ALL_SCHEMES,
     NAMES,
     NVFP4,
     SCHEMES,
@@ -45,7 +46,7 @@ def rows_of(low_bit):
     return codes, low_bit.scale.tolist(), zero_points
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_dequantize_is_the_decompression_of_compressed_tensors(scheme, group_size):
     low_bit = low_bit_of(scheme, group_size)
     found = dequantize(low_bit)

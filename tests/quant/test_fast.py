@@ -458,6 +458,7 @@ def test_triton_kernels_have_the_bytes_of_the_plain_operations():
     assert result.stdout.count("agrees") == len(cases)
 
 
+@pytest.mark.slow
 def test_triton_kernels_take_any_size():
     pytest.importorskip("triton")
     result = interpreted(RAGGED)

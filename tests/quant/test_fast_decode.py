@@ -10,7 +10,7 @@ import torch
 
 from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.products import dequantize
-from quant.schemes import NAMES, SCHEMES, low_bit_of, normal, same_bytes
+from quant.schemes import ALL_SCHEMES, NAMES, NVFP4, low_bit_of, normal, same_bytes
 from quant.test_fast import interpreted
 from quant.test_reference import many_weights
 
@@ -56,7 +56,7 @@ def weight():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_a_million_weights_have_the_bytes_of_the_plain_operations(weight, plain, scheme, group_size, dtype):
     low_bit = quantize_weight(weight, resolve_scheme(scheme, group_size))
     assert decoder(low_bit.scheme, low_bit.shape, dtype) is cpu
@@ -158,7 +158,7 @@ def one_bit_off(decode):
 def unrounded(decode):
     """The mistake a fused kernel makes most easily: codes times scale in float32."""
 
-    def broken(codes, qparams, scheme, columns, dtype):
+    def broken(codes, qparams, scheme, columns, dtype, _):
         scale, zero_point = (None if t is None else t.float() for t in qparams)
         return decode(codes, (scale, zero_point), scheme, columns, torch.float32).to(dtype)
 
@@ -166,7 +166,7 @@ def unrounded(decode):
 
 
 def truncated(decode):
-    def broken(codes, qparams, scheme, columns, dtype):
+    def broken(codes, qparams, scheme, columns, dtype, _):
         scale, zero_point = qparams
         exact = reference.decode(codes, (scale.float(), zero_point), scheme, columns, torch.float32)
         return (exact.view(torch.int32) & -65536).view(torch.float32).to(dtype)
@@ -190,6 +190,17 @@ def with_neighbouring_scales(decode):
     return broken
 
 
+def with_a_rounded_scale(decode):
+    """The mistake below a global scale: the scale in bfloat16."""
+
+    def broken(codes, qparams, scheme, columns, dtype, global_scale):
+        unit = (qparams[0].float() / global_scale).bfloat16()
+        blocks = reference.as_blocks(reference.unpack_fp4(codes), scheme)
+        return (blocks * unit.unsqueeze(-1)).flatten(1).bfloat16().to(dtype)
+
+    return broken
+
+
 @pytest.mark.parametrize("scheme", NAMES)
 @pytest.mark.parametrize("broken", [one_bit_off, truncated, without_subnormal_scales])
 def test_a_kernel_with_other_numbers_is_reported_and_not_used(plain, monkeypatch, scheme, broken):
@@ -209,6 +220,9 @@ def test_a_kernel_with_other_numbers_is_reported_and_not_used(plain, monkeypatch
         ("W4A16", torch.bfloat16, with_neighbouring_scales),
         ("FP8_BLOCK", torch.float32, with_neighbouring_scales),
         ("W8A8", torch.float32, lambda decode: unrounded(reference.decode)),
+        (NVFP4, torch.bfloat16, one_bit_off),
+        (NVFP4, torch.float32, with_neighbouring_scales),
+        (NVFP4, torch.float32, with_a_rounded_scale),
     ],
 )
 def test_other_mistakes_would_be_seen_too(monkeypatch, scheme, dtype, broken):
@@ -253,6 +267,7 @@ def test_the_triton_kernel_has_the_bytes_of_the_plain_operations():
     """In Triton's interpreter, on a CPU."""
     pytest.importorskip("triton")
     cases = [("W4A16_ASYM", 32, torch.float32), ("W8A16", -1, torch.bfloat16), ("FP8_BLOCK", None, torch.bfloat16)]
+    cases.append((NVFP4, None, torch.bfloat16))
     result = interpreted(INTERPRETED.format(cases=cases))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("agrees") == len(cases)
@@ -262,7 +277,7 @@ def test_the_triton_kernel_has_the_bytes_of_the_plain_operations():
 @pytest.mark.slow
 def test_the_triton_kernel_has_the_bytes_of_the_plain_operations_in_every_scheme():
     pytest.importorskip("triton")
-    cases = [(name, None, dtype) for name in NAMES for dtype in DTYPES]
+    cases = [(name, None, dtype) for name in (*NAMES, NVFP4) for dtype in DTYPES]
     result = interpreted(INTERPRETED.format(cases=cases))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("agrees") == len(cases)
@@ -279,8 +294,9 @@ def test_triton_compiles_what_was_written(word, capability):
 
     from qarl_trl.quant.fast import cuda
 
-    for float8, asymmetric, bits in ((False, False, 4), (False, True, 4), (False, False, 8), (True, False, 8)):
-        constants = {"ROWS": 32, "COLUMNS": 64, "FLOAT8": float8, "ASYMMETRIC": asymmetric, "CODE_BITS": bits}
+    cases = (False, False, 4), (False, True, 4), (False, False, 8), (True, False, 8), (True, False, 4)
+    for is_float, asymmetric, bits in cases:
+        constants = {"ROWS": 32, "COLUMNS": 64, "FLOAT": is_float, "ASYMMETRIC": asymmetric, "CODE_BITS": bits}
         constants |= {"FLIP": 128, "OFFSET": 128.0}
         pointers = {"words": word, "scales": "*fp32", "zeros": "*fp32", "pairs": "*u8" if bits == 4 else "*i16"}
         signature = pointers | {"rows": "i32", "columns": "i32"} | dict.fromkeys(constants, "constexpr")

@@ -12,9 +12,8 @@ import torch
 
 import qarl_trl
 from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.products import ActivationGemm, dequantize, plain_product
 from qarl_trl.quant.quantize import _quantizer
-from qarl_trl.quant.scheme import has_global_scale
 from qarl_trl.quant.table import SUPPORTED
 from quant.schemes import normal
 
@@ -43,7 +42,7 @@ for name in {hidden}:
     sys.modules[name] = None  # an import of it fails
 import qarl_trl, torch
 from qarl_trl.quant import apply_quantization, quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.products import ActivationGemm, dequantize, plain_product
 from qarl_trl.quant.quantize import _quantizer
 from qarl_trl.quant.table import SUPPORTED
 weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
@@ -51,7 +50,9 @@ for name in SUPPORTED:
     scheme = resolve_scheme(name)
     low_bit = quantize_weight(weight, scheme)
     digest = hashlib.sha256()
-    for tensor in (*low_bit.tensors.values(), dequantize(low_bit)):
+    product = plain_product(scheme, weight.device)
+    activations = product.quantize(weight) if isinstance(product, ActivationGemm) else ()
+    for tensor in (*low_bit.tensors.values(), dequantize(low_bit), *activations):
         digest.update(bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
     print(name, digest.hexdigest(), _quantizer(weight, scheme)[0] is reference)
 layer = apply_quantization(torch.nn.Sequential(torch.nn.Linear(128, 8)), "W4A16")[0]
@@ -78,8 +79,10 @@ def digests():
     """Scheme and digest of the bytes, here, where kernels are compiled."""
     for name in SUPPORTED:
         digest = hashlib.sha256()
-        low_bit = quantize_weight(normal(256, 256), resolve_scheme(name))
-        for tensor in (*low_bit.tensors.values(), dequantize(low_bit)):
+        weight, scheme = normal(256, 256), resolve_scheme(name)
+        low_bit, product = quantize_weight(weight, scheme), plain_product(scheme, weight.device)
+        activations = product.quantize(weight) if isinstance(product, ActivationGemm) else ()
+        for tensor in (*low_bit.tensors.values(), dequantize(low_bit), *activations):
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         yield name, digest.hexdigest()
 
@@ -90,11 +93,13 @@ def test_the_package_loads_nothing_that_is_above_it():
     assert "'qarl_trl.rollout.products'" in rollout and "'trl'" in rollout  # control
 
 
+@pytest.mark.slow
 def test_without_numba_and_triton_it_works_with_the_same_bytes():
     lines = run(WORKS.format(hidden=["numba", "llvmlite", "triton"]))
     assert [tuple(line.split()) for line in lines] == [(*pair, "True") for pair in digests()]
 
 
+@pytest.mark.slow
 def test_without_the_folder_of_the_compiled_quantizer_it_works_with_the_same_bytes(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "qarl_trl", ignore=shutil.ignore_patterns("fast", "__pycache__"))
     assert not (tmp_path / "qarl_trl" / "quant" / "fast").exists()
@@ -108,5 +113,4 @@ def test_with_it_the_compiled_quantizer_does_the_work(scheme):
     pytest.importorskip("numba")
     weight, scheme = normal(256, 256), resolve_scheme(scheme)
     assert _quantizer(weight, scheme)[0] is not reference
-    if not has_global_scale(scheme):
-        assert fast.decoder_for(weight.shape, torch.bfloat16, weight.device, scheme) is not reference
+    assert fast.decoder_for(weight.shape, torch.bfloat16, weight.device, scheme) is not reference

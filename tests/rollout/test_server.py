@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from qarl_trl.rollout import _vllm
 from qarl_trl.rollout._vllm_server import WorkerExtension, tensors_of
-from qarl_trl.rollout.server import ServerClient, engine_facts, in_parts, needed_of_server, save_part
+from qarl_trl.rollout.server import ServerClient, differences, engine_facts, in_parts, needed_of_server, save_part
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -56,7 +56,7 @@ def client_of(answers, folder=None, **kwargs):
 
 @pytest.fixture
 def needed(tiny_model):
-    return needed_of_server(tiny_model().config, {"config_groups": {"group_0": {"num_bits": 4}}}, "cpu", "folder")
+    return needed_of_server(tiny_model().config, {"config_groups": {"group_0": {"num_bits": 4}}}, "cpu", "folder", 1)
 
 
 def state_of(needed, version=None, **changes):
@@ -76,6 +76,13 @@ def state_of(needed, version=None, **changes):
         ({}, None),
         ({"config__use_cache": False, "config__eos_token_id": 7, "config__transformers_version": "9"}, None),
         ({"config__hidden_size": 64}, "config.hidden_size must be 128, got 64"),
+        ({"config__rms_norm_eps": 1e-5}, "config.rms_norm_eps must be 1e-06, got 1e-05"),
+        ({"config__tie_word_embeddings": True}, "config.tie_word_embeddings must be False, got True"),
+        ({"config__rope_parameters__rope_theta": 5.0}, "config.rope_parameters.rope_theta must be 10000.0, got 5.0"),
+        ({"config__rope_parameters__factor": 4.0}, "config.rope_parameters.factor must be None, got 4.0"),
+        ({"config__rope_parameters": None}, "config.rope_parameters.rope_theta must be 10000.0, got None"),
+        ({"config__a_field_of_its_own": 2}, "config.a_field_of_its_own must be None, got 2"),
+        ({"engine__eos_token_id": 7}, "engine.eos_token_id must be 1, got 7"),
         ({"quantization_config__config_groups__group_0__num_bits": 8}, "num_bits must be 4, got 8"),
         ({"quantization_config": None}, "quantization_config.config_groups.group_0.num_bits must be 4, got None"),
         ({"engine__vllm": "0.1"}, "engine.vllm must be '0.31"),
@@ -95,6 +102,15 @@ def test_a_server_that_is_not_the_engine_of_the_run_is_refused(needed, changes, 
         with pytest.raises(ValueError, match="is not the engine of this run") as error:
             client.check(needed)
         assert words in str(error.value)
+
+
+def test_another_library_may_know_other_fields_of_a_config_and_no_other_values():
+    mine = {"config": {"hidden_size": 8, "rope": None, "text_config": {"layers": 2, "new": 0}, "window": 4}}
+    theirs = {"config": {"hidden_size": 8, "rope": {"factor": 4}, "text_config": {"layers": 3}, "old": 1}}
+    known = {"config.rope.factor": (None, 4), "config.text_config.layers": (2, 3)}
+    assert differences(mine, theirs, same_library=False) == known
+    unknown = {"config.old": (None, 1), "config.text_config.new": (0, None), "config.window": (4, None)}
+    assert differences(mine, theirs) == known | unknown
 
 
 def test_a_data_parallel_server_is_refused(needed):

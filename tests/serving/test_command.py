@@ -56,6 +56,8 @@ def test_a_recipe_becomes_a_command_of_vllm(capsys, recipe):
         "--port": "8000",
     }
     assert found.items() >= (wanted | {"--enforce-eager": None, "--max-model-len": "64", "--block-size": "32"}).items()
+    adapted = command(capsys, recipe, "--use_peft", "true", "--lora_dropout", "0", "--optim_muon", "false")
+    assert adapted == found  # the engine gets merged weights
     plain = command(capsys, recipe, "--quant_scheme", "none", "--vllm_server_port", "8001")
     assert "quantization_config" not in plain.get("--hf-overrides", "") and plain["--port"] == "8001"
 

@@ -57,8 +57,10 @@ def _first_publish(trainer: Any, model: str, scheme: str) -> dict[str, dict[str,
     engine, canary = trainer.vllm_generation, trainer.vllm_generation.canary
     learner, found = canary._score(True), {}
 
-    def read(name: str, by: scores.Scores = learner, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
-        answers = scores.engine_logps(engine.llm, canary.token_ids) + noise
+    def read(
+        name: str, by: scores.Scores = learner, noise: torch.Tensor | float = 0.0, answers: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        answers = scores.engine_logps(engine.llm, canary.token_ids) + noise if answers is None else answers
         reading = read_first(answers, by, canary._before)
         found[name] = asdict(reading) | {
             "wrong": reading.wrong,
@@ -70,11 +72,13 @@ def _first_publish(trainer: Any, model: str, scheme: str) -> dict[str, dict[str,
     engine.sync_weights()
     residual = read("healthy") - learner.plain
 
-    # Ten times the noise: of the learner's roundings, and of the engine's answers, in any order and with any sign.
-    scores.ROUNDING *= 10
-    ten = canary._score(True)
-    scores.ROUNDING /= 10
-    read("rounding x10", noise=ten.noisy - ten.plain)
+    # Ten times the noise: an engine that rounds ten times as coarsely, and the healthy one's gap, in any order and with any
+    # sign. (The two are not added: with 8-bit activations both hold the learner's own activation codes, which then count twice.)
+    seed, rounding = scores.SEED, scores.ROUNDING
+    for number in range(10):
+        scores.SEED, scores.ROUNDING = seed + number, 10 * rounding
+        read(f"rounding x10, {number}", answers=canary._score(False).noisy)
+    scores.SEED, scores.ROUNDING = seed, rounding
     for number in range(50):
         order, sign = torch.randperm(len(residual)), 2 * torch.randint(2, residual.shape) - 1
         read(f"gap x10, {number}", noise=10 * residual[order] * sign)
@@ -152,9 +156,9 @@ def test_a_healthy_engine_is_far_from_every_limit(readings):
 
 def test_ten_times_the_noise_stops_no_run(readings):
     noisy = {name: row for name, row in readings["first"].items() if " x10" in name}
-    assert len(noisy) == 51
+    assert len(noisy) == 60
     assert not any(row["wrong"] for row in noisy.values())
-    assert max(row["explained"] for row in noisy.values()) < 0.15  # measured: at most 0.08
+    assert max(row["explained"] for row in noisy.values()) < 0.2  # measured: at most 0.14, in 40 draws of W8A8
 
 
 def test_a_publish_that_never_came_stops_the_run(readings):

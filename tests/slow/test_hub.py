@@ -20,7 +20,7 @@ import pytest
 from hub_server import WRITER, running_hub
 
 from qarl_trl.rollout.cpu import choose_arithmetic
-from slow.isolated import ENVIRONMENT
+from slow.isolated import ENVIRONMENT, isolated
 from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, prompts, random_adapter, save_model
 
 
@@ -94,8 +94,15 @@ def _answers(url: str) -> bool:
     return False
 
 
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> list[Any]:
+    """Answers of other models: that from which training starts, in high precision, and one with other weights."""
+    folder = tmp_path_factory.mktemp("others")
+    return [list(isolated(fresh_engine_logprobs, save_model(folder / str(seed), seed=seed))) for seed in (0, 1)]
+
+
 @pytest.mark.parametrize("lora", [False, True])
-def test_the_downloaded_model_answers_as_the_training_engine(tmp_path, lora):
+def test_the_downloaded_model_answers_as_the_training_engine(tmp_path, others, lora):
     model = save_model(tmp_path / "model")
     with running_hub() as hub:
         there = {"HF_ENDPOINT": hub.url, "HF_TOKEN": WRITER, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
@@ -115,13 +122,5 @@ def test_the_downloaded_model_answers_as_the_training_engine(tmp_path, lora):
             command = command.replace("me/toy", str(tmp_path / "pulled"))
             assert serve_and_answer(command, tmp_path / "server.log") == expected[0]
     assert not (tmp_path / "pulled" / "training_args.bin").exists()
-    other = save_model(tmp_path / "other", seed=1)
-    for plain, tokens_too in ((model, False), (other, True)):  # controls: other models answer otherwise
-        answers = call(engine_of, plain)
+    for answers, tokens_too in zip(others, (False, True), strict=True):
         assert answers != expected and (answers[0] != expected[0] or not tokens_too)
-
-
-def engine_of(model: str) -> Any:
-    """Answers of a model in high precision: the one that training started from, or another."""
-    choose_arithmetic()
-    return fresh_engine_logprobs(model)

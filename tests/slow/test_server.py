@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from slow.isolated import ENVIRONMENT, isolated, isolated_group
-from slow.toys import make_trainer, save_model, settings
+from slow.toys import make_trainer, random_adapter, randomize_adapter, save_model, settings
 
 
 pytestmark = pytest.mark.slow
@@ -27,19 +27,27 @@ KEY = "sesame"
 
 
 @contextmanager
-def serving(recipe: Path, port: int) -> Iterator[subprocess.Popen]:
-    """A server of `recipe` that answers; it ends with the block, or before."""
-    command = [sys.executable, "-m", "qarl_trl.cli", "serve", "--config", str(recipe), "--vllm_server_port", str(port)]
-    log = recipe.with_suffix(".log").open("a")
-    environment = os.environ | ENVIRONMENT | {"VLLM_API_KEY": KEY}
-    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+def serving(place: dict[str, Any], command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen]:
+    """A server that starts; it ends with the block, or before."""
+    with Path(place["folder"], "server.log").open("a") as log:
+        to = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment}
+        process = subprocess.Popen(command, start_new_session=True, **to)
     try:
-        while process.poll() is None and not answers(f"http://127.0.0.1:{port}/health"):
-            time.sleep(0.5)
-        assert process.poll() is None, Path(log.name).read_text()[-3000:]
         yield process
     finally:
         end(process)
+
+
+def wait_for(process: subprocess.Popen, place: dict[str, Any]) -> None:
+    while process.poll() is None and not answers(f"http://127.0.0.1:{place['port']}/health"):
+        time.sleep(0.2)
+    assert process.poll() is None, Path(place["folder"], "server.log").read_text()[-3000:]
+
+
+def became(pid: int) -> tuple[list[str], dict[str, str]]:
+    """The command line of a process now, and its environment."""
+    words, entries = (Path(f"/proc/{pid}/{name}").read_text().split("\0")[:-1] for name in ("cmdline", "environ"))
+    return words, dict(entry.split("=", 1) for entry in entries)
 
 
 def end(process: subprocess.Popen) -> None:
@@ -76,8 +84,13 @@ def place(tmp_path_factory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(place) -> Iterator[dict[str, Any]]:
-    with serving(Path(place["folder"], "recipe.yaml"), place["port"]) as process:
-        yield place | {"pid": process.pid}
+    """A server that answers, and what a run with an engine of its own finds, which is made while the server starts."""
+    recipe, port = f"{place['folder']}/recipe.yaml", str(place["port"])
+    command = [sys.executable, "-m", "qarl_trl.cli", "serve", "--config", recipe, "--vllm_server_port", port]
+    with serving(place, command, os.environ | ENVIRONMENT | {"VLLM_API_KEY": KEY}) as process:
+        near = isolated(_train, place, False)
+        wait_for(process, place)
+        yield place | {"pid": process.pid, "near": near}
 
 
 def over_there(place: dict[str, Any], key: str | None = KEY, **changes: Any) -> dict[str, Any]:
@@ -98,21 +111,26 @@ def outcome(function: Any, *args: Any) -> str:
     return "no error"
 
 
-def _start(place: dict[str, Any], key: str | None, changes: dict[str, Any]) -> str:
-    return outcome(
-        lambda: make_trainer(place["model"], Path(place["folder"], "x"), **over_there(place, key, **changes))
-    )
+def _start(place: dict[str, Any], runs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, str]:
+    """What each of several runs says at its start, by its key and its changed settings."""
+    found, folder = {}, Path(place["folder"], "x")
+    for name, (key, changes) in runs.items():
+        settings = {"model": place["model"]} | over_there(place, key, **changes)
+        found[name] = outcome(lambda settings=settings: make_trainer(folder=folder, **settings))
+    return found
 
 
-def _train(place: dict[str, Any], server: bool) -> dict[str, Any]:
+def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[str, Any]:
     """A short run; its log, what the last publish weighed, and the canary's prompt after the first and the last publish."""
     from qarl_trl.rollout.scores import engine_logps
 
-    changes = over_there(place) if server else {}
-    trainer = make_trainer(place["model"], Path(place["folder"], f"run-{server}"), publish_verify=1, **changes)
+    changes = {"publish_verify": 1, "steps_per_generation": 1, "max_steps": 2} | (over_there(place) if server else {})
+    adapter = random_adapter() if adapted else None
+    trainer = make_trainer(place["model"], Path(place["folder"], f"run-{server}"), adapter, **changes)
+    randomize_adapter(trainer.model)
     engine = trainer.vllm_generation
     llm, tokens = engine if server else engine.llm, engine.canary.token_ids
-    random = engine.canary._before
+    random = engine.canary._before  # of a server that an earlier run published to, nothing
     engine.sync_weights()
     first = engine_logps(llm, tokens)
     trainer.train()
@@ -121,28 +139,36 @@ def _train(place: dict[str, Any], server: bool) -> dict[str, Any]:
         "gaps": [row["mismatch/logp_gap_mean"] for row in rows],
         "bytes": engine.last_publish.num_bytes,
         "publishes": engine.num_publishes,
+        "names": engine._published_names,
         "bf16": sum(2 * p.numel() for p in trainer.model.parameters()),
         "embeddings": sum(
             2 * p.numel() for n, p in trainer.model.named_parameters() if "embed" in n or "lm_head" in n
         ),
-        "random": random.tolist(),
+        "random": None if random is None else random.tolist(),
         "first": first.tolist(),
         "last": engine_logps(llm, tokens).tolist(),
         "left": [str(path) for path in Path(place["folder"], "publishes").glob("*")],
     }
 
 
-def test_a_server_of_another_scheme_or_without_the_key_is_refused_before_training(server):
-    found = isolated(_start, server, KEY, {"quant_scheme": "W8A8"})
-    assert (
-        "ValueError" in found
-        and "is not the engine of this run" in found
-        and "input_activations.num_bits must be 8, got None" in found
-    )
-    found = isolated(_start, server, KEY, {"quant_group_size": 32})
-    assert "group_size must be 32, got 128" in found
-    assert "PermissionError" in isolated(_start, server, "wrong", {})
-    assert isolated(_start, server, KEY, {}) == "no error"  # control
+def test_a_server_of_another_run_or_without_the_key_is_refused_before_training(server):
+    other = save_model(Path(server["folder"], "other"), family="Qwen2")
+    runs = {
+        "scheme": (KEY, {"quant_scheme": "W8A8"}),
+        "group size": (KEY, {"quant_group_size": 32}),
+        "model": (KEY, {"model": other}),
+        "norms": (KEY, {"model_init_kwargs": {"rms_norm_eps": 1e-5}}),
+        "key": ("wrong", {}),
+        "control": (KEY, {}),
+    }
+    found = isolated(_start, server, runs)
+    assert "ValueError" in found["scheme"] and "is not the engine of this run" in found["scheme"]
+    assert "input_activations.num_bits must be 8, got None" in found["scheme"]
+    assert "group_size must be 32, got 128" in found["group size"]
+    assert "is not the engine of this run: config." in found["model"]
+    assert "config.rms_norm_eps must be 1e-05, got 1e-06" in found["norms"]
+    assert "PermissionError" in found["key"]
+    assert found["control"] == "no error"
 
 
 def test_without_the_key_nobody_replaces_the_weights(server):
@@ -151,8 +177,12 @@ def test_without_the_key_nobody_replaces_the_weights(server):
     assert {answers(f"{url}/{path}") for path in ("v1/models", "weight_info", "server_info", "metrics")} == {401}
 
 
+def _both(place: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _train(place, True), _train(place, True, adapted=True)
+
+
 def test_a_run_through_a_server_is_the_colocated_one(server):
-    far, near = isolated(_train, server, True), isolated(_train, server, False)
+    (far, adapted), near = isolated(_both, server), server["near"]
     assert far["publishes"] >= 3
     assert far["first"] == near["first"]  # all bits of 62 log-probs of the same weights
     assert far["random"] != far["first"] != far["last"]  # control: they are of the weights
@@ -160,14 +190,18 @@ def test_a_run_through_a_server_is_the_colocated_one(server):
     # 4.1 bits a weight: codes, and a scale of 16 bits for 128 of them.
     low_bit = (far["bytes"] - far["embeddings"]) / (far["bf16"] - far["embeddings"])
     assert far["bytes"] == near["bytes"] and 0.25 < low_bit < 0.28
-    assert far["left"] == []
+    # LoRA: the merged weights, in the same tensors.
+    assert max(adapted["gaps"]) < 1e-6 and len(adapted["gaps"]) == 2
+    assert adapted["names"] == far["names"] and adapted["bytes"] == far["bytes"]
+    assert far["first"] != adapted["first"] != adapted["last"]  # control: with the adapter, which was trained
+    assert far["left"] == adapted["left"] == []
 
 
 def _pair(place: dict[str, Any]) -> dict[str, Any]:
     """One of two trainer processes: its completions have the learner's log-probs, and a stop of the main one is its own."""
     from slow.kills import digests
 
-    changes = over_there(place, publish_verify=1, ddp_backend="gloo")
+    changes = over_there(place, publish_verify=1, ddp_backend="gloo", steps_per_generation=1, max_steps=2)
     trainer = make_trainer(place["model"], Path(place["folder"], "pair"), **changes)
     trainer.train()
     engine = trainer.vllm_generation
@@ -240,9 +274,11 @@ def _faults(place: dict[str, Any]) -> list[str]:
     found.append(outcome(sample))
     engine._iter_named_params, engine._failed = stream, None
     found.append(outcome(engine.sync_weights))  # vLLM's reload would go on with what that one had buffered
+    again = became(place["pid"])  # vLLM's own server, without the way there
     os.killpg(place["pid"], signal.SIGKILL)
     found.append(outcome(sample))
-    with serving(Path(place["folder"], "recipe.yaml"), place["port"]):
+    with serving(place, *again) as restarted:
+        wait_for(restarted, place)
         found.append(outcome(sample))
         engine._failed = None
         engine.sync_weights()

@@ -1,7 +1,7 @@
-"""The functions of `reference` as compiled kernels: byte-identical, quicker, and optional (this folder can be deleted).
+"""The functions of `reference` and `activations` as compiled kernels: byte-identical, quicker, and optional (this folder can be deleted).
 
-Invariant: a kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of `reference`:
-codes of every bfloat16 number below 1e37, and numbers of every code with every scale. Otherwise `reference` is used.
+Invariant: a kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of the plain
+function: codes of every bfloat16 number below 1e37, and numbers of every code with every scale. Otherwise that is used.
 """
 
 from __future__ import annotations
@@ -16,13 +16,23 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from torch import Tensor
 
-from .. import reference
-from ..reference import QParams
+from .. import activations, reference
+from ..reference import FP8, FP8_MAX, QParams
 from ..scheme import codes_key, has_global_scale
 
 
 DTYPES = (torch.bfloat16, torch.float32)
 _AGREES: dict[tuple, bool] = {}
+Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
+# Of the quantizers of activations: numbers of a scale (0: a token's), dtype of the codes, whether numbers are divided by the
+# scale or multiplied by its reciprocal, and largest, least and floor of max(max(magnitude, least) / largest, floor). The
+# asymmetric one has a kernel of its own, on a CPU only.
+RULES: dict[Quantizer, tuple[int, torch.dtype, bool, float, float, float]] = {
+    activations.quantize_tokens_fp8: (0, FP8, False, FP8_MAX, 0.0, activations.FP8_MIN_SCALE),
+    activations.quantize_groups_fp8: (128, FP8, True, FP8_MAX, activations.FP8_GROUP_MIN, 0.0),
+    activations.quantize_tokens_int8: (0, torch.int8, False, 127.0, 0.0, 0.0),
+    activations.quantize_tokens_int8_asymmetric: (0, torch.int16, False, 255.0, 0.0, 0.0),
+}
 
 
 def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
@@ -33,7 +43,7 @@ def module_for(weight: Tensor, scheme: QuantizationScheme) -> ModuleType:
 def decoder_for(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device, scheme: QuantizationScheme
 ) -> ModuleType:
-    """The module that decodes a matrix `(out, in)` of this `shape`, in a scheme without a global scale."""
+    """The module that decodes a matrix `(out, in)` of this `shape`."""
     return _checked(_decodes_alike, shape, dtype, device, scheme)
 
 
@@ -42,6 +52,22 @@ def takes(shape: tuple[int, int], dtype: torch.dtype, scheme: QuantizationScheme
     multiple = 32 // scheme.weights.num_bits if scheme.format == "pack-quantized" else 2
     width = reference.width_of_scales(shape[1], scheme)
     return dtype in DTYPES and shape[0] * shape[1] > 0 and width % 2 == 0 and shape[1] % multiple == 0
+
+
+def quantizer_of(plain: Quantizer, x: Tensor) -> Quantizer:
+    """What quantizes activations `x` `(..., in)` as `plain` does, a function of `activations`: a kernel, or `plain` itself."""
+    compiled, (width, *rule) = _compiled(x.device.type), RULES[plain]
+    if compiled is None or type(x) is not Tensor or x.dtype not in DTYPES or not x.is_contiguous() or not x.numel():
+        return plain
+    if x.shape[-1] % (width or 2):
+        return plain
+
+    def kernel(x: Tensor) -> tuple[Tensor, Tensor]:
+        return compiled.quantize_activations(plain, x, width or x.shape[-1], *rule)
+
+    case = (plain.__name__, x.device, x.dtype)
+    agrees = _agrees(case, compiled.__name__, lambda: _same_activations(kernel, plain, compiled.__name__, *case[1:]))
+    return kernel if agrees else plain
 
 
 def _checked(
@@ -56,19 +82,25 @@ def _checked(
     if compiled is None or not takes(shape, dtype, scheme):
         return reference
     case = (check.__name__, device, dtype, scheme.format, codes_key(scheme.weights))
+    agrees = _agrees(case, compiled.__name__, lambda: check(compiled, scheme, device, dtype))
+    return compiled if agrees else reference
+
+
+def _agrees(case: tuple, name: str, check: Callable[[], bool]) -> bool:
+    """Whether the compiled functions of a case have passed their check, which runs once."""
     if case not in _AGREES:
         try:
-            _AGREES[case] = check(compiled, scheme, device, dtype)
+            _AGREES[case] = check()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of whatever compiler there is
             warnings.warn(
-                f"The compiled quantizer {compiled.__name__} does not run on {device} ({type(error).__name__}: {error}). "
+                f"The compiled quantizer {name} does not run on {case[1]} ({type(error).__name__}: {error}). "
                 "The plain operations are used instead: slower, with the same bytes.",
-                stacklevel=3,
+                stacklevel=4,
             )
             _AGREES[case] = False
-    return compiled if _AGREES[case] else reference
+    return _AGREES[case]
 
 
 @functools.cache
@@ -102,28 +134,47 @@ def _quantizes_alike(
             expected.append(reference.encode(plain, *args))
     found.append(_finite(compiled, weight, scheme))
     expected.append(_finite(reference, plain, scheme))
-    return _same_bytes(found, expected, compiled, scheme, dtype)
+    return _same_bytes(found, expected, compiled.__name__, f"{codes_key(scheme.weights)}, {dtype}")
 
 
 def _decodes_alike(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `compiled` has the numbers of `reference`, of every code with every scale and of a quantized weight."""
     weight = sample(torch.bfloat16).to(device)
-    cases = [every_product(scheme, device), (*reference.quantize(weight, scheme), scheme, weight.shape[1])]
-    found, expected = ([module.decode(*case, dtype) for case in cases] for module in (compiled, reference))
-    return _same_bytes(found, expected, compiled, scheme, dtype)
+    found, expected = [], []
+    for global_scale in _global_scales(scheme, device):
+        quantized = *reference.quantize(weight, scheme, global_scale), scheme, weight.shape[1]
+        for case in (every_product(scheme, device), quantized):
+            for results, module in ((found, compiled), (expected, reference)):
+                results.append(module.decode(*case, dtype, global_scale))
+    return _same_bytes(found, expected, compiled.__name__, f"{codes_key(scheme.weights)}, {dtype}")
 
 
-def _same_bytes(
-    found: list, expected: list, compiled: ModuleType, scheme: QuantizationScheme, dtype: torch.dtype
+def _same_activations(
+    kernel: Quantizer, plain: Quantizer, compiled: str, device: torch.device, dtype: torch.dtype
 ) -> bool:
+    """Whether `kernel` has the codes and scales of `plain`, also of ties, and NaN where that has it."""
+    found, expected, samples = [], [], [sample(dtype)]
+    for low, high in ((-448.0, 448.0), (-127.0, 127.0), (-128.0, 127.0)):  # a scale of 1
+        samples.append(samples[0][:256].clamp(low, high))
+        samples[-1][:, ::128], samples[-1][:, 1::128] = low, high
+    x = torch.cat(samples).to(device)
+    diverged = samples[-1].to(device)
+    diverged[::3, 5], diverged[1::3, 6] = torch.nan, torch.inf
+    for results, function in ((found, kernel), (expected, plain)):
+        results += function(x)
+        results += [y.float().nan_to_num(-1.0, torch.inf, -torch.inf) for y in function(diverged)]
+    return _same_bytes(found, expected, compiled, f"{plain.__name__}, {dtype}")
+
+
+def _same_bytes(found: list, expected: list, compiled: str, case: str) -> bool:
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if not a is b is None]
     if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
         return True
     warnings.warn(
-        f"The compiled quantizer {compiled.__name__} gives other bytes on {pairs[0][0].device} than the plain operations "
-        f"({codes_key(scheme.weights)}, {dtype}), which are used instead: slower, with the right bytes. "
+        f"The compiled quantizer {compiled} gives other bytes on {pairs[0][0].device} than the plain operations "
+        f"({case}), which are used instead: slower, with the right bytes. "
         "Please report this with the versions of torch and numba or triton.",
-        stacklevel=4,
+        stacklevel=5,
     )
     return False
 
@@ -136,6 +187,10 @@ def every_product(scheme: QuantizationScheme, device: torch.device) -> tuple[Ten
     blocks are of two rows.
     """
     args, zero_point = scheme.weights, None
+    if has_global_scale(scheme):
+        scale, pairs = torch.arange(0x7F, device=device), torch.arange(0x10, 0x100, 0x22, device=device)
+        codes = pairs.to(torch.uint8).repeat(len(scale), 16)
+        return codes, (scale.to(torch.uint8).view(reference.FP8).unsqueeze(-1).repeat(1, 16), None), scheme, 256
     scale = torch.arange(0x7F80, device=device).to(torch.int16).view(torch.bfloat16).unsqueeze(-1)
     row = torch.arange(256, device=device)
     if args.type == QuantizationType.FLOAT:

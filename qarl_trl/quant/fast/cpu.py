@@ -83,10 +83,21 @@ def _encode(
     return out.view(FP8 if args.type == QuantizationType.FLOAT else packed)
 
 
-def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns: int, dtype: torch.dtype) -> Tensor:
+def decode(
+    codes: Tensor,
+    qparams: QParams,
+    scheme: QuantizationScheme,
+    columns: int,
+    dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """As [`reference.decode`]."""
     (scale, zero_point), out = qparams, torch.empty(codes.shape[0], columns, dtype=dtype)
     numbers = _words(out, scheme)
+    if global_scale is not None:
+        pairs, scales = _memory(codes.contiguous(), np.uint8, numbers.shape), _memory(scale.contiguous(), np.uint8)
+        _over_rows(kernels.decode_float4, pairs, scales, numbers, np.float32(global_scale.item()))
+        return out
     size, signs = _layout(scheme)
     pairs = _memory(codes.contiguous(), _PAIRS[size], numbers.shape)
     zeros = None if zero_point is None else _memory(zero_point.contiguous(), np.int8)
@@ -94,6 +105,28 @@ def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns:
     offset = None if scheme.weights.type == QuantizationType.FLOAT else np.float32(1 << (size - 1))
     _over_rows(kernels.decode, pairs, _memory(scale.contiguous(), np.uint16), zeros, numbers, flip, offset)
     return out
+
+
+def quantize_activations(
+    plain: Callable[..., Any], x: Tensor, width: int, dtype: torch.dtype, divided: bool, *limits: float
+) -> tuple[Tensor, Tensor]:
+    """As `plain` of contiguous `x`; the rest is what [`fast.RULES`] says of it."""
+    codes = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // width), dtype=torch.float32)
+    shape = x.numel() // x.shape[-1], 1, scale.shape[-1], width // 2
+    words = _memory(x, np.uint32 if x.dtype == torch.bfloat16 else np.uint64, shape)
+    pairs = _memory(codes, np.uint32 if dtype == torch.int16 else np.uint16, shape)
+    scales = _memory(scale, np.float32, (shape[0], shape[2]))
+    if dtype == torch.int16:
+        _over_rows(kernels.asymmetric_activations, words, scales, pairs)
+    else:  # `None` compiles the kernel anew
+        _over_rows(
+            kernels.activations, words, scales, pairs, *map(np.float32, limits), divided or None, dtype == FP8 or None
+        )
+    if not np.isfinite(scales).all():  # what becomes of NaN no kernel follows
+        rows = torch.from_numpy(~np.isfinite(scales).all(1)).view(x.shape[:-1])
+        codes[rows], scale[rows] = plain(x[rows])
+    return codes, scale
 
 
 def _layout(scheme: QuantizationScheme) -> tuple[int, int]:

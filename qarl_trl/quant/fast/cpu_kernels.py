@@ -8,7 +8,7 @@ and kernels share a file because numba compiles anew what it has in its cache wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -142,10 +142,10 @@ def _plus(b: ir.IRBuilder, x: Any, y: Any) -> Any:
 
 @_instruction(types.uint32)
 def _nearest(b: ir.IRBuilder, x: Any, low: Any, high: Any) -> Any:
-    """The nearest integer between two, ties to even, in two's complement; only the lowest 16 bits mean anything."""
+    """The nearest integer between two, ties to even, in two's complement, of NaN 0; only the lowest 16 bits mean anything."""
     # In [2^23, 2^24) neighbouring float32 numbers are 1 apart, and here the lowest bits of 1.5 * 2^23 are zero.
-    x = b.select(b.fcmp_ordered("<", x, high), x, high)
-    x = b.select(b.fcmp_ordered(">", x, low), x, low)
+    x = b.select(b.fcmp_ordered(">", x, high), high, x)
+    x = b.select(b.fcmp_ordered("<", x, low), low, x)
     return b.bitcast(b.fadd(x, _real(1.5 * 2**23)), _I32)
 
 
@@ -172,6 +172,12 @@ def _float8_code(b: ir.IRBuilder, x: Any) -> Any:
     """Bits of the nearest float8_e4m3fn number; `reference.fp8_codes` of one number."""
     code, bits = _float_code(b, x, FP8_MAX, -6, 3)
     return b.or_(code, b.and_(b.lshr(bits, _int(24)), _int(0x80)))
+
+
+@_instruction(types.uint32)
+def _signed_float8_code(b: ir.IRBuilder, x: Any) -> Any:
+    """As [`_float8_code`], and -0.0 stays what it is."""
+    return b.or_(_float_code(b, x, FP8_MAX, -6, 3)[0], b.and_(b.lshr(b.bitcast(x, _I32), _int(24)), _int(0x80)))
 
 
 @_instruction(types.uint32)
@@ -236,9 +242,9 @@ def _pair(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
 
 
 def _products(b: ir.IRBuilder, first: Any, second: Any, scale: Any, like: Any) -> Any:
-    """Two numbers times a bfloat16 scale, each rounded to bfloat16, as the two bfloat16 or float32 numbers of a word."""
-    # Numbers and scale have 8 bits each, so that the product is exact and rounded once.
-    first, second = (_to_bfloat16(b, b.bitcast(b.fmul(x, _widened(b, scale)), _I32)) for x in (first, second))
+    """Two numbers times a scale, each rounded to bfloat16, as the two bfloat16 or float32 numbers of a word."""
+    # Numbers and a bfloat16 scale have 8 bits each, so that the product is exact and rounded once.
+    first, second = (_to_bfloat16(b, b.bitcast(b.fmul(x, scale), _I32)) for x in (first, second))
     if like.type.width == 32:
         return b.or_(b.lshr(first, _int(16)), second)
     return b.or_(b.zext(first, like.type), b.shl(b.zext(second, like.type), ir.Constant(like.type, 32)))
@@ -254,21 +260,58 @@ def _codes(b: ir.IRBuilder, pair: Any) -> tuple[Any, Any]:
 def _int_products(b: ir.IRBuilder, pair: Any, flip: Any, shift: Any, scale: Any, like: Any) -> Any:
     """Two integer codes, the bits of `flip` turned, minus `shift`, times a scale."""
     numbers = (b.fsub(b.uitofp(code, _F32), shift) for code in _codes(b, b.xor(pair, flip)))
-    return _products(b, *numbers, scale, like)
+    return _products(b, *numbers, _widened(b, scale), like)
+
+
+def _float_numbers(b: ir.IRBuilder, pair: Any, exponent: int, mantissa: int) -> Iterator[Any]:
+    """Of two codes of floats of few bits, none of them NaN; `exponent` is the lowest, as of [`_float_code`]."""
+    sign = pair.type.width // 2 - 1
+    for code in _codes(b, pair):
+        magnitude = b.and_(code, _int((1 << sign) - 1))
+        normal = b.add(b.shl(magnitude, _int(23 - mantissa)), _int((126 + exponent) << 23))
+        subnormal = b.bitcast(b.fmul(b.uitofp(magnitude, _F32), _real(2.0 ** (exponent - mantissa))), _I32)
+        bits = b.select(b.icmp_unsigned("<", magnitude, _int(1 << mantissa)), subnormal, normal)
+        yield b.bitcast(b.or_(bits, b.shl(b.lshr(code, _int(sign)), _int(31))), _F32)
 
 
 @_instruction()
 def _float8_products(b: ir.IRBuilder, pair: Any, scale: Any, like: Any) -> Any:
-    """Two float8_e4m3fn numbers, none of them NaN, times a scale."""
-    numbers = []
-    for code in _codes(b, pair):
-        magnitude = b.and_(code, _int(0x7F))
-        normal = b.add(b.shl(magnitude, _int(20)), _int((127 - 7) << 23))
-        # Below 2^-6 the numbers are multiples of 2^-9.
-        subnormal = b.bitcast(b.fmul(b.uitofp(magnitude, _F32), _real(2.0**-9)), _I32)
-        bits = b.select(b.icmp_unsigned("<", magnitude, _int(8)), subnormal, normal)
-        numbers.append(b.bitcast(b.or_(bits, b.shl(b.and_(code, _int(0x80)), _int(24))), _F32))
-    return _products(b, *numbers, scale, like)
+    """Two float8_e4m3fn numbers times a bfloat16 scale."""
+    return _products(b, *_float_numbers(b, pair, -6, 3), _widened(b, scale), like)
+
+
+@_instruction()
+def _float4_products(b: ir.IRBuilder, pair: Any, unit: Any, like: Any) -> Any:
+    """Two float4_e2m1 numbers times a float32 scale."""
+    return _products(b, *_float_numbers(b, pair, 0, 1), unit, like)
+
+
+# Numbers of activations are not rounded to bfloat16.
+
+
+@_instruction(types.float32)
+def _float32(b: ir.IRBuilder, bits: Any) -> Any:
+    return b.bitcast(bits, _F32)
+
+
+@_instruction(types.float32)
+def _exact_first(b: ir.IRBuilder, word: Any) -> Any:
+    return b.bitcast(_halves(b, word)[0], _F32)
+
+
+@_instruction(types.float32)
+def _exact_second(b: ir.IRBuilder, word: Any) -> Any:
+    return b.bitcast(_halves(b, word)[1], _F32)
+
+
+@_instruction(types.uint32)
+def _from_zero_point(b: ir.IRBuilder, x: Any, zero: Any) -> Any:
+    """The nearest integer, halves away from zero, where with `zero` added it is an int8; else the end of that range, minus `zero`."""
+    bits = b.bitcast(x, _I32)
+    size = b.fptosi(b.fadd(b.bitcast(b.and_(bits, _int(0x7FFFFFFF)), _F32), _real(0.5)), _I32)
+    code = b.add(b.select(b.icmp_signed("<", bits, _int(0)), b.neg(size), size), zero)
+    code = b.select(b.icmp_signed("<", code, _int(127)), code, _int(127))
+    return b.sub(b.select(b.icmp_signed(">", code, _int(-128)), code, _int(-128)), zero)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -425,3 +468,67 @@ def float4(words, scales, out, steps, global_scale):
             # In float32, whose quotients may be as near to a tie as they like: no product would do.
             first, second = _float4_code(_first(part[i]) / unit[i]), _float4_code(_second(part[i]) / unit[i])
             codes[i] = _pair(first, second, np.uint8(0))
+
+
+@_kernel
+def decode_float4(codes, scales, out, global_scale):
+    _wide_vectors()
+    units, like = np.empty(codes.shape[2:], np.float32), out.dtype.type(0)
+    for row in range(codes.shape[0]):
+        for column in range(codes.shape[2]):
+            units[column] = _FLOAT8[scales[row, column]] / global_scale
+        part, numbers, unit = codes[row].reshape(-1), out[row].reshape(-1), units.reshape(-1)
+        for i in range(part.shape[0]):
+            numbers[i] = _float4_products(part[i], unit[i], like)
+
+
+@_kernel
+def activations(words, scales, out, largest, least, floor, divided, float8):
+    """
+    Codes of numbers divided by their scale or, with `divided` as `None`, times its reciprocal; integers with `float8` as `None`.
+
+    The scale is the largest magnitude, taken as at least `least`, by `largest`, and at least `floor`.
+    """
+    _wide_vectors()
+    low, high = np.float32(-128), np.float32(127)
+    magnitudes, pair = np.empty(words.shape[2], np.uint32), out.dtype.type(0)
+    for row in range(words.shape[0]):
+        _magnitudes(words[row], magnitudes)
+        for column in range(words.shape[2]):
+            part, codes, scale = words[row, 0, column], out[row, 0, column], _float32(magnitudes[column])
+            scale = (least if scale < least else scale) / largest  # and NaN stays
+            scale = floor if scale < floor else scale
+            scales[row, column] = scale
+            factor = np.float32(1) / scale
+            for i in range(part.shape[0]):
+                first, second = _exact_first(part[i]), _exact_second(part[i])
+                if divided is None:
+                    first, second = first * factor, second * factor
+                else:
+                    first, second = first / scale, second / scale
+                if float8 is not None:
+                    codes[i] = _pair(_signed_float8_code(first), _signed_float8_code(second), pair)
+                else:  # zero times the reciprocal of a scale of zero is NaN
+                    codes[i] = _pair(_nearest(first, low, high), _nearest(second, low, high), pair)
+
+
+@_kernel
+def asymmetric_activations(words, scales, out):
+    """Integer codes minus their zero point; the range includes zero. A scale of NaN marks a row that has to be done otherwise."""
+    _wide_vectors()
+    low, high = np.empty(1, np.uint32), np.empty(1, np.int32)
+    for row in range(words.shape[0]):
+        _minima_maxima(words[row], low, high)
+        least, greatest = _float32(low[0]), _float32(high[0])
+        steps = np.float32(1) if least == greatest else np.float32(255) / (greatest - least)
+        scales[row, 0] = np.float32(1) / steps if steps < np.float32(np.inf) else np.float32(np.nan)
+        below, above = least * steps, greatest * steps
+        zero = np.float32(127) - above
+        if (below - np.float32(128)) + (above + np.float32(127)) > 0:
+            zero = np.float32(-128) - below
+        zero = np.int32(np.int8(_nearest(zero, np.float32(-128), np.float32(127))))
+        part, codes = words[row, 0, 0], out[row, 0, 0]
+        for i in range(part.shape[0]):
+            first = _from_zero_point(_exact_first(part[i]) * steps, zero)
+            second = _from_zero_point(_exact_second(part[i]) * steps, zero)
+            codes[i] = _pair(first, second, np.uint32(0))

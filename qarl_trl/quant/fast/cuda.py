@@ -6,6 +6,7 @@ the tests run the kernels in Triton's interpreter, which does not show what the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,20 +73,46 @@ def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_
     return out.view(FP8 if scheme.weights.type == QuantizationType.FLOAT else torch.int32 if packed else torch.int8)
 
 
-def decode(codes: Tensor, qparams: QParams, scheme: QuantizationScheme, columns: int, dtype: torch.dtype) -> Tensor:
+def decode(
+    codes: Tensor,
+    qparams: QParams,
+    scheme: QuantizationScheme,
+    columns: int,
+    dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """As [`reference.decode`]."""
     (scale, zero_point), out = qparams, torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
     words, scales = _words(out, scheme), rows_of_scales(scale, scheme).float().contiguous()
+    if global_scale is not None:
+        scales = scales / global_scale
     zeros = scales if zero_point is None else zero_point.float().contiguous()
     packed = scheme.format == "pack-quantized"
-    size = scheme.weights.num_bits if packed else 8
+    size = scheme.weights.num_bits if packed or global_scale is not None else 8
     half = 1 << (size - 1)
     pairs = codes.contiguous().view(torch.uint8 if size == 4 else torch.int16)
-    constants = {"FLOAT8": scheme.weights.type == QuantizationType.FLOAT, "ASYMMETRIC": zero_point is not None}
+    constants = {"FLOAT": scheme.weights.type == QuantizationType.FLOAT, "ASYMMETRIC": zero_point is not None}
     # Integers in packed words have half their range added; others get it with their highest bit turned.
     constants |= {"CODE_BITS": size, "FLIP": 0 if packed else half, "OFFSET": float(half)}
     _over_tiles(_decode, words, scales, zeros, pairs, **constants)
     return out
+
+
+def quantize_activations(
+    plain: Callable[..., Any], x: Tensor, width: int, dtype: torch.dtype, divided: bool, *limits: float
+) -> tuple[Tensor, Tensor]:
+    """As `plain` of contiguous `x`; the rest is what [`fast.RULES`] says of it."""
+    codes = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // width), dtype=torch.float32)
+    words = x.view(torch.int32 if x.dtype == torch.bfloat16 else torch.int64).view(-1, width // 2)
+    tile = _tile(words.shape[1])
+    constants = dict(zip(("LARGEST", "LEAST", "FLOOR"), limits, strict=True))
+    # On a GPU the reciprocal of an int8 scale is rounded once.
+    constants |= {"DIVIDED": divided, "FLOAT8": dtype == FP8, "ONCE": dtype != FP8 and x.is_cuda}
+    with torch.cuda.device_of(x):
+        grid = (triton.cdiv(words.shape[0], tile[0]),)
+        _activation_codes[grid](words, scale, codes.view(torch.int16), *words.shape, *tile, **constants)
+    return codes, scale
 
 
 def _words(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -172,9 +199,13 @@ def _integer(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 @triton.jit
 def _float8(x):
     """Bits of the nearest float8_e4m3fn number, ties to even, saturated; `reference.fp8_codes` of one number."""
-    x = tl.minimum(tl.maximum(x + 0.0, -448.0), 448.0)
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+    return _signed_float8((x + 0.0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _signed_float8(bits):
+    """As [`_float8`], from bits, and -0.0 stays what it is."""
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # 960: the exponent's bias, 127 - 7
     # Below 2^-6 (0x3C800000) the numbers are multiples of 2^-9, as far apart as float32 numbers from 2^14 (0x46800000) on.
     subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -232,13 +263,18 @@ def _encode(
 
 
 @triton.jit
-def _float8_number(code):
-    """The number of a float8_e4m3fn code that is not NaN."""
-    magnitude = code & 0x7F
-    normal = (magnitude << 20) + 0x3C000000  # the exponent's bias, 127 - 7
-    # Below 2^-6 the numbers are multiples of 2^-9.
-    subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-    bits = tl.where(magnitude < 8, subnormal, normal) | ((code & 0x80) << 24)
+def _float_number(code, BITS: tl.constexpr):
+    """The number of a float8_e4m3fn code that is not NaN, or of a float4_e2m1 code."""
+    if BITS == 8:
+        magnitude = code & 0x7F
+        normal = (magnitude << 20) + 0x3C000000  # the exponent's bias, 127 - 7
+        # Below 2^-6 the numbers are multiples of 2^-9.
+        subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+        bits = tl.where(magnitude < 8, subnormal, normal) | ((code & 0x80) << 24)
+    else:
+        magnitude = code & 7
+        normal = (magnitude << 22) + 0x3F000000  # 127 - 1
+        bits = tl.where(magnitude < 2, magnitude * 0x3F000000, normal) | ((code & 8) << 28)  # 0, 0.5
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -252,7 +288,7 @@ def _decode(
     columns,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    FLOAT: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
     CODE_BITS: tl.constexpr,
     FLIP: tl.constexpr,
@@ -269,11 +305,11 @@ def _decode(
     shift = OFFSET
     if ASYMMETRIC:
         shift = OFFSET + tl.load(zeros + row, row < rows, 0.0)[:, None]
-    if FLOAT8:
-        first, second = _float8_number(first), _float8_number(second)
+    if FLOAT:
+        first, second = _float_number(first, CODE_BITS), _float_number(second, CODE_BITS)
     else:
         first, second = (first ^ FLIP).to(tl.float32) - shift, (second ^ FLIP).to(tl.float32) - shift
-    # A code has 8 bits and a scale has 8, so that the product is exact and rounded once.
+    # A code has 8 bits and a bfloat16 scale has 8, so that the product is exact and rounded once.
     first = _to_bfloat16((first * scale).to(tl.int32, bitcast=True))
     second = _to_bfloat16((second * scale).to(tl.int32, bitcast=True))
     if words.dtype.element_ty == tl.int64:
@@ -281,3 +317,53 @@ def _decode(
     else:
         word = ((first >> 16) & 0xFFFF) | second
     tl.store(words + place, word, mask)
+
+
+@triton.jit
+def _activation_code(bits, scale, factor, FLOAT8: tl.constexpr, DIVIDED: tl.constexpr):
+    x = bits.to(tl.float32, bitcast=True)
+    x = tl.div_rn(x, scale) if DIVIDED else x * factor
+    if FLOAT8:
+        code = tl.where(x == x, _signed_float8(x.to(tl.int32, bitcast=True)), 0x7F)
+    else:
+        code = _integer(tl.where(x == x, x, 0.0), -128.0, 127.0)
+    return code & 0xFF
+
+
+@triton.jit
+def _activation_codes(
+    words,
+    scales,
+    out,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    ONCE: tl.constexpr,
+    FLOAT8: tl.constexpr,
+):
+    """Codes of numbers divided by their scale, or times its reciprocal, which with `ONCE` is rounded once."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        first, second = _halves(tl.load(words + row.to(tl.int64)[:, None] * columns + column[None, :], mask, 0))
+        greatest = tl.maximum(greatest, tl.maximum(first & 0x7FFFFFFF, second & 0x7FFFFFFF))
+    largest = tl.max(greatest, 1).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(tl.where(largest < LEAST, LEAST, largest), tl.full((ROWS,), LARGEST, tl.float32))
+    scale = tl.where(scale < FLOOR, FLOOR, scale)  # NaN stays
+    tl.store(scales + row, scale, row < rows)
+    factor = tl.div_rn(tl.full((ROWS,), LARGEST if ONCE else 1.0, tl.float32), largest if ONCE else scale)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        first, second = _halves(tl.load(words + place, mask, 0))
+        first = _activation_code(first, scale[:, None], factor[:, None], FLOAT8, DIVIDED)
+        second = _activation_code(second, scale[:, None], factor[:, None], FLOAT8, DIVIDED)
+        tl.store(out + place, (first | (second << 8)).to(tl.int16), mask)
