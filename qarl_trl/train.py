@@ -229,12 +229,7 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
         return None
     script_args, training_args, model_args = parse(argv)
     if not script_args.dry_run:
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        # The launcher repeats the first error of any process as its last words.
-        return record(
-            partial(train, make_trainer(script_args, training_args, model_args), script_args.dataset_name_or_path)
-        )
+        return partial(train, make_trainer(script_args, training_args, model_args), script_args.dataset_name_or_path)
     if training_args.process_index == 0:
         print(describe(script_args, training_args, model_args))
     return None
