@@ -43,8 +43,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         time.sleep(_OTHERS_SPEAK_AFTER_S if int(os.environ.get("LOCAL_RANK", "0")) else 0)
         print(f"qarl-trl {argv[0]}: {' '.join(str(error).split())} (--debug: where)", file=sys.stderr)
         raise SystemExit(2) from error
-    if work is not None:
-        work()
+    if work is None:
+        return
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun and accelerate launch end their output with what is in it
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        work = record(work)
+    work()
 
 
 def run(argv: Sequence[str]) -> Callable[[], None] | None:

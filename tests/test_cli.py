@@ -109,13 +109,18 @@ def test_bad_input_is_one_line_and_exit_code_2_and_with_debug_a_traceback(argv, 
         cli.main([*argv, "--debug"])
 
 
-def test_a_crash_in_the_work_that_a_command_returns_keeps_its_traceback(monkeypatch):
+def test_a_crash_in_the_work_that_a_command_returns_keeps_its_traceback_and_a_launcher_is_told(monkeypatch, tmp_path):
     def crash():
         raise ValueError("in the middle of training")
 
     monkeypatch.setattr("qarl_trl.train.main", lambda argv: crash)
     with pytest.raises(ValueError, match="in the middle"):
         cli.main(["train"])
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))  # as torchrun does
+    with pytest.raises(ValueError, match="in the middle"):
+        cli.main(["train"])
+    assert "in the middle" in told.read_text()
 
 
 def test_debug_with_a_value_is_left_to_transformers():

@@ -193,6 +193,12 @@ def _one_of_two(model: str, folder: str) -> dict[str, Any]:
     if second:
         llm.llm_engine.step = _raising(llm.llm_engine.step, 3, ValueError("no memory"))
     run("a generation raises", trainer)
+    # Of this nobody tells the others: they see that the process has ended, so it comes last.
+    trainer = _without_engine(model, folder, distinct_characters)
+    if second:
+        out_of_memory = _raising(lambda g: g, 3, torch.OutOfMemoryError("out of memory"))
+        trainer.model.model.norm.weight.register_hook(out_of_memory)
+    run("a backward raises", trainer)
     return found
 
 
@@ -208,6 +214,7 @@ def test_what_fails_in_one_process_stops_both_at_once(tmp_path):
         "a rollout_func raises": ("The rollout_func failed in process 1, which says why", "KeyError: 'no such tool'"),
         "a gradient is NaN": ("The gradient norm is nan",) * 2,
         "a generation raises": ("The generation failed in 1 of 2 processes", "ValueError: no memory"),
+        "a backward raises": ("Connection closed by peer", "OutOfMemoryError: out of memory"),
     }
     for name, words in expected.items():
         for rank, (message, seconds) in enumerate((first[name], second[name])):
