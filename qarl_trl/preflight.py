@@ -159,7 +159,7 @@ def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
 
 
 def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) FSDP1, offloaded parameters, and shards (FSDP2, ZeRO-3) for a scheme with a global scale."""
+    """Refuse (`ValueError`) FSDP1, offloaded or cast parameters, and shards (FSDP2, ZeRO-3) for a scheme with a global scale."""
     version = _compat.fsdp_version(args)
     if version == 1:
         raise ValueError(
@@ -170,6 +170,11 @@ def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
         raise ValueError(
             "FSDP must not have offloaded parameters: low-bit weights are made from shards on the GPU. Set "
             "fsdp_offload_params: false."
+        )
+    if version and (args.bf16_full_eval or args.fp16_full_eval):
+        name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
+        raise ValueError(
+            f"FSDP shards must stay float32 masters, got {name}=True, which casts them. Set {name}=False."
         )
     if (
         (version or _compat.is_zero3(args))

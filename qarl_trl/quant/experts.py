@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
 
-from .gathers import gathered_codes
+from .gathers import gathered_codes, whole_weights
 from .grouped import grouped_product, stacked
 from .linear import LowBitLayer, QParams
 from .names import checkpoint_modules
@@ -134,7 +134,8 @@ class QuantExperts(LowBitLayer, nn.Module):
         router's order, by a reduction: no atomics, so a GPU gives the same sum again.
         """
         if not self.quantized_forward:
-            return self.high_precision_class.forward(self, hidden_states, top_k_index, top_k_weights)
+            with whole_weights(self):
+                return self.high_precision_class.forward(self, hidden_states, top_k_index, top_k_weights)
         pairs, places, offsets = Routing.of(top_k_index, len(self.gate_up_proj))
         gate_up = self._matmul(hidden_states[pairs // top_k_index.shape[1]], "gate_up_proj", offsets)
         down = self._matmul(self._apply_gate(gate_up), "down_proj", offsets)

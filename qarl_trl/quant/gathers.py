@@ -7,7 +7,8 @@ torch asks a shard that has `fsdp_pre_all_gather` what to gather, and its `fsdp_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .quantize import LowBitWeight
-from .shards import own_rows, quantize_own, quantize_shards, unit_of
+from .shards import own_rows, quantize_own, quantize_shards, unit_of, whole
 
 
 if TYPE_CHECKING:
@@ -61,26 +62,52 @@ def gather_codes(layers: Iterable[LowBitLayer], ranks: int, device: torch.device
 
 
 @torch.no_grad()
-def own_codes(layer: LowBitLayer, parameter: str) -> LowBitWeight:
-    """The low-bit rows of this process, of a parameter with gathered codes; made once per optimizer step."""
+def own_codes(layer: LowBitLayer, parameter: str, anew: bool = False) -> LowBitWeight:
+    """
+    The low-bit rows of this process, of a parameter with gathered codes; made once per optimizer step, or `anew`.
+
+    Not every write to a shard moves a version: `weight.detach().to_local()` has its own, and a checkpoint is loaded through it.
+    """
     weight, slot = getattr(layer, parameter), "" if parameter == "weight" else parameter
-    qparams = layer.qparams_of(parameter, weight.device)
+    qparams, own = layer.qparams_of(parameter, weight.device), weight.to_local()
     quantize = partial(quantize_own, scheme=layer.scheme, qparams=qparams)
-    return layer._code_cache.get(slot, (weight,), None, quantize, (weight.to_local().data_ptr(),))
+    others = own.data_ptr(), own._version, weight._version
+    return layer._code_cache.get(slot, (weight,), (weight,) if anew else None, quantize, others)
 
 
 @torch.no_grad()
 def gathered_codes(layer: LowBitLayer, parameter: str, weight: Tensor | None) -> LowBitWeight | None:
-    """The low-bit weight of a parameter (or of `weight` in its place) with gathered codes; `None` of another."""
-    own = getattr(layer, parameter)
-    weight = own if weight is None else weight
+    """The low-bit weight of a parameter (or of `weight` in its place, made anew) with gathered codes; `None` of another."""
+    own, anew = getattr(layer, parameter), weight is not None
+    weight = weight if anew else own
     if isinstance(weight, GatheredCodes):
         return weight.low_bit
     if not _is_coded(own) or not isinstance(weight, DTensor):
         return None
     same = weight.to_local().data_ptr() == own.to_local().data_ptr()
     qparams = layer.qparams_of(parameter, weight.device)
-    return quantize_shards(weight, layer.scheme, qparams, own_codes(layer, parameter) if same else None)
+    return quantize_shards(weight, layer.scheme, qparams, own_codes(layer, parameter, anew) if same else None)
+
+
+@contextmanager
+def whole_weights(layer: LowBitLayer) -> Iterator[None]:
+    """
+    Inside, weights of which FSDP2 has gathered the codes alone are whole, in bfloat16: for a forward in high precision.
+
+    Collective. `RuntimeError` where they would need a gradient, which the masters would not get.
+    """
+    codes = {name: w for name in layer.coded_parameters if isinstance(w := getattr(layer, name), GatheredCodes)}
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in codes.values()):
+        raise RuntimeError(
+            "A high-precision forward of weights whose codes FSDP2 gathers has no gradient. Run it under torch.no_grad(), or "
+            "train with quant_learner=False."
+        )
+    vars(layer).update({name: whole(weight.shard) for name, weight in codes.items()})  # found before parameters
+    try:
+        yield
+    finally:
+        for name in codes:
+            del vars(layer)[name]
 
 
 def _is_coded(weight: Tensor) -> bool:
@@ -90,7 +117,7 @@ def _is_coded(weight: Tensor) -> bool:
 @torch.no_grad()
 def _load_coded(layer: LowBitLayer, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Shards that take the place of a `CodedMaster` (`assign=True`, as accelerate loads) become one."""
-    for name in layer.coded_parameters:
+    for name in getattr(layer, "coded_parameters", ()):  # none after `restore`
         given = state_dict.get(prefix + name)
         if isinstance(given, DTensor) and _is_coded(getattr(layer, name)):
             coded, mesh, placements = CodedMaster(own_rows(given), name), given.device_mesh, given.placements
@@ -119,37 +146,57 @@ class CodedMaster(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        plain_args, plain_kwargs = tree_map_only(cls, lambda master: master.plain, (args, kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(cls, cls._same_memory, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         # accelerate shards what it has moved to the meta device.
         if func in _SAME_KIND or (func is _aten._to_copy.default and result.is_meta):
             return cls(result, args[0].parameter)
         return result
 
+    def _same_memory(self) -> Tensor:
+        if self.data_ptr() != self.plain.data_ptr():
+            raise RuntimeError(
+                f"A master {self.parameter!r} whose codes FSDP2 gathers was given other memory (`param.data = ...`). Write to it in "
+                "place, or load it with `load_state_dict(assign=True)`."
+            )
+        return self.plain
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CodedMaster:
+        copied = type(self)(self.plain.detach().clone(), self.parameter)
+        copied.requires_grad_(self.requires_grad)
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, self.requires_grad)
+        return memo.setdefault(id(self), copied)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: LowBitLayer, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """The packed codes and the scales of these rows, and what they are of."""
+        if not gathers_codes(outer_size, mesh.size(), module.scheme):
+            raise RuntimeError(
+                f"Codes of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes: each must have equally many rows that "
+                "depend on none of another's. Shard the model with as many as `gather_codes` was told."
+            )
         own = own_codes(module, self.parameter)
         tensors = {name: tensor for name, tensor in own.tensors.items() if name != "weight_shape"}
-        return tuple(tensors.values()), (own, tuple(tensors), outer_size)
+        return tuple(tensors.values()), (own, tuple(tensors), outer_size, getattr(module, self.parameter))
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
         """What stands for the whole weight in the forward: a new one, or `out`, given its codes again."""
-        own, names, size = metadata
+        own, names, size, shard = metadata
         tensors = dict(zip(names, outputs, strict=True))
         if "weight_shape" in own.tensors:
             tensors["weight_shape"] = torch.tensor((math.prod(size[:-1]), size[-1]))
         weight = LowBitWeight(dict(sorted(tensors.items())), own.scheme)
         if out is not None:
-            out.held[0] = weight
+            out.held[:] = weight, shard
             return None
-        return GatheredCodes(size, dtype, outputs[0].device, [weight]), ()
+        return GatheredCodes(size, dtype, outputs[0].device, [weight, shard]), ()
 
 
 class GatheredCodes(Tensor):
@@ -157,16 +204,14 @@ class GatheredCodes(Tensor):
     Stands for a whole weight, of which only the codes are there, as the leaf that receives the gradient.
 
     Attributes:
-        held (`list[LowBitWeight]`): The codes, until FSDP2 frees them.
+        held (`list`): The codes, until FSDP2 frees them, and the `DTensor` they are of.
     """
 
-    held: list[LowBitWeight]
+    held: list[Any]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(
-        cls, size: torch.Size, dtype: torch.dtype, device: torch.device, held: list[LowBitWeight]
-    ) -> GatheredCodes:
+    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device, held: list[Any]) -> GatheredCodes:
         weight = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         weight.held = held
         return weight
@@ -174,6 +219,10 @@ class GatheredCodes(Tensor):
     @property
     def low_bit(self) -> LowBitWeight:
         return self.held[0]
+
+    @property
+    def shard(self) -> DTensor:
+        return self.held[1]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .activations import once
 from .cache import CodeCache
-from .gathers import gathered_codes
+from .gathers import gathered_codes, whole_weights
 from .products import Product, ProductChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .reference import QParams
@@ -223,7 +223,8 @@ class QuantLinear(LowBitLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.quantized_forward:
-            return super().forward(input)
+            with whole_weights(self):
+                return super().forward(input)
         dtype, product = self._compute_dtype(input), self._get_product(input.device)
         with torch.autocast(input.device.type, enabled=False):
             return LowBitMatmul.apply(input, self.weight, self.bias, self.low_bit(), product, dtype)

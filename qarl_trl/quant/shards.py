@@ -64,7 +64,7 @@ def quantize_shards(
         piece = piece.clone(memory_format=torch.contiguous_format)
         tensors[name] = piece.flatten().view(tensor.dtype).view(-1, tensor.shape[1])
     if not torch.isfinite(tensors["weight_scale"]).all():
-        quantize_weight(own_rows(weight).flatten(0, -2), scheme)  # raises, where the rows of this process are the ones
+        _quantize_rows(weight, scheme, qparams)  # raises, where the rows of this process are the ones
         raise ValueError(
             f"Another process could not quantize its rows of a weight {tuple(weight.shape)}, and says why."
         )
@@ -80,6 +80,15 @@ def quantize_own(weight: DTensor, scheme: QuantizationScheme, qparams: QParams |
 
     Others wait for them also where they hold NaN: then their scales are NaN, which no others are.
     """
+    try:
+        return _quantize_rows(weight, scheme, qparams)
+    except ValueError:
+        part = quantize_weight(torch.zeros_like(own_rows(weight)).flatten(0, -2), scheme)
+        part.scale.fill_(math.nan)
+        return part
+
+
+def _quantize_rows(weight: DTensor, scheme: QuantizationScheme, qparams: QParams | None) -> LowBitWeight:
     own, total = own_rows(weight), len(weight)
     if not len(own):
         return quantize_weight(own.new_zeros(_unit(weight, scheme), *own.shape[1:]).flatten(0, -2), scheme)
@@ -88,12 +97,7 @@ def quantize_own(weight: DTensor, scheme: QuantizationScheme, qparams: QParams |
         first = math.ceil(total / weight.device_mesh.size(dim)) * weight.device_mesh.get_local_rank(dim)
         last = first + len(own)
         qparams = tuple(t if t is None else t[first * len(t) // total : last * len(t) // total] for t in qparams)
-    try:
-        return quantize_weight(own.flatten(0, -2), scheme, qparams)
-    except ValueError:
-        part = quantize_weight(torch.zeros_like(own).flatten(0, -2), scheme)
-        part.scale.fill_(math.nan)
-        return part
+    return quantize_weight(own.flatten(0, -2), scheme, qparams)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from qarl_trl.quant import apply_quantization, gathers, iter_low_bit_weights, quantized_modules, shards
 from qarl_trl.quant.gathers import CodedMaster, GatheredCodes, gather_codes
+from qarl_trl.rollout.scores import learner_logps, low_bit_forward
 from quant.schemes import same_bytes
 
 
@@ -89,16 +91,26 @@ def both_forms(kind: str, scheme: str) -> dict[str, Any]:
         assert before[-1] == after[-1]
         assert len(before[0]) == len(after[0])
         assert all(same_bytes(a, b) for a, b in zip(before[0], after[0], strict=True))
+    # The learners of the canary, one of them in high precision.
+    tokens = list(range(9))
+    plain, coded = (learner_logps(model, tokens, with_wrong=True) for model in models)
+    assert torch.equal(plain.plain, coded.plain) and plain.wrong.keys() == coded.wrong.keys()
+    assert all(torch.equal(logps, coded.wrong[name]) for name, logps in plain.wrong.items())
+    assert not torch.equal(coded.wrong["without quantization"], coded.plain)
     # Control: codes of the step before.
     stale, old = cut_model(kind, scheme, True), {}
     original = gathers.own_codes
-    with patch.object(gathers, "own_codes", lambda layer, name: old.setdefault((layer, name), original(layer, name))):
+    with patch.object(
+        gathers, "own_codes", lambda layer, name, *_: old.setdefault((layer, name), original(layer, name))
+    ):
         found = trained(stale, steps=2)
     same = [same_bytes(a, b) for a, b in zip(codes[1][0], found[1][0], strict=True)]
     parameters = [
         p for _, layer in quantized_modules(models[1]) for p in layer.parameters(recurse=False) if p.ndim > 1
     ]
     kinds = {type(p.to_local()) for p in parameters}
+    with low_bit_forward(models[1], False), pytest.raises(RuntimeError, match="no gradient"):
+        models[1](torch.arange(8)[None])
     torch.distributed.destroy_process_group()
     return {
         "stale": all(same),
@@ -127,6 +139,20 @@ def test_training_by_gathered_codes_is_training_by_gathered_weights(kind, scheme
         assert all(after * 2 == before for before, after in found["held"])
 
 
+def written_shards(model: torch.nn.Module, layer: torch.nn.Module) -> None:
+    """What is written to a shard without an optimizer step is in the next forward, publish and export."""
+    forward = lambda: model(torch.arange(8)[None]).logits  # noqa: E731
+    with torch.no_grad():
+        before, codes = forward(), layer.low_bit(layer.weight)
+        assert torch.equal(forward(), before)
+        layer.weight.to_local().mul_(2)
+        assert not torch.equal(forward(), before)
+        layer.weight.detach().to_local().mul_(0.5)  # as torch.distributed.checkpoint loads; no version moves
+        assert not same_bytes(layer.low_bit().scale, codes.scale)  # control
+        assert same_bytes(layer.low_bit(layer.weight).scale, codes.scale)
+        assert torch.equal(forward(), before)
+
+
 def refusals() -> list[str]:
     torch.distributed.init_process_group("gloo")
     model = cut_model("qwen3", "W4A16", True, num_hidden_layers=1)
@@ -140,6 +166,10 @@ def refusals() -> list[str]:
     assert isinstance(layer.weight, DTensor)
     model.load_state_dict(model.state_dict(), assign=True)  # shards that are coded already
     assert type(layer.weight.to_local().plain) is torch.Tensor
+    written_shards(model, layer)
+    with pytest.raises(RuntimeError) as unlike:
+        own = layer.weight.to_local().detach()
+        own.fsdp_pre_all_gather(init_device_mesh("cpu", (2,)), torch.Size((127, 256)), None, layer, None)
     # NaN in one process: nobody waits, and the publish says where.
     with torch.no_grad():
         if torch.distributed.get_rank() == 1:
@@ -149,12 +179,13 @@ def refusals() -> list[str]:
     with pytest.raises(ValueError) as wrong:
         layer.low_bit(layer.weight)
     torch.distributed.destroy_process_group()
-    return [str(error.value), str(wrong.value)]
+    return [str(error.value), str(wrong.value), str(unlike.value)]
 
 
 @pytest.mark.slow
 def test_what_is_no_weight_says_so():
     first, second = isolated_group(refusals, 2)
+    assert "(127, 256) cannot be gathered from 2 processes" in first[2]
     assert "gathered the codes alone" in first[0]
     assert "Another process" in first[1] and "holds NaN" in second[1]
 
@@ -168,6 +199,12 @@ def test_a_coded_master_is_the_tensor_it_was_made_of(tmp_path):
         torch._foreach_add_([master], 1)
     assert torch.equal(plain[1:3], torch.ones(2, 8)) and master.data_ptr() == plain.data_ptr()
     assert type(master + 1) is type(master.clone()) is type(master.to(torch.float64)) is torch.Tensor
+    copied = copy.deepcopy(master)
+    assert type(copied) is CodedMaster and isinstance(copied, torch.nn.Parameter) and copied.parameter == "weight"
+    assert torch.equal(copied.plain, plain) and copied.data_ptr() == copied.plain.data_ptr() != plain.data_ptr()
+    copied.data = torch.zeros(4, 8)
+    with pytest.raises(RuntimeError, match="given other memory"):
+        copied + 1
     torch.save({"weight": master.detach()}, tmp_path / "saved")
     assert (
         type(torch.load(tmp_path / "saved", weights_only=True)["weight"]) is torch.Tensor
