@@ -166,7 +166,8 @@ def run_all(wanted: list[tuple[str, str, int]], jobs: int, bases: Path) -> None:
         check_start(base / WEIGHTS)
         if not kept.exists():
             FOLDER.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(base / WEIGHTS, kept)
+            shutil.copyfile(base / WEIGHTS, f"{kept}.part")
+            Path(f"{kept}.part").rename(kept)
         reap(jobs - 1)
         process = context.Process(target=run_cell, args=(*cell, str(base)))
         process.start()

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerate.logging import get_logger
 from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
@@ -29,6 +30,8 @@ SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.20")
 SUPPORTED_PEFT = ("0.21", "0.22")
 # Of a vLLM that computes on the CPU: `_vllm_cpu.complete_reload` has to know where its kernels keep weights.
 SUPPORTED_CPU_ENGINE = ("0.31.0", "0.32")
+
+logger = get_logger(__name__)
 
 
 def installed_version(package: str) -> str | None:
@@ -229,13 +232,19 @@ def fit_to_zero3(model: PreTrainedModel) -> None:
     without the fused head, was traced before, a later one stops with "tracing error" (DeepSpeed 0.19.8).
 
     Hooks around each module within a layer would add up the gradients of the residual stream in another order than autograd does
-    by itself: masters would not be DDP's. So a layer is gathered at once, as under FSDP2.
+    by itself: masters would not be DDP's. So a layer is gathered at once, as under FSDP2. DeepSpeed reduces its gradients when
+    its backward ends, which torch tells too early of a layer none of whose inputs needs a gradient.
     """
     import deepspeed
 
     for param in model.get_output_embeddings().parameters():
         deepspeed.zero.register_external_parameter(model, param)
-    deepspeed.utils.set_z3_leaf_modules(model, list(model._no_split_modules or ()), raise_if_not_found=False)
+    layers = list(model._no_split_modules or ())
+    if not deepspeed.utils.set_z3_leaf_modules(model, layers, raise_if_not_found=False):
+        logger.warning(
+            "ZeRO-3 gathers this model piece by piece: it names no decoder layer. Sums are not in DDP's order."
+        )
+    model.enable_input_require_grads()
 
 
 def keep_float32(accelerator: Any) -> None:
@@ -253,8 +262,10 @@ def keep_float32(accelerator: Any) -> None:
         plugin.mixed_precision_policy = policy
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if deepspeed is not None and deepspeed.zero_stage == 3:
-        deepspeed.deepspeed_config.setdefault("communication_data_type", "fp32")
-        deepspeed.deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        config = deepspeed.deepspeed_config
+        config["communication_data_type"] = config.get("communication_data_type") or "fp32"
+        config["data_types"] = {"grad_accum_dtype": None} | (config.get("data_types") or {})
+        config["data_types"]["grad_accum_dtype"] = config["data_types"]["grad_accum_dtype"] or "fp32"
 
 
 def keep_gradients_sharded(accelerator: Any, args: Any) -> None:

@@ -19,21 +19,27 @@ EXIT_CODE = 75
 logger = get_logger(__name__)
 
 _taken: set[signal.Signals] = set()
+_forking = threading.local()
 
 
-def _reset_in_child() -> None:
+def _wait() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _taken)
+
+
+def _go_on() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _go_on_in_child() -> None:
     for number in _taken:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _taken)
+    _taken.clear()
+    _go_on()
 
 
 # A fork of a reward function has to end when it is told to. Python drops what a child received before it was ready to
 # handle signals (PyOS_AfterFork_Child), so signals wait until the child has the default action again.
-os.register_at_fork(
-    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _taken),
-    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _taken),
-    after_in_child=_reset_in_child,
-)
+os.register_at_fork(before=_wait, after_in_parent=_go_on, after_in_child=_go_on_in_child)
 
 
 class StopOnSignal(TrainerCallback):

@@ -94,6 +94,7 @@ class WorkerExtension:
             "version": self.qarl_version,
             "quantization_config": quantization,
             "config": config,
+            "config_class": type(model_config.hf_config).__module__,
             "engine": engine_facts(self.device.type)
             | {
                 "dtype": str(model_config.dtype).removeprefix("torch."),

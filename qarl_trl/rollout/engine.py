@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -103,7 +103,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
         with rebound(vllm_generation, "VLLMClient", partial(ServerClient, self.publish_folder)):
             super()._init_vllm()
         transport, device = "folder" if self.publish_folder else "nccl", self.accelerator.device.type
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        tokenizer = self.processing_class
+        if isinstance(tokenizer, ProcessorMixin):
+            tokenizer = tokenizer.tokenizer
         eos = tokenizer.eos_token_id
         needed = needed_of_server(self.model.config, self.quantization_config, device, transport, eos)
         fresh = self._from_main(lambda: self.vllm_client.check(needed))

@@ -27,8 +27,15 @@ from .cpu import cpu_flags
 
 KEY = "VLLM_API_KEY"
 PART_BYTES = 2 << 30
-# What a config says of how a model is read or used, not of what it computes.
-_NOT_THE_MODEL = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+# What a config says of how a model is read, trained or used, not of what it computes in an engine.
+_NOT_THE_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range"}
+_NOT_THE_MODEL |= {
+    "attention_dropout",
+    "hidden_dropout",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+}
 _RESUME = "Nothing sampled since then is trained on: start the server, and resume from the last checkpoint."
 
 
@@ -138,14 +145,16 @@ class ServerClient(VLLMClient):
                 f"The server at {self.base_url} is data parallel: a publish needs --data_parallel_size 1."
             )
         found, wanted = states[0], json.loads(json.dumps(needed))
-        # Of another version: it knows other fields, and writes their defaults.
+        # Of another version, or in a class of vLLM's own: it knows other fields, and writes their defaults.
         versions = {side["config"].get("transformers_version") for side in (found, wanted)}
-        differing = differences(wanted, {name: found[name] for name in needed}, same_library=len(versions) == 1)
+        same_library = len(versions) == 1 and found["config_class"].startswith("transformers.")
+        differing = differences(wanted, {name: found[name] for name in needed}, same_library=same_library)
         if differing:
             raise ValueError(
                 f"The server at {self.base_url} is not the engine of this run: "
                 + "; ".join(f"{name} must be {a!r}, got {b!r}" for name, (a, b) in list(differing.items())[:3])
-                + ". Start it with `qarl-trl serve` and the recipe of this run."
+                + ". Start it with `qarl-trl serve` and the recipe of this run; it reads the config of the model's files, not what "
+                "model_init_kwargs changes in it."
             )
         return all(state["version"] is None for state in states)
 

@@ -61,7 +61,7 @@ def needed(tiny_model):
 
 def state_of(needed, version=None, **changes):
     """What a worker says that runs what is needed, as JSON has it, but for `changes` by dotted names."""
-    state = json.loads(json.dumps(needed)) | {"version": version}
+    state = json.loads(json.dumps(needed)) | {"version": version, "config_class": "transformers.models.qwen3"}
     for name, value in changes.items():
         inner, *path = state, *name.split("__")
         for key in path[:-1]:
@@ -75,6 +75,8 @@ def state_of(needed, version=None, **changes):
     [
         ({}, None),
         ({"config__use_cache": False, "config__eos_token_id": 7, "config__transformers_version": "9"}, None),
+        ({"config__attention_dropout": 0.1, "config__router_aux_loss_coef": 0.5}, None),
+        ({"config_class": "vllm.transformers_utils.configs", "config__a_field_of_its_own": 2}, None),
         ({"config__hidden_size": 64}, "config.hidden_size must be 128, got 64"),
         ({"config__rms_norm_eps": 1e-5}, "config.rms_norm_eps must be 1e-06, got 1e-05"),
         ({"config__tie_word_embeddings": True}, "config.tie_word_embeddings must be False, got True"),

@@ -214,7 +214,8 @@ def test_what_fails_in_one_process_stops_both_at_once(tmp_path):
         "a rollout_func raises": ("The rollout_func failed in process 1, which says why", "KeyError: 'no such tool'"),
         "a gradient is NaN": ("The gradient norm is nan",) * 2,
         "a generation raises": ("The generation failed in 1 of 2 processes", "ValueError: no memory"),
-        "a backward raises": ("Connection closed by peer", "OutOfMemoryError: out of memory"),
+        # gloo: the connection was closed or reset
+        "a backward raises": ("by peer", "OutOfMemoryError: out of memory"),
     }
     for name, words in expected.items():
         for rank, (message, seconds) in enumerate((first[name], second[name])):

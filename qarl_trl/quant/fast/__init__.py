@@ -59,7 +59,7 @@ def quantizer_of(plain: Quantizer, x: Tensor) -> Quantizer:
     compiled, (width, *rule) = _compiled(x.device.type), RULES[plain]
     if compiled is None or type(x) is not Tensor or x.dtype not in DTYPES or not x.is_contiguous() or not x.numel():
         return plain
-    if x.shape[-1] % (width or 2):
+    if x.shape[-1] % (width or 2) or x.storage_offset() % 2:  # kernels read two numbers at a time
         return plain
 
     def kernel(x: Tensor) -> tuple[Tensor, Tensor]:
