@@ -156,8 +156,8 @@ class CodedMaster(Tensor):
     def _same_memory(self) -> Tensor:
         if self.data_ptr() != self.plain.data_ptr():
             raise RuntimeError(
-                f"A master {self.parameter!r} whose codes FSDP2 gathers was given other memory (`param.data = ...`). Write to it in "
-                "place, or load it with `load_state_dict(assign=True)`."
+                f"A master {self.parameter!r} whose codes FSDP2 gathers was given other memory (`param.data = ...`). "
+                "Write to it in place, or load it with `load_state_dict(assign=True)`."
             )
         return self.plain
 
@@ -177,8 +177,8 @@ class CodedMaster(Tensor):
         """The packed codes and the scales of these rows, and what they are of."""
         if not gathers_codes(outer_size, mesh.size(), module.scheme):
             raise RuntimeError(
-                f"Codes of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes: each must have equally many rows that "
-                "depend on none of another's. Shard the model with as many as `gather_codes` was told."
+                f"Codes of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes: each must "
+                "have equally many rows that depend on none of another's. Shard the model with as many as `gather_codes` was told."
             )
         own = own_codes(module, self.parameter)
         tensors = {name: tensor for name, tensor in own.tensors.items() if name != "weight_shape"}
