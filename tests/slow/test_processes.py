@@ -72,6 +72,16 @@ def _whole(trainer: Any) -> dict[str, torch.Tensor]:
     return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in parameters}
 
 
+def _coded(trainer: Any) -> int:
+    """Of how many masters FSDP2 gathers codes."""
+    from qarl_trl.quant.gathers import CodedMaster
+
+    with torch.no_grad():
+        return sum(
+            isinstance(p.to_local() if hasattr(p, "to_local") else p, CodedMaster) for p in trainer.model.parameters()
+        )
+
+
 def _train(model: str, folder: str, fsdp: bool, changes: dict[str, Any]) -> dict[str, Any]:
     trainer = _trainer(model, folder, fsdp, **changes)
     before = _whole(trainer)
@@ -83,6 +93,7 @@ def _train(model: str, folder: str, fsdp: bool, changes: dict[str, Any]) -> dict
         "gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row],
         "ratios": [(row["ratio/min"], row["ratio/max"]) for row in rows if "ratio/min" in row],
         "moved": sum(not torch.equal(before[name], p) for name, p in _whole(trainer).items()),
+        "coded": _coded(trainer),
         "masters": {name: p.numpy() for name, p in _whole(trainer).items()},
         "sent": {name: tensor.view(torch.uint8).numpy() for name, tensor in sent.items()},
     }
@@ -93,22 +104,26 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "engines", "most"),
+    ("fsdp", "engines", "most", "kernel"),
     [
-        (False, 2, 1e-6),  # bit for bit, but for the two formulas of a log-softmax
-        (False, 1, FLOOR),  # half a matrix product in each process, rounded before the halves are added
-        (True, 2, FLOOR),  # FSDP2 casts what a block is given to bfloat16, and the engine's residual sums are float32
-        (True, 1, FLOOR),
+        (False, 2, 1e-6, "engine"),  # bit for bit, but for the two formulas of a log-softmax
+        (False, 1, FLOOR, "engine"),  # half a matrix product in each process, rounded before the halves are added
+        (True, 2, FLOOR, "dequant"),  # as on a GPU: FSDP2 gathers codes, also for the canary
+        # FSDP2 casts what a block is given to bfloat16, and the engine's residual sums are float32.
+        (True, 1, FLOOR, "engine"),
     ],
 )
-def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engines, most):
-    changes = {"vllm_tensor_parallel_size": 2 // engines, "seed": 1}
+def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engines, most, kernel):
+    changes = {"vllm_tensor_parallel_size": 2 // engines, "seed": 1, "quant_kernel": kernel}
+    if kernel == "dequant":
+        changes["learner_ops"] = "stock"
     ranks = isolated_group(_train, 2, save_model(tmp_path / "model"), str(tmp_path / "run"), fsdp, changes)
     assert _same(ranks[0]["masters"], ranks[1]["masters"])
     assert _same(ranks[0]["sent"], ranks[1]["sent"])
     stored = stored_tensors(tmp_path / "run")
     assert _same({name: tensor.view(torch.uint8).numpy() for name, tensor in stored.items()}, ranks[0]["sent"])
     assert ranks[0]["moved"] == len(ranks[0]["masters"])
+    assert ranks[0]["coded"] == (14 if kernel == "dequant" else 0)
     for found in ranks:
         assert len(found["gaps"]) == 2 and max(found["gaps"]) < most
         assert found["ratios"][0] == (1, 1)
@@ -205,16 +220,16 @@ def _gathered(model: str, folder: str, codes: bool) -> dict[str, Any]:
     """Masters and losses of a run whose forward gathers codes, or weights; and how many masters are such."""
     from unittest.mock import patch
 
-    from qarl_trl.quant.gathers import CodedMaster
-
     changes = {"use_vllm": False, "max_completion_length": 8, "optim_muon": True, "gradient_checkpointing": True}
     trainer = _trainer(model, folder, True, max_steps=2, seed=1, **changes)
     with patch("qarl_trl.trainer.gather_codes", lambda *_: None) if not codes else nullcontext():
         trainer.train()
-    with torch.no_grad():
-        coded = sum(isinstance(p.to_local(), CodedMaster) for p in trainer.model.parameters())
     rows = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
-    return {"coded": coded, "rows": rows, "masters": {name: p.numpy() for name, p in _whole(trainer).items()}}
+    return {
+        "coded": _coded(trainer),
+        "rows": rows,
+        "masters": {name: p.numpy() for name, p in _whole(trainer).items()},
+    }
 
 
 def test_a_run_by_gathered_codes_is_a_run_by_gathered_weights(tmp_path):
