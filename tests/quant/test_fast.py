@@ -21,16 +21,8 @@ cpu = pytest.importorskip("qarl_trl.quant.fast.cpu")  # numba comes with vLLM
 numba = pytest.importorskip("numba")
 kernels = pytest.importorskip("qarl_trl.quant.fast.cpu_kernels")
 
+pytestmark = pytest.mark.usefixtures("forgotten")
 DTYPES = [torch.bfloat16, torch.float32]
-
-
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch):
-    """Each test compares the kernels anew; a difference is an error unless the test expects it."""
-    monkeypatch.setattr(fast, "_AGREES", {})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 @pytest.fixture

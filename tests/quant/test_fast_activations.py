@@ -22,6 +22,7 @@ from quant.test_fast import interpreted
 cpu = pytest.importorskip("qarl_trl.quant.fast.cpu")  # numba comes with vLLM
 kernels = pytest.importorskip("qarl_trl.quant.fast.cpu_kernels")
 
+pytestmark = pytest.mark.usefixtures("forgotten")
 DTYPES = [torch.bfloat16, torch.float32]
 PRODUCTS = {
     quantize_tokens_fp8: Fp8Gemm,
@@ -30,15 +31,6 @@ PRODUCTS = {
     quantize_tokens_int8_asymmetric: CpuInt4Int8Gemm,
 }
 every_function = pytest.mark.parametrize("plain", PRODUCTS, ids=lambda function: function.__name__)
-
-
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch):
-    """Each test compares the kernels anew; a difference is an error unless the test expects it."""
-    monkeypatch.setattr(fast, "_AGREES", {})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 def same(found, expected):

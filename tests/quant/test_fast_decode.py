@@ -18,17 +18,9 @@ from quant.test_reference import many_weights
 cpu = pytest.importorskip("qarl_trl.quant.fast.cpu")  # numba comes with vLLM
 kernels = pytest.importorskip("qarl_trl.quant.fast.cpu_kernels")
 
+pytestmark = pytest.mark.usefixtures("forgotten")
 DTYPES = [torch.bfloat16, torch.float32]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch):
-    """Each test compares the kernels anew; a difference is an error unless the test expects it."""
-    monkeypatch.setattr(fast, "_AGREES", {})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 @pytest.fixture

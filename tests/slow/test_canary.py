@@ -158,7 +158,7 @@ def test_ten_times_the_noise_stops_no_run(readings):
     noisy = {name: row for name, row in readings["first"].items() if " x10" in name}
     assert len(noisy) == 60
     assert not any(row["wrong"] for row in noisy.values())
-    assert max(row["explained"] for row in noisy.values()) < 0.2  # measured: at most 0.14, in 40 draws of W8A8
+    assert max(row["explained"] for row in noisy.values()) < 0.15  # measured: at most 0.14, in 40 draws of W8A8
 
 
 def test_a_publish_that_never_came_stops_the_run(readings):
