@@ -7,7 +7,7 @@ import hmac
 import json
 import os
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -30,8 +35,8 @@ if _vllm_cpu.is_cpu_engine():
 _vllm_cpu.let_kernel_scan_pass()
 
 
-class NCCLTransfer(NCCLWeightTransferEngine):
-    """vLLM's transfer between GPUs, as TRL's client speaks it, with the reload of a colocated engine. Untested: no GPU."""
+class WholeUpdate(WeightTransferEngine):
+    """Weights that come in one `update_weights`, with the reload of a colocated engine."""
 
     def start_weight_update(self) -> None:
         """All in one call: see `update_weights`."""
@@ -47,10 +52,43 @@ class NCCLTransfer(NCCLWeightTransferEngine):
             finalize_layerwise_reload(self.model, self.model_config)
 
         _vllm.reload_model(self.model, self.vllm_config, reload)
-        torch.accelerator.synchronize()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+
+class NCCLTransfer(WholeUpdate, NCCLWeightTransferEngine):
+    """vLLM's transfer between GPUs, as TRL's client speaks it. Untested: no GPU."""
+
+
+@dataclass
+class FolderUpdate(WeightTransferUpdateInfo):
+    """
+    A folder in the server's `publish_folder`, and the tensors in its `0.safetensors`, `1.safetensors`..., each in the order to load.
+    """
+
+    folder: str
+    parts: list[list[str]]
+
+
+class FolderTransfer(WholeUpdate):
+    """Files that trainer and server both see."""
+
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = FolderUpdate
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Nothing to open."""
+
+    def receive_weights(self, update_info: FolderUpdate) -> None:
+        root = self.vllm_config.additional_config.get("publish_folder", "")
+        self.model.load_weights(tensors_of(root, update_info.folder, update_info.parts))
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
 
 
 WeightTransferEngineFactory.register_engine("qarl_nccl", NCCLTransfer)
+WeightTransferEngineFactory.register_engine("qarl_folder", FolderTransfer)
 
 
 class WorkerExtension:
@@ -61,14 +99,14 @@ class WorkerExtension:
 
     def qarl_load(self, version: str, parts: str) -> None:
         """
-        Reload all weights from the files of a `version`, a folder of that name within the server's `publish_folder`.
+        A whole publish through a folder that is called as its `version`; `parts` is JSON of [`FolderUpdate`]'s.
 
-        `parts` is JSON: the names of the tensors in `0.safetensors`, `1.safetensors`..., each in the order to load.
+        One call, so that a trainer that dies meanwhile leaves a server that can go on.
         """
         self.qarl_mark("")
-        stream = tensors_of(self.vllm_config.additional_config.get("publish_folder", ""), version, json.loads(parts))
-        reload = partial(self.reload_weights, weights_iterator=stream)
-        _vllm.reload_model(self.model_runner.get_model(), self.vllm_config, reload)
+        self.start_weight_update()
+        self.update_weights({"folder": version, "parts": json.loads(parts)})
+        self.finish_weight_update()
         self.qarl_mark(version)
 
     def qarl_mark(self, version: str) -> None:
@@ -100,7 +138,7 @@ class WorkerExtension:
                 "dtype": str(model_config.dtype).removeprefix("torch."),
                 "logprobs_mode": model_config.logprobs_mode,
                 "eos_token_id": getattr(cached_tokenizer_from_config(model_config), "eos_token_id", None),
-                "transport": "folder" if self.vllm_config.additional_config.get("publish_folder") else "nccl",
+                "transport": self.vllm_config.weight_transfer_config.backend.removeprefix("qarl_"),
             },
         }
 

@@ -104,7 +104,7 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
         # What makes it a server of ours.
         "worker_extension_cls": f"{INSIDE}.WorkerExtension",
         "middleware": f"{INSIDE}.Guard",
-        "weight_transfer_config": {} if folder else {"backend": "qarl_nccl"},
+        "weight_transfer_config": {"backend": "qarl_folder" if folder else "qarl_nccl"},
         "additional_config": {"publish_folder": str(Path(folder).resolve())} if folder else {},
     }
 

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import SafetensorError
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-from qarl_trl.rollout import _vllm
+from qarl_trl.rollout import _vllm, _vllm_server
 from qarl_trl.rollout._vllm_server import WorkerExtension, tensors_of
 from qarl_trl.rollout.server import ServerClient, differences, engine_facts, in_parts, needed_of_server, save_part
 
@@ -274,29 +276,57 @@ def test_the_server_reads_its_folder_only_and_all_that_was_named(tmp_path):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_worker_has_a_version_only_after_a_whole_reload(monkeypatch, tmp_path, fails):
+def test_a_worker_has_a_version_only_after_a_whole_update(fails):
     seen = []
 
-    def reload_model(model, vllm_config, reload):
-        seen.append(worker.qarl_version)
+    def update_weights(info):
+        seen.append((worker.qarl_version, info))
         if fails:
             raise RuntimeError("The engine kept old values")
 
-    monkeypatch.setattr(_vllm, "reload_model", reload_model)
     worker = WorkerExtension()
-    worker.vllm_config = SimpleNamespace(additional_config={"publish_folder": str(tmp_path)})
-    worker.model_runner, worker.reload_weights = SimpleNamespace(get_model=lambda: None), lambda **_: None
+    worker.update_weights = update_weights
+    worker.start_weight_update = worker.finish_weight_update = lambda: seen.append(worker.qarl_version)
     worker.qarl_mark("run-1")
     with pytest.raises(RuntimeError, match="kept old") if fails else nullcontext():
-        worker.qarl_load("run-2", "[]")
-    assert seen == [None] and worker.qarl_version == (None if fails else "run-2")
-    for begin in (
-        lambda: worker.qarl_load("run-3", "[]"),
-        lambda: worker.qarl_mark(""),
-    ):  # through a folder, over NCCL
+        worker.qarl_load("run-2", '[["a"]]')
+    assert seen == [None, (None, {"folder": "run-2", "parts": [["a"]]}), *[None] * (not fails)]
+    assert worker.qarl_version == (None if fails else "run-2")
+    for begin in (lambda: worker.qarl_load("run-3", "[]"), lambda: worker.qarl_mark("")):  # a folder, NCCL
         with pytest.raises(RuntimeError, match="start it again") if fails else nullcontext():
             begin()
-    assert len(seen) == 2 - fails and worker.qarl_version is None
+    assert len(seen) == (2 if fails else 6) and worker.qarl_version is None
+
+
+@pytest.mark.parametrize("backend", ["qarl_folder", "qarl_nccl"])
+def test_vllm_makes_the_transport_that_serve_names(monkeypatch, backend):
+    config = SimpleNamespace(parallel_config=None, model_config="config", additional_config={"publish_folder": "root"})
+    loaded: list = []
+    model = SimpleNamespace(load_weights=loaded.append)
+    monkeypatch.setattr(_vllm, "reload_model", lambda model, vllm_config, reload: reload())
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
+        monkeypatch.setattr(_vllm_server, name, lambda *args, name=name: loaded.append((name, *args)))
+    monkeypatch.setattr(_vllm_server, "tensors_of", lambda *args: args)
+    found = WeightTransferEngineFactory.create_engine(
+        WeightTransferConfig(backend=backend), config, torch.device("cpu"), model
+    )
+    found.start_weight_update()
+    if backend == "qarl_folder":
+        found.init_transfer_engine(found.parse_init_info({}))
+        found.update_weights({"folder": "run-1", "parts": [["a"]]})
+        received = ("root", "run-1", [["a"]])
+    else:  # all but the group of GPUs
+        received = []
+        monkeypatch.setattr(found, "receive_weights", lambda info: loaded.append(info.names))
+        found.update_weights({"names": received, "dtype_names": [], "shapes": []})
+    found.finish_weight_update()
+    assert loaded == [
+        ("initialize_layerwise_reload", model),
+        received,
+        ("finalize_layerwise_reload", model, "config"),
+    ]
+    with pytest.raises(ValueError, match="Invalid update_info"):
+        found.update_weights({"wrong": 1})
 
 
 def test_what_decides_how_an_engine_rounds_has_the_version():

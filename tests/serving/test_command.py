@@ -47,7 +47,7 @@ def test_a_recipe_becomes_a_command_of_vllm(capsys, recipe):
         json.loads(found["--hf-overrides"])["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"]
         == 4
     )
-    assert "--weight-transfer-config" not in found  # that of NCCL
+    assert json.loads(found["--weight-transfer-config"]) == {"backend": "qarl_folder"}
     assert json.loads(found["--additional-config"]) == {"publish_folder": str(recipe.parent / "shared")}
     wanted = {
         "--load-format": "dummy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
+import torch
 import yaml
 
 from slow.isolated import ENVIRONMENT, isolated, isolated_group
@@ -247,6 +249,34 @@ def _stale(place: dict[str, Any]) -> str:
 def test_old_weights_under_a_new_version_are_caught_by_the_canary(server):
     found = isolated(_stale, server)
     assert "After publish 2 the engine's log-probs" in found and "the engine is stale" in found
+
+
+def _by_vllm(place: dict[str, Any]) -> dict[str, list[float]]:
+    """The canary's prompt: of the start, of other weights, and of the start again, through vLLM's own routes."""
+    from qarl_trl.rollout.server import save_part
+
+    trainer = make_trainer(place["model"], Path(place["folder"], "x"), publish_verify="off", **over_there(place))
+    engine, found = trainer.vllm_generation, {}
+    client, folder = engine.vllm_client, Path(place["folder"], "publishes", "by-hand")
+    folder.mkdir(parents=True)
+    start = {name: tensor.clone() for name, tensor in engine._iter_named_params()}
+    parts = [save_part(start, folder / "0.safetensors")]
+    for name in ("start", "other"):
+        engine.sync_weights()
+        found[name] = client.prompt_logps([2, 3, 4, 5])
+        with torch.no_grad():
+            trainer.model.lm_head.weight.add_(torch.randn_like(trainer.model.lm_head.weight))
+    update = {"update_info": {"folder": "by-hand", "parts": parts}}
+    for path, body in (("start_weight_update", {}), ("update_weights", update), ("finish_weight_update", {})):
+        client._post(f"{client.base_url}/{path}", json=body)
+    client.reset_prefix_cache()
+    shutil.rmtree(folder)
+    return found | {"again": client.prompt_logps([2, 3, 4, 5])}
+
+
+def test_vllms_own_routes_take_a_folder(server):
+    found = isolated(_by_vllm, server)
+    assert found["start"] == found["again"] != found["other"]
 
 
 def _faults(place: dict[str, Any]) -> list[str]:
