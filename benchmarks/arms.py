@@ -60,7 +60,7 @@ MAIN = (
     "rollout-only TBPO",
     "QaRL TBPO",
     "QaRL GSPO",
-)  # five seeds; the others three
+)  # five seeds in the hard regime; all others three
 LEVELS = ("rollout-only TBPO", "QaRL TBPO, stock operations", "QaRL TBPO")
 
 TOY = {
@@ -75,9 +75,10 @@ TOY = {
 }
 HARD: dict[str, Any] = {
     "model": TOY,
+    "start": 0,  # which warm start: seed of its weights and demonstrations
     "forgotten": 0.15,  # share of carries that the demonstrations forget
     "warm_steps": 1200,
-    "outliers": {"channels": 4, "factor": 8},
+    "outliers": {"channels": 16, "factor": 8},
     "quantization": {"quant_scheme": "W4A16", "quant_group_size": -1},
     "learning_rate": 1e-4,
     "rollouts": 10,
@@ -87,6 +88,7 @@ HARD: dict[str, Any] = {
 }
 REGIMES: dict[str, dict[str, Any]] = {
     "hard": HARD,
+    "again": HARD | {"start": 1},
     "hot": HARD | {"learning_rate": 3e-4},
     "easy": HARD | {"outliers": {"channels": 0, "factor": 1}},
     "w4a8": HARD | {"quantization": {"quant_scheme": "W4A8"}},
@@ -97,10 +99,15 @@ def cells(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     """Regime, arm and seed of what was asked for: the first seed of all arms, then the second, so that rows fill evenly."""
     found = []
     for regime in options.regime:
-        arms = options.arms or (LEVELS if regime == "w4a8" else list(ARMS))
+        arms = options.arms or arms_of(regime)
         seeds = {arm: options.seeds or range(5 if regime == "hard" and arm in MAIN else 3) for arm in arms}
         found += [(regime, arm, seed) for seed in range(100) for arm in arms if seed in seeds[arm]]
     return found
+
+
+def arms_of(regime: str) -> list[str]:
+    """The arms that are meant to run in a regime."""
+    return list({"hard": ARMS, "w4a8": LEVELS}.get(regime, MAIN))
 
 
 def file_of(regime: str, arm: str, seed: int) -> Path:
@@ -153,8 +160,7 @@ def run_all(wanted: list[tuple[str, str, int]], jobs: int, bases: Path) -> None:
         if is_done(cell):
             continue
         regime = REGIMES[cell[0]]
-        start_of = {name: regime[name] for name in ("model", "forgotten", "warm_steps")}
-        base = bases / hashlib.sha256(json.dumps(start_of, sort_keys=True).encode()).hexdigest()[:12]
+        base = bases / start_of(regime)
         kept = FOLDER / f"{base.name}.safetensors"  # beside the cells, so that another machine can go on
         if not (base / "done").exists() or (kept.exists() and sha_of(kept) != sha_of(base / WEIGHTS)):
             start = context.Process(target=_warm_start, args=(str(base), regime, str(kept)))
@@ -163,7 +169,7 @@ def run_all(wanted: list[tuple[str, str, int]], jobs: int, bases: Path) -> None:
             if start.exitcode:
                 raise SystemExit("The warm start failed.")
             (base / "done").touch()
-        check_start(base / WEIGHTS)
+        check_start(base / WEIGHTS, base.name)
         if not kept.exists():
             FOLDER.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(base / WEIGHTS, f"{kept}.part")
@@ -180,9 +186,16 @@ def sha_of(weights: Path) -> str:
     return hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
 
 
-def check_start(weights: Path) -> None:
+def start_of(settings: dict[str, Any]) -> str:
+    """A name of what a warm start is made from."""
+    made_from = {name: settings[name] for name in ("model", "start", "forgotten", "warm_steps")}
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_start(weights: Path, name: str) -> None:
     """Refuse a start that is not that of the cells there are: the warm start of another CPU is another model."""
-    others = {json.loads(file.read_text())["base_sha256"] for file in FOLDER.glob("*/*.json")} - {sha_of(weights)}
+    cells = [json.loads(file.read_text()) for file in FOLDER.glob("*/*.json")]
+    others = {cell["base_sha256"] for cell in cells if start_of(cell["settings"]) == name} - {sha_of(weights)}
     if others:
         raise SystemExit(
             f"All cells must have one start: here it is {sha_of(weights)}, cells in {FOLDER} have {', '.join(sorted(others))}. "
@@ -206,7 +219,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--regime", nargs="+", choices=REGIMES, default=["hard"], help="in this order (default: hard)")
     parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, help="default: all; with w4a8 the three levels of alignment"
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        help="default: all in 'hard', the three levels of alignment in 'w4a8', else the main ones",
     )
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 to 4 of the main arms in 'hard', else 0 to 2")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each (default: 1)")

@@ -57,7 +57,7 @@ def problems(seed: int, forgotten: float = 0.0, held_out: bool = False) -> Itera
 
 def warm_start(folder: Path, regime: dict[str, Any], kept: Path) -> None:
     """Write the model that all arms and seeds of a regime start from: with the weights of the file `kept`, if it is there."""
-    model, tokenizer = make_model(0, **regime["model"]), make_tokenizer()
+    model, tokenizer = make_model(regime["start"], **regime["model"]), make_tokenizer()
     if not kept.exists():
         _train(model, tokenizer, regime)
     model.save_pretrained(folder)
@@ -67,7 +67,7 @@ def warm_start(folder: Path, regime: dict[str, Any], kept: Path) -> None:
 
 
 def _train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, regime: dict[str, Any]) -> None:
-    stream, steps = problems(0, regime["forgotten"]), regime["warm_steps"]
+    stream, steps = problems(100 * regime["start"], regime["forgotten"]), regime["warm_steps"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 30, max(0.02, (steps - step) / (0.4 * steps)))
