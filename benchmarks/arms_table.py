@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from arms import ARMS, FOLDER, LEVELS, REGIMES, file_of
+from arms import ARMS, FOLDER, LEVELS, REGIMES, arms_of, file_of
 
 
 Cell = dict[str, Any]
@@ -95,7 +95,7 @@ def regime_table(regime: str) -> str:
         "A < 0 above, %",
         "cut, %",
     ]
-    rows = [row(arm, read(regime, arm)) for arm in ARMS]
+    rows = [row(arm, cells) for arm in ARMS if (cells := read(regime, arm)) or arm in arms_of(regime)]
     return markdown([*header, "paper, %"], rows) + f"\n\n{starts(regime)}"
 
 
@@ -125,7 +125,9 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def tables() -> str:
     """All tables, each under its name."""
-    named = {regime: regime_table(regime) for regime in ("hard", "hot", "easy")} | {"alignment": level_table()}
+    named = {regime: regime_table(regime) for regime in ("hard", "again", "hot", "easy")} | {
+        "alignment": level_table()
+    }
     return "\n\n".join(f"<!-- table: {name} -->\n{table}" for name, table in named.items())
 
 

@@ -93,10 +93,11 @@ def test_arms_share_everything_but_the_method():
     assert all(set(arms.settings_of("hard", arm)[1]) <= method for arm in arms.ARMS)
 
 
-def test_all_cells_have_one_start():
+def test_all_cells_have_the_start_that_is_kept():
     cells = [json.loads(file.read_text()) for file in arms.FOLDER.glob("*/*.json")]
-    kept = {arms.sha_of(file) for file in arms.FOLDER.glob("*.safetensors")}
-    assert len(kept | {cell["base_sha256"] for cell in cells}) == 1
+    kept = {file.stem: arms.sha_of(file) for file in arms.FOLDER.glob("*.safetensors")}
+    assert {arms.start_of(cell["settings"]): cell["base_sha256"] for cell in cells} == kept
+    assert all(cell["base_sha256"] == kept[arms.start_of(cell["settings"])] for cell in cells)
 
 
 def test_a_kept_start_is_the_start_and_another_one_is_refused(tmp_path, monkeypatch):
@@ -109,16 +110,19 @@ def test_a_kept_start_is_the_start_and_another_one_is_refused(tmp_path, monkeypa
     arms_task.warm_start(tmp_path / "other", regime | {"forgotten": 0.5}, tmp_path / "missing")  # control
     monkeypatch.setattr(arms, "FOLDER", tmp_path / "results")
     (tmp_path / "results/hard").mkdir(parents=True)
-    (tmp_path / "results/hard/cell.json").write_text(json.dumps({"base_sha256": arms.sha_of(kept)}))
-    arms.check_start(tmp_path / "copied" / arms.WEIGHTS)
+    cell = {"base_sha256": arms.sha_of(kept), "settings": regime}
+    (tmp_path / "results/hard/cell.json").write_text(json.dumps(cell))
+    arms.check_start(tmp_path / "copied" / arms.WEIGHTS, arms.start_of(regime))
     with pytest.raises(SystemExit, match="must have one start"):
-        arms.check_start(tmp_path / "other" / arms.WEIGHTS)
+        arms.check_start(tmp_path / "other" / arms.WEIGHTS, arms.start_of(regime))
+    arms.check_start(tmp_path / "other" / arms.WEIGHTS, arms.start_of(regime | {"start": 1}))  # another start's cells
 
 
 def test_cells_come_seed_by_seed_and_each_has_a_file_of_its_own():
     wanted = arms.cells(Namespace(regime=["hard", "w4a8"], arms=None, seeds=None))
     assert wanted[: len(arms.ARMS)] == [("hard", arm, 0) for arm in arms.ARMS]
     assert len({arms.file_of(*cell) for cell in wanted}) == len(wanted) == 5 * 5 + 5 * 3 + 3 * 3
+    assert [arm for _, arm, _ in arms.cells(Namespace(regime=["hot"], arms=None, seeds=[0]))] == list(arms.MAIN)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +136,6 @@ def test_a_run_collapses_when_it_ends_below_half_of_its_best(reward, expected):
 def test_the_tables_of_the_doc_are_what_the_script_prints():
     text = (ROOT / "docs/results.md").read_text()
     tables = arms_table.tables().split("<!-- table: ")[1:]
-    assert len(tables) == 4
+    assert len(tables) == 5
     assert [table.split(" -->")[0] for table in tables if "<!-- table: " + table.strip() not in text] == []
     assert "<!-- table: " + tables[0].strip().replace("| bf16 GRPO | ", "| bf16 GRPO | 1") not in text  # control
