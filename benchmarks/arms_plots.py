@@ -24,6 +24,7 @@ SHOWN = ("bf16 GRPO", "QaRL TBPO", "QaRL GSPO", "rollout-only TBPO", "rollout-on
 GAP = Panel("Gap between engine and learner", "nats per token", {"mismatch/logp_gap_mean": ""}, log=True)
 REWARD = Panel("Sampled reward", "mean reward", {"reward": ""})
 ENTROPY = Panel("Entropy", "nats per token", {"entropy": ""})
+ERRORS = Panel("Error tokens", "share of tokens", {"error_tokens/frac": ""})
 RATIO = Panel("Sequence ratio r", "r", {"ratio/max": "largest", "ratio/neg_q99": "A<0, 99 %", "ratio/min": "smallest"})
 
 
@@ -38,8 +39,8 @@ def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) 
 
 
 def draw_arms() -> Figure:
-    """Reward, gap and entropy of the arms of the hard regime; thin lines are seeds."""
-    panels, cells = (REWARD, GAP, ENTROPY), [read("hard", arm) for arm in SHOWN]
+    """Reward, gap, entropy and error tokens of the arms of the hard regime; thin lines are seeds."""
+    panels, cells = (REWARD, GAP, ENTROPY, ERRORS), [read("hard", arm) for arm in SHOWN]
     runs = [mean_run(f"{arm} ({len(of)} seeds)", of, panels) for arm, of in zip(SHOWN, cells, strict=True)]
     figure = draw_panels(panels, runs)
     for axis, panel in zip(figure.axes, panels, strict=True):

@@ -56,7 +56,7 @@ def spread(cells: list[Cell], value: Callable[[Cell], float | None], form: str) 
 def row(arm: str, cells: list[Cell]) -> list[str]:
     """One line of a regime's table."""
     if not cells:
-        return [arm, "0", *[NOT_RUN] * 7, PAPER.get(arm, "-")]
+        return [arm, "0", *[NOT_RUN] * 8, PAPER.get(arm, "-")]
     return [
         arm,
         str(len(cells)),
@@ -67,6 +67,7 @@ def row(arm: str, cells: list[Cell]) -> list[str]:
         spread(cells, lambda c: mean_of(c, "mismatch/logp_gap_mean"), "{:.1g}"),
         spread(cells, lambda c: 100 * mean_of(c, "ratio/paper_neg_high_frac"), "{:.1f}"),
         spread(cells, lambda c: 100 * mean_of(c, "completions/clipped_ratio", 3), "{:.1f}"),
+        spread(cells, lambda c: 100 * mean_of(c, "error_tokens/frac", 3), "{:.2f}"),
         PAPER.get(arm, "-"),
     ]
 
@@ -94,6 +95,7 @@ def regime_table(regime: str) -> str:
         "gap, nats",
         "A < 0 above, %",
         "cut, %",
+        "error tokens, %",
     ]
     rows = [row(arm, cells) for arm in ARMS if (cells := read(regime, arm)) or arm in arms_of(regime)]
     return markdown([*header, "paper, %"], rows) + f"\n\n{starts(regime)}"
