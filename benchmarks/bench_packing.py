@@ -38,7 +38,10 @@ SCALE = 16
 MEAN, LONGEST, BUDGET = 2048 // SCALE, 16384 // SCALE, 22528 // SCALE
 PROMPTS = (8, 64)
 COMPLETIONS = 512  # of a process of the recipes in a rollout batch, which TRL pads to the longest of them
-ARMS = {"padded": (False, None), "packed": (True, None), "packed W4A16": (True, "W4A16")}
+ARMS = {
+    **{"padded": (False, None), "packed": (True, None), "packed W4A16": (True, "W4A16")},
+    "packed FP8_DYNAMIC": (True, "FP8_DYNAMIC"),
+}
 GOAL_TOKENS, GOAL_SPEED, GOAL_QUANTIZED = 1.02, 3.0, 1.10
 
 
@@ -64,7 +67,7 @@ class Arm:
     def __init__(self, folder: str, packed: bool, scheme: str | None) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
         if scheme is not None:
-            apply_quantization(self.model, scheme, product=PRODUCTS["dequant"])
+            apply_quantization(self.model, scheme, product=PRODUCTS["auto"])
         add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
         self.computed = 0
@@ -115,7 +118,7 @@ def peak(tick: Callable[..., Any], folder: str, name: str, batch: dict[str, Any]
 
 def measure_memory(folder: str, batch: dict[str, Any], micro: int) -> dict[str, float]:
     found = {}
-    for name in ("padded", "packed"):
+    for name in ARMS:
         worker = common.Worker(peak, folder, name, batch, micro)
         found[name] = worker.wait()
         worker.close()
@@ -152,11 +155,11 @@ def run(args: argparse.Namespace, folder: str, load: float) -> None:
             "tokens/real": arm.computed / real,
             "padded/arm": common.ratio(times, "padded", name)["ratio"],
             "seconds": common.ratio(times, name, "padded")["seconds"],
-            "peak MiB": memory.get(name),
+            "peak MiB": memory[name],
         }
         for name, arm in arms.items()
     ]
-    padded, packed, _ = rows
+    padded, packed, *_ = rows
     faster = common.ratio(times, "padded", "packed")
     quantized = common.ratio(times, "packed W4A16", "packed")
     spread = f"{faster['quartile_low']:.2f} to {faster['quartile_high']:.2f}"
@@ -166,7 +169,10 @@ def run(args: argparse.Namespace, folder: str, load: float) -> None:
         f"update, padded / packed: {faster['ratio']:.2f}x ({spread}) {common.verdict(faster['ratio'], GOAL_SPEED, at_most=False)}",
         f"update, packed W4A16 / packed: {quantized['ratio']:.2f}x {common.verdict(quantized['ratio'], GOAL_QUANTIZED)}",
         f"peak memory, packed / padded: {memory['packed'] / memory['padded']:.2f} "
-        f"{common.verdict(memory['packed'] / memory['padded'], 1.0)}",
+        f"{common.verdict(memory['packed'] / memory['padded'], 1.0)}; packed W4A16 / packed: "
+        f"{memory['packed W4A16'] / memory['packed']:.2f}",
+        f"update, packed FP8_DYNAMIC / packed, whose product a CPU emulates: "
+        f"{common.ratio(times, 'packed FP8_DYNAMIC', 'packed')['ratio']:.2f}x",
     ]
     lengths = batch["attention_mask"].sum(1).tolist()
     common.report("bench_packing", args, headlines, rows, load, times=times, lengths=lengths)
