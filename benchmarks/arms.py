@@ -90,6 +90,7 @@ REGIMES: dict[str, dict[str, Any]] = {
     "hard": HARD,
     "again": HARD | {"start": 1},
     "hot": HARD | {"learning_rate": 3e-4},
+    "stale": HARD | {"updates": 32},
     "easy": HARD | {"outliers": {"channels": 0, "factor": 1}},
     "w4a8": HARD | {"quantization": {"quant_scheme": "W4A8"}},
 }

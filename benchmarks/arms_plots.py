@@ -38,9 +38,9 @@ def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) 
     return Run(name, Path(), list(rows.values()))
 
 
-def draw_arms() -> Figure:
-    """Reward, gap, entropy and error tokens of the arms of the hard regime; thin lines are seeds."""
-    panels, cells = (REWARD, GAP, ENTROPY, ERRORS), [read("hard", arm) for arm in SHOWN]
+def draw_arms(regime: str) -> Figure:
+    """Reward, gap, entropy and error tokens of the arms of a regime; thin lines are seeds."""
+    panels, cells = (REWARD, GAP, ENTROPY, ERRORS), [read(regime, arm) for arm in SHOWN]
     runs = [mean_run(f"{arm} ({len(of)} seeds)", of, panels) for arm, of in zip(SHOWN, cells, strict=True)]
     figure = draw_panels(panels, runs)
     for axis, panel in zip(figure.axes, panels, strict=True):
@@ -65,8 +65,9 @@ def draw_one(regime: str, arm: str, seed: int) -> Figure:
 
 if __name__ == "__main__":
     for name, draw in {
-        "results": draw_arms,
+        "results": partial(draw_arms, "hard"),
+        "results_hot": partial(draw_arms, "hot"),
         "metrics_healthy": partial(draw_one, "hard", "QaRL TBPO", 0),
-        "metrics_collapsed": partial(draw_one, "hot", "rollout-only GRPO", 0),
+        "metrics_collapsed": partial(draw_one, "hot", "rollout-only GRPO", 2),
     }.items():
         (DOCS / f"{name}.png").write_bytes(picture(name, "", "", draw).light)

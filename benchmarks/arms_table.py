@@ -127,7 +127,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def tables() -> str:
     """All tables, each under its name."""
-    named = {regime: regime_table(regime) for regime in ("hard", "again", "hot", "easy")} | {
+    named = {regime: regime_table(regime) for regime in ("hard", "again", "hot", "stale", "easy")} | {
         "alignment": level_table()
     }
     return "\n\n".join(f"<!-- table: {name} -->\n{table}" for name, table in named.items())
