@@ -66,8 +66,8 @@ def draw_one(regime: str, arm: str, seed: int) -> Figure:
 if __name__ == "__main__":
     for name, draw in {
         "results": partial(draw_arms, "hard"),
-        "results_hot": partial(draw_arms, "hot"),
+        "results_stale": partial(draw_arms, "stale"),
         "metrics_healthy": partial(draw_one, "hard", "QaRL TBPO", 0),
-        "metrics_collapsed": partial(draw_one, "hot", "rollout-only GRPO", 2),
+        "metrics_collapsed": partial(draw_one, "stale", "rollout-only GRPO", 0),
     }.items():
         (DOCS / f"{name}.png").write_bytes(picture(name, "", "", draw).light)
