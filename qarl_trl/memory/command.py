@@ -36,7 +36,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="recipe (.yaml), as of qarl-trl train")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each (default: 1)")
     parser.add_argument("--memory", type=float, default=79, help="GiB of each (default: 79, a card of 80 GB)")
-    parser.add_argument("--sharding", choices=("ddp", "fsdp2"), help="with several GPUs (default: fsdp2)")
+    parser.add_argument("--sharding", choices=("ddp", "fsdp2", "zero3"), help="with several GPUs (default: fsdp2)")
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="whole copies over the GPUs: nodes under HSDP (default: 1)"
+    )
     parser.add_argument("--tokens", type=int, help="of prompt and completion together (default: the longest allowed)")
     parser.add_argument("--json", action="store_true", help="all numbers, in bytes")
     return parser
@@ -45,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, dict[str, Any]]:
     """The run that a recipe and the command line describe, and what the table says of it. `ValueError` for what cannot run."""
     from ..llmcompressor.quantized_start import quantized_source
+    from ..rollout.support import check_shards
     from ..train import parse
     from . import model as meta
     from .rank import GIB
@@ -53,18 +57,39 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
         raise ValueError(f"--gpus {args.gpus} and --memory {args.memory:g} must be at least 1 and above 0.")
     _, settings, model_args = parse(["--config", args.config, *overrides], any_device=True)
     name = model_args.model_name_or_path
+    config, source = meta.read_config(name), quantized_source(name) if settings.from_checkpoint else None
+    check_gpus(args, settings)
+    if settings.use_vllm and settings.quantized:
+        check_shards(config, settings.quant_plan(None if source is None else source.plan()), settings)
+    ranks = args.gpus // args.replicas
     run = meta.run_of(
         settings,
         model_args,
-        meta.read_config(name),
-        quantized_source(name) if settings.from_checkpoint else None,
-        ranks=args.gpus,
-        sharded=args.gpus > 1 and args.sharding != "ddp",
+        config,
+        source,
+        ranks=ranks,
+        sharded=ranks > 1 and args.sharding != "ddp",
+        zero3=ranks > 1 and args.sharding == "zero3",
         memory=int(args.memory * GIB),
         tokens=args.tokens or meta.longest_row(settings),
     )
     facts = {"model": name, "parameters": sum(p.entries for p in run.parameters), "scheme": settings.quant_name}
-    return run, facts | {"use_peft": model_args.use_peft}
+    return run, facts | {"use_peft": model_args.use_peft, "replicas": args.replicas}
+
+
+def check_gpus(args: argparse.Namespace, settings: Any) -> None:
+    """Refuse (`ValueError`) GPUs that the engine's ranks or the copies of the model do not divide, and ZeRO-3 with Muon."""
+    engine = settings.vllm_tensor_parallel_size
+    if settings.use_vllm and settings.vllm_mode == "colocate" and args.gpus % engine:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={engine} must divide the GPUs, which share engines of so many, got --gpus {args.gpus}."
+        )
+    if args.replicas < 1 or args.gpus % args.replicas or (args.replicas > 1 and args.sharding in ("ddp", "zero3")):
+        raise ValueError(
+            f"--replicas {args.replicas} must divide --gpus {args.gpus}, with FSDP2 (HSDP), got --sharding {args.sharding}."
+        )
+    if args.sharding == "zero3" and settings.optim_muon:
+        raise ValueError("--sharding zero3 needs --optim_muon false: ZeRO leaves Muon no whole matrix.")
 
 
 def report(run: Run) -> dict[str, Any]:
@@ -83,7 +108,7 @@ def report(run: Run) -> dict[str, Any]:
             helps.append({"change": words, "peak": peak, "fits": peak <= run.memory and room})
     return {
         "gpus": run.ranks,
-        "sharding": "one GPU" if run.ranks == 1 else "FSDP2" if run.sharded else "DDP",
+        "sharding": "one GPU" if run.ranks == 1 else "ZeRO-3" if run.zero3 else "FSDP2" if run.sharded else "DDP",
         "memory": run.memory,
         "rows": run.rows,
         "tokens": run.tokens,
@@ -94,7 +119,9 @@ def report(run: Run) -> dict[str, Any]:
         "over": over,
         "changes": helps,
         "utilization": run.utilization,
-        "best_utilization": rank.best_utilization(run) if run.utilization else 0.0,
+        "best_utilization": rank.best_utilization(run) if run.beside else 0.0,
+        "served": run.served,
+        "engine_ranks": run.engine_ranks,
         "cache_tokens": cache,
         "engine_weights": rank.engine_weights(run),
         "publish": run.published,
@@ -107,7 +134,9 @@ def table(found: dict[str, Any]) -> str:
     rows = list(dict.fromkeys(name for items in moments.values() for name in items))
     lines = [
         f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters, {found['scheme']}; {found['sharding']}, "
-        f"{found['gpus']} x {found['memory'] / gib:.0f} GiB",
+        f"{found['gpus']} x {found['memory'] / gib:.0f} GiB"
+        + f", {found['replicas']} times (HSDP)"
+        * (found["replicas"] > 1),
         f"micro-batch: {found['rows']} rows of {found['tokens']} tokens, {found['tokens_per_pass']} in a pass",
         "",
         f"{'GiB on each GPU (estimated)':30}" + "".join(f"{name:>16}" for name in moments),
@@ -119,10 +148,12 @@ def table(found: dict[str, Any]) -> str:
     lines += [f"{'sum':30}" + "".join(f"{mark:>16}" for mark in marks), ""]
     if found["utilization"]:
         longest = found["cache_tokens"] / found["tokens"]
+        best = f"at most {found['best_utilization']:g} would fit"
+        own = f"of the server's own {found['engine_ranks']} x {found['memory'] / gib:.0f} GiB"
         lines += [
             f"engine: weights {found['engine_weights'] / gib:.1f} GiB, room for {found['cache_tokens']:,} tokens "
             f"({longest:.1f} such rows); a publish moves {found['publish'] / gib:.1f} GiB",
-            f"vllm_gpu_memory_utilization: {found['utilization']:g}, at most {found['best_utilization']:g} would fit",
+            f"vllm_gpu_memory_utilization: {found['utilization']:g}, {own if found['served'] else best}",
         ]
     if found["fits"]:
         return "\n".join([*lines, "It fits."])
