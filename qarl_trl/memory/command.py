@@ -86,7 +86,7 @@ def check_gpus(args: argparse.Namespace, settings: Any) -> None:
         )
     if args.replicas < 1 or args.gpus % args.replicas or (args.replicas > 1 and args.sharding in ("ddp", "zero3")):
         raise ValueError(
-            f"--replicas {args.replicas} must divide --gpus {args.gpus}, with FSDP2 (HSDP), got --sharding {args.sharding}."
+            f"--replicas {args.replicas} must divide --gpus {args.gpus}, with FSDP2 (HSDP), got --sharding {args.sharding or 'fsdp2'}."
         )
     if args.sharding == "zero3" and settings.optim_muon:
         raise ValueError("--sharding zero3 needs --optim_muon false: ZeRO leaves Muon no whole matrix.")
@@ -167,6 +167,6 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"  {change['change']}: {change['peak'] / gib:.1f} GiB{', fits' if change['fits'] else ''}")
     if 2 * moments["backward"].get(CODES, 0) > found["memory"]:
         lines.append("  Codes are whole on every GPU, so that more GPUs do not shrink them.")
-    if not found["use_peft"]:
+    if found["over"] and not found["use_peft"]:
         lines.append("  use_peft: true (LoRA: optimizer state and gradients of the adapter alone)")
     return "\n".join(lines)

@@ -107,7 +107,8 @@ def resident(run: Run) -> dict[str, int]:
     ]
     items = {"masters": masters, "optimizer state": state}
     if run.zero3:
-        items["weights in 16 bits"] = run.compute * sum(entries for _, entries in own) if run.half else 0
+        items["masters"] = sum(entries * p.size for p, entries in own if p.optimizer)
+        items["weights to gather"] = run.compute * sum(entries for _, entries in own)
         items["gradients (kept)"] = gradients(run)
         items["bucket of DeepSpeed"] = run.compute * ZERO3_BUCKET
     items["codes (whole)"] = run.codes - sum(whole for whole, _ in codes)
@@ -226,7 +227,7 @@ def engine_budget(run: Run) -> int:
 
 def checkpoint_bytes(run: Run) -> int:
     """Bytes of a whole training checkpoint: what is trained (of LoRA the adapter), the optimizer's state, the low-bit model."""
-    whole = replace(run, sharded=False)
+    whole = replace(run, sharded=False, zero3=False)
     return gradients(whole) + resident(whole).get("optimizer state", 0) + run.published
 
 

@@ -61,6 +61,7 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, changes):
         skeleton, config, muon, codes=meta.codes(skeleton), kept=meta.kept(skeleton) if keep else 0, half=False
     )
     found = {name: size for name, size in counted(trainer).items() if size}
+    print("trainer", kind, found, "gradients", max(gradients))
     assert rank.resident(run) == found
     assert rank.gradients(run) == max(gradients)
     other = meta.parameters(skeleton, muon=not muon)
@@ -136,7 +137,7 @@ def test_8b_by_hand_under_zero3(eight_billion):
     zero3 = replace(eight_billion, parameters=parameters, ranks=8, sharded=True, zero3=True)
     stays, own = rank.resident(zero3), 8_190_735_360 // 8
     assert stays["optimizer state"] == 8 * own + 4 * len(parameters)
-    assert stays["masters"] == stays["gradients (kept)"] == 2 * stays["weights in 16 bits"] == 4 * own
+    assert stays["masters"] == stays["gradients (kept)"] == 2 * stays["weights to gather"] == 4 * own
     assert stays["codes (whole)"] == eight_billion.codes and "codes (own rows)" not in stays
     assert "gradients" not in rank.moments(zero3)["backward"]
     fsdp2 = replace(zero3, zero3=False)

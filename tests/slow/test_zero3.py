@@ -224,7 +224,7 @@ def _held(trainer: Any) -> dict[str, int]:
     return {
         "masters": sum(t.nbytes for t in optimizer.fp32_partitioned_groups_flat),
         "optimizer state": sum(t.nbytes for t in state),
-        "weights in 16 bits": sum(p.ds_tensor.nbytes for p in trainer._unwrapped.parameters()),
+        "weights to gather": sum(p.ds_tensor.nbytes for p in trainer._unwrapped.parameters()),
         "gradients (kept)": optimizer.grad_partitions_flat_buffer.nbytes,
         "bucket of DeepSpeed": sum(bucket.buffer.nbytes for bucket in optimizer.ipg_buckets.values()),
         "codes (whole)": sum(w.num_bytes() for _, m in layers for w in m._code_cache.last().values()),
