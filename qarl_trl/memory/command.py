@@ -70,11 +70,12 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
         ranks=ranks,
         sharded=ranks > 1 and args.sharding != "ddp",
         zero3=ranks > 1 and args.sharding == "zero3",
+        replicas=args.replicas,
         memory=int(args.memory * GIB),
         tokens=args.tokens or meta.longest_row(settings),
     )
     facts = {"model": name, "parameters": sum(p.entries for p in run.parameters), "scheme": settings.quant_name}
-    return run, facts | {"use_peft": model_args.use_peft, "replicas": args.replicas}
+    return run, facts | {"use_peft": model_args.use_peft}
 
 
 def check_gpus(args: argparse.Namespace, settings: Any) -> None:
@@ -106,9 +107,12 @@ def report(run: Run) -> dict[str, Any]:
             room = not changed.utilization or rank.cache_tokens(changed) >= changed.tokens
             peak = max(after.values())
             helps.append({"change": words, "peak": peak, "fits": peak <= run.memory and room})
+    kind = "ZeRO-3" if run.zero3 else "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one GPU"
+    if run.replicas > 1:
+        kind = f"HSDP, {run.replicas} copies"
     return {
-        "gpus": run.ranks,
-        "sharding": "one GPU" if run.ranks == 1 else "ZeRO-3" if run.zero3 else "FSDP2" if run.sharded else "DDP",
+        "gpus": run.ranks * run.replicas,
+        "sharding": kind,
         "memory": run.memory,
         "rows": run.rows,
         "tokens": run.tokens,
@@ -134,9 +138,7 @@ def table(found: dict[str, Any]) -> str:
     rows = list(dict.fromkeys(name for items in moments.values() for name in items))
     lines = [
         f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters, {found['scheme']}; {found['sharding']}, "
-        f"{found['gpus']} x {found['memory'] / gib:.0f} GiB"
-        + f", {found['replicas']} times (HSDP)"
-        * (found["replicas"] > 1),
+        f"{found['gpus']} x {found['memory'] / gib:.0f} GiB",
         f"micro-batch: {found['rows']} rows of {found['tokens']} tokens, {found['tokens_per_pass']} in a pass",
         "",
         f"{'GiB on each GPU (estimated)':30}" + "".join(f"{name:>16}" for name in moments),

@@ -43,6 +43,7 @@ class Run:
         accumulates (`bool`): Whether FSDP2 reduces after the last of several micro-batches (`sync_each_batch: false`).
         served (`bool`): Whether the engine is a server, which has GPUs of its own, of `memory` too.
         zero3 (`bool`): Sharded by DeepSpeed ZeRO-3, not FSDP2.
+        replicas (`int`): Copies under HSDP, of `ranks` GPUs each.
     """
 
     parameters: tuple[Parameter, ...]
@@ -67,6 +68,7 @@ class Run:
     accumulates: bool = False
     served: bool = False
     zero3: bool = False
+    replicas: int = 1
 
     @property
     def compute(self) -> int:
@@ -286,6 +288,8 @@ def changes(run: Run) -> Iterator[tuple[str, Run]]:
         yield "--sharding fsdp2 (recipes/accelerate/fsdp2.yaml)", replace(run, sharded=True)
     if run.kept:
         yield "quant_keep_dequantized: false", replace(run, kept=0)
-    if run.sharded or run.ranks == 1:
+    if run.replicas > 1:
+        yield "--replicas 1", replace(run, ranks=run.ranks * run.replicas, sharded=True, replicas=1)
+    elif run.sharded or run.ranks == 1:
         kind = "ZeRO-3" if run.zero3 else "FSDP2"
         yield f"--gpus {2 * run.ranks} with {kind}", replace(run, ranks=2 * run.ranks, sharded=True)

@@ -119,7 +119,8 @@ def test_copies_of_the_model_over_nodes_cost_what_one_node_costs(capsys):
     (_, two), (_, one) = (
         found_of(capsys, "--config", EIGHT, *more) for more in (("--gpus", 16, "--replicas", 2), ("--gpus", 8))
     )
-    assert two.pop("replicas") == 2 and one.pop("replicas") == 1
+    assert (two.pop("gpus"), one.pop("gpus")) == (16, 8)
+    assert (two.pop("sharding"), one.pop("sharding")) == ("HSDP, 2 copies", "FSDP2")
     assert two == one
     _, flat = found_of(capsys, "--config", EIGHT, "--gpus", 16)
     assert max(flat["peaks"].values()) < max(one["peaks"].values())  # control
