@@ -122,7 +122,7 @@ def test_8b_by_hand(eight_billion):
 
 
 def test_a_reduction_after_the_last_micro_batch_keeps_whole_gradients(eight_billion):
-    """In float32: `slow/test_features.py` measures them."""
+    """In float32, as FSDP2 accumulates what it reduces in float32; `slow/test_features.py` sees that they are kept."""
     sharded = replace(eight_billion, ranks=8, sharded=True)
     late = replace(sharded, accumulates=True)
     extra = {name: size - rank.peaks(sharded)[name] for name, size in rank.peaks(late).items()}
@@ -132,7 +132,7 @@ def test_a_reduction_after_the_last_micro_batch_keeps_whole_gradients(eight_bill
 
 
 def test_8b_by_hand_under_zero3(eight_billion):
-    """`slow/test_zero3.py` measures a toy."""
+    """Read from DeepSpeed's source, not measured."""
     parameters = tuple(replace(p, optimizer="adamw") for p in eight_billion.parameters)
     zero3 = replace(eight_billion, parameters=parameters, ranks=8, sharded=True, zero3=True)
     stays, own = rank.resident(zero3), 8_190_735_360 // 8

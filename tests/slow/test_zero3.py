@@ -9,19 +9,14 @@ import importlib.util
 import json
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from memory.test_rank import example_run
 from transformers import TrainerCallback
 
-from qarl_trl.memory import model as meta
-from qarl_trl.memory import rank
-from qarl_trl.quant.model import quantized_modules
 from qarl_trl.quant.names import base_model
 from slow.isolated import isolated, isolated_group
 from slow.test_processes import FLOOR, _same
@@ -217,20 +212,6 @@ def _watch_gradients() -> list[bool]:
     return found
 
 
-def _held(trainer: Any) -> dict[str, int]:
-    """Bytes that stay in this process, as `memory/rank.py: resident` names them."""
-    optimizer, layers = trainer.model_wrapped.optimizer, quantized_modules(trainer._unwrapped)
-    state = [t for held in optimizer.optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor)]
-    return {
-        "masters": sum(t.nbytes for t in optimizer.fp32_partitioned_groups_flat),
-        "optimizer state": sum(t.nbytes for t in state),
-        "weights to gather": sum(p.ds_tensor.nbytes for p in trainer._unwrapped.parameters()),
-        "gradients (kept)": optimizer.grad_partitions_flat_buffer.nbytes,
-        "bucket of DeepSpeed": sum(bucket.buffer.nbytes for bucket in optimizer.ipg_buckets.values()),
-        "codes (whole)": sum(w.num_bytes() for _, m in layers for w in m._code_cache.last().values()),
-    }
-
-
 def _with_engine(model: str, folder: str, key: bool, verify: str) -> dict[str, Any]:
     from qarl_trl.quant import cache
 
@@ -241,11 +222,9 @@ def _with_engine(model: str, folder: str, key: bool, verify: str) -> dict[str, A
     calls = _count_calls(trainer)
     with patch.object(cache, "is_partitioned", cache.is_partitioned if key else lambda _: False):
         trainer.train()
-    held = _held(trainer)
     trainer.save_model()
     rows = trainer.state.log_history
     return {
-        "held": held,
         "calls": calls[:-1],
         "rounded": rounded,
         "sent": _bytes(publish(trainer.vllm_generation).items()),
@@ -259,15 +238,7 @@ def test_engines_get_what_one_process_makes_of_the_masters(tmp_path):
     """In bfloat16, where ZeRO-3 hands the layers a copy of the float32 masters."""
     model = save_model(tmp_path / "model")
     first, second = isolated_group(_with_engine, 2, model, str(tmp_path / "run"), True, "first", timeout=120)
-    print("engine", first["calls"], first["gaps"], first["ratios"], first["held"])
-    config = meta.read_config(model)
-    skeleton = meta.skeleton(config, torch.float32, plan="W4A16")
-    run = example_run(skeleton, config, False, ranks=2, sharded=True, zero3=True)
-    expected = rank.resident(run)
-    assert expected == {name: pytest.approx(size, rel=0.001) for name, size in first["held"].items()}
-    assert (
-        first["held"]["masters"] < 0.6 * rank.resident(replace(run, sharded=False, zero3=False))["masters"]
-    )  # control
+    print("engine", first["calls"], first["gaps"], first["ratios"])
     assert _same(first["sent"], second["sent"])
     assert _same(first["sent"], _bytes(stored_tensors(tmp_path / "run").items()))
     assert _same(first["sent"], _published(model, first["masters"]))
@@ -313,6 +284,8 @@ def _resumed(model: str, folder: str, checkpoint: str | None) -> dict[str, Any]:
 
 def _layer_codes(trainer: Any) -> dict[str, Any]:
     """The codes that a forward computes with."""
+    from qarl_trl.quant.model import quantized_modules
+
     with torch.no_grad():
         trainer.model_wrapped(input_ids=torch.full((1, 4), 5))
     layers = quantized_modules(trainer._unwrapped)
