@@ -527,11 +527,6 @@ def _check_server(args: QaRLConfig) -> None:
             f"publish_folder={folder!r} needs use_vllm=True and vllm_mode='server', got use_vllm={args.use_vllm} and "
             f"vllm_mode={args.vllm_mode!r}: a colocated engine is given the tensors. Remove it."
         )
-    if folder is None and server and args.device.type != "cuda":
-        raise ValueError(
-            f"vllm_mode='server' on device {args.device.type!r} needs publish_folder, a folder that trainer and server both "
-            "mount: NCCL, the other way to the server, goes from GPU to GPU."
-        )
 
 
 def _check_eval_temperature(args: QaRLConfig) -> None:

@@ -79,6 +79,11 @@ def check_prompts(given: Mapping[str, Any]) -> None:
 def check_together(given: Mapping[str, Any], args: QaRLConfig) -> None:
     """Refuse (`ValueError`) what would let one process wait for ever for the others, or for their completions."""
     server = args.use_vllm and args.vllm_mode == "server"
+    if server and args.publish_folder is None and args.device.type != "cuda":
+        raise ValueError(
+            f"vllm_mode='server' on device {args.device.type!r} needs publish_folder, a folder that trainer and server both "
+            "mount: NCCL, the other way to the server, goes from GPU to GPU."
+        )
     shared = server or args.vllm_enable_sleep_mode or args.vllm_tensor_parallel_size > 1
     if args.use_vllm and shared and args.world_size > 1 and (given.get("tools") or given.get("environment_factory")):
         raise ValueError(

@@ -19,7 +19,7 @@ ROOMS = {
     "llmcompressor": {"llmcompressor", "quant", "data"},
     "export": {"export", "quant", "config"},
     "evaluation": {"evaluation", "export", "data", "rewards", "rollout", "quant", "_compat"},
-    "memory": {"memory", "quant", "optim", "llmcompressor", "train"},
+    "memory": {"memory", "quant", "optim", "llmcompressor", "rollout", "train"},
     "doctor": {"doctor", "memory", "evaluation", "export", "llmcompressor", "rollout", "quant"}
     | {"train", "preflight", "config", "rewards", "processes", "_compat"},
     "report": {"report", "metrics"},

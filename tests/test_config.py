@@ -106,7 +106,6 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         (VLLM | {"generation_kwargs": {"a_parameter_of_tomorrow": 1}}, ["a_parameter_of_tomorrow"]),
         (VLLM | {"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex"]),
         (VLLM | {"generation_kwargs": {"temperature": 0.7}}, ["Set `temperature` itself"]),
-        (VLLM | {"vllm_mode": "server"}, ["vllm_mode='server' on device 'cpu'", "publish_folder", "from GPU to GPU"]),
         (VLLM | {"publish_folder": "f"}, ["publish_folder='f'", "vllm_mode='server'", "Remove it"]),
         (
             VLLM | {"vllm_mode": "server", "publish_folder": "f", "vllm_max_model_length": 256},

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from configs import config
 from datasets import Dataset
 from peft import LoraConfig
@@ -142,6 +143,7 @@ def test_an_output_folder_with_an_unquantized_model_is_refused_before_the_run(tm
 @pytest.mark.parametrize("given", [{"tools": [len]}, {"environment_factory": dict}])
 def test_tools_of_several_processes_need_an_engine_each(changes, given):
     args = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
+    args["publish_folder"] = "f"
     with pytest.raises(ValueError, match="Tools with several processes must have an engine for each"):
         check_together(given, SimpleNamespace(world_size=2, **args | changes))
     check_together(given, SimpleNamespace(world_size=1, **args | changes))  # controls
@@ -152,6 +154,7 @@ def test_tools_of_several_processes_need_an_engine_each(changes, given):
 def test_a_server_takes_no_images():
     data = Dataset.from_dict({"prompt": ["a"], "image": ["b"]})
     args = {"use_vllm": True, "world_size": 1, "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
+    args["publish_folder"] = "f"
     for given, name in (
         ({"train_dataset": data}, "train_dataset"),
         ({"eval_dataset": {"x": data}}, "eval_dataset.'x'."),
@@ -159,6 +162,15 @@ def test_a_server_takes_no_images():
         with pytest.raises(ValueError, match=f"takes text only, got .'image'. in {name}"):
             check_together(given, SimpleNamespace(vllm_mode="server", **args))
         check_together(given, SimpleNamespace(vllm_mode="colocate", **args))
+
+
+def test_a_server_without_a_folder_needs_a_gpu_where_the_trainer_runs():
+    args = {"use_vllm": True, "world_size": 1, "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
+    args |= {"vllm_mode": "server", "device": torch.device("cpu")}
+    with pytest.raises(ValueError, match=r"vllm_mode='server' on device 'cpu' needs publish_folder.*from GPU to GPU"):
+        check_together({}, SimpleNamespace(publish_folder=None, **args))
+    check_together({}, SimpleNamespace(publish_folder="f", **args))  # controls
+    check_together({}, SimpleNamespace(publish_folder=None, **args | {"device": torch.device("cuda")}))
 
 
 def test_a_row_without_a_prompt_is_found_among_several_data_sets():

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from .._compat import num_shards
+from .._compat import is_zero3, num_shards
 from ..config import QaRLConfig
 from ..memory.model import longest_row, run_of
 from ..memory.rank import checkpoint_bytes
@@ -90,6 +90,7 @@ class Run:
         sharded = sharding != "ddp" and gpus > 1 if gpus else num_shards(args) > 1
         ranks = gpus or (num_shards(args) if sharded else args.world_size)
         size = {"ranks": ranks, "sharded": sharded, "memory": total, "tokens": longest_row(args)}
+        size["zero3"] = not gpus and is_zero3(args)
         try:
             run = run_of(args, self.model_args, self.config, **size)
         except AttributeError as error:  # not of the Llama family

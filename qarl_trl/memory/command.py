@@ -36,7 +36,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="recipe (.yaml), as of qarl-trl train")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each (default: 1)")
     parser.add_argument("--memory", type=float, default=79, help="GiB of each (default: 79, a card of 80 GB)")
-    parser.add_argument("--sharding", choices=("ddp", "fsdp2"), help="with several GPUs (default: fsdp2)")
+    parser.add_argument("--sharding", choices=("ddp", "fsdp2", "zero3"), help="with several GPUs (default: fsdp2)")
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="whole copies over the GPUs: nodes under HSDP (default: 1)"
+    )
     parser.add_argument("--tokens", type=int, help="of prompt and completion together (default: the longest allowed)")
     parser.add_argument("--json", action="store_true", help="all numbers, in bytes")
     return parser
@@ -45,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, dict[str, Any]]:
     """The run that a recipe and the command line describe, and what the table says of it. `ValueError` for what cannot run."""
     from ..llmcompressor.quantized_start import quantized_source
+    from ..rollout.support import check_shards
     from ..train import parse
     from . import model as meta
     from .rank import GIB
@@ -53,18 +57,40 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
         raise ValueError(f"--gpus {args.gpus} and --memory {args.memory:g} must be at least 1 and above 0.")
     _, settings, model_args = parse(["--config", args.config, *overrides], any_device=True)
     name = model_args.model_name_or_path
+    config, source = meta.read_config(name), quantized_source(name) if settings.from_checkpoint else None
+    check_gpus(args, settings)
+    if settings.use_vllm and settings.quantized:
+        check_shards(config, settings.quant_plan(None if source is None else source.plan()), settings)
+    ranks = args.gpus // args.replicas
     run = meta.run_of(
         settings,
         model_args,
-        meta.read_config(name),
-        quantized_source(name) if settings.from_checkpoint else None,
-        ranks=args.gpus,
-        sharded=args.gpus > 1 and args.sharding != "ddp",
+        config,
+        source,
+        ranks=ranks,
+        sharded=ranks > 1 and args.sharding != "ddp",
+        zero3=ranks > 1 and args.sharding == "zero3",
+        replicas=args.replicas,
         memory=int(args.memory * GIB),
         tokens=args.tokens or meta.longest_row(settings),
     )
     facts = {"model": name, "parameters": sum(p.entries for p in run.parameters), "scheme": settings.quant_name}
     return run, facts | {"use_peft": model_args.use_peft}
+
+
+def check_gpus(args: argparse.Namespace, settings: Any) -> None:
+    """Refuse (`ValueError`) GPUs that the engine's ranks or the copies of the model do not divide, and ZeRO-3 with Muon."""
+    engine = settings.vllm_tensor_parallel_size
+    if settings.use_vllm and settings.vllm_mode == "colocate" and args.gpus % engine:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={engine} must divide the GPUs, which share engines of so many, got --gpus {args.gpus}."
+        )
+    if args.replicas < 1 or args.gpus % args.replicas or (args.replicas > 1 and args.sharding in ("ddp", "zero3")):
+        raise ValueError(
+            f"--replicas {args.replicas} must divide --gpus {args.gpus}, with FSDP2 (HSDP), got --sharding {args.sharding or 'fsdp2'}."
+        )
+    if args.sharding == "zero3" and settings.optim_muon:
+        raise ValueError("--sharding zero3 needs --optim_muon false: ZeRO leaves Muon no whole matrix.")
 
 
 def report(run: Run) -> dict[str, Any]:
@@ -81,9 +107,12 @@ def report(run: Run) -> dict[str, Any]:
             room = not changed.utilization or rank.cache_tokens(changed) >= changed.tokens
             peak = max(after.values())
             helps.append({"change": words, "peak": peak, "fits": peak <= run.memory and room})
+    kind = "ZeRO-3" if run.zero3 else "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one GPU"
+    if run.replicas > 1:
+        kind = f"HSDP, {run.replicas} copies"
     return {
-        "gpus": run.ranks,
-        "sharding": "one GPU" if run.ranks == 1 else "FSDP2" if run.sharded else "DDP",
+        "gpus": run.ranks * run.replicas,
+        "sharding": kind,
         "memory": run.memory,
         "rows": run.rows,
         "tokens": run.tokens,
@@ -94,7 +123,9 @@ def report(run: Run) -> dict[str, Any]:
         "over": over,
         "changes": helps,
         "utilization": run.utilization,
-        "best_utilization": rank.best_utilization(run) if run.utilization else 0.0,
+        "best_utilization": rank.best_utilization(run) if run.beside else 0.0,
+        "served": run.served,
+        "engine_ranks": run.engine_ranks,
         "cache_tokens": cache,
         "engine_weights": rank.engine_weights(run),
         "publish": run.published,
@@ -119,10 +150,12 @@ def table(found: dict[str, Any]) -> str:
     lines += [f"{'sum':30}" + "".join(f"{mark:>16}" for mark in marks), ""]
     if found["utilization"]:
         longest = found["cache_tokens"] / found["tokens"]
+        best = f"at most {found['best_utilization']:g} would fit"
+        own = f"of the server's own {found['engine_ranks']} x {found['memory'] / gib:.0f} GiB"
         lines += [
             f"engine: weights {found['engine_weights'] / gib:.1f} GiB, room for {found['cache_tokens']:,} tokens "
             f"({longest:.1f} such rows); a publish moves {found['publish'] / gib:.1f} GiB",
-            f"vllm_gpu_memory_utilization: {found['utilization']:g}, at most {found['best_utilization']:g} would fit",
+            f"vllm_gpu_memory_utilization: {found['utilization']:g}, {own if found['served'] else best}",
         ]
     if found["fits"]:
         return "\n".join([*lines, "It fits."])
@@ -136,6 +169,6 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"  {change['change']}: {change['peak'] / gib:.1f} GiB{', fits' if change['fits'] else ''}")
     if 2 * moments["backward"].get(CODES, 0) > found["memory"]:
         lines.append("  Codes are whole on every GPU, so that more GPUs do not shrink them.")
-    if not found["use_peft"]:
+    if found["over"] and not found["use_peft"]:
         lines.append("  use_peft: true (LoRA: optimizer state and gradients of the adapter alone)")
     return "\n".join(lines)

@@ -69,14 +69,14 @@ def run_of(settings: Any, model_args: Any, config: PretrainedConfig, source: Any
 
     Args:
         source (`QuantizedSource`, *optional*): Of a quantized start.
-        size: `ranks`, `sharded`, `memory` and `tokens` of [`Run`].
+        size: `ranks`, `sharded`, `memory` and `tokens` of [`Run`], and `zero3`, if it is.
     """
     wanted = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
     wanted = (config.dtype or "float32") if wanted == "auto" else wanted
     dtype = wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted).removeprefix("torch."))
     plan = settings.quant_plan(None if source is None else source.plan())
     model = skeleton(config, dtype, get_peft_config(model_args), plan, settings.trust_remote_code)
-    text, colocated = config.get_text_config(), settings.use_vllm and settings.vllm_mode == "colocate"
+    text, kept_whole = config.get_text_config(), settings.accelerator_config.gradient_accumulation_kwargs or {}
     coded = settings.quant_learner and not settings.quant_keep_dequantized and settings.quant_kernel != "engine"
     return Run(
         parameters=tuple(parameters(model, settings.optim_muon, coded and dtype == torch.float32)),
@@ -91,7 +91,9 @@ def run_of(settings: Any, model_args: Any, config: PretrainedConfig, source: Any
         budget=settings.max_tokens_per_pass,
         checkpointing=settings.gradient_checkpointing,
         half=settings.bf16,
-        utilization=settings.vllm_gpu_memory_utilization if colocated else 0.0,
+        accumulates=settings.gradient_accumulation_steps > 1 and not kept_whole.get("sync_each_batch", True),
+        utilization=settings.vllm_gpu_memory_utilization if settings.use_vllm else 0.0,
+        served=settings.use_vllm and settings.vllm_mode == "server",
         sleep=settings.vllm_enable_sleep_mode,
         engine_ranks=settings.vllm_tensor_parallel_size,
         **size,

@@ -21,6 +21,8 @@ GIB = 2**30
 RESERVE = 4 * GIB
 # Of an awake engine beside weights and cache: its own passes of 4096 tokens and CUDA graphs. Assumed, not measured.
 ENGINE_WORK = 3 * GIB
+# DeepSpeed's defaults, in entries: `reduce_bucket_size`, `stage3_max_live_parameters`, `sub_group_size`.
+ZERO3_BUCKET, ZERO3_LIVE, ZERO3_GROUP = 5 * 10**8, 10**9, 10**9
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,15 @@ class Run:
         layer (`Layer`), layers, vocabulary (`int`): Of its forward.
         codes, kept, published (`int`): All low-bit weights, what `quant_keep_dequantized` adds, a publish.
         reference (`bool`): Whether there is a second, frozen model (beta > 0 without LoRA).
-        ranks (`int`), sharded (`bool`), memory (`int`): GPUs, whether by FSDP2, bytes of each.
+        ranks (`int`), sharded (`bool`), memory (`int`): GPUs (of one copy under HSDP), whether each has a part, bytes of each.
         rows, tokens (`int`): Of a micro-batch, and of the longest row.
         budget (`int`, *optional*): `max_tokens_per_pass`.
         checkpointing, half (`bool`): Gradient checkpointing, 16-bit computation.
         utilization (`float`), sleep (`bool`), engine_ranks (`int`): Of the engine; utilization 0 is none.
+        accumulates (`bool`): Whether FSDP2 reduces after the last of several micro-batches (`sync_each_batch: false`).
+        served (`bool`): Whether the engine is a server, which has GPUs of its own, of `memory` too.
+        zero3 (`bool`): Sharded by DeepSpeed ZeRO-3, not FSDP2.
+        replicas (`int`): Copies under HSDP, of `ranks` GPUs each.
     """
 
     parameters: tuple[Parameter, ...]
@@ -59,6 +65,10 @@ class Run:
     utilization: float
     sleep: bool
     engine_ranks: int
+    accumulates: bool = False
+    served: bool = False
+    zero3: bool = False
+    replicas: int = 1
 
     @property
     def compute(self) -> int:
@@ -69,13 +79,20 @@ class Run:
         """Bytes of an entry between layers: autocast leaves them as the weights are, FSDP2 casts the weights."""
         return self.compute if self.sharded and self.half else self.parameters[0].size
 
+    @property
+    def beside(self) -> bool:
+        """Whether an engine shares these GPUs."""
+        return self.utilization > 0 and not self.served
+
     def entries(self, parameter: Parameter) -> int:
+        if self.zero3:  # flat pieces
+            return math.ceil(parameter.entries / self.ranks)
         return formulas.shard_entries(parameter.shape, self.ranks if self.sharded else 1)
 
     def own_codes(self, parameter: Parameter) -> int:
         """Bytes of the low-bit rows that each rank holds of a parameter, and FSDP2 gathers; 0 where it gathers weights."""
         scheme = parameter.scheme
-        if not self.sharded or scheme is None or not gathers_codes(parameter.shape, self.ranks, scheme):
+        if not self.sharded or self.zero3 or scheme is None or not gathers_codes(parameter.shape, self.ranks, scheme):
             return 0
         return formulas.code_bytes(math.prod(parameter.shape[:-1]) // self.ranks, parameter.shape[-1], scheme)
 
@@ -91,6 +108,11 @@ def resident(run: Run) -> dict[str, int]:
         if run.own_codes(p)
     ]
     items = {"masters": masters, "optimizer state": state}
+    if run.zero3:
+        items["masters"] = sum(entries * p.size for p, entries in own if p.optimizer)
+        items["weights to gather"] = run.compute * sum(entries for _, entries in own)
+        items["gradients (kept)"] = gradients(run)
+        items["bucket of DeepSpeed"] = run.compute * ZERO3_BUCKET
     items["codes (whole)"] = run.codes - sum(whole for whole, _ in codes)
     items |= {"codes (own rows)": sum(own for _, own in codes), "kept dequantized": run.kept}
     if run.reference:
@@ -110,6 +132,13 @@ def _state(parameter: Parameter, entries: int) -> int:
 def gradients(run: Run) -> int:
     """Bytes of the gradients: of the masters' dtype, sharded as they are, from the first backward to the step."""
     return sum(run.entries(p) * p.size for p in run.parameters if p.optimizer)
+
+
+def accumulated(run: Run) -> int:
+    """Bytes of the gradients before the last micro-batch of an update: whole and in float32 where FSDP2 reduces after it."""
+    if run.sharded and not run.zero3 and run.accumulates:
+        return 4 * sum(p.entries for p in run.parameters if p.optimizer)
+    return gradients(run)
 
 
 def pass_tokens(run: Run) -> int:
@@ -159,6 +188,9 @@ def backward_work(run: Run) -> int:
         gathered = run.own_codes(p) * run.ranks or p.entries * run.compute
         sums[p.layer] = sums.get(p.layer, 0) + 2 * gathered + p.entries * (run.compute + 4)
     sums.pop("", 0)
+    if run.zero3:  # what its next turn is near for stays gathered
+        live = min(ZERO3_LIVE, sum(p.entries for p in run.parameters))
+        sums["live"] = live * run.compute + max(p.entries for p in run.parameters) * (run.compute + 4)
     # What is outside of the layers is gathered from the forward to the end of the backward, when its gradient is reduced.
     outside = sum(p.entries for p in run.parameters if not p.layer)
     layer += max(sums.values())
@@ -168,6 +200,8 @@ def backward_work(run: Run) -> int:
 def step_work(run: Run) -> int:
     """Bytes that come and go in the optimizer's step: AdamW's square roots (of all its entries at once), Muon's matrix."""
     adamw = 4 * sum(run.entries(p) for p in run.parameters if p.optimizer == "adamw")
+    if run.zero3:  # and a copy of the gradients, of some entries at a time
+        return 2 * min(adamw, 4 * ZERO3_GROUP)
     ranks = run.ranks if run.sharded else 1
     muon = [
         formulas.muon_work(p.entries, ranks, p.optimizer == "experts")
@@ -178,9 +212,9 @@ def step_work(run: Run) -> int:
 
 
 def publish_work(run: Run) -> int:
-    """Bytes that come and go in a publish: the largest parameter gathered in bfloat16, its copy, and the engine's."""
+    """Bytes that come and go in a publish: the largest parameter gathered in bfloat16, its copy, and the engine's, if beside."""
     largest = max(p.entries for p in run.parameters)
-    return largest * (2 * run.sharded + 4)
+    return largest * (2 * run.sharded + 2 + 2 * run.beside)
 
 
 def engine_weights(run: Run) -> int:
@@ -195,7 +229,7 @@ def engine_budget(run: Run) -> int:
 
 def checkpoint_bytes(run: Run) -> int:
     """Bytes of a whole training checkpoint: what is trained (of LoRA the adapter), the optimizer's state, the low-bit model."""
-    whole = replace(run, sharded=False)
+    whole = replace(run, sharded=False, zero3=False)
     return gradients(whole) + resident(whole).get("optimizer state", 0) + run.published
 
 
@@ -209,16 +243,17 @@ def cache_tokens(run: Run) -> int:
 def moments(run: Run) -> dict[str, dict[str, int]]:
     """The items of the four largest moments: "rollout", "publish", "backward" and "optimizer step"."""
     stays = resident(run) | {"reserve (assumed)": RESERVE}
-    awake = {"engine": engine_budget(run)} if run.utilization else {}
-    beside = {} if run.sleep else awake
-    learning = stays | beside | {"gradients": gradients(run)}
+    awake = {"engine": engine_budget(run)} if run.beside else {}
+    learning = stays if run.sleep else stays | awake
     found = {}
-    if run.utilization:
+    if run.beside:
         found["rollout"] = stays | awake
-        weights = {"engine weights": engine_weights(run)} if run.sleep else awake
+    if run.utilization:
+        weights = {"engine weights": engine_weights(run)} if awake and run.sleep else awake
         found["publish"] = stays | weights | {"largest parameter": publish_work(run)}
-    found["backward"] = learning | activations(run) | {"work of a layer or the head": backward_work(run)}
-    found["optimizer step"] = learning | {"work of the optimizer": step_work(run)}
+    before, after = ({}, {}) if run.zero3 else ({"gradients": accumulated(run)}, {"gradients": gradients(run)})
+    found["backward"] = learning | before | activations(run) | {"work of a layer or the head": backward_work(run)}
+    found["optimizer step"] = learning | after | {"work of the optimizer": step_work(run)}
     return found
 
 
@@ -237,12 +272,14 @@ def best_utilization(run: Run) -> float:
 
 def changes(run: Run) -> Iterator[tuple[str, Run]]:
     """Settings that save memory, by the field to change, with the run that results."""
-    if run.utilization and not run.sleep:
+    if run.beside and not run.sleep:
         yield "vllm_enable_sleep_mode: true", replace(run, sleep=True)
-    if (best := run.utilization and best_utilization(run)) and best < run.utilization:
+    if (best := run.beside and best_utilization(run)) and best < run.utilization:
         yield f"vllm_gpu_memory_utilization: {best:g}", replace(run, utilization=best)
     if not run.checkpointing:
         yield "gradient_checkpointing: true", replace(run, checkpointing=True)
+    if accumulated(run) > gradients(run):
+        yield "sync_each_batch: true (in accelerator_config; the default)", replace(run, accumulates=False)
     if run.budget is None or run.budget > run.tokens:
         yield f"max_tokens_per_pass: {run.tokens}", replace(run, budget=run.tokens)
     if run.rows > 1:
@@ -251,5 +288,8 @@ def changes(run: Run) -> Iterator[tuple[str, Run]]:
         yield "--sharding fsdp2 (recipes/accelerate/fsdp2.yaml)", replace(run, sharded=True)
     if run.kept:
         yield "quant_keep_dequantized: false", replace(run, kept=0)
-    if run.sharded or run.ranks == 1:
-        yield f"--gpus {2 * run.ranks} with FSDP2", replace(run, ranks=2 * run.ranks, sharded=True)
+    if run.replicas > 1:
+        yield "--replicas 1", replace(run, ranks=run.ranks * run.replicas, sharded=True, replicas=1)
+    elif run.sharded or run.ranks == 1:
+        kind = "ZeRO-3" if run.zero3 else "FSDP2"
+        yield f"--gpus {2 * run.ranks} with {kind}", replace(run, ranks=2 * run.ranks, sharded=True)

@@ -61,6 +61,7 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, changes):
         skeleton, config, muon, codes=meta.codes(skeleton), kept=meta.kept(skeleton) if keep else 0, half=False
     )
     found = {name: size for name, size in counted(trainer).items() if size}
+    print("trainer", kind, found, "gradients", max(gradients))
     assert rank.resident(run) == found
     assert rank.gradients(run) == max(gradients)
     other = meta.parameters(skeleton, muon=not muon)
@@ -118,6 +119,29 @@ def test_8b_by_hand(eight_billion):
     assert rank.resident(uneven)["codes (own rows)"] == own // 6 + 2 * own // 384 + 16 * 36 * 2
     assert rank.resident(uneven)["codes (whole)"] == packed - (own // 2 + 2 * own // 128 + 16 * 36 * 2)
     assert rank.activations(sharded)["activations"] // (4 * 18432) == 36 * 4096 * 2 + 8 * 4096 + 4 + 4 * 128 + 26
+
+
+def test_a_reduction_after_the_last_micro_batch_keeps_whole_gradients(eight_billion):
+    """In float32, as FSDP2 accumulates what it reduces in float32; `slow/test_features.py` sees that they are kept."""
+    sharded = replace(eight_billion, ranks=8, sharded=True)
+    late = replace(sharded, accumulates=True)
+    extra = {name: size - rank.peaks(sharded)[name] for name, size in rank.peaks(late).items()}
+    assert extra == {"rollout": 0, "publish": 0, "backward": 4 * 8_190_735_360 * 7 // 8, "optimizer step": 0}
+    assert dict(rank.changes(late))["sync_each_batch: true (in accelerator_config; the default)"] == sharded
+    assert rank.peaks(replace(eight_billion, accumulates=True)) == rank.peaks(eight_billion)  # not under DDP
+
+
+def test_8b_by_hand_under_zero3(eight_billion):
+    """Read from DeepSpeed's source, not measured."""
+    parameters = tuple(replace(p, optimizer="adamw") for p in eight_billion.parameters)
+    zero3 = replace(eight_billion, parameters=parameters, ranks=8, sharded=True, zero3=True)
+    stays, own = rank.resident(zero3), 8_190_735_360 // 8
+    assert stays["optimizer state"] == 8 * own + 4 * len(parameters)
+    assert stays["masters"] == stays["gradients (kept)"] == 2 * stays["weights to gather"] == 4 * own
+    assert stays["codes (whole)"] == eight_billion.codes and "codes (own rows)" not in stays
+    assert "gradients" not in rank.moments(zero3)["backward"]
+    fsdp2 = replace(zero3, zero3=False)
+    assert max(rank.peaks(zero3).values()) > max(rank.peaks(fsdp2).values())
 
 
 def test_the_second_rollout_of_8b_on_one_h200_is_what_does_not_fit(eight_billion):

@@ -36,6 +36,7 @@ def test_bytes_of_a_publish_and_of_the_engine_that_took_it(tmp_path, scheme):
     moved, held = isolated(_engine, model, str(tmp_path), scheme)
     plan = None if scheme == "none" else scheme
     skeleton = meta.skeleton(meta.read_config(model), torch.float32, plan=plan)
+    print("publish", scheme, moved, "engine", sum(held.values()))
     assert moved == meta.published(skeleton)
     if scheme != "none":  # of plain layers the CPU engine's kernels keep the weights in a form that is no parameter
         assert sum(held.values()) == pytest.approx(moved, rel=0.02)
@@ -72,6 +73,7 @@ def test_shards_of_two_processes(tmp_path, muon):
     expected = {"gradients": rank.gradients(run)} | rank.resident(run)
     alone = {"gradients": rank.gradients(run)} | rank.resident(replace(run, sharded=False))
     for held in isolated_group(_shards, 2, model, str(tmp_path / "run"), muon):
+        print("rank", held, "planned", {name: expected[name] for name in held})
         assert held == {name: pytest.approx(expected[name], rel=0.001) for name in held}
         assert held["masters"] < 0.6 * alone["masters"]  # control
         assert held["codes (own rows)"] < 0.6 * alone["codes (whole)"]
