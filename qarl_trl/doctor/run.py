@@ -113,7 +113,8 @@ class Run:
         self.rows = [dataset[i] for i in range(min(number, len(dataset)))]
         found = [Finding(OK, "dataset", f"{len(dataset)} rows; first answer {self.rows[0]['answer'][:60]!r}")]
         try:
-            check_budget(str(self.folder or self.model_args.model_name_or_path), self.args, {"train_dataset": dataset})
+            if self.folder is not None:
+                check_budget(str(self.folder), self.args, {"train_dataset": dataset})
         except ValueError as error:
             found.append(Finding(FAIL, "budget of a pass", str(error)))
         rewards = load_rewards(self.script_args.reward_funcs)
