@@ -113,7 +113,9 @@ def test_packed_log_probs_and_gradients_are_the_padded_ones(make, kind, changes,
     mask = batch["attention_mask"][:, -KEEP:].bool()
     for mine, theirs in zip(found[:2], expected[:2], strict=True):
         assert mine.dtype == torch.float32 and mine.shape == (len(SPANS), KEEP)
-        assert (mine - theirs).abs().max() < 5e-6  # measured 1.9e-6 at log-probs down to -12
+        # Measured 1.9e-6 at log-probs down to -12. Of |log-prob| 6.6e-7 (Qwen3, the other kinds were not measured so): a bound
+        # of 1e-6 of it would be less than the steps of the logits it is the difference of, where it is near 0.
+        assert (mine - theirs).abs().max() < 5e-6
         assert (mine[~mask] == 0).all()
     mine = gradients(model, *found[:2])
     assert mine.keys() == expected_gradients.keys()
@@ -219,8 +221,9 @@ def test_an_attention_across_sequences_is_caught_and_rows_are_trimmed(make, monk
     assert found[0].shape == found[1].shape == (len(SPANS), KEEP)
 
 
-@pytest.mark.parametrize("kind", ["eager", "Qwen3Next"])
-def test_padded_rows_are_trimmed_and_split_under_the_budget(make, kind):
+# Measured for Qwen3Next, whose recurrence sums in another order: 5.7e-6 at one log-prob, else 1e-6; gradients 1.1e-6.
+@pytest.mark.parametrize(("kind", "close", "gradients_close"), [("eager", 5e-6, 1e-6), ("Qwen3Next", 2e-5, 4e-6)])
+def test_padded_rows_are_trimmed_and_split_under_the_budget(make, kind, close, gradients_close):
     batch = make_batch()
     model = make(attn_implementation="eager") if kind == "eager" else linear_attention()
     expected = padded(model, **batch, compute_entropy=True)[:2]
@@ -233,10 +236,10 @@ def test_padded_rows_are_trimmed_and_split_under_the_budget(make, kind):
     # Of the spans (12, 16), (3, 24), (15, 40), (5, 40), and (0, 22), (10, 17), (7, 31).
     assert [tuple(ids.shape) for ids in seen] == [(2, 35), (2, 21), (2, 31), (1, 7)]
     for mine, theirs in zip(found, expected, strict=True):
-        assert (mine - theirs).abs().max() < 5e-6
+        assert (mine - theirs).abs().max() < close
     norm = torch.stack([g.norm() for g in expected_gradients.values()]).norm()
     for name, grad in gradients(model, *found).items():
-        assert (grad - expected_gradients[name]).norm() < 1e-6 * norm, name
+        assert (grad - expected_gradients[name]).norm() < gradients_close * norm, name
     del seen[:]
     for rows in order.split(4):  # as the loss asks: `old` has seen the same
         run(passes, model, **{k: v[rows] if k != "logits_to_keep" else v for k, v in batch.items()})
