@@ -95,6 +95,8 @@ def check_budget(model: str | nn.Module, args: QaRLConfig, given: Mapping[str, A
     tokenizer = _tokenizer_of(model, args, given)
     for name, rows in data.items() if tokenizer is not None else ():
         prompts = sorted(rows["prompt"], key=lambda prompt: len(str(prompt)))[-LONGEST:]
+        if not isinstance(prompts[0], str) and not getattr(tokenizer, "chat_template", None):
+            continue  # TRL says so in full
         needed = max(map(len, prompt_ids(tokenizer, prompts, args))) + answer
         if needed > budget:
             raise ValueError(

@@ -288,7 +288,7 @@ def test_a_prompt_too_long_for_the_budget_is_refused_before_a_model_loads(models
     small = {"max_completion_length": 20, "use_vllm": False, "bf16": False}
 
     def start(**changes):
-        args = QaRLConfig(**settings(tmp_path, **small | changes))
+        args = QaRLConfig(**settings(tmp_path / "run", **small | changes))
         QaRLTrainer(str(tmp_path), distinct_characters, args, **{name: rows})
 
     needed = longest + 20
