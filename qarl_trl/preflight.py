@@ -12,7 +12,7 @@ import transformers
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from . import _compat
 from .config import QaRLConfig
@@ -32,6 +32,8 @@ logger = get_logger(__name__)
 
 # Of `model_init_kwargs`: where and how a config is read.
 READERS = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
+# Of a data set, the prompts with most characters: what is made into tokens to know how many they have.
+LONGEST = 32
 
 
 def default_output_dir(model: str | nn.Module) -> str:
@@ -50,6 +52,7 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     check_arguments(model, args, given)
     check_prompts(given)
     check_together(given, args)
+    check_budget(model, args, given)
     source = find_source(model, args)
     config = _config_of(model, args)
     if config is not None:
@@ -74,6 +77,42 @@ def check_prompts(given: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"{missing} of {len(data)} rows of {name} must have a prompt, got None. Leave them out."
                 )
+
+
+def check_budget(model: str | nn.Module, args: QaRLConfig, given: Mapping[str, Any]) -> None:
+    """
+    Refuse (`ValueError`) prompts that leave `max_tokens_per_pass` too small for a completion after them.
+
+    Of each data set the prompts with most characters are asked, where the tokenizer is at hand.
+    """
+    from datasets import Dataset
+
+    limited = args.use_vllm and args.vllm_max_model_length  # which the config has compared
+    budget, answer = args.max_tokens_per_pass, args.max_completion_length or 1
+    data = {n: d for n, d in datasets_of(given) if isinstance(d, Dataset) and "prompt" in d.column_names and len(d)}
+    if budget is None or limited or given.get("rollout_func") or not data:
+        return
+    tokenizer = _tokenizer_of(model, args, given)
+    for name, rows in data.items() if tokenizer is not None else ():
+        prompts = sorted(rows["prompt"], key=lambda prompt: len(str(prompt)))[-LONGEST:]
+        if not isinstance(prompts[0], str) and not getattr(tokenizer, "chat_template", None):
+            continue  # TRL says so in full
+        needed = max(map(len, prompt_ids(tokenizer, prompts, args))) + answer
+        if needed > budget:
+            raise ValueError(
+                f"max_tokens_per_pass={budget} cannot hold one sequence, which may have {needed} tokens by the longest prompt of "
+                f"{name} and max_completion_length={answer}. Raise it to at least {needed}, lower max_completion_length, or "
+                "leave long prompts out."
+            )
+
+
+def prompt_ids(tokenizer: Any, prompts: list[Any], args: QaRLConfig) -> list[list[int]]:
+    """Token ids of prompts, texts or conversations, as a rollout begins with them."""
+    if isinstance(prompts[0], str):
+        return [tokenizer(text)["input_ids"] for text in prompts]
+    more = args.chat_template_kwargs or {}
+    texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False, **more) for p in prompts]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
 def check_together(given: Mapping[str, Any], args: QaRLConfig) -> None:
@@ -265,6 +304,18 @@ def skeleton(config: PretrainedConfig, args: QaRLConfig) -> nn.Module:
         if architecture is None:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
         return architecture(config)
+
+
+def _tokenizer_of(model: str | nn.Module, args: QaRLConfig, given: Mapping[str, Any]) -> Any:
+    """What will read the prompts; `None` where it cannot be read, which TRL then reports in full."""
+    if given.get("processing_class") is not None:
+        return getattr(given["processing_class"], "tokenizer", given["processing_class"])
+    name = model if isinstance(model, str) else model.config._name_or_path
+    where = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in READERS}
+    try:
+        return AutoTokenizer.from_pretrained(name, **{"trust_remote_code": args.trust_remote_code} | where)
+    except (OSError, ValueError):
+        return None
 
 
 def _config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:

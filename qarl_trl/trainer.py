@@ -216,7 +216,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     # Loss -----------------------------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-        """TRL's, by passes that hold real tokens only (`max_tokens_per_pass`)."""
+        """TRL's, by passes that hold real tokens only, or trimmed rows (`max_tokens_per_pass`)."""
         padded = super()._get_per_token_logps_and_entropies
         if self._passes is None:
             result = padded(*args, **kwargs)

@@ -64,10 +64,10 @@ def make_model(tie=True):
     return Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=tie))
 
 
-def make_moe(experts=4):
+def make_moe(experts=4, **changes):
     torch.manual_seed(0)
     sizes = {"moe_intermediate_size": 24, "num_experts": experts, "num_experts_per_tok": min(2, experts)}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **sizes))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY | sizes | changes))
 
 
 def train(model, steps, *optimizers):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from collectives import MovedBytes
 from references import muon as reference_muon
 from slow.isolated import isolated_group
 from slow.toys import distinct_characters, prompts, save_model, settings
@@ -14,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl_trl import QaRLConfig, QaRLTrainer, optim
@@ -195,6 +195,8 @@ def test_the_trainer_moves_every_matrix_by_muon(tmp_path):
     assert (moved(optim_muon=False) > most).all()  # control: AdamW
 
 
+# Queries of more rows than columns.
+TALL = {"head_dim": 24}
 # As accelerate saves and loads an optimizer under the recipes' `fsdp2.yaml`.
 FULL_STATE_DICT = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
 
@@ -210,10 +212,10 @@ def given_gradients(model):
 
 
 def sharded_steps(folder, experts):
-    """Under FSDP2, the last two steps from a checkpoint; rank 0 writes the masters. Collectives of each step, experts here."""
+    """Under FSDP2, the last two steps from a checkpoint; rank 0 writes the masters. Bytes gathered and summed in each step, experts here."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    model = make_moe(experts)
+    model = make_moe(experts, **TALL)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh)
     optimizer, collectives = build_muon(model, make_args()), []
@@ -225,9 +227,9 @@ def sharded_steps(folder, experts):
             set_optimizer_state_dict(model, optimizer, state, options=FULL_STATE_DICT)
         for name, grad in grads.items():
             model.get_parameter(name).grad = distribute_tensor(grad, mesh, [Shard(0)])
-        with CommDebugMode() as seen:
+        with MovedBytes() as moved:
             optimizer.step()
-        collectives.append(seen.get_total_counts())
+        collectives.append((moved.gathered, moved.summed))
     masters = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
     if torch.distributed.get_rank() == 0:
         torch.save(masters, f"{folder}/masters.pt")
@@ -247,10 +249,15 @@ def sharded_steps(folder, experts):
 def test_sharded_experts_step_as_in_one_process_and_communicate_nothing(tmp_path, experts, shards):
     (first, collectives), (second, _) = isolated_group(sharded_steps, 2, str(tmp_path), experts)
     assert [first, second] == shards
-    assert collectives[3] == 0
-    assert collectives[0] > 0  # control: the matrices of attention are gathered
+    assert collectives[3] == (0, 0)
+    alone = make_moe(experts, **TALL)
+    attention = [alone.get_parameter(name).shape for name in split_parameters(alone)[0]]
+    # Five iterations in bfloat16, as build_muon says. Of what is gathered, half is here already.
+    gathered = sum(10 * (2 * rows * columns + rows * rows) for rows, columns in attention if rows <= columns)
+    summed = sum(20 * columns * columns for rows, columns in attention if rows > columns)
+    assert collectives[0][0] == gathered / 2 > 0
+    assert collectives[0][1] == summed + 2 * len(attention)  # and the norm of each
 
-    alone = make_moe(experts)
     optimizer = build_muon(alone, make_args())
     for step, grads in enumerate(given_gradients(alone)):
         alone.zero_grad()

@@ -17,7 +17,7 @@ from .._compat import is_zero3, num_shards
 from ..config import QaRLConfig
 from ..memory.model import longest_row, run_of
 from ..memory.rank import checkpoint_bytes
-from ..preflight import check_arguments, check_run
+from ..preflight import check_arguments, check_budget, check_run, prompt_ids
 from ..quant.experts import num_experts
 from ..rewards import load_rewards
 from ..train import QaRLScriptArguments, load_datasets
@@ -113,6 +113,11 @@ class Run:
             return [Finding(FAIL, "dataset", str(error)), Finding(SKIPPED, "rewards", "not checked: no data")]
         self.rows = [dataset[i] for i in range(min(number, len(dataset)))]
         found = [Finding(OK, "dataset", f"{len(dataset)} rows; first answer {self.rows[0]['answer'][:60]!r}")]
+        try:
+            if self.folder is not None:
+                check_budget(str(self.folder), self.args, {"train_dataset": dataset})
+        except ValueError as error:
+            found.append(Finding(FAIL, "budget of a pass", str(error)))
         rewards = load_rewards(self.script_args.reward_funcs)
         return found + [check_reward(getattr(r, "__name__", str(r)), r, self.rows) for r in rewards]
 
@@ -140,9 +145,4 @@ class Run:
 
     def _prompt_ids(self, number: int) -> list[list[int]]:
         tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.args.trust_remote_code)
-        prompts = [row["prompt"] for row in self.rows[:number]]
-        if isinstance(prompts[0], str):
-            return [tokenizer(text)["input_ids"] for text in prompts]
-        more = self.args.chat_template_kwargs or {}
-        texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False, **more) for p in prompts]
-        return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return prompt_ids(tokenizer, [row["prompt"] for row in self.rows[:number]], self.args)

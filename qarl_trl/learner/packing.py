@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+
+Size = TypeVar("Size")
 
 
 @dataclass(frozen=True)
@@ -56,26 +60,31 @@ def unpack(values: Sequence[Tensor], packed: Sequence[PackedRow], rows: int, log
     return out.index_put(places, torch.cat([v[0, p.scored - 1] for v, p in zip(values, packed, strict=True)]))
 
 
-def split_rows(lengths: Sequence[int], budget: int, passes: int = 1) -> list[list[int]]:
+def split_rows(
+    sizes: Sequence[Size], budget: int, passes: int = 1, tokens: Callable[[list[Size]], int] = sum
+) -> list[list[int]]:
     """
     Rows of each pass, ascending: the longest first, each into the first pass that has room in a `budget` of tokens.
 
-    There are at least `passes`, none of them empty. `ValueError` for a row over the budget, and for more passes than rows.
+    `tokens` of some `sizes` is how many their rows make together; a row over the budget has a pass of its own. There are at
+    least `passes`, none of them empty. `ValueError` for more passes than rows.
     """
-    check_longest(max(lengths), budget)
-    if passes > len(lengths):
+    if passes > len(sizes):
         raise ValueError(
-            f"{len(lengths)} rows cannot fill {passes} passes: another process has more rows than this one."
+            f"{len(sizes)} rows cannot fill {passes} passes: another process has more rows than this one."
         )
+
+    def of(rows: Sequence[int]) -> int:
+        return tokens([sizes[row] for row in rows])
+
     bins: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        room = (b for b in bins if sum(lengths[i] for i in b) + lengths[index] <= budget)
-        chosen = next(room, None)
+    for index in sorted(range(len(sizes)), key=lambda i: -of([i])):
+        chosen = next((b for b in bins if of([*b, index]) <= budget), None)
         if chosen is None:
             bins.append(chosen := [])
         chosen.append(index)
     while len(bins) < passes:
-        largest = max((b for b in bins if len(b) > 1), key=lambda b: sum(lengths[i] for i in b))
+        largest = max((b for b in bins if len(b) > 1), key=of)
         bins.append([largest.pop() for _ in range(len(largest) // 2)])
     return [sorted(b) for b in bins]
 
@@ -98,6 +107,17 @@ def outer_columns(attention_mask: Tensor, logits_to_keep: int) -> tuple[int, int
     used = attention_mask.bool().any(0).nonzero().squeeze(1).tolist()
     start = attention_mask.shape[1] - logits_to_keep
     return min([*used[:1], start - 1]), max([*used[-1:], start]) + 1
+
+
+def spans_of(real: Tensor) -> list[tuple[int, int]]:
+    """Of each row of `(B, L)`, bool: the first column that holds something, and the one after the last."""
+    end = real.shape[1] - real.flip(1).int().argmax(1)
+    return list(zip(real.int().argmax(1).tolist(), (end * real.any(1)).tolist(), strict=True))
+
+
+def padded_tokens(spans: Sequence[tuple[int, int]]) -> int:
+    """Tokens of rows with these spans in one batch, padding included."""
+    return len(spans) * (max(end for _, end in spans) - min(start for start, _ in spans))
 
 
 def row_order(rows: int, *seed: int) -> Tensor:

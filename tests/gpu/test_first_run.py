@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from gpu import first_run
 from gpu.first_run import Stage, merged, run_stages, table
 
 
@@ -62,11 +63,20 @@ def test_figures_of_one_case_are_put_together_and_a_cut_line_is_left_out():
     assert merged(lines) == {"a": {"x": 1, "y": 3}, "b": 2}
 
 
+def test_the_commit_is_that_of_git_where_nobody_gives_one(monkeypatch, tmp_path):
+    monkeypatch.delenv("QARL_COMMIT", raising=False)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=first_run.ROOT, capture_output=True, text=True).stdout
+    assert first_run.commit_of_tree().removesuffix("-dirty") == (head.strip() or "unknown")
+    monkeypatch.setattr(first_run, "ROOT", tmp_path)
+    assert first_run.commit_of_tree() == "unknown"
+
+
 def test_the_quantizer_stage_runs_dry(tmp_path):
     script = os.path.join(os.path.dirname(__file__), "first_run.py")
     command = [sys.executable, script, "--dry", "--only", "quantizer", "--out", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    env = os.environ | {"QARL_COMMIT": "of the copy"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     (line,) = (json.loads(line) for line in (tmp_path / "stages.jsonl").read_text().splitlines())
     assert line["figures"]["W4A16 float32"]["GB/s"] > 0
-    assert line["figures"]["checks"] == "49 of 49 hold"
+    assert line["figures"]["checks"] == "49 of 49 hold" and line["commit"] == "of the copy"
