@@ -85,14 +85,15 @@ def check_budget(model: str | nn.Module, args: QaRLConfig, given: Mapping[str, A
 
     Of each data set the prompts with most characters are asked, where the tokenizer is at hand.
     """
-    from datasets import Dataset
-
     limited = args.use_vllm and args.vllm_max_model_length  # which the config has compared
     budget, answer = args.max_tokens_per_pass, args.max_completion_length or 1
-    data = {n: d for n, d in datasets_of(given) if isinstance(d, Dataset) and "prompt" in d.column_names and len(d)}
+    data = {name: rows for name, rows in datasets_of(given) if rows is not None}
     if budget is None or limited or given.get("rollout_func") or not data:
         return
-    tokenizer = _tokenizer_of(model, args, given)
+    from datasets import Dataset  # a dry run has none, and takes as long as its imports
+
+    data = {n: d for n, d in data.items() if isinstance(d, Dataset) and "prompt" in d.column_names and len(d)}
+    tokenizer = _tokenizer_of(model, args, given) if data else None
     for name, rows in data.items() if tokenizer is not None else ():
         prompts = sorted(rows["prompt"], key=lambda prompt: len(str(prompt)))[-LONGEST:]
         if not isinstance(prompts[0], str) and not getattr(tokenizer, "chat_template", None):
