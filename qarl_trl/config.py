@@ -504,10 +504,10 @@ def _check_rollout(args: QaRLConfig) -> None:
     _check_eval_temperature(args)
     args.publish_verify = _checked_verify(args.publish_verify)
     threshold = args.mismatch_abort_threshold
-    if threshold is not None and not args.weighs_mismatch:
+    if threshold is not None and not args.use_vllm:
         raise ValueError(
-            f"mismatch_abort_threshold={threshold} needs use_vllm=True and vllm_importance_sampling_correction=True, without "
-            "which no gap is measured. Set both, or unset it."
+            f"mismatch_abort_threshold={threshold} needs use_vllm=True, without which there is no engine to compare with. "
+            "Set it, or unset the threshold."
         )
     if threshold is not None and not threshold > 0:
         raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")

@@ -28,7 +28,7 @@ from .learner.packing import row_order
 from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
 from .loss import TrustBand, filter_advantages, loss_mask, mismatch_weight
 from .metrics.clock import CodeFlips, StepClock
-from .metrics.error_tokens import find_error_tokens, written_tokens
+from .metrics.error_tokens import find_error_tokens, unfinished, written_tokens
 from .metrics.mismatch import check_mismatch, mismatch_metrics
 from .metrics.ratios import RatioMeter
 from .metrics.token_stats import TokenStats
@@ -160,17 +160,21 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return Canary(tokens, self.args.publish_verify, score, self.accelerator.gather, self._log_value)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, with filtered advantages, the mismatch weight of TBPO in place of TRL's, and the gap logged (Eq. 5)."""
+        """TRL's, with filtered advantages, the mismatch weight of TBPO in place of TRL's (Eq. 5), and the gap logged."""
         if self._mode == "train":
             self._step_of_rollout = self.state.global_step
         with self._temperature():
             output = super()._generate_and_score_completions(inputs)
         output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            old, sampling, mask = output["old_per_token_logps"], output["sampling_per_token_logps"], loss_mask(output)
-            if self._tbpo:
-                weight = mismatch_weight(old, sampling, mask, self.args.tbpo_mismatch_cap)
-                output["importance_sampling_ratio"] = weight.unsqueeze(1)
+        old, sampling, mask = (
+            output.get("old_per_token_logps"),
+            output.get("sampling_per_token_logps"),
+            loss_mask(output),
+        )
+        if self._tbpo and self.args.weighs_mismatch:
+            weight = mismatch_weight(old, sampling, mask, self.args.tbpo_mismatch_cap)
+            output["importance_sampling_ratio"] = weight.unsqueeze(1)
+        if old is not None and sampling is not None:  # else see `_measure`
             self._log_mismatch(old, sampling, mask)
         if self._mode == "train":
             self._idle.see(self._logs["advantages"], output["num_items_in_batch"])
@@ -189,12 +193,13 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         metrics = mismatch_metrics(old, sampling, mask, self.args.tbpo_mismatch_cap, self.accelerator.gather)
         for name, value in metrics.items():
             self._log_value(f"mismatch/{name}", value)
-        if self._tbpo:
+        if self._tbpo and self.args.weighs_mismatch:
             for name in ("min", "mean", "max"):
                 # TRL logged its own weight here, which this loss does not use.
                 logged = self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"]
                 logged[-1] = metrics[f"seq_weight_{name}"]
-        check_mismatch(metrics["logp_gap_mean"], metrics["unscored_max"], self.args)
+        if self.use_vllm:  # what another sampler says of its tokens enters no loss
+            check_mismatch(metrics["logp_gap_mean"], metrics["unscored_max"], self.args)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         """TRL's, within `reward_timeout`; their weighted sums, NaN where no function gave one, are kept for `log_token_stats`."""
@@ -261,8 +266,13 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return loss
 
     def _measure(self, logps: Tensor, inputs: dict[str, Any]) -> None:
-        errors = find_error_tokens(inputs["completion_ids"], written_tokens(inputs, self._tokenizer.pad_token_id))
-        self._ratios.measure(logps, inputs, errors)
+        written = written_tokens(inputs, self._tokenizer.pad_token_id)
+        errors = find_error_tokens(inputs["completion_ids"], written)
+        self._ratios.measure(logps, inputs, errors, unfinished(inputs["completion_ids"], written, self._ends))
+        sampling = inputs.get("sampling_per_token_logps")
+        if sampling is not None and "old_per_token_logps" not in inputs:
+            # TRL computes no `old` where no update comes between it and the loss: `logps` is of the weights that sampled.
+            self._log_mismatch(logps, sampling, loss_mask(inputs))
         if self._token_stats is not None and self._mode == "train":
             step, rollout_step = self.state.global_step + 1, self._step_of_rollout + 1
             self._token_stats.add(step, rollout_step, inputs, logps, errors)
@@ -282,6 +292,11 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def _ends(self) -> list[int]:
+        """Tokens that TRL takes for the end of a completion (`completions/clipped_ratio`)."""
+        return [*self.eos_token_ids, self._tokenizer.pad_token_id]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, which averages over micro-batches, with the extremes kept extreme."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import references
 import torch
 import yaml
+from learner.test_features import Gradients, rollout
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from slow.toys import distinct_characters, prompts, save_gptq, save_model, settings, stored_tensors
@@ -82,6 +84,60 @@ def test_the_comparison_with_trl_notices_quantization(model, tmp_path):
     """Control of the test above."""
     off = losses(make(model, tmp_path / "a", quant_scheme=None, loss_type="grpo"))
     assert off != losses(make(model, tmp_path / "b", quant_scheme="W4A16", loss_type="grpo"))
+
+
+def scored_rollout(texts: list[str], trainer: GRPOTrainer) -> dict:
+    """`test_features.rollout` with log-probs of the sampler, one of which it does not have."""
+    given = rollout(texts, trainer, tools=False, ends=True)
+    draw = torch.Generator().manual_seed(trainer.state.global_step)
+    logps = [(-3 * torch.rand(len(ids), generator=draw)).tolist() for ids in given["completion_ids"]]
+    return given | {"logprobs": [[None, *logps[0][1:]], *logps[1:]]}
+
+
+def mean_gap(batches: list[tuple[torch.Tensor, dict]], padding: bool = False) -> float:
+    """Mean of abs(learner - sampler) over the tokens of micro-batches and their current log-probs, one at a time."""
+    gaps = [
+        abs(mine - theirs)
+        for logps, inputs in batches
+        for mine, theirs, counts in zip(
+            inputs.get("old_per_token_logps", logps).flatten().tolist(),
+            inputs["sampling_per_token_logps"].flatten().tolist(),
+            inputs["completion_mask"].flatten().tolist(),
+            strict=True,
+        )
+        if (counts or padding) and not math.isnan(theirs)
+    ]
+    return sum(gaps) / len(gaps)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_without_a_correction_the_gap_is_measured_and_no_bit_of_training_changes(model, tmp_path, updates):
+    """The oracle is TRL, which has no use for the sampler's log-probs then. With one update a rollout batch it computes no `old`."""
+    own = ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "vllm_engine_kwargs")
+    settings = {"loss_type": "grpo", "steps_per_generation": updates, "vllm_importance_sampling_correction": False}
+    plain = {k: v for k, v in without_engine(tmp_path / "a", **settings).items() if k not in own}
+    args = GRPOConfig(**plain)
+    given = {"train_dataset": prompts(), "rollout_func": scored_rollout}
+    stock = GRPOTrainer(model, distinct_characters, args, **given)
+    stock.add_callback(expected := Gradients())
+    stock_losses = losses(stock)
+    args = QaRLConfig(**without_engine(tmp_path / "b", **settings, quant_scheme=None, max_tokens_per_pass=None))
+    ours, seen = QaRLTrainer(model, distinct_characters, args, **given), []
+    ours.add_callback(found := Gradients())
+    measure = ours._measure
+    ours._measure = lambda logps, inputs: seen.append((logps, inputs)) or measure(logps, inputs)
+    assert losses(ours) == stock_losses
+    assert len(found.seen) == 4
+    for mine, theirs in zip(found.seen, expected.seen, strict=True):
+        assert all(torch.equal(grad, theirs[name]) for name, grad in mine.items())
+    name = "mismatch/logp_gap_mean"
+    logged = [row[name] for row in ours.state.log_history if name in row]
+    groups = [seen[i : i + updates] for i in range(0, 4, updates)]
+    assert [("old_per_token_logps" in inputs) for _, inputs in seen] == [updates > 1] * 4
+    assert logged == [pytest.approx(mean_gap(group), rel=1e-5) for group in groups]
+    assert logged != [pytest.approx(mean_gap(group, padding=True), rel=1e-3) for group in groups]  # control
+    assert ours.evaluate(prompts(8))["eval_mismatch/logp_gap_mean"] > 0
+    assert not any("mismatch" in name for row in stock.state.log_history for name in row)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "sapo"])

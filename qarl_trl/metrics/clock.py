@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,25 @@ if TYPE_CHECKING:
     from ..config import QaRLConfig
     from ..trainer import QaRLTrainer
 
+FLIPS = "quant/code_flip_frac"
+# By what the names of modules hold, as transformers' families write them.
+LAYER_TYPES = {"attention": ("attn", "attention"), "mlp": ("mlp", "feed_forward", "ffn", "shared_expert")}
+
+
+def layer_type(name: str, module: LowBitLayer) -> str:
+    """`attention`, `mlp`, `experts` or `other`, by the modules that a layer lies in."""
+    parts = name.split(".")
+    if isinstance(module, QuantExperts) or "experts" in parts:
+        return "experts"
+    for kind, marks in LAYER_TYPES.items():
+        if any(mark in part for part in parts for mark in marks):
+            return kind
+    return "other"
+
 
 class CodeFlips:
     """
-    Share of codes that changed between two publishes.
+    Shares of codes that changed between two publishes, of all layers and by their type.
 
     Keeps at most `words` machine words a layer, evenly strided: exact for layers of up to eight times as many 4-bit
     codes, a sample of that size beyond. The two parameters of a layer's experts share its `words`. Where each process holds its
@@ -35,21 +51,30 @@ class CodeFlips:
         self._last: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(self, modules: Iterable[tuple[str, LowBitLayer]]) -> float | None:
-        """Compare with the last call and remember; `None` on the first call or without low-bit layers."""
-        changed = total = 0
+    def update(self, modules: Iterable[tuple[str, LowBitLayer]]) -> dict[str, float]:
+        """
+        Compare with the last call and remember.
+
+        Returns:
+            `dict[str, float]`: `quant/code_flip_frac`, and for each [`layer_type`] there is `quant/code_flip_frac/TYPE`; empty
+            on the first call or without low-bit layers.
+        """
+        changed, total = Counter(), Counter()
         for module_name, module in modules:
-            parts = _named_weights(module_name, module)
+            parts, kind = _named_weights(module_name, module), layer_type(module_name, module)
             stored = sum(weight.codes.numel() for weight in parts.values())
             for name, weight in parts.items():
                 sample = _sample(weight, max(1, self._words * weight.codes.numel() // stored))
                 last = self._last.get(name)
                 if last is not None:
                     nibbles = _holds_pairs(weight)
-                    changed += _differing_codes(last, sample, nibbles)
-                    total += sample.numel() * (2 if nibbles else 1)
+                    changed[kind] += _differing_codes(last, sample, nibbles)
+                    total[kind] += sample.numel() * (2 if nibbles else 1)
                 self._last[name] = sample
-        return changed / total if total else None
+        if not total:
+            return {}
+        by_type = {f"{FLIPS}/{kind}": changed[kind] / count for kind, count in total.items()}
+        return {FLIPS: changed.total() / total.total()} | by_type
 
 
 def _sample(weight: LowBitWeight, most: int) -> Tensor:
@@ -98,9 +123,8 @@ class StepClock(TrainerCallback):
             rollout, publish = engine.rollout_seconds, engine.publish_seconds
             if rollout and engine.last_publish:  # of this step, or of an evaluation just before it
                 trainer._log_value("publish/bytes", float(engine.last_publish.num_bytes))
-                flips = trainer._code_flips.update(quantized_modules(trainer._unwrapped))
-                if flips is not None:
-                    trainer._log_value("quant/code_flip_frac", flips)
+                for name, share in trainer._code_flips.update(quantized_modules(trainer._unwrapped)).items():
+                    trainer._log_value(name, share)
         trainer._log_value("time/rollout", rollout)
         trainer._log_value("time/publish", publish)
         trainer._log_value("time/update", total - rollout - publish)

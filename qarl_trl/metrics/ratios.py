@@ -22,14 +22,14 @@ logger = get_logger(__name__)
 
 
 class RatioMeter:
-    """Logs `ratio/*` and `error_tokens/*` of each micro-batch of a trainer; see docs/metrics.md."""
+    """Logs `ratio/*`, `error_tokens/*` and unfinished answers of each micro-batch of a trainer; see docs/metrics.md."""
 
     def __init__(self, trainer: QaRLTrainer) -> None:
         self._trainer = trainer
         self._warned = False
 
     @torch.no_grad()
-    def measure(self, logps: Tensor, batch: dict[str, Any], errors: Tensor) -> None:
+    def measure(self, logps: Tensor, batch: dict[str, Any], errors: Tensor, cut: Tensor) -> None:
         """
         Measure over all processes, in one collective.
 
@@ -37,12 +37,13 @@ class RatioMeter:
             logps (`Tensor`): Of the current policy, `(B, T)`.
             batch (`dict`): TRL's micro-batch.
             errors (`Tensor`): Its error tokens, `(B, T)` bool.
+            cut (`Tensor`): Its completions that do not end, `(B,)` bool.
         """
         trainer = self._trainer
         own = clip_bounds(trainer.loss_type, trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta)
         paper, by_sequence = Bounds.of_band(trainer.args.trust_band), trainer.importance_sampling_level == "sequence"
         old, mask, advantages = batch.get("old_per_token_logps", logps), loss_mask(batch), batch["advantages"].float()
-        columns = completion_columns(logps, old, mask, advantages, errors, own, by_sequence)
+        columns = completion_columns(logps, old, mask, advantages, errors, own, by_sequence) | {"cut": cut}
         rows = trainer.accelerator.gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
         metrics = ratio_metrics(dict(zip(columns, rows.unbind(1), strict=True)), own, paper, by_sequence)
         for name, value in metrics.items():
@@ -103,10 +104,21 @@ def ratio_metrics(columns: dict[str, Tensor], own: Bounds, paper: Bounds, by_seq
         # Of completions, not of tokens: one that loops to its end would hide all the others.
         "extreme_frac": _share((errors > 0) & extreme, extreme),
         "inside_frac": _share((errors > 0) & inside, inside),
+        "extreme_corr": _correlation((errors > 0)[extreme | inside], extreme[extreme | inside]),
     }
     named = {f"ratio/{name}": value for name, value in metrics.items()}
     named |= {f"error_tokens/{name}": value for name, value in bad.items()}
+    named |= {f"completions/{sign}_clipped_ratio": _share(columns["cut"] * rows, rows) for sign, rows in signs.items()}
     return {name: float(value) for name, value in named.items() if value is not None}
+
+
+def _correlation(a: Tensor, b: Tensor) -> float | None:
+    """Pearson's, of two bool `(N,)`: their phi. `None` where one of them does not vary."""
+    both = torch.stack([a, b]).double()
+    spread = both.std(1, correction=0) if len(a) else both.new_zeros(2)
+    if not spread.all():
+        return None
+    return float(((both[0] * both[1]).mean() - both.mean(1).prod()) / spread.prod())
 
 
 def _share(part: Tensor, whole: Tensor) -> float | None:

@@ -76,13 +76,12 @@ class TokenStats(TrainerCallback):
         ):  # of a rollout batch that a resume brought along, sampled when nothing was followed
             return
         old, engine, mask = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps"), loss_mask(batch)
+        base = logps if old is None else old
         numbers = {
             "reward": batch["reward"],
             "advantage": batch["advantages"],
-            "ratio": sequence_log_ratio(logps, logps if old is None else old, mask).exp(),
-            "mismatch_weight": None
-            if engine is None or old is None
-            else mismatch_weight(old, engine, mask, self._cap),
+            "ratio": sequence_log_ratio(logps, base, mask).exp(),
+            "mismatch_weight": None if engine is None else mismatch_weight(base, engine, mask, self._cap),
         }
         by_token = {
             "token_ids": batch["completion_ids"],

@@ -130,6 +130,7 @@ CHARTS = (
                 {"error_tokens/extreme_frac": "r outside the paper's band", "error_tokens/inside_frac": "r inside"},
                 share=True,
             ),
+            Panel("Error tokens with extreme r", "correlation", {"error_tokens/extreme_corr": ""}),
         ),
     ),
     Chart(
@@ -138,15 +139,32 @@ CHARTS = (
         "Their length, how they end, and how far the rewards of one prompt spread: without spread there is no gradient.",
         (
             Panel("Length", "tokens", {"completions/mean_length": ""}),
-            Panel("Cut off at the longest length", SHARE, {"completions/clipped_ratio": ""}, share=True),
+            Panel(
+                "Cut off at the longest length",
+                SHARE,
+                {
+                    "completions/clipped_ratio": "all",
+                    "completions/pos_clipped_ratio": "A > 0",
+                    "completions/neg_clipped_ratio": "A < 0",
+                },
+                share=True,
+            ),
             Panel("Spread of rewards within a prompt", "standard deviation", {"reward_std": ""}),
         ),
     ),
     Chart(
         "publish",
         "Publishes",
-        "The canary's gap after a checked publish, beside what one rounding per layer does and the gap that stops the run.",
+        "Codes that changed since the last publish, by the type of their layer. The canary's gap after a checked publish, beside "
+        "what one rounding per layer does and the gap that stops the run.",
         (
+            Panel("Codes changed: attention", "share of codes", {"quant/code_flip_frac/attention": ""}, share=True),
+            Panel(
+                "Codes changed: MLP and experts",
+                "share of codes",
+                {"quant/code_flip_frac/mlp": "MLP", "quant/code_flip_frac/experts": "experts"},
+                share=True,
+            ),
             Panel(
                 "Gap on the canary prompt",
                 "nats per token",

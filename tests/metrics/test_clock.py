@@ -1,17 +1,25 @@
 """`qarl_trl.metrics.clock`: codes that changed, counted by hand. The clock itself: tests/rollout/test_engine.py."""
 
+from collections import Counter, OrderedDict
+
 import pytest
 import torch
+from conftest import KINDS, TINY_MOE, make_model
 from torch import nn
 
-from qarl_trl.metrics.clock import CodeFlips
+from qarl_trl.metrics.clock import CodeFlips, layer_type
 from qarl_trl.quant import apply_quantization, quantized_modules
 from qarl_trl.quant.table import SUPPORTED
 
 
+FLIPS = "quant/code_flip_frac"
+
+
 def layers(scheme, seed=0, in_features=128, out_features=16):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(in_features, out_features), nn.Linear(in_features, out_features))
+    model = nn.Sequential(
+        OrderedDict(self_attn=nn.Linear(in_features, out_features), mlp=nn.Linear(in_features, out_features))
+    )
     return apply_quantization(model, scheme)
 
 
@@ -32,16 +40,18 @@ def codes_of(module):
 @pytest.mark.parametrize("scheme", list(SUPPORTED))
 def test_code_flips_count_the_codes_that_changed(scheme):
     model, counter = layers(scheme, out_features=128), CodeFlips()
-    assert counter.update(publish(model)) is None
-    assert counter.update(publish(model)) == 0.0
+    still = {FLIPS: 0.0, f"{FLIPS}/attention": 0.0, f"{FLIPS}/mlp": 0.0}
+    assert counter.update(publish(model)) == {}
+    assert counter.update(publish(model)) == still
     before = [codes_of(module) for module in model]
     with torch.no_grad():
         model[0].weight += 0.003 * torch.randn_like(model[0].weight)
     assert sum(codes.numel() for codes in before) == 2 * 128 * 128  # control: bytes would be half or twice as many
-    expected = sum((codes_of(m) != b).sum().item() for m, b in zip(model, before, strict=True)) / (2 * 128 * 128)
-    assert 0.02 < expected < 0.5
+    attention, mlp = ((codes_of(m) != b).float().mean().item() for m, b in zip(model, before, strict=True))
+    assert 0.04 < attention < 1 and mlp == 0  # control: one number for all layers would be the same for both
+    expected = {FLIPS: attention / 2, f"{FLIPS}/attention": attention, f"{FLIPS}/mlp": 0.0}
     assert counter.update(publish(model)) == expected
-    assert counter.update(publish(model)) == 0.0
+    assert counter.update(publish(model)) == still
 
 
 def test_both_nibbles_of_a_byte_count():
@@ -51,7 +61,7 @@ def test_both_nibbles_of_a_byte_count():
     with torch.no_grad():
         model[0].weight.neg_()
     changed = (codes_of(model[0]) != 16 - codes_of(model[0])).sum().item()  # a code and its opposite differ unless 0
-    share = counter.update(publish(model))
+    share = counter.update(publish(model))[FLIPS]
     assert share > 0.4
     assert share == pytest.approx(changed / (2 * 16 * 128), abs=0.01)  # -8 has no opposite code
 
@@ -66,13 +76,29 @@ def test_a_sample_of_a_large_layer_estimates_its_share(scheme):
         for module in model:
             module.weight += 0.001 * torch.randn_like(module.weight)
     expected = exact.update(publish(model))
-    assert 0.02 < expected < 0.9
-    # At least 1,900 codes a layer: one standard deviation is 0.008.
+    assert all(0.02 < share < 0.9 for share in expected.values())
+    # At least 1,900 codes a layer: one standard deviation is 0.011.
     assert sampled.update(publish(model)) == pytest.approx(expected, abs=0.03)
     assert all(codes.shape[0] <= 4000 for codes in sampled._last.values())
 
 
 def test_without_low_bit_layers_there_is_no_share():
     counter = CodeFlips()
-    assert counter.update([]) is None
-    assert counter.update([]) is None
+    assert counter.update([]) == {}
+    assert counter.update([]) == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_of_every_family_has_its_type(kind):
+    model = apply_quantization(make_model(kind), "W4A16")
+    found = Counter(layer_type(name, module) for name, module in quantized_modules(model))
+    per_layer = {"attention": 4, "experts": 1} if "experts" in found else {"attention": 4, "mlp": 3}
+    assert found == {name: 2 * number for name, number in per_layer.items()}
+    assert ("experts" in found) == (kind in TINY_MOE)
+    linear = model.model.layers[0].self_attn.q_proj
+    others = {
+        "model.layers.0.mlp.shared_expert.up_proj": "mlp",
+        "block_sparse_moe.experts.3.w1": "experts",
+        "fc": "other",
+    }
+    assert {name: layer_type(name, linear) for name in others} == others

@@ -33,7 +33,8 @@ def random_batch(seed, size=16, length=9, spread=1e-3):
     advantages = torch.randn(size, generator=rng)
     advantages[torch.rand(size, generator=rng) < 0.2] = 0.0
     errors = torch.rand(size, length, generator=rng) < torch.tensor([0.0, 0.3]).repeat(size // 2)[:, None]
-    return SimpleNamespace(logps=old + shift, old=old, mask=mask, advantages=advantages, errors=errors)
+    cut = torch.rand(size, generator=rng) < 0.3
+    return SimpleNamespace(logps=old + shift, old=old, mask=mask, advantages=advantages, errors=errors, cut=cut)
 
 
 def bounds(edges):
@@ -46,12 +47,12 @@ def measured(batch, own, by_sequence, paper=PAPER):
     columns = completion_columns(
         batch.logps, batch.old, batch.mask, batch.advantages, batch.errors, bounds(own), by_sequence
     )
-    columns = {name: column.float() for name, column in columns.items()}
+    columns = {name: column.float() for name, column in columns.items()} | {"cut": batch.cut.float()}
     return ratio_metrics(columns, bounds(own), bounds(paper), by_sequence)
 
 
 def by_reference(batch, own, by_sequence, paper=PAPER):
-    parts = (batch.logps, batch.old, batch.mask, batch.advantages, batch.errors)
+    parts = (batch.logps, batch.old, batch.mask, batch.advantages, batch.errors, batch.cut)
     rows = list(zip(*(part.tolist() for part in parts), strict=True))
     return references.ratio_metrics(rows, own, paper, by_sequence)
 
@@ -75,7 +76,12 @@ def test_metrics_are_those_of_python_floats(own, by_sequence):
 def test_what_has_no_value_is_left_out():
     batch = random_batch(1)
     batch.advantages = batch.advantages.abs() + 1
-    assert not {"ratio/neg_q50", "ratio/neg_q99", "error_tokens/neg_frac"} & set(measured(batch, PAPER, True))
+    found = measured(batch, PAPER, True)
+    assert not any("/neg_q" in name or name.endswith(("/neg_frac", "/neg_clipped_ratio")) for name in found)
+    assert "error_tokens/extreme_corr" in found
+    batch.errors[:] = True  # no spread: no correlation
+    batch.mask[:, 0] = 1
+    assert "error_tokens/extreme_corr" not in measured(batch, PAPER, True)
     batch.mask = torch.zeros_like(batch.mask)
     found = measured(batch, PAPER, False)
     assert found["ratio/min"] == found["ratio/max"] == 1
@@ -134,12 +140,14 @@ def compute(monkeypatch):
         monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: forward)
         trainer.current_gradient_accumulation_steps = 1
         tokens = torch.ones_like(batch.mask)
+        ids = tokens.clone()  # of the end of text, but for
+        ids[batch.cut, -1] = 2
         loss = trainer._compute_loss(
             trainer.model,
             {
                 "prompt_ids": tokens[:, :2],
                 "prompt_mask": tokens[:, :2],
-                "completion_ids": tokens,
+                "completion_ids": ids,
                 "completion_mask": batch.mask,
                 "advantages": batch.advantages,
                 "old_per_token_logps": batch.old,
@@ -169,7 +177,8 @@ def test_a_stock_loss_logs_what_lies_beyond_its_bounds_and_the_papers(trainer, c
         batch.errors[:] = False
         logged, _ = compute(gspo, batch)
         expected = by_reference(batch, (1 + 6e-4, 1 - 5e-4, delta), level == "sequence")
-        found = {name: value for name, value in logged.items() if name.startswith(("ratio/", "error_tokens/"))}
+        families = ("ratio/", "error_tokens/", "completions/")
+        found = {name: value for name, value in logged.items() if name.startswith(families)}
         assert found == {name: pytest.approx(value, rel=2e-3, abs=3e-7) for name, value in expected.items()}
         # TRL's own, where it has them.
         assert found["ratio/pos_high_frac"] == pytest.approx(logged["clip_ratio/high_mean"], abs=1e-6)
@@ -214,9 +223,9 @@ def test_processes_are_measured_in_one_collective_as_if_they_were_one():
         args=SimpleNamespace(delta=1 + 7e-4, trust_band=TrustBand(4e-4, 3e-4, 7e-4, 2.0)),
         accelerator=SimpleNamespace(gather=gather), _log_value=logged.__setitem__,
     )  # fmt: skip
-    RatioMeter(trainer).measure(halves[1]["logps"], as_trls(halves[1]), halves[1]["errors"])
+    RatioMeter(trainer).measure(halves[1]["logps"], as_trls(halves[1]), halves[1]["errors"], halves[1]["cut"])
     other, alone = calls[0], dict(logged)
-    RatioMeter(trainer).measure(halves[0]["logps"], as_trls(halves[0]), halves[0]["errors"])
+    RatioMeter(trainer).measure(halves[0]["logps"], as_trls(halves[0]), halves[0]["errors"], halves[0]["cut"])
     assert len(calls) == 2
     assert logged == measured(whole, PAPER, True)
     first = measured(SimpleNamespace(**halves[0]), PAPER, True)

@@ -126,3 +126,8 @@ def test_what_the_engine_could_not_score_is_null(tmp_path):
     assert first["mismatch_weight"] == pytest.approx(1.2)  # exp(0.5 / 2), capped
     assert second["mask"] == [True, False, True] and second["mismatch_weight"] == 1.0
     assert first["reward"] == 2.0 and math.isnan(second["reward"])
+    del batch["old_per_token_logps"]  # as TRL where no update comes between the sampling and the loss
+    stats.add(8, 8, batch, old, torch.zeros(2, 3, dtype=torch.bool))
+    stats.on_step_end(None, SimpleNamespace(global_step=8), None)
+    first, _ = pq.read_table(tmp_path / "stats" / "token_stats_00000008.parquet").to_pylist()
+    assert first["old_logps"] is None and first["mismatch_weight"] == pytest.approx(1.2)

@@ -577,14 +577,15 @@ def test_code_flips_count_the_experts_within_the_budget_of_one_layer():
     module = experts_of(model)
     flips = CodeFlips(words=1200)
     model(TOKENS)
-    assert flips.update([("experts", module)]) is None
+    assert flips.update([("experts", module)]) == {}
     assert len(flips._last) == 2
     assert sum(codes.numel() for codes in flips._last.values()) <= 4 * 1200
-    assert flips.update([("experts", module)]) == 0
+    assert set(flips.update([("experts", module)]).values()) == {0}
     with torch.no_grad():
         module.down_proj.mul_(-1)  # amax stays, every code but 0 and the rounded ties changes
     model(TOKENS)
-    assert 0.2 < flips.update([("experts", module)]) < 0.4  # down_proj is a third
+    found = flips.update([("experts", module)])
+    assert 0.2 < found["quant/code_flip_frac"] == found["quant/code_flip_frac/experts"] < 0.4  # down_proj is a third
 
 
 # What is quantized --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from configs import config
 from trl import GRPOConfig
 
 from qarl_trl.metrics.bounds import Bounds
+from qarl_trl.report.figures import CHARTS, draw_panels
 from qarl_trl.report.runs import read_run
 from qarl_trl.report.settings import arm, bounds, level, read_settings
 
@@ -134,3 +135,13 @@ def test_a_pickle_in_a_run_is_not_run(tmp_path):
     (tmp_path / "training_args.bin").write_bytes(b"no zip")
     assert read_settings(tmp_path) == {}
     assert arm({}) == "settings not found"
+
+
+def test_code_flips_are_drawn_by_the_type_of_their_layer(tmp_path):
+    pytest.importorskip("matplotlib")
+    shares = {"attention": 0.01, "mlp": 0.02, "experts": 0.04}
+    log = [row(s, **{f"quant/code_flip_frac/{kind}": s * share for kind, share in shares.items()}) for s in (1, 2)]
+    (chart,) = [chart for chart in CHARTS if chart.key == "publish"]
+    figure = draw_panels(chart.panels[:2], [read_run(str(write_run(tmp_path, log)))])
+    found = [[line.get_ydata().tolist() for line in axis.lines] for axis in figure.axes]
+    assert found == [[[0.01, 0.02]], [[0.02, 0.04], [0.04, 0.08]]]

@@ -148,7 +148,7 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
 def test_the_publish_of_an_evaluation_counts_for_the_step_that_samples_with_it(monkeypatch):
     """Without sleep mode TRL publishes once a step number: what an evaluation published the next step does not."""
     engine, _ = generation([])
-    logged, flips = defaultdict(list), iter([None, 0.25])
+    logged, flips = defaultdict(list), iter([{}, {"quant/code_flip_frac": 0.25}])
     trainer = SimpleNamespace(
         use_vllm=True,
         vllm_generation=engine,
