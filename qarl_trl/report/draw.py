@@ -67,11 +67,14 @@ def picture(key: str, title: str, caption: str, draw: Callable[[], Figure]) -> P
 
 
 def panels(number: int, names: dict[int, str]) -> tuple[Figure, list[Axes]]:
-    """A figure of `number` panels, three abreast, with the names of the runs that it shows above them, by their index."""
+    """
+    A figure of `number` panels with the names of the runs that it shows above them, by their index. Three abreast, or two
+    where that leaves no gap in the last row.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    columns = 2 if number in (2, 4) else min(number, 3)
+    columns = 2 if number in (2, 4, 8) else min(number, 3)
     rows = math.ceil(number / columns)
     figure = Figure(figsize=(10 if columns > 1 else 6, 2.9 * rows + 0.4), layout="constrained")
     handles = [Line2D([], [], **look(index)) for index in names]

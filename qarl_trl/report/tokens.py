@@ -24,14 +24,16 @@ FEWEST = 10  # tokens in such a group
 # Of `token_stats`: what is read, for the figures and for the examples.
 COLUMNS = ("step", "rollout_step", "prompt", "completion", "reward", "advantage", "ratio", "mismatch_weight")
 COLUMNS += ("token_ids", "old_logps", "current_logps", "engine_logps", "mask", "error_mask")
-# A panel of Fig. 4: its title, the numbers, the sign of the advantage if it matters, the level, and the bounds to draw.
+# A panel of Fig. 4: its title, the numbers, the sign of the advantage, the level, and the bounds to draw.
 PANELS = (
     ("r of tokens, A > 0", "token_r", 1, "token", ("pos_high",)),
     ("r of tokens, A < 0", "token_r", -1, "token", ("neg_low", "neg_high")),
-    ("w of tokens", "token_w", 0, "token", ()),
+    ("w of tokens, A > 0", "token_w", 1, "token", ()),
+    ("w of tokens, A < 0", "token_w", -1, "token", ()),
     ("r of completions, A > 0", "sequence_r", 1, "sequence", ("pos_high",)),
     ("r of completions, A < 0", "sequence_r", -1, "sequence", ("neg_low", "neg_high")),
-    ("w of completions", "sequence_w", 0, "sequence", ("cap",)),
+    ("w of completions, A > 0", "sequence_w", 1, "sequence", ("cap",)),
+    ("w of completions, A < 0", "sequence_w", -1, "sequence", ("cap",)),
 )
 
 
@@ -49,9 +51,9 @@ class Tokens:
     rows: list[dict[str, Any]] = field(repr=False)
 
     def of(self, name: str, sign: int) -> np.ndarray:
-        """Finite numbers `name`, those with advantages of one sign only unless `sign` is 0."""
+        """Finite numbers `name` above 0 of completions whose advantage has this sign."""
         values, signs = getattr(self, name), getattr(self, f"{name.split('_')[0]}_sign")
-        return values[np.isfinite(values) & (values > 0) & ((signs == sign) | (sign == 0))]
+        return values[np.isfinite(values) & (values > 0) & (signs == sign)]
 
 
 def read_tokens(run: Run) -> Tokens | None:

@@ -10,11 +10,23 @@ import pyarrow.parquet as pq
 from qarl_trl.metrics.token_stats import SCHEMA
 
 
+# What a run with an engine logs for the report's figures; tests/slow/test_canary.py holds it against a real one.
+NAMES = (
+    *("quant/code_flip_frac", "publish/bytes", "publish/verify_gap", "publish/verify_yardstick", "publish/verify_allowed"),
+    *("mismatch/kl_k3", "mismatch/seq_weight_mean", "mismatch/seq_weight_min", "mismatch/seq_weight_max", "ratio/kl_k3"),
+    *("ratio/min", "ratio/max", "ratio/neg_q50", "ratio/neg_q99", "ratio/pos_high_frac", "ratio/neg_low_frac"),
+    *("ratio/paper_pos_high_frac", "ratio/paper_neg_low_frac", "ratio/paper_neg_high_frac", "error_tokens/frac"),
+    *("error_tokens/pos_frac", "error_tokens/neg_frac", "error_tokens/extreme_frac", "error_tokens/inside_frac"),
+    *("completions/mean_length", "completions/clipped_ratio", "reward_std"),
+)
+
+
 def row(step, **changes):
+    """A log line. The metrics of `NAMES` have values of their own."""
     values = {"step": step, "reward": 0.1 * step, "entropy": 1.0 / step, "step_time": 2.0}
     values |= {"time/rollout": 1.0, "time/publish": 0.25, "time/update": 0.75, "mismatch/logp_gap_mean": 10.0**-step}
     values |= {"ratio/neg_high_frac": 0.01 * step, "ratio/pos_q50": 1.0, "ratio/pos_q99": 1.0 + 0.01 * step}
-    return values | changes
+    return values | {name: (i + 2) / 40 + 0.001 * step for i, name in enumerate(NAMES)} | changes
 
 
 def write_run(folder, log, checkpoint=None):

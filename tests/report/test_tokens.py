@@ -26,23 +26,25 @@ def test_tokens_of_a_run(run):
     write_tokens(run.folder, rows)
     found = read_tokens(run)
     expected = {1: [], -1: []}
-    weights, completions = [], []
+    weights, completions, of_sign = {1: [], -1: []}, [], {1: 0, -1: 0}
     for line in rows:
         for t, counts in enumerate(line["mask"]):
             if counts:
-                if line["engine_logps"][t] is not None:
-                    weights.append(math.exp(line["old_logps"][t] - line["engine_logps"][t]))
+                if line["advantage"] and line["engine_logps"][t] is not None:
+                    weights[line["advantage"]].append(math.exp(line["old_logps"][t] - line["engine_logps"][t]))
                 if line["step"] > 1 and line["advantage"]:
                     r = math.exp(line["current_logps"][t] - line["old_logps"][t])
                     expected[line["advantage"]].append(r)
+        if line["advantage"]:
+            of_sign[line["advantage"]] += 1
         if line["step"] > 1 and line["advantage"] < 0:
             completions.append(line["ratio"])
     for sign, values in expected.items():  # float32 in the file
         assert sorted(found.of("token_r", sign)) == pytest.approx(sorted(values), rel=1e-6)
-    assert sorted(found.of("token_w", 0)) == pytest.approx(sorted(weights), rel=1e-6)
+        assert sorted(found.of("token_w", sign)) == pytest.approx(sorted(weights[sign]), rel=1e-6)
+        assert len(found.of("sequence_w", sign)) == of_sign[sign]
+        assert 1.0 not in found.of("token_r", sign)  # control: the first update, where r is exactly 1, is left out
     assert sorted(found.of("sequence_r", -1)) == pytest.approx(sorted(completions), rel=1e-6)
-    assert len(found.of("sequence_w", 0)) == len(rows)
-    assert 1.0 not in found.of("token_r", 0)  # control: the first update, where r is exactly 1, is left out
 
 
 @pytest.mark.parametrize("sign", [1, -1])
