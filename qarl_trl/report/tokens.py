@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .draw import COLOURS, Picture, log_scale_fits, look, panels, picture, style_legend
+from .draw import COLOURS, Picture, log_scale, look, panels, picture, style_legend
 from .runs import Run
 
 
@@ -126,7 +126,7 @@ def _draw_ratios(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figure:
             for edge in _edges(runs[index], level, edges, bars):
                 axis.axvline(edge, color=COLOURS[index], linewidth=1, linestyle="--")
         axis.set(title=title, xlabel="ratio", ylabel=f"share of {'tokens' if level == 'token' else 'completions'}")
-        if log_scale_fits(shares):
+        if log_scale(shares):
             axis.set_yscale("log")
         if bars[-1] / bars[0] > 10:
             axis.set_xscale("log")

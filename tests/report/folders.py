@@ -11,14 +11,17 @@ from qarl_trl.metrics.token_stats import SCHEMA
 
 
 # What a run with an engine logs for the report's figures; tests/slow/test_canary.py holds it against a real one.
-NAMES = (
-    *("quant/code_flip_frac", "publish/bytes", "publish/verify_gap", "publish/verify_yardstick", "publish/verify_allowed"),
-    *("mismatch/kl_k3", "mismatch/seq_weight_mean", "mismatch/seq_weight_min", "mismatch/seq_weight_max", "ratio/kl_k3"),
-    *("ratio/min", "ratio/max", "ratio/neg_q50", "ratio/neg_q99", "ratio/pos_high_frac", "ratio/neg_low_frac"),
-    *("ratio/paper_pos_high_frac", "ratio/paper_neg_low_frac", "ratio/paper_neg_high_frac", "error_tokens/frac"),
-    *("error_tokens/pos_frac", "error_tokens/neg_frac", "error_tokens/extreme_frac", "error_tokens/inside_frac"),
-    *("completions/mean_length", "completions/clipped_ratio", "reward_std"),
-)
+LOGGED = {
+    "quant": ("code_flip_frac",),
+    "publish": ("bytes", "verify_gap", "verify_yardstick", "verify_allowed"),
+    "mismatch": ("kl_k3", "seq_weight_mean", "seq_weight_min", "seq_weight_max"),
+    "ratio": ("kl_k3", "min", "max", "neg_q50", "neg_q99", "pos_high_frac", "neg_low_frac"),
+    "ratio/paper": ("pos_high_frac", "neg_low_frac", "neg_high_frac"),
+    "error_tokens": ("frac", "pos_frac", "neg_frac", "extreme_frac", "inside_frac"),
+    "completions": ("mean_length", "clipped_ratio"),
+}
+NAMES = ["reward_std", *(f"{family}/{name}" for family, names in LOGGED.items() for name in names)]
+NAMES = [name.replace("paper/", "paper_") for name in NAMES]
 
 
 def row(step, **changes):

@@ -4,7 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from slow.toys import distinct_characters, prompts, save_model
+from trl import GRPOConfig, GRPOTrainer
 
+from qarl_trl import cli
 from qarl_trl.report import figures, times, tokens
 from qarl_trl.report.runs import read_run
 
@@ -121,7 +124,40 @@ def test_distributions_are_of_one_sign_of_the_advantage(tmp_path, kept):
     for axis, sign in zip(axes, (1, -1) * 4, strict=True):
         shares, edges, _ = axis.patches[0].get_data()
         assert shares.sum() == pytest.approx(1.0)
-        assert sum(share * (low >= 1.0) for share, low in zip(shares, edges, strict=False)) == (1.0 if sign > 0 else 0.0)
+        assert (edges[:-1][shares > 0] >= 1.0).tolist() == [sign > 0]
     for axis, sign in zip(charts["low_probability"].axes, (1, -1), strict=True):
         for line in axis.lines:
             assert line.get_ydata() == pytest.approx(math.exp(0.5 * sign), rel=1e-5)  # float32 in the file
+
+
+def test_a_report_of_trls_own_trainer_goes_as_far_as_its_log(tmp_path, capsys):
+    """Trained here by a stock `GRPOTrainer`; no engine, so no gap, and none of the trainer's own metrics."""
+    size = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 4}
+    quiet = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    args = {"output_dir": str(tmp_path / "run"), "steps_per_generation": 2, "logging_steps": 1}
+    args |= {
+        "log_completions": True,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "per_device_eval_batch_size": 4,
+        "beta": 0.01,
+    }
+    model = save_model(tmp_path / "model", layers=1)
+    data = {"train_dataset": prompts(), "eval_dataset": prompts(1)}
+    trainer = GRPOTrainer(model, distinct_characters, GRPOConfig(**args, **size, **quiet), **data)
+    trainer.train()
+    trainer.save_state()
+    cli.main(["report", str(tmp_path / "run")])
+    drawn_files = {file.stem for file in (tmp_path / "run" / "report").glob("*.png")}
+    assert drawn_files == {"overview", "mismatch", "completions", "time"}
+    run = read_run(str(tmp_path / "run"))
+    names = {name for panels in FIGURES.values() for panel in panels for name in panel}
+    logged_here = names - {"gap_floor"} - set(figures.missing(run))
+    assert logged_here == {
+        *("reward", "eval_reward", "reward_std", "entropy", "step_time", "kl"),
+        *("ratio/pos_high_frac", "ratio/neg_low_frac"),  # TRL's `clip_ratio/*`
+        *("completions/mean_length", "completions/clipped_ratio"),
+    }
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "Examples of text" in text and text.count("<article>") == 2
+    assert "not logged by this run: mismatch/*, ratio/neg_high_frac, quant/*," in text

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from references import moving_average_reference, ratio_tails
 
-from qarl_trl.report.draw import log_scale_fits, moving_average
+from qarl_trl.report.draw import log_scale, moving_average
 from qarl_trl.report.runs import read_run
 from qarl_trl.report.texts import marked
 from qarl_trl.report.tokens import COLUMNS, FEWEST, FILES, PROBABILITIES, read_rows, read_tokens, tails
@@ -88,10 +88,11 @@ def test_moving_average(width):
     assert math.isnan(expected[23]) == (width < 4)  # control
 
 
-def test_log_scale_is_for_decades_only():
-    assert log_scale_fits([np.array([1e-7, math.nan]), np.array([1e-2, 0.0])])
-    assert not log_scale_fits([np.array([0.1, 0.2]), np.array([0.0, math.inf])])
-    assert not log_scale_fits([])
+def test_log_scale_is_for_decades_only_and_keeps_zeros():
+    assert log_scale([np.array([1e-7, math.nan]), np.array([1e-2])]) == {"value": "log"}
+    assert log_scale([np.array([1e-7, math.nan]), np.array([1e-2, 0.0])])["linthresh"] == 1e-7
+    assert log_scale([np.array([0.1, 0.2]), np.array([0.0, math.inf])]) is None
+    assert log_scale([]) is None
 
 
 class Letters:
