@@ -123,7 +123,7 @@ def style_legend(axis: Axes, styles: dict[str, str]) -> None:
         ink = axis.xaxis.label.get_color()
         shape = {"color": ink, "marker": "o", "markersize": 4}
         handles = [Line2D([], [], linestyle=style, fillstyle=STYLES[style], **shape) for style in styles.values()]
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": len(styles)}
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": len(styles)}
         axis.legend(handles, list(styles), frameon=False, fontsize=8, handlelength=2.2, columnspacing=1.2, **place)
 
 

@@ -203,7 +203,7 @@ def draw_panels(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:
             axis.set_ylim(bottom=0 if scale["value"] == "symlog" else None)
         elif panel.share:
             top = max(axis.get_ylim()[1], 0.01)
-            axis.set_ylim(-0.02 * top, top)
+            axis.set_ylim(-0.02 * top, 1.03 * top)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         style_legend(axis, styles)
     return figure

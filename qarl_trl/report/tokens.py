@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .draw import COLOURS, Picture, log_scale, look, panels, picture, style_legend
+from .draw import COLOURS, STYLES, Picture, log_scale, look, panels, picture, style_legend
 from .runs import Run
 
 
@@ -116,7 +116,8 @@ def _draw_ratios(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figure:
     figure, axes = panels(len(PANELS), _shown(runs, tokens))
     for axis, (title, name, sign, level, edges) in zip(axes, PANELS, strict=True):
         values = {i: tokens[run.name].of(name, sign) for i, run in enumerate(runs) if run.name in tokens}
-        bars, shares = _bars(np.concatenate(list(values.values()))), []
+        others = [found.of(name, -sign) for found in tokens.values()]  # both signs have the same bars
+        bars, shares = _bars(np.concatenate([*values.values(), *others])), []
         for index, found in values.items():
             if len(found):
                 counts, _ = np.histogram(np.clip(found, bars[0], bars[-1]), bars)
@@ -163,7 +164,7 @@ def _draw_by_probability(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figu
             if run.name in tokens:
                 middles, low, high = tails(tokens[run.name], sign)
                 axis.plot(middles, high, **look(index))
-                axis.plot(middles, low, **look(index) | {"linestyle": "--"})
+                axis.plot(middles, low, **look(index) | {"linestyle": "--", "fillstyle": STYLES["--"]})
         title = f"A {'>' if sign > 0 else '<'} 0"
         axis.set(title=title, xlabel="probability at rollout", ylabel="r of tokens", xscale="log", xlim=(1e-4, 1))
         style_legend(axis, {"99 %": "-", "1 %": "--"})
