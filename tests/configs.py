@@ -1,6 +1,15 @@
-"""The settings that tests of refusals start from."""
+"""The settings that tests of refusals start from, and where the published maths sets are."""
+
+import os
+from pathlib import Path
+
+import pytest
 
 from qarl_trl import QaRLConfig
+
+
+MATH_SETS = Path(os.environ.get("QARL_MATH_SETS", Path(__file__).parents[2] / "shared" / "data" / "math"))
+needs_math_sets = pytest.mark.skipif(not MATH_SETS.is_dir(), reason=f"QARL_MATH_SETS: {MATH_SETS} is no folder")
 
 
 def config(tmp_path, **changes):

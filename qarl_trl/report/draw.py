@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which stay apart for colour-blind readers, without those that vanish on white; and a grey.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLES = ("-", "--", ":")
+STYLES = {"-": "full", "--": "none", ":": "top"}  # of lines, with what is filled of their markers
 DPI = 100
 MARKED = 12  # markers on a line
 SMOOTHED = 120  # a line of more points than this is drawn pale, with its moving average
@@ -67,11 +67,14 @@ def picture(key: str, title: str, caption: str, draw: Callable[[], Figure]) -> P
 
 
 def panels(number: int, names: dict[int, str]) -> tuple[Figure, list[Axes]]:
-    """A figure of `number` panels, three abreast, with the names of the runs that it shows above them, by their index."""
+    """
+    A figure of `number` panels with the names of the runs that it shows above them, by their index. Three abreast, or two
+    where that leaves no gap in the last row.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    columns = 2 if number in (2, 4) else min(number, 3)
+    columns = 2 if number in (2, 4, 8) else min(number, 3)
     rows = math.ceil(number / columns)
     figure = Figure(figsize=(10 if columns > 1 else 6, 2.9 * rows + 0.4), layout="constrained")
     handles = [Line2D([], [], **look(index)) for index in names]
@@ -95,7 +98,7 @@ def plain(text: str, longest: int = 32) -> str:
 
 def line(axis: Axes, steps: np.ndarray, values: np.ndarray, index: int, style: str = "-") -> None:
     """A metric of one run. NaN leaves a gap; a point between two gaps is seen by its marker."""
-    options = look(index) | {"linestyle": style}
+    options = look(index) | {"linestyle": style, "fillstyle": STYLES[style]}
     if len(values) > SMOOTHED:
         axis.plot(steps, values, color=options["color"], linewidth=0.6, alpha=0.3)
         values = moving_average(values, len(values) // 40)
@@ -113,18 +116,27 @@ def moving_average(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def style_legend(axis: Axes, styles: dict[str, str]) -> None:
-    """What solid, dashed and dotted mean, below the panel; `styles` by label."""
+    """What solid, dashed and dotted mean, and their markers, below the panel; `styles` by label."""
     from matplotlib.lines import Line2D
 
     if set(styles.values()) - {"-"}:
         ink = axis.xaxis.label.get_color()
-        handles = [Line2D([], [], color=ink, linestyle=style) for style in styles.values()]
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": len(styles)}
+        shape = {"color": ink, "marker": "o", "markersize": 4}
+        handles = [Line2D([], [], linestyle=style, fillstyle=STYLES[style], **shape) for style in styles.values()]
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": len(styles)}
         axis.legend(handles, list(styles), frameon=False, fontsize=8, handlelength=2.2, columnspacing=1.2, **place)
 
 
-def log_scale_fits(values: Sequence[np.ndarray]) -> bool:
-    """Whether the values above 0 span more than a factor of 30; values of 0 are then not drawn."""
+def log_scale(values: Sequence[np.ndarray]) -> dict[str, Any] | None:
+    """
+    Arguments of `set_yscale` if the values above 0 span more than a factor of 30, else None. Where values of 0 are among
+    them, the axis is straight below the smallest other one.
+    """
     joined = np.concatenate([*values, np.array([])])
-    above = joined[np.isfinite(joined) & (joined > 0)]
-    return len(above) > 1 and float(above.max() / above.min()) > 30
+    joined = joined[np.isfinite(joined)]
+    above = joined[joined > 0]
+    if len(above) < 2 or float(above.max() / above.min()) <= 30:
+        return None
+    if (joined > 0).all():
+        return {"value": "log"}
+    return {"value": "symlog", "linthresh": float(above.min()), "linscale": 0.5}

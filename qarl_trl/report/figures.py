@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from .draw import COLOURS, STYLES, Picture, line, log_scale_fits, panels, picture, plain, style_legend
+from .draw import COLOURS, STYLES, Picture, line, log_scale, panels, picture, plain, style_legend
 from .runs import Run
 
 
@@ -47,7 +44,7 @@ CHARTS = (
         "Overview",
         "Reward of the sampled completions and on held-out problems (the quickstart's are greedy); gap between engine and "
         "learner; share of completions, or of tokens in an arm that clips tokens, whose ratio has left the arm's own bounds "
-        "(plain TRL: clip_ratio/high_mean and low_mean). Where values span decades the axis is logarithmic: no zeros.",
+        "(plain TRL: clip_ratio/high_mean and low_mean). Where values span decades the axis is logarithmic, and straight down to a 0.",
         (
             Panel("Reward", "mean reward", {"reward": "sampled", "eval_reward": "held out"}),
             Panel(
@@ -206,7 +203,7 @@ def draw_panels(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:
     }
     figure, axes = panels(len(filled), shown)
     for panel, axis in zip(filled, axes, strict=True):
-        logarithmic = panel.log and log_scale_fits([run.series(name)[1] for run in runs for name in panel.metrics])
+        scale = log_scale([run.series(name)[1] for run in runs for name in panel.metrics]) if panel.log else None
         styles = {}
         for (name, label), style in zip(panel.metrics.items(), STYLES, strict=False):
             if label and any(run.has(name) for run in runs):
@@ -214,16 +211,17 @@ def draw_panels(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:
             for index, run in enumerate(runs):
                 steps, values = run.series(name)
                 if len(values):
-                    line(axis, steps, np.where(values > 0, values, math.nan) if logarithmic else values, index, style)
+                    line(axis, steps, values, index, style)
         for index, run in enumerate(runs):
             for edge in run.edges(panel.edges, "sequence"):
                 axis.axhline(edge, color=COLOURS[index], linewidth=0.8, alpha=0.7)
         axis.set(title=plain(panel.title, 99), xlabel="update", ylabel=panel.unit)
-        if logarithmic:
-            axis.set_yscale("log")
+        if scale:
+            axis.set_yscale(**scale)
+            axis.set_ylim(bottom=0 if scale["value"] == "symlog" else None)
         elif panel.share:
             top = max(axis.get_ylim()[1], 0.01)
-            axis.set_ylim(-0.02 * top, top)
+            axis.set_ylim(-0.02 * top, 1.03 * top)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         style_legend(axis, styles)
     return figure

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .draw import COLOURS, Picture, log_scale_fits, look, panels, picture, style_legend
+from .draw import COLOURS, STYLES, Picture, log_scale, look, panels, picture, style_legend
 from .runs import Run
 
 
@@ -24,14 +24,16 @@ FEWEST = 10  # tokens in such a group
 # Of `token_stats`: what is read, for the figures and for the examples.
 COLUMNS = ("step", "rollout_step", "prompt", "completion", "reward", "advantage", "ratio", "mismatch_weight")
 COLUMNS += ("token_ids", "old_logps", "current_logps", "engine_logps", "mask", "error_mask")
-# A panel of Fig. 4: its title, the numbers, the sign of the advantage if it matters, the level, and the bounds to draw.
+# A panel of Fig. 4: its title, the numbers, the sign of the advantage, the level, and the bounds to draw.
 PANELS = (
     ("r of tokens, A > 0", "token_r", 1, "token", ("pos_high",)),
     ("r of tokens, A < 0", "token_r", -1, "token", ("neg_low", "neg_high")),
-    ("w of tokens", "token_w", 0, "token", ()),
+    ("w of tokens, A > 0", "token_w", 1, "token", ()),
+    ("w of tokens, A < 0", "token_w", -1, "token", ()),
     ("r of completions, A > 0", "sequence_r", 1, "sequence", ("pos_high",)),
     ("r of completions, A < 0", "sequence_r", -1, "sequence", ("neg_low", "neg_high")),
-    ("w of completions", "sequence_w", 0, "sequence", ("cap",)),
+    ("w of completions, A > 0", "sequence_w", 1, "sequence", ("cap",)),
+    ("w of completions, A < 0", "sequence_w", -1, "sequence", ("cap",)),
 )
 
 
@@ -49,9 +51,9 @@ class Tokens:
     rows: list[dict[str, Any]] = field(repr=False)
 
     def of(self, name: str, sign: int) -> np.ndarray:
-        """Finite numbers `name`, those with advantages of one sign only unless `sign` is 0."""
+        """Finite numbers `name` above 0 of completions whose advantage has this sign."""
         values, signs = getattr(self, name), getattr(self, f"{name.split('_')[0]}_sign")
-        return values[np.isfinite(values) & (values > 0) & ((signs == sign) | (sign == 0))]
+        return values[np.isfinite(values) & (values > 0) & (signs == sign)]
 
 
 def read_tokens(run: Run) -> Tokens | None:
@@ -114,7 +116,8 @@ def _draw_ratios(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figure:
     figure, axes = panels(len(PANELS), _shown(runs, tokens))
     for axis, (title, name, sign, level, edges) in zip(axes, PANELS, strict=True):
         values = {i: tokens[run.name].of(name, sign) for i, run in enumerate(runs) if run.name in tokens}
-        bars, shares = _bars(np.concatenate(list(values.values()))), []
+        others = [found.of(name, -sign) for found in tokens.values()]  # both signs have the same bars
+        bars, shares = _bars(np.concatenate([*values.values(), *others])), []
         for index, found in values.items():
             if len(found):
                 counts, _ = np.histogram(np.clip(found, bars[0], bars[-1]), bars)
@@ -124,7 +127,7 @@ def _draw_ratios(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figure:
             for edge in _edges(runs[index], level, edges, bars):
                 axis.axvline(edge, color=COLOURS[index], linewidth=1, linestyle="--")
         axis.set(title=title, xlabel="ratio", ylabel=f"share of {'tokens' if level == 'token' else 'completions'}")
-        if log_scale_fits(shares):
+        if log_scale(shares):
             axis.set_yscale("log")
         if bars[-1] / bars[0] > 10:
             axis.set_xscale("log")
@@ -161,7 +164,7 @@ def _draw_by_probability(runs: Sequence[Run], tokens: dict[str, Tokens]) -> Figu
             if run.name in tokens:
                 middles, low, high = tails(tokens[run.name], sign)
                 axis.plot(middles, high, **look(index))
-                axis.plot(middles, low, **look(index) | {"linestyle": "--"})
+                axis.plot(middles, low, **look(index) | {"linestyle": "--", "fillstyle": STYLES["--"]})
         title = f"A {'>' if sign > 0 else '<'} 0"
         axis.set(title=title, xlabel="probability at rollout", ylabel="r of tokens", xscale="log", xlim=(1e-4, 1))
         style_legend(axis, {"99 %": "-", "1 %": "--"})

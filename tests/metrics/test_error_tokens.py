@@ -1,20 +1,18 @@
 """`qarl_trl.metrics.error_tokens` against one token at a time, on the gold solutions of maths sets, and on garble."""
 
 import json
-import os
 import random
 import re
-from pathlib import Path
 
 import pytest
 import references
 import torch
+from configs import MATH_SETS, needs_math_sets
 
 from qarl_trl.metrics.error_tokens import COPIES, DENSITY, NGRAM, WINDOW, find_error_tokens, unfinished, written_tokens
 
 
 SETTINGS = {"ngram": NGRAM, "copies": COPIES, "window": WINDOW, "density": DENSITY}
-SETS = Path(os.environ.get("QARL_MATH_SETS", Path(__file__).parents[3] / "shared" / "data" / "math"))
 LOOP = "So we need to check the case again. "
 
 
@@ -107,14 +105,14 @@ def test_a_loop_with_slips_is_still_one():
     assert 0.3 < share([noisy(LOOP * 60, 0.01)], list) < share([LOOP * 60], list)
 
 
-@pytest.mark.skipif(not SETS.is_dir(), reason="needs the maths sets beside the project")
+@needs_math_sets
 @pytest.mark.parametrize("split", [list, words])
 @pytest.mark.parametrize(
     ("name", "field"), [("gsm8k_test", "answer"), ("math500", "solution"), ("minerva_math", "solution")]
 )
 def test_gold_solutions_have_almost_none(name, field, split):
     """Measured, characters and words: GSM8K 0 and 0, MATH-500 0.36 % and 0.04 %; held out, Minerva 0.14 % and 0.23 % (one table)."""
-    texts = [json.loads(line)[field] for line in (SETS / f"{name}.jsonl").read_text().splitlines()]
+    texts = [json.loads(line)[field] for line in (MATH_SETS / f"{name}.jsonl").read_text().splitlines()]
     assert share(texts, split) < 0.005
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from qarl_trl import cli
 from qarl_trl.report.draw import COLOURS
+from qarl_trl.report.figures import CHARTS
 from qarl_trl.report.page import POLICY
 
 from .folders import row, token_rows, write_run, write_tokens
@@ -47,7 +48,8 @@ def test_the_page_holds_every_picture_and_loads_nothing(report):
     text = (report / "report.html").read_text()
     images = re.findall(r'(?:src|srcset)="data:image/png;base64,([^"]+)"', text)
     files = sorted((report / "report").glob("*.png"))
-    assert {"overview", "ratios", "distributions", "low_probability", "time"} <= {file.stem for file in files}
+    of_tokens = {"distributions", "low_probability"}
+    assert {file.stem for file in files} == {chart.key for chart in CHARTS} | of_tokens | {"time"}
     assert len(images) == 2 * len(files)
     decoded = [base64.b64decode(image) for image in images]
     assert {file.read_bytes() for file in files} <= set(decoded)

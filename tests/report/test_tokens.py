@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from references import moving_average_reference, ratio_tails
 
-from qarl_trl.report.draw import log_scale_fits, moving_average
+from qarl_trl.report.draw import log_scale, moving_average
 from qarl_trl.report.runs import read_run
 from qarl_trl.report.texts import marked
 from qarl_trl.report.tokens import COLUMNS, FEWEST, FILES, PROBABILITIES, read_rows, read_tokens, tails
@@ -26,23 +26,25 @@ def test_tokens_of_a_run(run):
     write_tokens(run.folder, rows)
     found = read_tokens(run)
     expected = {1: [], -1: []}
-    weights, completions = [], []
+    weights, completions, of_sign = {1: [], -1: []}, [], {1: 0, -1: 0}
     for line in rows:
         for t, counts in enumerate(line["mask"]):
             if counts:
-                if line["engine_logps"][t] is not None:
-                    weights.append(math.exp(line["old_logps"][t] - line["engine_logps"][t]))
+                if line["advantage"] and line["engine_logps"][t] is not None:
+                    weights[line["advantage"]].append(math.exp(line["old_logps"][t] - line["engine_logps"][t]))
                 if line["step"] > 1 and line["advantage"]:
                     r = math.exp(line["current_logps"][t] - line["old_logps"][t])
                     expected[line["advantage"]].append(r)
+        if line["advantage"]:
+            of_sign[line["advantage"]] += 1
         if line["step"] > 1 and line["advantage"] < 0:
             completions.append(line["ratio"])
     for sign, values in expected.items():  # float32 in the file
         assert sorted(found.of("token_r", sign)) == pytest.approx(sorted(values), rel=1e-6)
-    assert sorted(found.of("token_w", 0)) == pytest.approx(sorted(weights), rel=1e-6)
+        assert sorted(found.of("token_w", sign)) == pytest.approx(sorted(weights[sign]), rel=1e-6)
+        assert len(found.of("sequence_w", sign)) == of_sign[sign]
+        assert 1.0 not in found.of("token_r", sign)  # control: the first update, where r is exactly 1, is left out
     assert sorted(found.of("sequence_r", -1)) == pytest.approx(sorted(completions), rel=1e-6)
-    assert len(found.of("sequence_w", 0)) == len(rows)
-    assert 1.0 not in found.of("token_r", 0)  # control: the first update, where r is exactly 1, is left out
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -86,10 +88,11 @@ def test_moving_average(width):
     assert math.isnan(expected[23]) == (width < 4)  # control
 
 
-def test_log_scale_is_for_decades_only():
-    assert log_scale_fits([np.array([1e-7, math.nan]), np.array([1e-2, 0.0])])
-    assert not log_scale_fits([np.array([0.1, 0.2]), np.array([0.0, math.inf])])
-    assert not log_scale_fits([])
+def test_log_scale_is_for_decades_only_and_keeps_zeros():
+    assert log_scale([np.array([1e-7, math.nan]), np.array([1e-2])]) == {"value": "log"}
+    assert log_scale([np.array([1e-7, math.nan]), np.array([1e-2, 0.0])])["linthresh"] == 1e-7
+    assert log_scale([np.array([0.1, 0.2]), np.array([0.0, math.inf])]) is None
+    assert log_scale([]) is None
 
 
 class Letters:

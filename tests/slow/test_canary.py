@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from report import folders
 
 from slow.isolated import isolated
 from slow.toys import make_trainer, prompts, random_adapter, randomize_adapter, save_model
@@ -255,6 +256,8 @@ def test_a_run_with_a_healthy_engine_is_not_stopped(tmp_path, changes, checks):
     result = isolated(_train, save_model(tmp_path / "model"), str(tmp_path / "run"), changes, None)
     assert (result["outcome"], result["said"], result["steps"]) == ("passed", [], 4)
     assert sum("publish/verify_gap" in row for row in result["log"]) == checks
+    if checks == 1:  # what the report's tests draw is what a run logs
+        assert set(folders.row(1)) <= set().union(*result["log"])
 
 
 def test_a_run_with_a_broken_layer_stops_before_its_first_step(tmp_path):

@@ -1,19 +1,18 @@
-"""`qarl-trl eval` with a real engine; and the grader on the published sets, where their folder is given."""
+"""`qarl-trl eval` with a real engine; and the grader on the published sets, where their folder is found."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import MATH_SETS, needs_math_sets
 
 from slow.isolated import isolated
 from slow.toys import save_model
 
 
-DATA = os.environ.get("QARL_MATH_DATA")
 SETTINGS = ["--k", "3", "--max_new_tokens", "24", "--temperature", "1.0", "--seed", "5"]
 
 
@@ -78,13 +77,13 @@ def test_a_checkpoint_is_evaluated_and_a_second_call_samples_nothing(tmp_path, s
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not DATA, reason="QARL_MATH_DATA is not set: a folder with the published sets as JSON lines")
+@needs_math_sets
 @pytest.mark.parametrize("name", ["gsm8k_test", "math500", "aime24", "amc23", "minerva_math"])
 def test_the_grader_takes_gold_answers_and_no_others(name):
     from qarl_trl.data import load_math_dataset
     from qarl_trl.rewards import math_reward
 
-    answers = load_math_dataset(str(Path(DATA, f"{name}.jsonl")))["answer"][:]
+    answers = load_math_dataset(str(MATH_SETS / f"{name}.jsonl"))["answer"][:]
     rotated = answers[1:] + answers[:1]
     differing = [a != b for a, b in zip(answers, rotated, strict=True)]
 
@@ -93,5 +92,5 @@ def test_the_grader_takes_gold_answers_and_no_others(name):
         return sum(reward or 0.0 for reward, counts in zip(rewards, differing, strict=True) if counts) / sum(differing)
 
     figures = share(answers), share(rotated), share(["}}$$ \\frac{"] * len(answers))
-    print(name, len(answers), figures)
+    print(name, len(answers), sum(differing), figures)  # the table of docs/evaluation.md
     assert figures[0] >= 0.99 and figures[1] <= 0.01 and figures[2] == 0.0
