@@ -206,8 +206,8 @@ class ServerClient(VLLMClient):
         if self.version is None or found != {self.version}:
             raise RuntimeError(
                 f"The server at {self.base_url} must hold version {self.version!r} of the weights, got "
-                f"{', '.join(map(repr, found))}: it was started again (None: random weights), or another run publishes to "
-                f"it. {_RESUME}"
+                f"{', '.join(map(repr, found))}: it was started again, or other weights were sent to it (None: not by a "
+                f"publish). {_RESUME}"
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
