@@ -25,7 +25,6 @@ import yaml
 
 from qarl_trl.processes import ProcessDied
 from slow.isolated import ENVIRONMENT, isolated, isolated_group
-from slow.test_processes import _trainer
 from slow.toys import make_trainer, random_adapter, randomize_adapter, save_model, settings
 
 
@@ -401,50 +400,3 @@ def test_no_answer_of_other_weights_is_trained_on(server):
     assert "kept old values for 1 tensors, first ['model.layers.1.mlp.down_proj.weight_scale']" in found["partial"]
     assert "must hold version None of the weights, got None" in found["mixed"]
     assert "an earlier publish to this server failed" in found["spoilt"]
-
-
-# A server of two ranks, another scheme, and a learner in two shards ---------------------------------------------------
-
-
-def _shards(place: dict[str, Any]) -> dict[str, Any]:
-    """One of two FSDP2 processes: a run, a publish of wrong scales, and one amid which the server is killed."""
-    changes = {"publish_verify": 1, "steps_per_generation": 1, "max_steps": 2, "seed": 1} | place["engine"]
-    trainer = _trainer(place["model"], f"{place['folder']}/shards", True, **over_there(place, **changes))
-    engine = trainer.vllm_generation
-    engine.sync_weights()
-    first = engine.prompt_logps(engine.canary.token_ids)
-    trainer.train()
-    last = engine.prompt_logps(engine.canary.token_ids)
-    gaps = [row["mismatch/logp_gap_mean"] for row in trainer.state.log_history if "mismatch/logp_gap_mean" in row]
-    found = {"gaps": gaps, "moved": float((last - first).abs().mean())}
-
-    def sample() -> str:
-        return outcome(engine.generate, [[2, 3, 4]] * 4, None, 4)
-
-    stream = engine._iter_named_params
-    engine._iter_named_params = lambda: ((n, 2 * t if "down_proj.weight_scale" in n else t) for n, t in stream())
-    engine.sync_weights()
-    found["wrong"] = sample()
-    engine._iter_named_params, engine._failed = stream, None
-    if trainer.accelerator.is_main_process:
-        amid_a_publish(lambda: os.killpg(place["pid"], signal.SIGKILL))
-    return found | {"killed": outcome(engine.sync_weights), "after": sample()}
-
-
-def test_two_shards_of_a_learner_publish_to_two_ranks_of_a_server(place):
-    engine = {"quant_scheme": "FP8_DYNAMIC", "vllm_tensor_parallel_size": 2}
-    there = place | {"port": free_port(), "engine": engine}
-    options = [f"--{name}={value}" for name, value in (engine | {"vllm_server_port": there["port"]}).items()]
-    recipe = f"{place['folder']}/recipe.yaml"
-    command = [sys.executable, "-m", "qarl_trl.cli", "serve", "--config", recipe, *options]
-    one_node = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # vLLM would give each rank a NUMA node
-    with serving(there, command, os.environ | ENVIRONMENT | {"VLLM_API_KEY": KEY} | one_node) as process:
-        wait_for(process, there)
-        first, second = isolated_group(_shards, 2, there | {"pid": process.pid})
-    print(first, second)
-    assert first["gaps"] == second["gaps"] and len(first["gaps"]) == 2 and max(first["gaps"]) < 0.0102
-    assert first["moved"] > 0
-    assert "the engine's log-probs" in first["wrong"]  # control
-    assert "ConnectionError" in first["killed"] and "died or hung up during /collective_rpc" in first["killed"]
-    assert "The publish failed in 1 of 2 processes" in second["killed"]
-    assert "nothing may be sampled from it" in first["after"] and "nothing may be sampled" in second["after"]
