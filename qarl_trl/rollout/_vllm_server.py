@@ -36,7 +36,32 @@ _vllm_cpu.let_kernel_scan_pass()
 
 
 class WholeUpdate(WeightTransferEngine):
-    """Weights that come in one `update_weights`, with the reload of a colocated engine."""
+    """
+    Weights that come in one `update_weights`, with the reload of a colocated engine, whoever sends them.
+
+    Attributes:
+        version (`str`, *optional*): Of the weights, as [`mark`] named them; `None` for random ones and for any other update.
+    """
+
+    version: str | None = None
+    updates = 0  # since `mark` began a publish
+    unfinished = False  # an update began and did not end
+
+    def mark(self, version: str) -> None:
+        """
+        Begin a publish (an empty `version`), or name what exactly one update since then has brought.
+
+        `RuntimeError` when an earlier update did not end: vLLM's reload would go on with what that had buffered.
+        """
+        if self.unfinished:
+            raise RuntimeError(
+                "an earlier publish to this server failed, so it may hold a mix of weights: start it again"
+            )
+        if version and self.updates != 1:
+            raise RuntimeError(
+                f"a publish must be one update of the weights, got {self.updates}: let one run alone send to this server"
+            )
+        self.version, self.updates = version or None, 0
 
     def start_weight_update(self) -> None:
         """All in one call: see `update_weights`."""
@@ -44,7 +69,9 @@ class WholeUpdate(WeightTransferEngine):
     finish_weight_update = start_weight_update
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        parsed = self.parse_update_info(update_info)
+        parsed, updates = self.parse_update_info(update_info), self.updates
+        self.mark("")
+        self.unfinished, self.updates = True, updates + 1
 
         def reload() -> None:
             initialize_layerwise_reload(self.model)
@@ -54,6 +81,7 @@ class WholeUpdate(WeightTransferEngine):
         _vllm.reload_model(self.model, self.vllm_config, reload)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
+        self.unfinished = False
 
 
 class NCCLTransfer(WholeUpdate, NCCLWeightTransferEngine):
@@ -94,9 +122,6 @@ WeightTransferEngineFactory.register_engine("qarl_folder", FolderTransfer)
 class WorkerExtension:
     """Methods that every worker of the server gets, for `/collective_rpc`, whose arguments are strings."""
 
-    qarl_version: str | None = None  # of the weights; `None` for random ones, or while an update is under way
-    qarl_reloading = False
-
     def qarl_load(self, version: str, parts: str) -> None:
         """
         A whole publish through a folder that is called as its `version`; `parts` is JSON of [`FolderUpdate`]'s.
@@ -110,16 +135,8 @@ class WorkerExtension:
         self.qarl_mark(version)
 
     def qarl_mark(self, version: str) -> None:
-        """
-        Begin a publish (an empty `version`), during which nothing may be sampled, or end it.
-
-        `RuntimeError` when an earlier one did not end: vLLM's reload would go on with what that had buffered.
-        """
-        if self.qarl_reloading and not version:
-            raise RuntimeError(
-                "an earlier publish to this server failed, so it may hold a mix of weights: start it again"
-            )
-        self.qarl_version, self.qarl_reloading = version or None, not version
+        """Begin a publish (an empty `version`) or end it: [`WholeUpdate.mark`]."""
+        self.weight_transfer_engine.mark(version)
 
     def qarl_state(self) -> dict[str, Any]:
         """What this worker runs, as [`~qarl_trl.rollout.server.needed_of_server`] has it, and the version of its weights."""
@@ -129,7 +146,7 @@ class WorkerExtension:
         for name in ("total_num_heads", "total_num_kv_heads") if quantization else ():  # vLLM's own notes
             quantization.pop(name, None)
         return {
-            "version": self.qarl_version,
+            "version": self.weight_transfer_engine.version,
             "quantization_config": quantization,
             "config": config,
             "config_class": type(model_config.hf_config).__module__,

@@ -40,10 +40,19 @@ _RESUME = "Nothing sampled since then is trained on: start the server, and resum
 
 
 class KeptAlive(HTTPAdapter):
-    """Connections that ask whether the other machine is still there: an answer may take minutes, and one that left gives none."""
+    """
+    Connections that ask whether the other machine is still there: an answer may take minutes, and one that left gives none.
+
+    Idle ones by TCP's keepalive; what was sent and not acknowledged is sent again for a quarter of an hour by default.
+    """
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        tcp = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 8}
+        tcp = {
+            socket.TCP_KEEPIDLE: 30,
+            socket.TCP_KEEPINTVL: 15,
+            socket.TCP_KEEPCNT: 8,
+            socket.TCP_USER_TIMEOUT: 150_000,
+        }
         options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *pair) for pair in tcp.items())]
         super().init_poolmanager(*args, socket_options=HTTPConnection.default_socket_options + options, **kwargs)
 
@@ -197,8 +206,8 @@ class ServerClient(VLLMClient):
         if self.version is None or found != {self.version}:
             raise RuntimeError(
                 f"The server at {self.base_url} must hold version {self.version!r} of the weights, got "
-                f"{', '.join(map(repr, found))}: it was started again (None: random weights), or another run publishes to "
-                f"it. {_RESUME}"
+                f"{', '.join(map(repr, found))}: it was started again, or other weights were sent to it (None: not by a "
+                f"publish). {_RESUME}"
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

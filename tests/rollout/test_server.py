@@ -1,6 +1,7 @@
 """`qarl_trl.rollout.server`: what a trainer refuses of a server. The real server is in tests/slow/test_server.py."""
 
 import json
+import socket
 import threading
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import SafetensorError
-from vllm.config import WeightTransferConfig
+from trl.generation import vllm_client
+from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.v1.worker.gpu_worker import Worker
 
 from qarl_trl.rollout import _vllm, _vllm_server
 from qarl_trl.rollout._vllm_server import WorkerExtension, tensors_of
@@ -275,27 +278,93 @@ def test_the_server_reads_its_folder_only_and_all_that_was_named(tmp_path):
         list(tensors_of(root, "run-1", [names]))
 
 
+def worker_of(backend, monkeypatch, receive):
+    """vLLM's worker with its session of an update and our methods, without device and model; `receive` takes the weights."""
+    worker = object.__new__(type("Extended", (Worker, WorkerExtension), {}))
+    worker.vllm_config, worker._weight_update_active, worker._weight_update_is_draft = VllmConfig(), False, False
+    worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
+    transfer = WeightTransferConfig(backend=backend)
+    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+        transfer, worker.vllm_config, torch.device("cpu"), None
+    )
+    monkeypatch.setattr(_vllm, "reload_model", lambda model, vllm_config, reload: reload())
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
+        monkeypatch.setattr(_vllm_server, name, lambda *args: None)
+    monkeypatch.setattr(worker.weight_transfer_engine, "receive_weights", receive)
+    return worker
+
+
+FOLDER, NCCL = {"folder": "run-2", "parts": [["a"]]}, {"names": [], "dtype_names": [], "shapes": []}
+SENDERS = {
+    "a publish": lambda worker: worker.qarl_load("run-2", '[["a"]]'),
+    "vLLM's routes": lambda worker: [
+        worker.start_weight_update(),
+        worker.update_weights(FOLDER),
+        worker.finish_weight_update(),
+    ],
+}
+
+
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_worker_has_a_version_only_after_a_whole_update(fails):
+@pytest.mark.parametrize("sender", SENDERS)
+def test_weights_have_a_version_only_after_a_whole_publish(monkeypatch, sender, fails):
     seen = []
 
-    def update_weights(info):
-        seen.append((worker.qarl_version, info))
-        if fails:
+    def receive(info):
+        seen.append(worker.weight_transfer_engine.version)
+        if fails and len(seen) == 2:
             raise RuntimeError("The engine kept old values")
 
-    worker = WorkerExtension()
-    worker.update_weights = update_weights
-    worker.start_weight_update = worker.finish_weight_update = lambda: seen.append(worker.qarl_version)
-    worker.qarl_mark("run-1")
+    worker = worker_of("qarl_folder", monkeypatch, receive)
+    worker.qarl_load("run-1", "[]")
+    assert worker.weight_transfer_engine.version == "run-1"
     with pytest.raises(RuntimeError, match="kept old") if fails else nullcontext():
-        worker.qarl_load("run-2", '[["a"]]')
-    assert seen == [None, (None, {"folder": "run-2", "parts": [["a"]]}), *[None] * (not fails)]
-    assert worker.qarl_version == (None if fails else "run-2")
-    for begin in (lambda: worker.qarl_load("run-3", "[]"), lambda: worker.qarl_mark("")):  # a folder, NCCL
+        SENDERS[sender](worker)
+    named = "run-2" if sender == "a publish" and not fails else None
+    assert worker.weight_transfer_engine.version == named
+    # A folder, its begin over NCCL, and vLLM's own routes.
+    for begin in (
+        SENDERS["vLLM's routes"],
+        lambda worker: worker.qarl_load("run-3", "[]"),
+        lambda worker: worker.qarl_mark(""),
+    ):
+        worker._weight_update_active = False
         with pytest.raises(RuntimeError, match="start it again") if fails else nullcontext():
-            begin()
-    assert len(seen) == (2 if fails else 6) and worker.qarl_version is None
+            begin(worker)
+    assert seen == [None] * (2 if fails else 4) and worker.weight_transfer_engine.version is None
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_publish_over_nccl_is_one_update_between_two_marks(monkeypatch, another):
+    """TRL's client, vLLM's session and our backend; only the group of GPUs is left out."""
+    sent, versions = [], []
+    worker = worker_of("qarl_nccl", monkeypatch, lambda info: versions.append(worker.weight_transfer_engine.version))
+    monkeypatch.setattr(
+        vllm_client, "packed_nccl_broadcast_producer", lambda iterator, **kwargs: sent.extend(iterator)
+    )
+
+    def route(name):
+        def answer(body):
+            try:
+                if name == "finish_weight_update" and another:
+                    worker.update_weights(NCCL)  # of somebody else, before the mark
+                getattr(worker, body["method"] if name == "collective_rpc" else name)(*body.get("args", body.values()))
+            except RuntimeError as error:
+                return 500, {"error": str(error)}
+            return 200, {"results": [None]}
+
+        return {f"/{name}": answer}
+
+    answers = {"/reset_prefix_cache": {"success": True}}
+    for name in ("collective_rpc", "start_weight_update", "update_weights", "finish_weight_update"):
+        answers |= route(name)
+    with client_of(answers) as client:
+        client.communicator = None
+        metadata = [(name, "int32", [8]) for name in TENSORS]
+        with pytest.raises(RuntimeError, match="must be one update.*got 2") if another else nullcontext():
+            client.publish(TENSORS.items(), metadata, "cpu")
+        assert client.version == worker.weight_transfer_engine.version == (None if another else f"{client._run}-1")
+    assert [name for name, _ in sent] == list(TENSORS) and versions == [None] * (2 if another else 1)
 
 
 @pytest.mark.parametrize("backend", ["qarl_folder", "qarl_nccl"])
@@ -327,6 +396,14 @@ def test_vllm_makes_the_transport_that_serve_names(monkeypatch, backend):
     ]
     with pytest.raises(ValueError, match="Invalid update_info"):
         found.update_weights({"wrong": 1})
+
+
+def test_what_is_sent_and_not_acknowledged_is_given_up_as_soon_as_an_idle_wait():
+    with client_of({}) as client:
+        pool = client.session.get_adapter(client.base_url).poolmanager.connection_pool_kw["socket_options"]
+        set_to = {option: value for level, option, value in pool if level == socket.IPPROTO_TCP}
+    idle = set_to[socket.TCP_KEEPIDLE] + set_to[socket.TCP_KEEPINTVL] * set_to[socket.TCP_KEEPCNT]
+    assert set_to[socket.TCP_USER_TIMEOUT] == 1000 * idle and idle < 180
 
 
 def test_what_decides_how_an_engine_rounds_has_the_version():

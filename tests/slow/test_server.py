@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -20,6 +23,7 @@ import pytest
 import torch
 import yaml
 
+from qarl_trl.processes import ProcessDied
 from slow.isolated import ENVIRONMENT, isolated, isolated_group
 from slow.toys import make_trainer, random_adapter, randomize_adapter, save_model, settings
 
@@ -69,12 +73,53 @@ def answers(url: str) -> int:
         return 0
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("server")
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def amid_a_publish(act: Callable[[], None]) -> None:
+    """In the next publish of this process, `act` when the server opens the last file, which waits for it: a lease."""
+    from qarl_trl.rollout import server
+
+    call, server.in_parts = server.ServerClient._call, partial(server.in_parts, limit=1 << 18)
+
+    def leased(client: Any, method: str, *args: str) -> list[Any]:
+        if method == "qarl_load":
+            files = sorted(Path(client.publish_folder, args[0]).iterdir())
+            assert len(files) > 1
+            signal.signal(signal.SIGIO, lambda *_: act())
+            fcntl.fcntl(os.open(files[-1], os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        return call(client, method, *args)
+
+    server.ServerClient._call = leased
+
+
+def sampled_tokens(place: dict[str, Any]) -> float:
+    """How many the server has sampled."""
+    request = urllib.request.Request(f"http://127.0.0.1:{place['port']}/metrics")
+    request.add_header("Authorization", f"Bearer {KEY}")
+    with urllib.request.urlopen(request, timeout=60) as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
+def kill_amid_a_generation(place: dict[str, Any]) -> None:
+    """Kill the server as soon as it has sampled some tokens more."""
+    before = sampled_tokens(place)
+
+    def watch() -> None:
+        while sampled_tokens(place) < before + 32:
+            time.sleep(0.01)
+        os.killpg(place["pid"], signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> dict[str, Any]:
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
     data = folder / "data.jsonl"
     data.write_text('{"problem": "1+1", "answer": "2"}\n')
     place = {"folder": str(folder), "model": save_model(folder / "model", norms=True), "port": port}
@@ -252,13 +297,25 @@ def test_old_weights_under_a_new_version_are_caught_by_the_canary(server):
 
 
 def _by_vllm(place: dict[str, Any]) -> dict[str, list[float]]:
-    """The canary's prompt: of the start, of other weights, and of the start again, through vLLM's own routes."""
+    """
+    The canary's prompt: of the start, of other weights, and of the start again, through vLLM's own routes; what sampling says.
+
+    The trainer has another path to the folder than the server.
+    """
     from qarl_trl.rollout.server import save_part
 
-    trainer = make_trainer(place["model"], Path(place["folder"], "x"), publish_verify="off", **over_there(place))
-    engine, found = trainer.vllm_generation, {}
-    client, folder = engine.vllm_client, Path(place["folder"], "publishes", "by-hand")
+    folder, mounted = Path(place["folder"], "publishes", "by-hand"), Path(place["folder"], "mounted")
     folder.mkdir(parents=True)
+    mounted.symlink_to(folder.parent)
+    changes = over_there(place, publish_verify="off", publish_folder=str(mounted))
+    trainer = make_trainer(place["model"], Path(place["folder"], "x"), **changes)
+    engine, found = trainer.vllm_generation, {}
+    client = engine.vllm_client
+
+    def sample(tokens: int = 3) -> str:
+        engine._failed = None
+        return outcome(engine.generate, [[2] * tokens] * 4, None, 4)
+
     start = {name: tensor.clone() for name, tensor in engine._iter_named_params()}
     parts = [save_part(start, folder / "0.safetensors")]
     for name in ("start", "other"):
@@ -266,63 +323,80 @@ def _by_vllm(place: dict[str, Any]) -> dict[str, list[float]]:
         found[name] = client.prompt_logps([2, 3, 4, 5])
         with torch.no_grad():
             trainer.model.lm_head.weight.add_(torch.randn_like(trainer.model.lm_head.weight))
+    found |= {"before": sample(), "fits": sample(64 - 24), "long": sample(64 - 23)}
     update = {"update_info": {"folder": "by-hand", "parts": parts}}
     for path, body in (("start_weight_update", {}), ("update_weights", update), ("finish_weight_update", {})):
         client._post(f"{client.base_url}/{path}", json=body)
     client.reset_prefix_cache()
     shutil.rmtree(folder)
-    return found | {"again": client.prompt_logps([2, 3, 4, 5])}
+    found |= {"again": client.prompt_logps([2, 3, 4, 5]), "after": sample()}
+    engine._failed = None
+    engine.sync_weights()
+    return found | {"published": sample()}
 
 
-def test_vllms_own_routes_take_a_folder(server):
+def test_vllms_own_routes_take_a_folder_whose_weights_are_not_the_trainers(server):
     found = isolated(_by_vllm, server)
     assert found["start"] == found["again"] != found["other"]
+    assert found["before"] == found["fits"] == found["published"] == "no error"
+    assert "of the weights, got None: it was started again" in found["after"]
+    assert "refused /v1/completions (400)" in found["long"] and "64" in found["long"]
 
 
-def _faults(place: dict[str, Any]) -> list[str]:
+def _dies_amid_a_publish(place: dict[str, Any]) -> None:
+    trainer = make_trainer(place["model"], Path(place["folder"], "x"), publish_verify="off", **over_there(place))
+    amid_a_publish(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    trainer.vllm_generation.sync_weights()
+
+
+def _faults(place: dict[str, Any]) -> dict[str, str]:
     from qarl_trl.rollout.server import ServerClient
 
     trainer = make_trainer(place["model"], Path(place["folder"], "x"), publish_verify="off", **over_there(place))
-    engine, found = trainer.vllm_generation, []
+    engine = trainer.vllm_generation
+    found = {"left": engine.vllm_client.states()[0]["version"]}
 
-    def sample() -> None:
+    def sample(number: int = 4) -> str:
         engine._failed = None  # each fault by itself
-        ids, completions, *_ = engine.generate([[2, 3, 4]] * 4, None, 4)
-        assert len(ids) == len(completions) == 4
+        return outcome(lambda: len(engine.generate([[2, 3, 4]] * number, None, 4)[1]) == number or 1 / 0)
 
-    found.append(outcome(sample))  # nothing published yet
-    engine._failed = None
-    engine.sync_weights()
-    found.append(outcome(sample))
+    def publish() -> str:
+        engine._failed = None
+        return outcome(engine.sync_weights)
+
+    found["unpublished"] = sample()
+    found |= {"publish": publish(), "ok": sample()}
     send, ServerClient._publish_files = ServerClient._publish_files, lambda self, stream, version: list(stream)
-    found.append(outcome(engine.sync_weights))  # a publish that never gets there
-    found.append(outcome(sample))
+    found |= {"lost": publish(), "after": sample()}  # a publish that never gets there
     ServerClient._publish_files = send
-    engine._failed, stream = None, engine._iter_named_params
-    engine._iter_named_params = lambda: ((n, t) for n, t in stream() if "layers.1.mlp.down_proj.weight_scale" not in n)
-    found.append(outcome(engine.sync_weights))  # a tensor is missing
-    found.append(outcome(sample))
-    engine._iter_named_params, engine._failed = stream, None
-    found.append(outcome(engine.sync_weights))  # vLLM's reload would go on with what that one had buffered
+    publish()
     again = became(place["pid"])  # vLLM's own server, without the way there
-    os.killpg(place["pid"], signal.SIGKILL)
-    found.append(outcome(sample))
+    kill_amid_a_generation(place)
+    found |= {"killed": sample(1600), "dead": sample()}
     with serving(place, *again) as restarted:
         wait_for(restarted, place)
-        found.append(outcome(sample))
-        engine._failed = None
-        engine.sync_weights()
-        found.append(outcome(sample))
+        found |= {"restarted": sample(), "republish": publish(), "healthy": sample()}
+        stream, missing = engine._iter_named_params, "layers.1.mlp.down_proj.weight_scale"
+        engine._iter_named_params = lambda: ((n, t) for n, t in stream() if missing not in n)
+        found |= {"partial": publish(), "mixed": sample()}
+        engine._iter_named_params = stream
+        found["spoilt"] = publish()  # vLLM's reload would go on with what that one had buffered
     return found
 
 
 def test_no_answer_of_other_weights_is_trained_on(server):
-    unpublished, ok, lost, after, partial, mixed, spoilt, dead, restarted, healthy = isolated(_faults, server)
-    assert "must hold version None" in unpublished
-    assert ok == healthy == "no error"
-    assert lost == "no error" and "-2' of the weights, got '" in after and "-1': it was started again" in after
-    assert "kept old values for 1 tensors, first ['model.layers.1.mlp.down_proj.weight_scale']" in partial
-    assert "must hold version None of the weights, got None" in mixed
-    assert "an earlier publish to this server failed" in spoilt
-    assert "ConnectionError" in dead and "died or hung up during /collective_rpc" in dead
-    assert "got None" in restarted and "started again (None: random weights)" in restarted
+    with pytest.raises(ProcessDied, match="SIGKILL"):
+        isolated(_dies_amid_a_publish, server)
+    (left,) = Path(server["folder"], "publishes").iterdir()
+    shutil.rmtree(left)
+    found = isolated(_faults, server)
+    assert found["left"] == left.name  # the server read on
+    assert "must hold version None" in found["unpublished"]
+    assert {found[name] for name in ("publish", "ok", "lost", "republish", "healthy")} == {"no error"}
+    assert "-2' of the weights, got '" in found["after"] and "-1': it was started again" in found["after"]
+    assert "ConnectionError" in found["killed"] and "died or hung up during /v1/completions" in found["killed"]
+    assert "ConnectionError" in found["dead"] and "died or hung up during /collective_rpc" in found["dead"]
+    assert "got None: it was started again" in found["restarted"]
+    assert "kept old values for 1 tensors, first ['model.layers.1.mlp.down_proj.weight_scale']" in found["partial"]
+    assert "must hold version None of the weights, got None" in found["mixed"]
+    assert "an earlier publish to this server failed" in found["spoilt"]
