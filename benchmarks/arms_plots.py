@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arms import file_of
+from arms import REGIMES, file_of
 from arms_table import read
 
 from qarl_trl.report.draw import COLOURS, picture
@@ -34,7 +35,8 @@ def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) 
     for metric in (metric for panel in panels for metric in panel.metrics):
         curves = [cell["log"][metric] for cell in cells if metric in cell["log"]]
         for step, values in enumerate(zip(*curves, strict=True), 1):
-            rows.setdefault(step, {"step": step})[metric] = statistics.fmean(values)
+            if known := [value for value in values if value is not None]:
+                rows.setdefault(step, {"step": step})[metric] = statistics.fmean(known)
     return Run(name, Path(), list(rows.values()))
 
 
@@ -44,10 +46,16 @@ def draw_arms(regime: str) -> Figure:
     runs = [mean_run(f"{arm} ({len(of)} seeds)", of, panels) for arm, of in zip(SHOWN, cells, strict=True)]
     figure = draw_panels(panels, runs)
     for axis, panel in zip(figure.axes, panels, strict=True):
-        axis.set_xlabel("rollout batch (8 updates each)")
+        axis.set_xlabel(f"rollout batch ({REGIMES[regime]['updates']} updates each)")
         for colour, of in zip(COLOURS, cells, strict=False):
             for curve in (cell["log"][name] for cell in of for name in panel.metrics if name in cell["log"]):
-                axis.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=0.5, alpha=0.4)
+                axis.plot(
+                    range(1, len(curve) + 1),
+                    [math.nan if v is None else v for v in curve],
+                    color=colour,
+                    linewidth=0.5,
+                    alpha=0.4,
+                )
     return figure
 
 
@@ -66,7 +74,7 @@ def draw_one(regime: str, arm: str, seed: int) -> Figure:
 if __name__ == "__main__":
     for name, draw in {
         "results": partial(draw_arms, "hard"),
-        "results_stale": partial(draw_arms, "stale"),
+        "results_hot": partial(draw_arms, "hot"),
         "metrics_healthy": partial(draw_one, "hard", "QaRL TBPO", 0),
         "metrics_collapsed": partial(draw_one, "stale", "rollout-only GRPO", 0),
     }.items():

@@ -189,9 +189,10 @@ def line_charts(runs: Sequence[Run]) -> list[Picture]:
 
 
 def missing(run: Run) -> list[str]:
-    """Metrics of the charts that this run did not log."""
+    """Metrics of the charts that this run did not log, but for codes of layers that its model does not have."""
     names = [name for chart in CHARTS for panel in chart.panels for name in panel.metrics if name != "gap_floor"]
-    return [name for name in names if not run.has(name)]
+    flips = "quant/code_flip_frac"
+    return [name for name in names if not run.has(name) and not (name.startswith(f"{flips}/") and run.has(flips))]
 
 
 def draw_panels(filled: Sequence[Panel], runs: Sequence[Run]) -> Figure:

@@ -138,6 +138,7 @@ def compute(monkeypatch):
         logps = batch.logps.clone().requires_grad_()
         forward = (logps, torch.zeros_like(logps), None)
         monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: forward)
+        monkeypatch.setattr(trainer, "_passes", None)  # which would split what TRL's method gets
         trainer.current_gradient_accumulation_steps = 1
         tokens = torch.ones_like(batch.mask)
         ids = tokens.clone()  # of the end of text, but for

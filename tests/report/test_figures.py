@@ -167,4 +167,5 @@ def test_a_report_of_trls_own_trainer_goes_as_far_as_its_log(tmp_path, capsys):
     }
     text = (tmp_path / "run" / "report.html").read_text()
     assert "Examples of text" in text and text.count("<article>") == 2
-    assert "not logged by this run: mismatch/*, ratio/*, quant/*, error_tokens/*, publish/*. " in text
+    signs = "completions/pos_clipped_ratio, completions/neg_clipped_ratio"
+    assert f"not logged by this run: mismatch/*, ratio/*, quant/*, error_tokens/*, {signs}, publish/*. " in text
