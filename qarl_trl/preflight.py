@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import heapq
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def check_budget(model: str | nn.Module, args: QaRLConfig, given: Mapping[str, A
     """
     Refuse (`ValueError`) prompts that leave `max_tokens_per_pass` too small for a completion after them.
 
-    Of each data set the prompts with most characters are asked, where the tokenizer is at hand.
+    Of each data set the prompts with most characters are asked, where the tokenizer is at hand and reads them as text.
     """
     limited = args.use_vllm and args.vllm_max_model_length  # which the config has compared
     budget, answer = args.max_tokens_per_pass, args.max_completion_length or 1
@@ -95,7 +96,11 @@ def check_budget(model: str | nn.Module, args: QaRLConfig, given: Mapping[str, A
     data = {n: d for n, d in data.items() if isinstance(d, Dataset) and "prompt" in d.column_names and len(d)}
     tokenizer = _tokenizer_of(model, args, given) if data else None
     for name, rows in data.items() if tokenizer is not None else ():
-        prompts = sorted(rows["prompt"], key=lambda prompt: len(str(prompt)))[-LONGEST:]
+        if rows.format["type"] == "custom":
+            continue  # a transform, which may open images
+        prompts = heapq.nlargest(
+            LONGEST, rows.select_columns("prompt").with_format(None)["prompt"], key=lambda p: len(str(p))
+        )
         if not isinstance(prompts[0], str) and not getattr(tokenizer, "chat_template", None):
             continue  # TRL says so in full
         needed = max(map(len, prompt_ids(tokenizer, prompts, args))) + answer
@@ -310,7 +315,8 @@ def skeleton(config: PretrainedConfig, args: QaRLConfig) -> nn.Module:
 def _tokenizer_of(model: str | nn.Module, args: QaRLConfig, given: Mapping[str, Any]) -> Any:
     """What will read the prompts; `None` where it cannot be read, which TRL then reports in full."""
     if given.get("processing_class") is not None:
-        return getattr(given["processing_class"], "tokenizer", given["processing_class"])
+        # A processor has a template of its own, and counts images.
+        return None if hasattr(given["processing_class"], "tokenizer") else given["processing_class"]
     name = model if isinstance(model, str) else model.config._name_or_path
     where = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in READERS}
     try:

@@ -174,7 +174,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         if self._tbpo and self.args.weighs_mismatch:
             weight = mismatch_weight(old, sampling, mask, self.args.tbpo_mismatch_cap)
             output["importance_sampling_ratio"] = weight.unsqueeze(1)
-        if old is not None and sampling is not None:  # else see `_measure`
+        if old is not None and self._compares_sampler:  # else see `_measure`
             self._log_mismatch(old, sampling, mask)
         if self._mode == "train":
             self._idle.see(self._logs["advantages"], output["num_items_in_batch"])
@@ -198,8 +198,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
                 # TRL logged its own weight here, which this loss does not use.
                 logged = self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"]
                 logged[-1] = metrics[f"seq_weight_{name}"]
-        if self.use_vllm:  # what another sampler says of its tokens enters no loss
-            check_mismatch(metrics["logp_gap_mean"], metrics["unscored_max"], self.args)
+        check_mismatch(metrics["logp_gap_mean"], metrics["unscored_max"], self.args)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         """TRL's, within `reward_timeout`; their weighted sums, NaN where no function gave one, are kept for `log_token_stats`."""
@@ -269,10 +268,11 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         written = written_tokens(inputs, self._tokenizer.pad_token_id)
         errors = find_error_tokens(inputs["completion_ids"], written)
         self._ratios.measure(logps, inputs, errors, unfinished(inputs["completion_ids"], written, self._ends))
-        sampling = inputs.get("sampling_per_token_logps")
-        if sampling is not None and "old_per_token_logps" not in inputs:
+        if self._compares_sampler and "old_per_token_logps" not in inputs:
             # TRL computes no `old` where no update comes between it and the loss: `logps` is of the weights that sampled.
-            self._log_mismatch(logps, sampling, loss_mask(inputs))
+            mask = loss_mask(inputs)
+            if self.accelerator.gather(mask.sum().view(1)).any():
+                self._log_mismatch(logps, inputs["sampling_per_token_logps"], mask)
         if self._token_stats is not None and self._mode == "train":
             step, rollout_step = self.state.global_step + 1, self._step_of_rollout + 1
             self._token_stats.add(step, rollout_step, inputs, logps, errors)
@@ -292,6 +292,11 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def _compares_sampler(self) -> bool:
+        """Whether the sampler's log-probs are the engine's; what a `rollout_func` returns counts where the loss weighs with it."""
+        return self.args.weighs_mismatch or (self.args.use_vllm and self.rollout_func is None)
 
     @property
     def _ends(self) -> list[int]:

@@ -318,6 +318,7 @@ def compute(monkeypatch):
         logps = batch.logps.clone().requires_grad_()
         forward = (logps, torch.zeros_like(logps), None)
         monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: forward)
+        monkeypatch.setattr(trainer, "_passes", None, raising=False)  # which would split what TRL's method gets
         # As in a run with a vLLM engine, whose weight TRL multiplies with.
         trainer.use_vllm, trainer.vllm_importance_sampling_correction = weights, True
         trainer.current_gradient_accumulation_steps = accumulation

@@ -111,13 +111,16 @@ def mean_gap(batches: list[tuple[torch.Tensor, dict]], padding: bool = False) ->
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_without_a_correction_the_gap_is_measured_and_no_bit_of_training_changes(model, tmp_path, updates):
+def test_without_a_correction_the_gap_is_measured_and_no_bit_of_training_changes(
+    model, tmp_path, monkeypatch, updates
+):
     """The oracle is TRL, which has no use for the sampler's log-probs then. With one update a rollout batch it computes no `old`."""
     own = ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "vllm_engine_kwargs")
     settings = {"loss_type": "grpo", "steps_per_generation": updates, "vllm_importance_sampling_correction": False}
     plain = {k: v for k, v in without_engine(tmp_path / "a", **settings).items() if k not in own}
     args = GRPOConfig(**plain)
     given = {"train_dataset": prompts(), "rollout_func": scored_rollout}
+    monkeypatch.setattr(QaRLTrainer, "_compares_sampler", True)  # as beside an engine, which this has none of
     stock = GRPOTrainer(model, distinct_characters, args, **given)
     stock.add_callback(expected := Gradients())
     stock_losses = losses(stock)

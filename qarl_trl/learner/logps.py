@@ -77,7 +77,7 @@ class PackedPasses:
         for rows in passes:
             start, end = outer_columns(real[rows], keep)
             part = _rows_of(given, rows)
-            part |= {name: part[name][:, start:end] for name in COLUMNS if name in part}
+            part |= {name: part[name][:, start:end] for name in COLUMNS if part.get(name) is not None}
             cut = mask.shape[1] - end
             values = padded(**{**given, **part, "batch_size": None, "logits_to_keep": keep - cut})
             results.append([None if v is None else F.pad(v, (0, cut)) if v.dim() else v for v in values])
@@ -156,4 +156,6 @@ def _rows_of(given: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
     whole = {name: v for name, v in given.items() if v is not None and (name in COLUMNS or name not in TEXT)}
     by_row = split_pixel_values_by_grid(whole)
     part = {name: v[rows] if isinstance(v, Tensor) else [v[row] for row in rows] for name, v in by_row.items()}
+    if "num_images" in part and not sum(part["num_images"]):
+        return {name: v if name in COLUMNS else None for name, v in part.items()}
     return unsplit_pixel_values_by_grid(part)

@@ -59,8 +59,9 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
     name = model_args.model_name_or_path
     config, source = meta.read_config(name), quantized_source(name) if settings.from_checkpoint else None
     check_gpus(args, settings)
-    if settings.use_vllm and settings.quantized:
-        check_shards(config, settings.quant_plan(None if source is None else source.plan()), settings)
+    if settings.use_vllm:
+        plan = settings.quant_plan(None if source is None else source.plan()) if settings.quantized else None
+        check_shards(config, plan, settings)
     ranks = args.gpus // args.replicas
     run = meta.run_of(
         settings,
@@ -85,9 +86,11 @@ def check_gpus(args: argparse.Namespace, settings: Any) -> None:
         raise ValueError(
             f"vllm_tensor_parallel_size={engine} must divide the GPUs, which share engines of so many, got --gpus {args.gpus}."
         )
-    if args.replicas < 1 or args.gpus % args.replicas or (args.replicas > 1 and args.sharding in ("ddp", "zero3")):
+    copies, plain = args.replicas, args.sharding in ("ddp", "zero3")
+    if copies < 1 or args.gpus % copies or (copies > 1 and (plain or copies == args.gpus)):
         raise ValueError(
-            f"--replicas {args.replicas} must divide --gpus {args.gpus}, with FSDP2 (HSDP), got --sharding {args.sharding or 'fsdp2'}."
+            f"--replicas {copies} must divide --gpus {args.gpus} into copies of two GPUs and more, with FSDP2 (HSDP), got --sharding "
+            f"{args.sharding or 'fsdp2'}."
         )
     if args.sharding == "zero3" and settings.optim_muon:
         raise ValueError("--sharding zero3 needs --optim_muon false: ZeRO leaves Muon no whole matrix.")

@@ -46,6 +46,7 @@ class WholeUpdate(WeightTransferEngine):
     version: str | None = None
     updates = 0  # since `mark` began a publish
     unfinished = False  # an update began and did not end
+    touched = False  # weights came, from anybody
 
     def mark(self, version: str) -> None:
         """
@@ -71,7 +72,7 @@ class WholeUpdate(WeightTransferEngine):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         parsed, updates = self.parse_update_info(update_info), self.updates
         self.mark("")
-        self.unfinished, self.updates = True, updates + 1
+        self.touched, self.unfinished, self.updates = True, True, updates + 1
 
         def reload() -> None:
             initialize_layerwise_reload(self.model)
@@ -137,6 +138,8 @@ class WorkerExtension:
     def qarl_mark(self, version: str) -> None:
         """Begin a publish (an empty `version`) or end it: [`WholeUpdate.mark`]."""
         self.weight_transfer_engine.mark(version)
+        if not version and self._weight_update_active:  # somebody's who died before `update_weights`, or after
+            self.finish_weight_update()
 
     def qarl_state(self) -> dict[str, Any]:
         """What this worker runs, as [`~qarl_trl.rollout.server.needed_of_server`] has it, and the version of its weights."""
@@ -147,6 +150,7 @@ class WorkerExtension:
             quantization.pop(name, None)
         return {
             "version": self.weight_transfer_engine.version,
+            "random": not self.weight_transfer_engine.touched,
             "quantization_config": quantization,
             "config": config,
             "config_class": type(model_config.hf_config).__module__,

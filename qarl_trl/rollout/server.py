@@ -165,7 +165,7 @@ class ServerClient(VLLMClient):
                 + ". Start it with `qarl-trl serve` and the recipe of this run; it reads the config of the model's files, not what "
                 "model_init_kwargs changes in it."
             )
-        return all(state["version"] is None for state in states)
+        return all(state["random"] for state in states)
 
     def publish(self, stream: Iterable[tuple[str, Tensor]], metadata: list[tuple] | None, device: Any) -> None:
         """

@@ -48,12 +48,19 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
             )
 
 
-def check_shards(config: PretrainedConfig, plan: QuantizationConfig, args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) an engine over ranks whose parts of a layer the groups do not divide, before a model loads."""
+def check_shards(config: PretrainedConfig, plan: QuantizationConfig | None, args: QaRLConfig) -> None:
+    """
+    Refuse (`ValueError`) an engine over ranks that do not divide the attention heads, or whose parts of a layer the groups of
+    `plan` do not divide, before a model loads.
+    """
     ranks, text = args.vllm_tensor_parallel_size, config.get_text_config()
     if ranks == 1:
         return
     heads = getattr(text, "num_attention_heads", 0) or 0
+    if heads % ranks:
+        raise ValueError(f"vllm_tensor_parallel_size={ranks} must divide the {heads} attention heads of the model.")
+    if plan is None:
+        return
     layer = "model.layers.0."
     inputs = {
         f"{layer}self_attn.o_proj": heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)),

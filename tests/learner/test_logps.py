@@ -329,6 +329,10 @@ def test_rows_with_images_are_trimmed_and_split_like_others():
     for name, grad in mine.items():
         assert (grad - expected_gradients[name]).norm() < 1e-6 * norm, name
     assert mine["model.visual.patch_embed.proj.weight"].norm() > 1e-3 * norm
+    # Some rows without an image, some passes with none.
+    mixed = with_images(make_batch([(5, 24), (3, 30), (9, 22), (4, 20), (6, 31)]), (1, 0, 1, 0, 1))
+    whole = padded(model, **mixed)[0]
+    assert (run(make_passes(36), model, order, **mixed, batch_size=3)[0] - whole).abs().max() < 5e-6
     # Control: each row with the pixels of another one.
     others = batch | {"pixel_values": batch["pixel_values"].roll(16, 0)}
     assert (run(passes, model, order, **others, batch_size=3)[0] - expected[0]).abs().max() > 1e-3

@@ -66,7 +66,11 @@ def needed(tiny_model):
 
 def state_of(needed, version=None, **changes):
     """What a worker says that runs what is needed, as JSON has it, but for `changes` by dotted names."""
-    state = json.loads(json.dumps(needed)) | {"version": version, "config_class": "transformers.models.qwen3"}
+    state = json.loads(json.dumps(needed)) | {
+        "version": version,
+        "random": version is None,
+        "config_class": "transformers.models.qwen3",
+    }
     for name, value in changes.items():
         inner, *path = state, *name.split("__")
         for key in path[:-1]:
@@ -332,6 +336,17 @@ def test_weights_have_a_version_only_after_a_whole_publish(monkeypatch, sender, 
         with pytest.raises(RuntimeError, match="start it again") if fails else nullcontext():
             begin(worker)
     assert seen == [None] * (2 if fails else 4) and worker.weight_transfer_engine.version is None
+
+
+def test_a_sender_that_dies_within_its_update_leaves_a_server_that_can_go_on(monkeypatch):
+    worker = worker_of("qarl_folder", monkeypatch, lambda info: None)
+    assert not worker.weight_transfer_engine.touched
+    for updates in range(2):
+        worker.start_weight_update()
+        for _ in range(updates):
+            worker.update_weights(FOLDER)
+        worker.qarl_load("run-1", "[]")
+        assert worker.weight_transfer_engine.version == "run-1" and worker.weight_transfer_engine.touched
 
 
 @pytest.mark.parametrize("another", [False, True])
