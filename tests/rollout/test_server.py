@@ -107,7 +107,7 @@ def test_a_server_that_is_not_the_engine_of_the_run_is_refused(needed, changes, 
     with client_of({"/collective_rpc": lambda body: (200, {"results": states})}) as client:
         if words is None:
             assert client.check(needed) is True  # its weights are random
-            states[0]["version"] = "other-1"
+            states[0]["random"] = False  # an earlier run's, or anybody's
             assert client.check(needed) is False
             return
         with pytest.raises(ValueError, match="is not the engine of this run") as error:

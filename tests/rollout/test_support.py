@@ -98,7 +98,7 @@ def test_vllm_still_knows_the_switch_for_block_scales():
         ("FP8_BLOCK", [], 2, "192 inputs of mlp.down_proj into parts of 96, and groups of 128"),
         ("W4A16", ["re:.*down_proj"], 2, None),
         ("FP8_DYNAMIC", [], 2, None),
-        ("W4A16", ["re:.*down_proj"], 3, "256 inputs of self_attn.o_proj into parts of 85.3333"),
+        ("W4A16", ["re:.*down_proj"], 3, "vllm_tensor_parallel_size=3 must divide the 4 attention heads"),
     ],
 )
 def test_engine_ranks_divide_the_groups_of_every_layer(scheme, ignore, ranks, words):
