@@ -43,7 +43,7 @@ class RatioMeter:
         own = clip_bounds(trainer.loss_type, trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta)
         paper, by_sequence = Bounds.of_band(trainer.args.trust_band), trainer.importance_sampling_level == "sequence"
         old, mask, advantages = batch.get("old_per_token_logps", logps), loss_mask(batch), batch["advantages"].float()
-        columns = completion_columns(logps, old, mask, advantages, errors, own, by_sequence) | {"cut": cut}
+        columns = completion_columns(logps, old, mask, advantages, errors, cut, own, by_sequence)
         rows = trainer.accelerator.gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
         metrics = ratio_metrics(dict(zip(columns, rows.unbind(1), strict=True)), own, paper, by_sequence)
         for name, value in metrics.items():
@@ -61,9 +61,16 @@ class RatioMeter:
 
 
 def completion_columns(
-    logps: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, errors: Tensor, own: Bounds, by_sequence: bool
+    logps: Tensor,
+    old: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    errors: Tensor,
+    cut: Tensor,
+    own: Bounds,
+    by_sequence: bool,
 ) -> dict[str, Tensor]:
-    """What each completion adds to the metrics: from `(B, T)`, with `(B,)` advantages, to numbers `(B,)`."""
+    """What each completion adds to the metrics: from `(B, T)`, with `(B,)` advantages and `cut`, to numbers `(B,)`."""
     counted = mask.bool()
     difference = torch.where(counted, logps.float() - old.float(), 0.0)
     ratio = sequence_log_ratio(logps, old, mask).exp()
@@ -78,6 +85,7 @@ def completion_columns(
         "tokens": counted.sum(1),
         "k3": (difference.expm1() - difference).sum(1),  # expm1: see `mismatch_sums`
         "errors": (errors & counted).sum(1),
+        "cut": cut,
         **beyond,
     }
 

@@ -45,9 +45,9 @@ def bounds(edges):
 
 def measured(batch, own, by_sequence, paper=PAPER):
     columns = completion_columns(
-        batch.logps, batch.old, batch.mask, batch.advantages, batch.errors, bounds(own), by_sequence
+        batch.logps, batch.old, batch.mask, batch.advantages, batch.errors, batch.cut, bounds(own), by_sequence
     )
-    columns = {name: column.float() for name, column in columns.items()} | {"cut": batch.cut.float()}
+    columns = {name: column.float() for name, column in columns.items()}
     return ratio_metrics(columns, bounds(own), bounds(paper), by_sequence)
 
 
