@@ -122,7 +122,12 @@ def prompt_ids(tokenizer: Any, prompts: list[Any], args: QaRLConfig) -> list[lis
 
 
 def check_together(given: Mapping[str, Any], args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) what would let one process wait for ever for the others, or for their completions."""
+    """Refuse (`ValueError`) settings that do not go with each other, or would let a process wait for ever."""
+    if given.get("rollout_func") and args.mismatch_abort_threshold is not None and not args.weighs_mismatch:
+        raise ValueError(
+            f"mismatch_abort_threshold={args.mismatch_abort_threshold} would never be looked at: log-probs of a rollout_func "
+            "count only where the loss weighs with them. Set vllm_importance_sampling_correction=True, or unset it."
+        )
     server = args.use_vllm and args.vllm_mode == "server"
     if server and args.publish_folder is None and args.device.type != "cuda":
         raise ValueError(

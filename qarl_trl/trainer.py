@@ -166,11 +166,8 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         with self._temperature():
             output = super()._generate_and_score_completions(inputs)
         output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
-        old, sampling, mask = (
-            output.get("old_per_token_logps"),
-            output.get("sampling_per_token_logps"),
-            loss_mask(output),
-        )
+        old, sampling = output.get("old_per_token_logps"), output.get("sampling_per_token_logps")
+        mask = loss_mask(output)
         if self._tbpo and self.args.weighs_mismatch:
             weight = mismatch_weight(old, sampling, mask, self.args.tbpo_mismatch_cap)
             output["importance_sampling_ratio"] = weight.unsqueeze(1)

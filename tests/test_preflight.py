@@ -151,6 +151,17 @@ def test_tools_of_several_processes_need_an_engine_each(changes, given):
     check_together({"tools": []}, SimpleNamespace(world_size=2, **args | changes))
 
 
+def test_a_threshold_that_nothing_would_be_compared_with_is_refused(tmp_path):
+    given = {"rollout_func": lambda prompts, trainer: {}}
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "mismatch_abort_threshold": 0.1}
+    plain = config(tmp_path, **settings, vllm_importance_sampling_correction=False)
+    with pytest.raises(ValueError, match="mismatch_abort_threshold=0.1 would never be looked at"):
+        check_together(given, plain)
+    check_together({}, plain)  # controls
+    check_together(given, config(tmp_path, **settings, vllm_importance_sampling_correction=True))
+    check_together(given, config(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False))
+
+
 def test_a_server_takes_no_images():
     data = Dataset.from_dict({"prompt": ["a"], "image": ["b"]})
     args = {"use_vllm": True, "world_size": 1, "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
