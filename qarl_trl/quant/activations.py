@@ -101,6 +101,12 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     return ((nearest + zero_point).clamp(-128, 127) - zero_point).to(torch.int16), steps.reciprocal()
 
 
+def dequantize_activations(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes `(..., in)` times scale float32 `(..., groups)`, multiplied in float32 and rounded once to `dtype`."""
+    groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
+    return groups.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
 def _divided(x: Tensor, by: float) -> Tensor:
     """`x / by`, rounded once: by a Python number torch's CUDA kernel multiplies with the reciprocal."""
     return x / torch.full_like(x, by)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import once
-from .products import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, Product, Saved
+from .products import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, Product, Saved, restored
 from .quantize import LowBitWeight
 
 
@@ -58,13 +58,14 @@ def _(product: Fp8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tup
         # torch's grouped float8 GEMM is for Hopper and B200, and gives bfloat16.
         return _expert_by_expert(lambda *args: product.matmul(*args, None, x.dtype), x, saved, weight, offsets), saved
     operand, w_scale = product.operand(weight)
-    matrices, w_scale = stacked(operand, offsets), w_scale.view(len(offsets), -1)
+    w_scale = w_scale.view(len(offsets), -1)
     if on_cpu:
-        sums = multiply(codes.float(), matrices.float(), offsets)
+        sums = multiply(_numbers(codes), stacked(_numbers(operand), offsets), offsets)
         return sums.mul_(scale).mul_(_of_rows(w_scale, sums, offsets)).to(x.dtype), saved
     scales = {"scale_a": scale.squeeze(-1), "scale_b": w_scale}
     options = {"offs": offsets, "out_dtype": x.dtype, "use_fast_accum": True}
-    return torch._scaled_grouped_mm(codes, matrices.transpose(-2, -1), **scales, **options), saved
+    matrices = stacked(operand, offsets).transpose(-2, -1)
+    return torch._scaled_grouped_mm(codes, matrices, **scales, **options), saved
 
 
 @grouped_product.register
@@ -73,8 +74,9 @@ def _(product: Fp8BlockGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -
     height, width = weight.scheme.weights.block_structure
     y = torch.zeros(len(x), weight.codes.shape[0] // len(offsets), device=x.device)
     w_scale = _of_rows(stacked(weight.scale.float(), offsets), y, offsets)
-    for i, (a, b) in enumerate(zip(codes.split(width, dim=1), weight.codes.split(width, dim=1), strict=True)):
-        sums = multiply(a.float(), stacked(b.float(), offsets), offsets) * scale[:, i : i + 1]
+    columns = zip(_numbers(codes).split(width, dim=1), _numbers(weight.codes).split(width, dim=1), strict=True)
+    for i, (a, b) in enumerate(columns):
+        sums = multiply(a, stacked(b, offsets), offsets) * scale[:, i : i + 1]
         y += (sums.unflatten(-1, (-1, height)) * w_scale[..., i : i + 1]).flatten(-2)
     return y.to(x.dtype), saved
 
@@ -94,6 +96,11 @@ def _(product: Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tu
         sums = sum(exact(*part).to(torch.int32) for part in parts).float()
     w_scale = _of_rows(weight.scale.view(len(offsets), -1), sums, offsets)
     return sums.mul_(w_scale).mul_(scale).to(x.dtype), saved
+
+
+def _numbers(codes: Tensor) -> Tensor:
+    """Codes as float32 numbers."""
+    return restored(codes, torch.ones(len(codes), 1, device=codes.device), torch.float32)
 
 
 def _of_rows(of_experts: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import reference
 from .activations import (
     FP8,
+    dequantize_activations,
     once,
     quantize_groups_fp8,
     quantize_tokens_fp8,
@@ -86,6 +87,12 @@ def compiled(plain: Callable[..., Saved]) -> Callable[[Tensor], Saved]:
     return quantize
 
 
+def restored(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[`dequantize_activations`], or the kernel that gives its bytes."""
+    plain = dequantize_activations
+    return (plain if fast is None else fast.activation_decoder(codes, scale, dtype))(codes, scale, dtype)
+
+
 class ActivationGemm(Product):
     """Base of the products that quantize activations: they keep the codes of the input instead of the input."""
 
@@ -98,11 +105,7 @@ class ActivationGemm(Product):
         return y.reshape(*x.shape[:-1], -1), saved
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
-        codes, scale = saved
-        if scale.shape[-1] == 1:
-            return codes.float().mul_(scale).to(dtype)
-        groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
-        return (groups * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+        return restored(*saved, dtype)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         """`(tokens, in)` codes times the weight plus the bias, `(tokens, out)` in `dtype`."""
@@ -126,7 +129,7 @@ class Fp8Gemm(ActivationGemm):
             return torch._scaled_mm(x, w.t(), scale_a=scale, scale_b=w_scale.t().contiguous(), **options)
         one = torch.ones(1, device=x.device)
         product = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-        return add_bias(product * scale * w_scale.t(), bias).to(dtype)
+        return add_bias(product.mul_(scale).mul_(w_scale.t()), bias).to(dtype)
 
 
 class Int4Fp8Gemm(Fp8Gemm):
@@ -186,7 +189,7 @@ class Int8Gemm(ActivationGemm):
         if x.device.type == "cuda" and tokens <= 16:  # cuBLAS wants more rows
             x = F.pad(x, (0, 0, 0, 17 - tokens))
         sums = torch._int_mm(x, weight.codes.t())[:tokens]
-        return add_bias(sums.float() * weight.scale.float().t() * scale, bias).to(dtype)
+        return add_bias(sums.float().mul_(weight.scale.float().t()).mul_(scale), bias).to(dtype)
 
 
 class CpuInt4Int8Gemm(ActivationGemm):

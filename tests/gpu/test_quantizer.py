@@ -10,7 +10,12 @@ from quant.schemes import ALL_SCHEMES, same_tensors
 from quant.test_reference import many_weights, parts
 
 from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
+from qarl_trl.quant.activations import (
+    dequantize_activations,
+    quantize_groups_fp8,
+    quantize_tokens_fp8,
+    quantize_tokens_int8,
+)
 
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +41,14 @@ def test_activations_are_quantized_by_a_kernel_with_the_bytes_of_the_plain_opera
             warnings.simplefilter("error")
             kernel = fast.quantizer_of(plain, x)
         assert kernel is not plain
-        for found, expected in zip(kernel(x), plain(x), strict=True):
+        codes, scale = plain(x)
+        for found, expected in zip(kernel(x), (codes, scale), strict=True):
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            back = fast.activation_decoder(codes, scale, dtype)
+        assert back is not dequantize_activations
+        assert torch.equal(back(codes, scale, dtype), dequantize_activations(codes, scale, dtype))
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("W8A8", 11006), ("FP8_DYNAMIC", 11008), ("NVFP4A16", 11024)])

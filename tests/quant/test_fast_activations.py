@@ -8,12 +8,13 @@ import torch
 
 from qarl_trl.quant import fast
 from qarl_trl.quant.activations import (
+    dequantize_activations,
     quantize_groups_fp8,
     quantize_tokens_fp8,
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from qarl_trl.quant.products import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm
+from qarl_trl.quant.products import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, restored
 from quant.schemes import normal, same_bytes
 from quant.test_activations import tokens
 from quant.test_fast import interpreted
@@ -73,6 +74,64 @@ def test_a_token_that_is_not_finite_has_the_bytes_of_the_plain_operations(plain,
         found = PRODUCTS[plain].quantize(x)
         assert same(found, plain(x))
         assert found[1].isfinite().flatten(1).all(1).sum() == 27
+
+
+def codes_and_scales(dtype, shape=(40, 384), groups=1):
+    """Every kind of code, NaN of float8 among them, with scales from subnormal numbers to infinity."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
+    exponents = torch.randint(-149, 129, (*shape[:-1], groups), generator=generator)
+    return codes, torch.ldexp(torch.rand(exponents.shape, generator=generator) + 1, exponents)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.int8])
+def test_numbers_have_the_bytes_of_the_plain_operations(monkeypatch, code, dtype):
+    """Of any shape, also in parts of the rows for several threads; NaN where those have it."""
+    monkeypatch.setattr(cpu, "_WEIGHTS_PER_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    shapes = [(40, 384), (3, 7, 130), (2,), (1, 6), (256, 1000)]
+    for shape, groups in [*((shape, 1) for shape in shapes), ((40, 384), 3), ((2, 5, 256), 2)]:
+        codes, scale = codes_and_scales(code, shape, groups)
+        kernel = fast.activation_decoder(codes, scale, dtype)
+        assert kernel is not dequantize_activations
+        found, expected = kernel(codes, scale, dtype), dequantize_activations(codes, scale, dtype)
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert same_bytes(
+            found.nan_to_num(0.0, torch.inf, -torch.inf), expected.nan_to_num(0.0, torch.inf, -torch.inf)
+        )
+    assert not same_bytes(kernel(codes, scale.roll(1, 0), dtype), found)  # control
+    assert same_bytes(restored(codes, scale, dtype), found)
+
+
+def test_numbers_that_no_kernel_takes_go_to_the_plain_operations():
+    codes, scale = codes_and_scales(torch.int8)
+    taken = fast.activation_decoder(codes, scale, torch.float32)
+    assert taken is not dequantize_activations  # control
+    odd, wide = (codes[:, :131].contiguous(), scale), (codes.short(), scale)
+    for other in (odd, wide, (codes.t(), scale[:1].repeat(384, 1)), (codes[:0], scale[:0]), (codes.to("meta"), scale)):
+        assert fast.activation_decoder(*other, torch.float32) is dequantize_activations
+    assert fast.activation_decoder(codes, scale, torch.half) is dequantize_activations
+
+
+def scale_of_a_weight(codes, scale, dtype):
+    return dequantize_activations(codes, scale.bfloat16().float(), dtype)
+
+
+def rounded_like_a_weight(codes, scale, dtype):
+    return dequantize_activations(codes, scale, torch.bfloat16).to(dtype)
+
+
+def nan_as_a_number(codes, scale, dtype):
+    return dequantize_activations(codes, scale, dtype).nan_to_num(480.0, torch.inf, -torch.inf)
+
+
+@pytest.mark.parametrize("broken", [scale_of_a_weight, rounded_like_a_weight, nan_as_a_number])
+def test_a_kernel_with_other_numbers_is_reported_and_not_used(monkeypatch, broken):
+    monkeypatch.setattr(cpu, "dequantize_activations", broken)
+    codes, scale = codes_and_scales(torch.float8_e4m3fn)
+    with pytest.warns(UserWarning, match="gives other bytes on cpu"):
+        assert fast.activation_decoder(codes, scale, torch.float32) is dequantize_activations
 
 
 @every_function
@@ -201,12 +260,18 @@ for dtype in (torch.bfloat16, torch.float32):
         assert fast._same_activations(kernel, plain, "triton", torch.device("cpu"), dtype), (plain, dtype)
         print(plain.__name__, "agrees")
     assert not torch.equal(*(plain(fast.sample(dtype))[0] for plain in (rounded_once, functions[-1])))  # control
+    for code in (torch.int8, torch.float8_e4m3fn):
+        args = cuda.dequantize_activations, activations.dequantize_activations, torch.device("cpu"), code, dtype
+        assert fast._same_numbers(*args), (code, dtype)
+        print(code, "agrees")
 # Sizes that fill no tile, and rows of several.
 cuda._WORDS_PER_PROGRAM = 256
 for plain, width in zip(functions, (1050, 384, 1050)):
     x = torch.randn(2, 5, width).bfloat16()
     for a, b in zip(kernel_of(plain)(x), plain(x)):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), plain
+    back = [f(*plain(x), torch.bfloat16) for f in (cuda.dequantize_activations, activations.dequantize_activations)]
+    assert torch.equal(*back), plain
     print(plain.__name__, "takes any size")
 """
 
@@ -216,7 +281,7 @@ def test_triton_kernels_have_the_bytes_of_the_plain_operations():
     pytest.importorskip("triton")
     result = interpreted(INTERPRETED)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("agrees") == 8
+    assert result.stdout.count("agrees") == 12
     assert result.stdout.count("takes any size") == 3
 
 

@@ -286,10 +286,11 @@ def test_triton_compiles_what_was_written(word, capability):
 
     from qarl_trl.quant.fast import cuda
 
-    cases = (False, False, 4), (False, True, 4), (False, False, 8), (True, False, 8), (True, False, 4)
-    for is_float, asymmetric, bits in cases:
+    cases = [(False, False, 4, True), (False, True, 4, True), (False, False, 8, True), (True, False, 8, True)]
+    cases += [(True, False, 4, True), (False, False, 8, False), (True, False, 8, False)]
+    for is_float, asymmetric, bits, rounded in cases:
         constants = {"ROWS": 32, "COLUMNS": 64, "FLOAT": is_float, "ASYMMETRIC": asymmetric, "CODE_BITS": bits}
-        constants |= {"FLIP": 128, "OFFSET": 128.0}
+        constants |= {"FLIP": 128, "OFFSET": 128.0, "ROUNDED": rounded}
         pointers = {"words": word, "scales": "*fp32", "zeros": "*fp32", "pairs": "*u8" if bits == 4 else "*i16"}
         signature = pointers | {"rows": "i32", "columns": "i32"} | dict.fromkeys(constants, "constexpr")
         source = ASTSource(cuda._decode, signature=signature, constexprs=constants)

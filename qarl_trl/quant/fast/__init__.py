@@ -70,6 +70,19 @@ def quantizer_of(plain: Quantizer, x: Tensor) -> Quantizer:
     return kernel if agrees else plain
 
 
+def activation_decoder(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """What computes [`activations.dequantize_activations`] of contiguous codes: a kernel, or that function itself."""
+    plain, compiled = activations.dequantize_activations, _compiled(codes.device.type)
+    whole = type(codes) is Tensor and codes.is_contiguous() and scale.is_contiguous() and codes.numel() > 0
+    if compiled is None or not whole or dtype not in DTYPES or codes.dtype not in (FP8, torch.int8):
+        return plain
+    if codes.shape[-1] // scale.shape[-1] % 2 or codes.storage_offset() % 2:
+        return plain
+    case = (plain.__name__, codes.device, codes.dtype, dtype)
+    agrees = _agrees(case, compiled.__name__, lambda: _same_numbers(compiled.dequantize_activations, plain, *case[1:]))
+    return compiled.dequantize_activations if agrees else plain
+
+
 def _checked(
     check: Callable[..., bool],
     shape: tuple[int, int],
@@ -164,6 +177,23 @@ def _same_activations(
         results += function(x)
         results += [y.float().nan_to_num(-1.0, torch.inf, -torch.inf) for y in function(diverged)]
     return _same_bytes(found, expected, compiled, f"{plain.__name__}, {dtype}")
+
+
+def _same_numbers(
+    kernel: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    device: torch.device,
+    codes_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether `kernel` has the numbers of `plain`, of every code with scales of all sizes, and NaN where that has it."""
+    scale = torch.cat((sample(torch.float32)[:512, :2].abs(), torch.tensor([[0.0, torch.inf], [torch.nan, 1.0]])))
+    codes = torch.arange(256).repeat(len(scale), 2).to(torch.uint8).view(codes_dtype)
+    found, expected = (
+        [function(codes.to(device), scale.to(device), dtype).float().nan_to_num(-1.0, torch.inf, -torch.inf)]
+        for function in (kernel, plain)
+    )
+    return _same_bytes(found, expected, kernel.__module__, f"{plain.__name__}, {codes_dtype} to {dtype}")
 
 
 def _same_bytes(found: list, expected: list, compiled: str, case: str) -> bool:

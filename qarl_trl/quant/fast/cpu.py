@@ -129,6 +129,17 @@ def quantize_activations(
     return codes, scale
 
 
+def dequantize_activations(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """As [`activations.dequantize_activations`] of contiguous tensors."""
+    out, groups = torch.empty(codes.shape, dtype=dtype), scale.shape[-1]
+    shape = scale.numel() // groups, 1, groups, codes.shape[-1] // groups // 2
+    pairs, scales = _memory(codes, np.uint16, shape), _memory(scale, np.float32, (shape[0], groups))
+    numbers = _memory(out, np.uint32 if dtype == torch.bfloat16 else np.uint64, shape)
+    offset = None if codes.dtype == FP8 else np.float32(128)
+    _over_rows(kernels.decode, pairs, scales, None, numbers, np.uint16(0x8080), offset)
+    return out
+
+
 def _layout(scheme: QuantizationScheme) -> tuple[int, int]:
     """Bits that a code takes, and the highest one of two of them."""
     return (4, 0x88) if scheme.format == "pack-quantized" and scheme.weights.num_bits == 4 else (8, 0x8080)

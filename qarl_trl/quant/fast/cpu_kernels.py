@@ -241,10 +241,11 @@ def _pair(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
     return b.xor(b.trunc(b.or_(lower, b.shl(second, _int(bits))), flip.type), flip)
 
 
-def _products(b: ir.IRBuilder, first: Any, second: Any, scale: Any, like: Any) -> Any:
-    """Two numbers times a scale, each rounded to bfloat16, as the two bfloat16 or float32 numbers of a word."""
-    # Numbers and a bfloat16 scale have 8 bits each, so that the product is exact and rounded once.
-    first, second = (_to_bfloat16(b, b.bitcast(b.fmul(x, scale), _I32)) for x in (first, second))
+def _products(b: ir.IRBuilder, first: Any, second: Any, scale: Any, like: Any, rounded: bool = True) -> Any:
+    """Two numbers times a float32 scale, `rounded` to bfloat16, as the two bfloat16 or float32 numbers of a word."""
+    first, second = (b.bitcast(b.fmul(x, scale), _I32) for x in (first, second))
+    if rounded or like.type.width == 32:
+        first, second = _to_bfloat16(b, first), _to_bfloat16(b, second)
     if like.type.width == 32:
         return b.or_(b.lshr(first, _int(16)), second)
     return b.or_(b.zext(first, like.type), b.shl(b.zext(second, like.type), ir.Constant(like.type, 32)))
@@ -256,28 +257,38 @@ def _codes(b: ir.IRBuilder, pair: Any) -> tuple[Any, Any]:
     return b.and_(both, _int((1 << bits) - 1)), b.lshr(both, _int(bits))
 
 
+def _of_weight_or_input(b: ir.IRBuilder, numbers: Iterator[Any], scale: Any, like: Any) -> Any:
+    """Numbers times the bfloat16 scale of a weight, rounded to bfloat16, or the float32 scale of an input."""
+    if scale.type == _F32:
+        return _products(b, *numbers, scale, like, rounded=False)
+    # Numbers and scale have 8 bits each, so that the product is exact and rounded once.
+    return _products(b, *numbers, _widened(b, scale), like)
+
+
 @_instruction()
 def _int_products(b: ir.IRBuilder, pair: Any, flip: Any, shift: Any, scale: Any, like: Any) -> Any:
     """Two integer codes, the bits of `flip` turned, minus `shift`, times a scale."""
     numbers = (b.fsub(b.uitofp(code, _F32), shift) for code in _codes(b, b.xor(pair, flip)))
-    return _products(b, *numbers, _widened(b, scale), like)
+    return _of_weight_or_input(b, numbers, scale, like)
 
 
 def _float_numbers(b: ir.IRBuilder, pair: Any, exponent: int, mantissa: int) -> Iterator[Any]:
-    """Of two codes of floats of few bits, none of them NaN; `exponent` is the lowest, as of [`_float_code`]."""
+    """Of two codes of floats of few bits; `exponent` is the lowest, as of [`_float_code`]. A code of float8 may be NaN."""
     sign = pair.type.width // 2 - 1
     for code in _codes(b, pair):
         magnitude = b.and_(code, _int((1 << sign) - 1))
         normal = b.add(b.shl(magnitude, _int(23 - mantissa)), _int((126 + exponent) << 23))
         subnormal = b.bitcast(b.fmul(b.uitofp(magnitude, _F32), _real(2.0 ** (exponent - mantissa))), _I32)
         bits = b.select(b.icmp_unsigned("<", magnitude, _int(1 << mantissa)), subnormal, normal)
+        if sign == 7:
+            bits = b.select(b.icmp_unsigned("==", magnitude, _int(0x7F)), _int(0x7FC00000), bits)
         yield b.bitcast(b.or_(bits, b.shl(b.lshr(code, _int(sign)), _int(31))), _F32)
 
 
 @_instruction()
 def _float8_products(b: ir.IRBuilder, pair: Any, scale: Any, like: Any) -> Any:
-    """Two float8_e4m3fn numbers times a bfloat16 scale."""
-    return _products(b, *_float_numbers(b, pair, -6, 3), _widened(b, scale), like)
+    """Two float8_e4m3fn numbers times a scale."""
+    return _of_weight_or_input(b, _float_numbers(b, pair, -6, 3), scale, like)
 
 
 @_instruction()

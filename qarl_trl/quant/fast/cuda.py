@@ -93,7 +93,7 @@ def decode(
     pairs = codes.contiguous().view(torch.uint8 if size == 4 else torch.int16)
     constants = {"FLOAT": scheme.weights.type == QuantizationType.FLOAT, "ASYMMETRIC": zero_point is not None}
     # Integers in packed words have half their range added; others get it with their highest bit turned.
-    constants |= {"CODE_BITS": size, "FLIP": 0 if packed else half, "OFFSET": float(half)}
+    constants |= {"CODE_BITS": size, "FLIP": 0 if packed else half, "OFFSET": float(half), "ROUNDED": True}
     _over_tiles(_decode, words, scales, zeros, pairs, **constants)
     return out
 
@@ -113,6 +113,15 @@ def quantize_activations(
         grid = (triton.cdiv(words.shape[0], tile[0]),)
         _activation_codes[grid](words, scale, codes.view(torch.int16), *words.shape, *tile, **constants)
     return codes, scale
+
+
+def dequantize_activations(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """As [`activations.dequantize_activations`] of contiguous tensors."""
+    out, width = codes.new_empty(codes.shape, dtype=dtype), codes.shape[-1] // scale.shape[-1]
+    words = out.view(torch.int32 if dtype == torch.bfloat16 else torch.int64).view(-1, width // 2)
+    constants = {"FLOAT": codes.dtype == FP8, "ASYMMETRIC": False, "CODE_BITS": 8, "FLIP": 0x80, "OFFSET": 128.0}
+    _over_tiles(_decode, words, scale, scale, codes.view(torch.int16), ROUNDED=dtype == torch.bfloat16, **constants)
+    return out
 
 
 def _words(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -264,13 +273,14 @@ def _encode(
 
 @triton.jit
 def _float_number(code, BITS: tl.constexpr):
-    """The number of a float8_e4m3fn code that is not NaN, or of a float4_e2m1 code."""
+    """The number of a float8_e4m3fn or of a float4_e2m1 code."""
     if BITS == 8:
         magnitude = code & 0x7F
         normal = (magnitude << 20) + 0x3C000000  # the exponent's bias, 127 - 7
         # Below 2^-6 the numbers are multiples of 2^-9.
         subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-        bits = tl.where(magnitude < 8, subnormal, normal) | ((code & 0x80) << 24)
+        bits = tl.where(magnitude < 8, subnormal, tl.where(magnitude == 0x7F, 0x7FC00000, normal))
+        bits |= (code & 0x80) << 24
     else:
         magnitude = code & 7
         normal = (magnitude << 22) + 0x3F000000  # 127 - 1
@@ -293,6 +303,7 @@ def _decode(
     CODE_BITS: tl.constexpr,
     FLIP: tl.constexpr,
     OFFSET: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -309,9 +320,9 @@ def _decode(
         first, second = _float_number(first, CODE_BITS), _float_number(second, CODE_BITS)
     else:
         first, second = (first ^ FLIP).to(tl.float32) - shift, (second ^ FLIP).to(tl.float32) - shift
-    # A code has 8 bits and a bfloat16 scale has 8, so that the product is exact and rounded once.
-    first = _to_bfloat16((first * scale).to(tl.int32, bitcast=True))
-    second = _to_bfloat16((second * scale).to(tl.int32, bitcast=True))
+    first, second = (first * scale).to(tl.int32, bitcast=True), (second * scale).to(tl.int32, bitcast=True)
+    if ROUNDED:  # once: a code has 8 bits and the bfloat16 scale of a weight has 8, so that their product is exact
+        first, second = _to_bfloat16(first), _to_bfloat16(second)
     if words.dtype.element_ty == tl.int64:
         word = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
     else:
