@@ -7,7 +7,9 @@ before any ratio is printed.
 Both start from a bfloat16 weight and end with the tensors of the checkpoint. "float32" is ours from a float32 master, "plain"
 ours without compiled kernels, as it is where numba is missing. The copy moves half of the bytes that the quantizer reads and
 writes (the weight, and every stored tensor) from one buffer to another that exists already. Back, every side writes to memory
-of its own, as a layer does. Last, each quantizer of activations with its kernel against its plain operations, in bfloat16.
+of its own, as a layer does. Bytes moved back per weight are those of the tensors that each operation reads and writes; the
+kernel reads codes and scales and writes the matrix once. Last, activations, there and back, in bfloat16: each kernel against
+the plain operations.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any
 import common
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 FASTER = 5.0
@@ -64,26 +68,46 @@ def same_bytes(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(as_bytes(a[name]), as_bytes(b[name])) for name in a)
 
 
+class Traffic(TorchDispatchMode):
+    """Adds up the bytes of the tensors that operations read and write; views move none."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        reads = not func.is_view and func.overloadpacket not in (torch.ops.aten.empty, torch.ops.aten.empty_strided)
+        if reads:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+            self.moved += sum(tensor.nbytes for tensor in tensors)
+        return result
+
+
 def activations(args: Any, times: dict[str, common.Times]) -> list[str]:
-    """Each quantizer of activations with and without its kernel: lines to print, and their times."""
-    from qarl_trl.quant.products import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm
+    """Each quantizer of activations with and without its kernel, and back: lines to print, and their times."""
+    from qarl_trl.quant.products import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, restored
 
     lines = []
+
+    def compare(name: str, function: Callable[..., Any], *given: Any) -> None:
+        arms = {"kernel": lambda: function(*given), "plain": lambda: plain(function, *given)}
+        times[name] = common.interleave(arms, args.rounds)
+        found = common.ratio(times[name], "kernel", "plain")
+        lines.append(
+            f"{name}: {found['ratio']:.3f}x the time of the plain operations, {1e3 * found['seconds']:.2f} ms"
+        )
+
     for product in (Fp8Gemm, Fp8BlockGemm, Int8Gemm, CpuInt4Int8Gemm):
         for shape in ((2 * args.outputs, args.inputs // 4), (args.outputs, args.inputs)):
             x, name = torch.randn(*shape).bfloat16(), f"{product.quantize.__name__} {shape[0]} x {shape[1]}"
             both = [dict(enumerate(function(product.quantize, x))) for function in (lambda f, x: f(x), plain)]
             if not same_bytes(*both):
                 raise SystemExit(f"{name}: the codes differ, so their times mean nothing.")
-            arms = {
-                "kernel": lambda f=product.quantize, x=x: f(x),
-                "plain": lambda f=product.quantize, x=x: plain(f, x),
-            }
-            times[name] = common.interleave(arms, args.rounds)
-            found = common.ratio(times[name], "kernel", "plain")
-            lines.append(
-                f"{name}: {found['ratio']:.3f}x the time of the plain operations, {1e3 * found['seconds']:.2f} ms"
-            )
+            compare(name, product.quantize, x)
+            codes, scale = both[0].values()
+            numbers = [{"": f(restored, codes, scale, x.dtype)} for f in (lambda f, *given: f(*given), plain)]
+            if not same_bytes(*numbers):
+                raise SystemExit(f"{name}: the numbers differ, so their times mean nothing.")
+            compare(f"{name}, back", restored, codes, scale, x.dtype)
     return lines
 
 
@@ -128,6 +152,8 @@ def main() -> None:
             "copy back": matrix.clone,
         }
         times |= common.interleave(arms, args.rounds)
+        with Traffic() as traffic_back:
+            plain(dequantize, ours)
         back = common.ratio(times, "back", "copy back")
         faster, copies = common.ratio(times, "theirs", "ours"), common.ratio(times, "ours", "copy")
         rows.append(
@@ -141,6 +167,8 @@ def main() -> None:
                 "plain": common.ratio(times, "plain", "ours")["ratio"],
                 "back: copies": back["ratio"],
                 "plain back": common.ratio(times, "plain back", "back")["ratio"],
+                "back bytes": (ours.num_bytes() + matrix.nbytes) / weight.numel(),
+                "plain back bytes": traffic_back.moved / weight.numel(),
                 "back ns": 1e9 * back["seconds"] / weight.numel(),
                 "ours ms": 1e3 * faster["base_seconds"],
                 "theirs ms": 1e3 * faster["seconds"],
