@@ -134,7 +134,7 @@ def main() -> None:
         rows=(32, 8, "sequences of a rollout batch"),
         micro=(8, 4, "sequences of a micro-batch"),
         spread=(1.0, 1.0, "standard deviation of the logarithm of a length"),
-        rounds=(3, 1, "updates of each arm"),
+        rounds=(7, 1, "updates of each arm"),
     )
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
