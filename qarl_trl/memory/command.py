@@ -48,7 +48,6 @@ def make_parser() -> argparse.ArgumentParser:
 def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, dict[str, Any]]:
     """The run that a recipe and the command line describe, and what the table says of it. `ValueError` for what cannot run."""
     from ..llmcompressor.quantized_start import quantized_source
-    from ..quant.checks import check_shardable
     from ..rollout.support import check_shards
     from ..train import parse
     from . import model as meta
@@ -60,11 +59,9 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
     name = model_args.model_name_or_path
     config, source = meta.read_config(name), quantized_source(name) if settings.from_checkpoint else None
     check_gpus(args, settings)
-    plan = settings.quant_plan(None if source is None else source.plan()) if settings.quantized else None
+    plan = settings.quant_plan(None if source is None else source.plan())
     ranks = args.gpus // args.replicas
     sharded = ranks > 1 and args.sharding != "ddp"
-    if plan is not None and sharded:
-        check_shardable(plan)
     if settings.use_vllm:
         check_kernels(plan)
         check_shards(config, plan, settings)
