@@ -439,7 +439,9 @@ def _float8(place: dict[str, Any]) -> dict[str, Any]:
     trainer = make_trainer(place["model"], Path(place["folder"], "x"), **over_there(place, **changes))
     trainer.train()
     engine, rows = trainer.vllm_generation, trainer.state.log_history
-    found: dict[str, Any] = {"gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row]}
+    found: dict[str, Any] = {
+        "gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row]
+    }
     stream = engine._iter_named_params
 
     def sample() -> str:
@@ -458,9 +460,11 @@ def _float8(place: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_server_in_float8_whose_engine_is_killed_amid_a_publish(others):
     found = isolated(_float8, others[0], timeout=90)
-    print(found)
     assert len(found["gaps"]) == 2 and max(found["gaps"]) < 1e-6  # measured 9e-8
     assert "After publish 3 the engine's log-probs" in found["wrong"]  # control
+    assert "refused /collective_rpc (500): The engine of this server died" in found["killed"]
+    assert "nothing may be sampled from it" in found["after"]
+    assert "refused /collective_rpc (500)" in found["again"]
 
 
 def _keep_publishes(folder: Path) -> None:
@@ -493,10 +497,11 @@ def _shards(place: dict[str, Any]) -> dict[str, Any]:
         engine._failed = None
         if main:
             pid = rank_of(place, f"Worker_TP{rank}")
-            before = resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, 4096))  # it can open no file more
+            soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))  # it can open no file more
         found[f"publish without {rank}"] = outcome(engine.sync_weights)
         if main:
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
             client = engine.vllm_client
             client.version = f"{client._run}-{client._count}"  # as if nobody had seen that
             versions.append([state["version"] for state in client.states()])
@@ -514,7 +519,6 @@ def test_shards_of_a_learner_publish_to_two_ranks_of_a_server(others):
     place = dict(others[1])
     wait_for(place.pop("process"), place)
     first, second = isolated_group(_shards, 2, place, timeout=120)
-    print({k: v for k, v in first.items() if k != "masters"})
     assert first["gaps"] == second["gaps"] and len(first["gaps"]) == 2
     assert max(first["gaps"]) < FLOOR  # as of a colocated engine of two ranks; measured 0.0069
     # Each publish is that of one process with the same masters.
