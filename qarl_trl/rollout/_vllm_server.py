@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
 import os
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -32,7 +32,7 @@ from .cpu import choose_arithmetic
 from .server import engine_facts
 
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 # A worker imports this file before it makes its model.
 if _vllm_cpu.is_cpu_engine():
