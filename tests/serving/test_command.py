@@ -1,11 +1,13 @@
 """`qarl-trl serve`: the command of vLLM that it becomes. The server itself is in tests/slow/test_server.py."""
 
 import json
+import os
 import shlex
 
 import pytest
 import yaml
 
+from qarl_trl.rollout._vllm_cpu import share_cores
 from qarl_trl.serving.command import check_key, main, options
 
 
@@ -60,6 +62,19 @@ def test_a_recipe_becomes_a_command_of_vllm(capsys, recipe):
     assert adapted == found  # the engine gets merged weights
     plain = command(capsys, recipe, "--quant_scheme", "none", "--vllm_server_port", "8001")
     assert "quantization_config" not in plain.get("--hf-overrides", "") and plain["--port"] == "8001"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bound", "expected"),
+    [([0], None, "nobind"), ([0], "0|1", "0|1"), ([0, 1], None, None)],
+)
+def test_ranks_are_left_unbound_where_there_is_no_numa_node_for_each(monkeypatch, nodes, bound, expected):
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    monkeypatch.setattr(os, "environ", {} if bound is None else {name: bound})
+    monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_visible_memory_node", lambda: nodes)
+    share_cores(2)
+    assert os.environ.get(name) == expected
+    assert ("OMP_NUM_THREADS" in os.environ) is (expected == "nobind")
 
 
 def test_values_as_the_command_line_has_them():
