@@ -277,3 +277,15 @@ def keep_gradients_sharded(accelerator: Any, args: Any) -> None:
     """
     if accelerator.is_fsdp2 and "sync_each_batch" not in (args.accelerator_config.gradient_accumulation_kwargs or {}):
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+
+
+def sum_over_nodes_once(model: torch.nn.Module, accelerator: Any) -> None:
+    """
+    Under HSDP, before each micro-batch: only in the last one of an update are gradients summed over the nodes.
+
+    Until then FSDP2 adds up what it reduced within the node, cut as gradients are and in float32. By itself it all-reduces each
+    micro-batch. A decoder layer without a gradient in the last one alone would keep its sum for the next update.
+    """
+    parallelism = accelerator.parallelism_config
+    if accelerator.is_fsdp2 and parallelism is not None and parallelism.dp_replicate_enabled:
+        model.set_requires_all_reduce(accelerator.sync_gradients)

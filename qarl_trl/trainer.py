@@ -240,6 +240,11 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     def _row_order(self, rows: int) -> Tensor:
         return row_order(rows, self.args.seed, self.state.global_step, self.accelerator.process_index)
 
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's; under HSDP gradients cross nodes once an update."""
+        _compat.sum_over_nodes_once(model, self.accelerator)
+        return super().training_step(model, *args, **kwargs)
+
     def _clip_to(self, band: TrustBand) -> None:
         """TBPO is TRL's two-sided sequence clip, with the bounds below and `mismatch_weight` in place of TRL's (Eq. 5)."""
         self.loss_type, self.importance_sampling_level = "grpo", "sequence"

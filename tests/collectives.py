@@ -30,6 +30,8 @@ class MovedBytes(TorchDispatchMode):
             self.reduced += args[1].nbytes - args[0].nbytes
         elif func is torch.ops._c10d_functional.all_reduce.default:
             self.summed += args[0].nbytes
+        elif func is torch.ops.c10d.allreduce_.default:
+            self.summed += sum(tensor.nbytes for tensor in args[0])
         elif "c10d" in func.namespace and not any(waits in str(func) for waits in ("wait_tensor", "wrap_tensor")):
             raise NotImplementedError(f"{func} is not counted")
         return func(*args, **(kwargs or {}))

@@ -1,12 +1,15 @@
-"""Which checkpoint a run resumes from, decided before a model loads."""
+"""Which checkpoint a run resumes from, and whether every process can save in its folder, decided before a model loads."""
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from .folder import INCOMING, MANIFEST, damage, finished, read_manifest
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 # transformers.trainer calls it TRAINER_STATE_NAME; to import that loads datasets and pandas, a fifth of a dry run.
 STATE = "trainer_state.json"
+# Seconds in which a file must be seen by the other machines.
+PATIENCE = 15.0
 
 logger = get_logger(__name__)
 
@@ -29,8 +34,9 @@ def resume_path(wish: str | bool | None, args: QaRLConfig) -> str | None:
             if there is none `None`, a start from the beginning; a path; `None` or `False`: none.
 
     Raises:
-        ValueError: when there is none, when that at the path is damaged, or when it cannot be resumed.
+        ValueError: when there is none, when that at the path is damaged, or when it cannot be resumed; as `check_shared`.
     """
+    check_shared(args)
     answer: list[Any] = [None]
     if args.process_index == 0:
         try:
@@ -43,6 +49,40 @@ def resume_path(wish: str | bool | None, args: QaRLConfig) -> str | None:
     if isinstance(found, ValueError):
         raise found
     return found
+
+
+def check_shared(args: QaRLConfig) -> None:
+    """
+    Of several processes that save checkpoints, each must see what the first writes to `args.output_dir`. Collective.
+
+    Each writes its part of a checkpoint to its own `output_dir`, and the first tells all where to resume.
+
+    Raises:
+        ValueError: in every process, when one does not see it within `PATIENCE`, or when the first cannot write there.
+    """
+    if args.world_size == 1 or args.save_strategy == "no":
+        return
+    folder, name, failure = Path(args.output_dir), f"_shared_{uuid4().hex}", None
+    if args.process_index == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        except OSError as error:
+            failure = str(error)
+    name, failure = broadcast_object_list([name, failure])
+    if failure is not None:
+        raise ValueError(f"The first process cannot write to output_dir: {failure}.")
+    end = time.monotonic() + PATIENCE
+    while not (seen := os.path.exists(folder / name)) and time.monotonic() < end:
+        time.sleep(0.2)
+    blind = [rank for rank, sees in enumerate(gather_object([seen])) if not sees]
+    if args.process_index == 0:
+        (folder / name).unlink(missing_ok=True)
+    if blind:
+        raise ValueError(
+            f"output_dir={args.output_dir!r} must be on a file system that all processes share: {len(blind)} of {args.world_size} "
+            f"(first: {blind[0]}) do not see a file that the first wrote there. Share it, or set save_strategy: 'no'."
+        )
 
 
 def _find(wish: str, output_dir: Path) -> str | None:
