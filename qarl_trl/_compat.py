@@ -284,8 +284,10 @@ def sum_over_nodes_once(model: torch.nn.Module, accelerator: Any) -> None:
     Under HSDP, before each micro-batch: only in the last one of an update are gradients summed over the nodes.
 
     Until then FSDP2 adds up what it reduced within the node, cut as gradients are and in float32. By itself it all-reduces each
-    micro-batch. A decoder layer without a gradient in the last one alone would keep its sum for the next update.
+    micro-batch. Models of several parts are left to that: a vision tower without a gradient in the last micro-batch would keep
+    its sum for the next update (`FSDPParamGroup.post_backward`, torch 2.13).
     """
     parallelism = accelerator.parallelism_config
-    if accelerator.is_fsdp2 and parallelism is not None and parallelism.dp_replicate_enabled:
+    replicated = accelerator.is_fsdp2 and parallelism is not None and parallelism.dp_replicate_enabled
+    if replicated and model.config.get_text_config() is model.config:
         model.set_requires_all_reduce(accelerator.sync_gradients)
