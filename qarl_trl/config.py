@@ -416,6 +416,12 @@ def _check_quantized(args: QaRLConfig) -> None:
         raise ValueError(
             "use_transformers_continuous_batching casts masters to bfloat16, which loses small updates. Use use_vllm=True."
         )
+    cast = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)]
+    if cast:
+        raise ValueError(
+            f"{cast[0]}=True makes every evaluation outside of train() cast the float32 masters, for good. Set {cast[0]}=False: "
+            "evaluations compute in bfloat16 as training does."
+        )
     init_kwargs = args.model_init_kwargs or {}
     foreign = [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if init_kwargs.get(k)]
     if foreign:

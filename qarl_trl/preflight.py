@@ -20,11 +20,10 @@ from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .export.push import repository_of
 from .llmcompressor.quantized_start import QuantizedSource, quantized_source
-from .quant.checks import NO_HUB_KERNELS
+from .quant.checks import NO_HUB_KERNELS, check_shardable
 from .quant.experts import QuantExperts, num_experts
 from .quant.model import apply_quantization, quantized_modules
 from .quant.plan import in_words, match, resolve_config
-from .quant.scheme import has_global_scale
 from .rollout.products import PRODUCTS
 from .rollout.support import check_engine, check_shards
 
@@ -214,7 +213,7 @@ def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
 
 
 def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) FSDP1, offloaded or cast parameters, and shards (FSDP2, ZeRO-3) for a scheme with a global scale."""
+    """Refuse (`ValueError`) FSDP1, offloaded parameters, and shards (FSDP2, ZeRO-3) for a scheme with a global scale."""
     version = _compat.fsdp_version(args)
     if version == 1:
         raise ValueError(
@@ -226,20 +225,8 @@ def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
             "FSDP must not have offloaded parameters: low-bit weights are made from shards on the GPU. Set "
             "fsdp_offload_params: false."
         )
-    if version and (args.bf16_full_eval or args.fp16_full_eval):
-        name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
-        raise ValueError(
-            f"FSDP shards must stay float32 masters, got {name}=True, which casts them. Set {name}=False."
-        )
-    if (
-        (version or _compat.is_zero3(args))
-        and plan is not None
-        and any(map(has_global_scale, plan.config_groups.values()))
-    ):
-        raise ValueError(
-            "A scheme with a global scale (NVFP4A16) needs q, k, v (and gate, up) whole at once, and FSDP and ZeRO-3 cut them. "
-            "Use DDP, or a scheme without a global scale."
-        )
+    if (version or _compat.is_zero3(args)) and plan is not None:
+        check_shardable(plan)
 
 
 def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | None:

@@ -121,6 +121,8 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"model_init_kwargs": {"device_map": "balanced"}}, ["device_map='balanced'", "one device a process"]),
         ({"model_init_kwargs": {"device_map": {"a": 0, "b": 1}}}, ["device_map={'a': 0, 'b': 1}", "FSDP2"]),
         ({"fp16": True}, ["fp16=True", "bf16=True"]),
+        ({"bf16_full_eval": True}, ["bf16_full_eval=True", "Set bf16_full_eval=False"]),
+        ({"fp16_full_eval": True}, ["fp16_full_eval=True", "Set fp16_full_eval=False"]),
         ({"quant_keep_dequantized": True, "quant_learner": False}, ["quant_learner=False", "Leave one of them out"]),
         ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, ["hub_strategy='all_checkpoints'", "hub_masters"]),
         ({"hub_masters": "masters"}, ["hub_masters='masters'", "push_to_hub=False"]),

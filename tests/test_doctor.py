@@ -190,6 +190,10 @@ def test_processes_share_the_memory_of_a_cpu_and_too_many_fail(recipe, capsys, m
         said = capsys.readouterr().out
         assert found == code and ("FAIL sum" in said) == bool(code)
         assert ("4 processes" in said) == (gpus == 4)
+    for sharding, words in (("ddp", "GiB"), ("fsdp2", "FSDP and ZeRO-3 cut them")):
+        code_of(["doctor", "--config", recipe, "--gpus", "2", "--sharding", sharding, "--quant_scheme", "NVFP4A16"])
+        said = capsys.readouterr().out
+        assert ("FAIL memory" in said) == (sharding == "fsdp2") and words in said
 
 
 def code_of(argv):

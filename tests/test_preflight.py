@@ -112,16 +112,6 @@ def test_shards_on_the_cpu_are_refused(tmp_path, monkeypatch):
     check_arguments("org/model", config(tmp_path), {})
 
 
-@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
-def test_masters_that_an_evaluation_would_cast_are_refused_in_shards(tmp_path, monkeypatch, name):
-    args = config(tmp_path, **{name: True})
-    check_arguments("org/model", args, {})  # as ever, without shards
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(ValueError, match=f"got {name}=True.*Set {name}=False"):
-        check_arguments("org/model", args, {})
-
-
 def test_an_unquantized_model_in_the_low_bit_folder_is_found_before_the_run(tmp_path, tiny_model):
     tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "low_bit")
     with pytest.raises(ValueError, match="low_bit holds a training checkpoint or an unquantized model"):

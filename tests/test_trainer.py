@@ -143,6 +143,15 @@ def test_without_a_correction_the_gap_is_measured_and_no_bit_of_training_changes
     assert not any("mismatch" in name for row in stock.state.log_history for name in row)
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_an_evaluation_leaves_the_masters_as_they_are(model, tmp_path, cast):
+    """Not with `bf16_full_eval`, which the config therefore refuses."""
+    trainer = make(model, tmp_path)
+    before, trainer.args.bf16_full_eval = masters(trainer), cast
+    trainer.evaluate(prompts(8))
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters()) is not cast
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "sapo"])
 def test_positive_only_is_trl_with_negative_advantages_at_zero(model, tmp_path, loss_type):
     class PositiveOnly(GRPOTrainer):

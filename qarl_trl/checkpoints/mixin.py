@@ -38,8 +38,14 @@ class CheckpointMixin:
         """
         The Trainer's, from a publish and a rollout of its own; an error names the last checkpoint.
 
-        `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`].
+        `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `RuntimeError` for a second call under
+        DeepSpeed, and for a call after `evaluate`.
         """
+        if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
+            raise RuntimeError(
+                "Under DeepSpeed a trainer trains once, and not after evaluate(): transformers ends its engine and takes it again. "
+                "Build a new trainer, and resume from a checkpoint."
+            )
         checkpoint = resume_path(resume_from_checkpoint, self.args)
         self._signals = signals = StopOnSignal(self._any_process)
         self.add_callback(signals)

@@ -95,6 +95,8 @@ class Run:
             run = run_of(args, self.model_args, self.config, **size)
         except AttributeError as error:  # not of the Llama family
             return [Finding(SKIPPED, "memory", f"sizes of its layers are not known: not estimated ({error})")]
+        except ValueError as error:
+            return [Finding(FAIL, "memory", str(error))]
         moment, parts = largest_moment(run, on_gpu)
         found = [Finding(PLAIN, name, f"{value / GIB:9.3f} GiB") for name, value in parts.items()]
         needed, together = sum(parts.values()), "" if on_gpu or ranks == 1 else f", {ranks} processes"

@@ -30,6 +30,7 @@ from ..quant.model import quantized_modules
 from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.plan import MINMAX
 from ..quant.state_dict import iter_low_bit_weights
+from ..quant.zero import shape_of
 
 
 LOW_BIT_FOLDER = "low_bit"  # beside masters or an adapter
@@ -83,7 +84,9 @@ def _ignored(model: nn.Module) -> list[str]:
         if name in experts and not isinstance(module, QuantExperts):
             # llm-compressor's module order within an expert
             layers = ("up_proj", "gate_proj", "down_proj")
-            names += [f"{name}.{expert}.{layer}" for expert in range(len(module.down_proj)) for layer in layers]
+            names += [
+                f"{name}.{expert}.{layer}" for expert in range(shape_of(module.down_proj)[0]) for layer in layers
+            ]
         elif not isinstance(module, LowBitLayer):
             kind = type(module).__name__
             if isinstance(module, nn.Linear) or _ROUTER_CLASS.search(kind):

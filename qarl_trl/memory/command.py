@@ -62,18 +62,20 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
     name = model_args.model_name_or_path
     config, source = meta.read_config(name), quantized_source(name) if settings.from_checkpoint else None
     check_gpus(args, settings)
-    if settings.use_vllm:
-        plan = settings.quant_plan(None if source is None else source.plan()) if settings.quantized else None
-        check_shards(config, plan, settings)
+    plan = settings.quant_plan(None if source is None else source.plan())
     ranks = args.gpus // args.replicas
+    sharded = ranks > 1 and args.sharding != "ddp"
+    if settings.use_vllm:
+        check_kernels(plan)
+        check_shards(config, plan, settings)
     run = meta.run_of(
         settings,
         model_args,
         config,
         source,
         ranks=ranks,
-        sharded=ranks > 1 and args.sharding != "ddp",
-        zero3=ranks > 1 and args.sharding == "zero3",
+        sharded=sharded,
+        zero3=sharded and args.sharding == "zero3",
         replicas=args.replicas,
         memory=int(args.memory * GIB),
         tokens=args.tokens or meta.longest_row(settings),
@@ -97,6 +99,15 @@ def check_gpus(args: argparse.Namespace, settings: Any) -> None:
         )
     if args.sharding == "zero3" and settings.optim_muon:
         raise ValueError("--sharding zero3 needs --optim_muon false: ZeRO leaves Muon no whole matrix.")
+
+
+def check_kernels(plan: Any) -> None:
+    """Refuse (`ValueError`) schemes that vLLM runs on no GPU; `plan` is a `QuantizationConfig` or `None`."""
+    from ..quant.scheme import support_of
+
+    for scheme in [] if plan is None else map(support_of, plan.config_groups.values()):
+        if not scheme.gpus:
+            raise ValueError(f"vLLM has no GPU kernel for {scheme.name}. Choose another scheme (`qarl-trl schemes`).")
 
 
 def report(run: Run) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from trl import get_peft_config
 
 from ..optim import split_parameters
 from ..quant import apply_quantization
+from ..quant.checks import check_shardable
 from ..quant.experts import PROJECTIONS, QuantExperts
 from ..quant.linear import LowBitLayer
 from ..quant.model import quantized_modules
@@ -65,7 +66,7 @@ def longest_row(settings: Any) -> int:
 
 def run_of(settings: Any, model_args: Any, config: PretrainedConfig, source: Any = None, **size: Any) -> Run:
     """
-    The run of `settings` (`QaRLConfig`) and TRL's `model_args`; `ValueError` for what cannot be quantized.
+    The run of `settings` (`QaRLConfig`) and TRL's `model_args`; `ValueError` for what cannot be quantized, or not in shards.
 
     Args:
         source (`QuantizedSource`, *optional*): Of a quantized start.
@@ -75,6 +76,8 @@ def run_of(settings: Any, model_args: Any, config: PretrainedConfig, source: Any
     wanted = (config.dtype or "float32") if wanted == "auto" else wanted
     dtype = wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted).removeprefix("torch."))
     plan = settings.quant_plan(None if source is None else source.plan())
+    if plan is not None and size["sharded"]:
+        check_shardable(plan)
     model = skeleton(config, dtype, get_peft_config(model_args), plan, settings.trust_remote_code)
     text, kept_whole = config.get_text_config(), settings.accelerator_config.gradient_accumulation_kwargs or {}
     coded = settings.quant_learner and not settings.quant_keep_dequantized and settings.quant_kernel != "engine"

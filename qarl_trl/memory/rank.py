@@ -21,7 +21,8 @@ GIB = 2**30
 RESERVE = 4 * GIB
 # Of an awake engine beside weights and cache: its own passes of 4096 tokens and CUDA graphs. Assumed, not measured.
 ENGINE_WORK = 3 * GIB
-# DeepSpeed's defaults, in entries: `reduce_bucket_size`, `stage3_max_live_parameters`, `sub_group_size`.
+# DeepSpeed's defaults, in entries: `reduce_bucket_size` (in float32: `_compat.keep_float32`), `stage3_max_live_parameters`,
+# `sub_group_size`.
 ZERO3_BUCKET, ZERO3_LIVE, ZERO3_GROUP = 5 * 10**8, 10**9, 10**9
 
 
@@ -89,6 +90,10 @@ class Run:
             return math.ceil(parameter.entries / self.ranks)
         return formulas.shard_entries(parameter.shape, self.ranks if self.sharded else 1)
 
+    def size(self, parameter: Parameter) -> int:
+        """Bytes of an entry of its master, its gradient and each moment: DeepSpeed's are float32, whatever it was given."""
+        return 4 if self.zero3 else parameter.size
+
     def own_codes(self, parameter: Parameter) -> int:
         """Bytes of the low-bit rows that each rank holds of a parameter, and FSDP2 gathers; 0 where it gathers weights."""
         scheme = parameter.scheme
@@ -100,8 +105,8 @@ class Run:
 def resident(run: Run) -> dict[str, int]:
     """Bytes that stay between the steps of a run, from its first update on."""
     own = [(p, run.entries(p)) for p in run.parameters]
-    masters = sum(entries * p.size for p, entries in own)
-    state = sum(_state(p, entries) for p, entries in own)
+    masters = sum(entries * run.size(p) for p, entries in own)
+    state = sum(_state(p, entries, run.size(p)) for p, entries in own)
     codes = [
         (formulas.code_bytes(math.prod(p.shape[:-1]), p.shape[-1], p.scheme), run.own_codes(p))
         for p in run.parameters
@@ -109,10 +114,10 @@ def resident(run: Run) -> dict[str, int]:
     ]
     items = {"masters": masters, "optimizer state": state}
     if run.zero3:
-        items["masters"] = sum(entries * p.size for p, entries in own if p.optimizer)
+        items["masters"] = gradients(run)
         items["weights to gather"] = run.compute * sum(entries for _, entries in own)
         items["gradients (kept)"] = gradients(run)
-        items["bucket of DeepSpeed"] = run.compute * ZERO3_BUCKET
+        items["bucket of DeepSpeed"] = 4 * ZERO3_BUCKET
     items["codes (whole)"] = run.codes - sum(whole for whole, _ in codes)
     items |= {"codes (own rows)": sum(own for _, own in codes), "kept dequantized": run.kept}
     if run.reference:
@@ -122,16 +127,16 @@ def resident(run: Run) -> dict[str, int]:
     return {name: size for name, size in items.items() if size}
 
 
-def _state(parameter: Parameter, entries: int) -> int:
+def _state(parameter: Parameter, entries: int, size: int) -> int:
     if not parameter.optimizer:
         return 0
     kind = "adamw" if parameter.optimizer == "adamw" else "muon"
-    return formulas.optimizer_bytes(entries, parameter.size, 1, kind)
+    return formulas.optimizer_bytes(entries, size, 1, kind)
 
 
 def gradients(run: Run) -> int:
     """Bytes of the gradients: of the masters' dtype, sharded as they are, from the first backward to the step."""
-    return sum(run.entries(p) * p.size for p in run.parameters if p.optimizer)
+    return sum(run.entries(p) * run.size(p) for p in run.parameters if p.optimizer)
 
 
 def accumulated(run: Run) -> int:
@@ -200,8 +205,8 @@ def backward_work(run: Run) -> int:
 def step_work(run: Run) -> int:
     """Bytes that come and go in the optimizer's step: AdamW's square roots (of all its entries at once), Muon's matrix."""
     adamw = 4 * sum(run.entries(p) for p in run.parameters if p.optimizer == "adamw")
-    if run.zero3:  # and a copy of the gradients, of some entries at a time
-        return 2 * min(adamw, 4 * ZERO3_GROUP)
+    if run.zero3:  # a copy of some gradients at a time; the Trainer's AdamW is fused, without square roots
+        return min(adamw, 4 * ZERO3_GROUP)
     ranks = run.ranks if run.sharded else 1
     muon = [
         formulas.muon_work(p.entries, ranks, p.optimizer == "experts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
 
 from .experts import PROJECTIONS, Matched, expert_modules
@@ -71,6 +71,15 @@ def check_layers(
             )
     for name, module, scheme in experts:
         _check_experts(name, module, scheme, product)
+
+
+def check_shardable(plan: QuantizationConfig) -> None:
+    """Refuse (`ValueError`) a `plan` whose layers no process may hold in parts."""
+    if any(map(has_global_scale, plan.config_groups.values())):
+        raise ValueError(
+            "A scheme with a global scale (NVFP4A16) needs q, k, v (and gate, up) whole at once, and FSDP and ZeRO-3 cut them. "
+            "Use DDP, or a scheme without a global scale."
+        )
 
 
 def check_qparams(layers: set[str], frozen: set[str]) -> None:

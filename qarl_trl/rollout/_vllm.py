@@ -100,7 +100,15 @@ def reload_model(model: torch.nn.Module, vllm_config: Any, reload: Callable[[], 
         return names
 
     load, kept = rebound(model, "load_weights", checked), (_biases_in_place(model), _locks_in_place(model))
-    with _loading(vllm_config), load, _vllm_cpu.quick_repack(), _vllm_cpu.complete_reload(model), kept[0], kept[1]:
+    with (
+        _loading(vllm_config),
+        load,
+        _vllm_cpu.quick_repack(),
+        _vllm_cpu.complete_reload(model),
+        kept[0],
+        kept[1],
+        _merged_in_part(model) as in_part,
+    ):
         reload()
     if not expected:
         raise RuntimeError(
@@ -108,7 +116,7 @@ def reload_model(model: torch.nn.Module, vllm_config: Any, reload: Callable[[], 
             "about what it took. Use a tested version."
         )
     # A tied parameter is one storage again after the reload: loaded under one name it is loaded under all.
-    missing = sorted(name for name in expected - loaded if not tied.get(name, set()) & loaded)
+    missing = sorted(in_part + [name for name in expected - loaded if not tied.get(name, set()) & loaded])
     if missing:
         raise RuntimeError(
             f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the published stream does "
@@ -132,6 +140,46 @@ def _loading(vllm_config: Any) -> Iterator[None]:
         rebound(layerwise, "has_device_tensors", lambda arguments: False),
     ):
         yield
+
+
+@contextmanager
+def _merged_in_part(model: torch.nn.Module) -> Iterator[list[str]]:
+    """
+    Names of the merged parameters (q, k, v; gate, up; all experts) that get a part of their checkpoint tensors, as they come.
+
+    vLLM takes such a layer for a padded one (`finalize_layerwise_processing`), and the rest is whatever was in the memory.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    names, process, in_part = {id(m): name for name, m in model.named_modules()}, layerwise._layerwise_process, []
+
+    def checked(layer: torch.nn.Module, info: Any) -> None:
+        came: dict[str, set[Any]] = {}
+        for name, bound in info.loaded_weights:
+            came.setdefault(name, set()).update(_parts(bound.arguments))
+        # A shape comes once for each part, and is taken once.
+        partial_names = [name for name, parts in came.items() if not _is_whole(layer, parts) and "_shape" not in name]
+        in_part.extend(f"{names[id(layer)]}.{name}" for name in partial_names)
+        process(layer, info)
+
+    with rebound(layerwise, "_layerwise_process", checked):
+        yield in_part
+
+
+def _parts(arguments: dict[str, Any]) -> list[Any]:
+    """Which parts of a merged parameter a call of its loader fills; `None` for all."""
+    part = arguments.get("loaded_shard_id", arguments.get("shard_id"))
+    if "expert_id" in arguments:
+        return [(arguments["expert_id"], part)]
+    return list(part) if isinstance(part, tuple) else [part]
+
+
+def _is_whole(layer: torch.nn.Module, parts: set[Any]) -> bool:
+    if None in parts:
+        return True
+    if all(isinstance(part, tuple) for part in parts):
+        return len(parts) >= layer.local_num_experts * len({part for _, part in parts})
+    return len(parts) == len(getattr(layer, "output_sizes", parts))
 
 
 @contextmanager

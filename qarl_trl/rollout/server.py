@@ -132,7 +132,14 @@ class ServerClient(VLLMClient):
     def _call(self, method: str, *args: str) -> list[Any]:
         """A method of [`~qarl_trl.rollout._vllm_server.WorkerExtension`] in all workers."""
         body = {"method": method, "args": args}
-        return self._post(f"{self.base_url}/collective_rpc", json=body)["results"]
+        answers = self._post(f"{self.base_url}/collective_rpc", json=body)["results"]
+        failed = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
+        if failed:
+            raise RuntimeError(
+                f"{method} failed in {len(failed)} of {len(answers)} ranks of the server at {self.base_url}: "
+                + "; ".join(failed[:2])
+            )
+        return answers
 
     def states(self) -> list[dict[str, Any]]:
         """What each worker runs (`WorkerExtension.qarl_state`)."""

@@ -86,6 +86,7 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
 
     if _vllm_cpu.is_cpu_engine():
         choose_arithmetic()
+        _vllm_cpu.share_cores(args.vllm_tensor_parallel_size)
     _vllm.keep_block_scales()
     args.push_to_hub = False  # the trainer looks at the Hub
     source = check_run(model, args, {})

@@ -101,9 +101,14 @@ def test_an_unknown_model_and_wrong_settings_are_one_line(capsys):
         (["--gpus", "8", *MIXTURE, "--vllm_tensor_parallel_size", "4"], "768 inputs of mlp.experts.0.down_proj"),
         (["--gpus", "8", "--replicas", "3"], "--replicas 3 must divide --gpus 8"),
         (["--gpus", "8", "--sharding", "zero3"], "--optim_muon false"),
+        (["--gpus", "8", "--quant_scheme", "NVFP4A16"], "FSDP and ZeRO-3 cut them"),
+        (["--gpus", "8", "--quant_scheme", "W4A8"], "no GPU kernel for W4A8"),
+        (["--gpus", "8", "--bf16_full_eval", "true"], "bf16_full_eval=True"),
     ):
         code, out = plan(capsys, "--config", EIGHT, *argv)
         assert code == 2 and words in out.err and len(out.err.strip().splitlines()) == 1
+    _, found = found_of(capsys, "--config", EIGHT, "--gpus", "8", "--sharding", "ddp", "--quant_scheme", "NVFP4A16")
+    assert found["scheme"] == "NVFP4A16"  # whole on each GPU
 
 
 def found_of(capsys, *argv):
@@ -140,8 +145,8 @@ def test_copies_of_the_model_over_nodes_cost_what_one_node_costs(capsys):
 # The tables of the documents ---------------------------------------------------------------------------------------
 
 
-def run_of(path, gpus, memory, *more):
-    argv = ["--config", str(path), "--gpus", str(gpus), "--memory", str(memory)]
+def run_of(path, gpus, memory, *more, sharding="fsdp2"):
+    argv = ["--config", str(path), "--gpus", str(gpus), "--memory", str(memory), "--sharding", sharding]
     return read_run(make_parser().parse_args(argv), more)[0]
 
 
@@ -172,6 +177,8 @@ def test_what_scaling_says_of_8_and_of_64_gpus_is_what_the_formulas_say():
     assert f"all of them, {gib(run.codes, 0)} GiB" in text
     assert f"would hold {gib(run.published / 2, 0)} GiB of weights each" in text
     assert f"need {gib(max(rank.peaks(run).values()))} GiB" in text  # under HSDP
+    zero3 = rank.peaks(run_of(EIGHT, 8, 79, "--optim_muon", "false", sharding="zero3"))
+    assert f"{gib(zero3['rollout'])} GiB in the rollout and {gib(zero3['backward'])} in the" in text
 
 
 def test_the_table_of_the_recipes_is_what_the_formulas_say():

@@ -132,13 +132,16 @@ def test_a_reduction_after_the_last_micro_batch_keeps_whole_gradients(eight_bill
 
 
 def test_8b_by_hand_under_zero3(eight_billion):
-    """Read from DeepSpeed's source, not measured."""
+    """`slow/test_zero3.py` compares these with what DeepSpeed holds."""
     parameters = tuple(replace(p, optimizer="adamw") for p in eight_billion.parameters)
     zero3 = replace(eight_billion, parameters=parameters, ranks=8, sharded=True, zero3=True)
     stays, own = rank.resident(zero3), 8_190_735_360 // 8
     assert stays["optimizer state"] == 8 * own + 4 * len(parameters)
     assert stays["masters"] == stays["gradients (kept)"] == 2 * stays["weights to gather"] == 4 * own
     assert stays["codes (whole)"] == eight_billion.codes and "codes (own rows)" not in stays
+    assert stays["bucket of DeepSpeed"] == 2 * 10**9  # of float32: `_compat.keep_float32`
+    halves = replace(zero3, parameters=tuple(replace(p, size=2) for p in parameters))
+    assert rank.resident(halves) == stays  # float32 masters of a bfloat16 model too
     assert "gradients" not in rank.moments(zero3)["backward"]
     fsdp2 = replace(zero3, zero3=False)
     assert max(rank.peaks(zero3).values()) > max(rank.peaks(fsdp2).values())

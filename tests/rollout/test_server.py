@@ -243,13 +243,18 @@ def test_a_publish_arrives_in_order_and_its_files_are_removed(tmp_path):
 
 
 def test_a_publish_that_the_server_refuses_leaves_nothing_to_sample_from(tmp_path):
-    refused = {"/collective_rpc": lambda body: (500, {"error": "The engine kept old values"})}
-    with client_of(load(tmp_path, refused, []), tmp_path) as client:
-        client.version = "mine"
-        with pytest.raises(RuntimeError, match="refused /collective_rpc .500.*kept old values"):
-            client.publish(TENSORS.items(), None, "cpu")
-        assert client.version is None
-        assert list(tmp_path.iterdir()) == []
+    one_rank = {"results": [None, {"error": "RuntimeError: The engine kept old values"}]}
+    for status, answer, words in (
+        (500, {"error": "unknown"}, "refused /collective_rpc .500.*unknown"),
+        (200, one_rank, "qarl_load failed in 1 of 2 ranks .*: rank 1: RuntimeError: The engine kept old values"),
+    ):
+        refused = {"/collective_rpc": lambda body, said=(status, answer): said}
+        with client_of(load(tmp_path, refused, []), tmp_path) as client:
+            client.version = "mine"
+            with pytest.raises(RuntimeError, match=words):
+                client.publish(TENSORS.items(), None, "cpu")
+            assert client.version is None
+            assert list(tmp_path.iterdir()) == []
     with client_of(load(tmp_path, {"/reset_prefix_cache": {"success": False}}, []), tmp_path) as client:
         with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
             client.publish(TENSORS.items(), None, "cpu")
@@ -298,9 +303,15 @@ def worker_of(backend, monkeypatch, receive):
     return worker
 
 
+def raised(answer):
+    """What a worker tells of an error, as the trainer raises it."""
+    if answer is not None:
+        raise RuntimeError(answer["error"])
+
+
 FOLDER, NCCL = {"folder": "run-2", "parts": [["a"]]}, {"names": [], "dtype_names": [], "shapes": []}
 SENDERS = {
-    "a publish": lambda worker: worker.qarl_load("run-2", '[["a"]]'),
+    "a publish": lambda worker: raised(worker.qarl_load("run-2", '[["a"]]')),
     "vLLM's routes": lambda worker: [
         worker.start_weight_update(),
         worker.update_weights(FOLDER),
@@ -329,8 +340,8 @@ def test_weights_have_a_version_only_after_a_whole_publish(monkeypatch, sender, 
     # A folder, its begin over NCCL, and vLLM's own routes.
     for begin in (
         SENDERS["vLLM's routes"],
-        lambda worker: worker.qarl_load("run-3", "[]"),
-        lambda worker: worker.qarl_mark(""),
+        lambda worker: raised(worker.qarl_load("run-3", "[]")),
+        lambda worker: raised(worker.qarl_mark("")),
     ):
         worker._weight_update_active = False
         with pytest.raises(RuntimeError, match="start it again") if fails else nullcontext():
@@ -363,10 +374,10 @@ def test_a_publish_over_nccl_is_one_update_between_two_marks(monkeypatch, anothe
             try:
                 if name == "finish_weight_update" and another:
                     worker.update_weights(NCCL)  # of somebody else, before the mark
-                getattr(worker, body["method"] if name == "collective_rpc" else name)(*body.get("args", body.values()))
+                method = getattr(worker, body["method"] if name == "collective_rpc" else name)
+                return 200, {"results": [method(*body.get("args", body.values()))]}
             except RuntimeError as error:
                 return 500, {"error": str(error)}
-            return 200, {"results": [None]}
 
         return {f"/{name}": answer}
 

@@ -73,6 +73,19 @@ def test_a_tensor_that_the_engine_did_not_get_is_an_error():
         _vllm.reload_engine(Engine(["a_weight", "b_weight"]), stream("a.weight"))
 
 
+def test_parts_of_a_merged_parameter_are_counted():
+    """Of a projection by the layer's number of them, of experts by those of this rank; the real ones are in tests/slow."""
+    qkv, experts = SimpleNamespace(output_sizes=[8, 4, 4]), SimpleNamespace(local_num_experts=2)
+    whole = {("v", "q", "k"): qkv, (0, (1, 2)): qkv, (None,): qkv, (None, 0): SimpleNamespace()}
+    for came, layer in whole.items():
+        assert _vllm._is_whole(layer, {part for shard in came for part in _vllm._parts({"loaded_shard_id": shard})})
+    assert not _vllm._is_whole(qkv, {"q", "k"})
+    calls = [{"expert_id": e, "shard_id": s} for e in range(2) for s in ("w1", "w3")]
+    parts = [part for call in calls for part in _vllm._parts(call)]
+    assert _vllm._is_whole(experts, set(parts))
+    assert not _vllm._is_whole(experts, set(parts[1:]))
+
+
 @pytest.mark.parametrize(
     ("reserved", "other"),
     [

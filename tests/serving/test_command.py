@@ -1,11 +1,13 @@
 """`qarl-trl serve`: the command of vLLM that it becomes. The server itself is in tests/slow/test_server.py."""
 
 import json
+import os
 import shlex
 
 import pytest
 import yaml
 
+from qarl_trl.rollout._vllm_cpu import share_cores
 from qarl_trl.serving.command import check_key, main, options
 from qarl_trl.train import parse
 
@@ -68,7 +70,7 @@ def test_what_only_the_trainer_reads_may_be_missing_where_the_engine_is(capsys, 
     wanted = command(capsys, recipe)
     elsewhere = "--dataset_name_or_path", "gone.jsonl", "--reward_funcs", "gone.reward"
     assert command(capsys, recipe, *elsewhere, "--resume_from_checkpoint", "true") == wanted
-    with pytest.raises(ValueError, match="gone"):  # control
+    with pytest.raises((ValueError, OSError), match="gone"):  # control
         parse(["--config", str(recipe), "--use_vllm", "true", "--vllm_mode", "server", *elsewhere])
 
 
@@ -83,6 +85,19 @@ def test_the_server_listens_where_the_trainer_asks(capsys, recipe):
         ValueError, match="vllm_server_port=8001 must be the port of .*--vllm_server_base_url http://127"
     ):
         port(*url, "--vllm_server_port", "8001")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bound", "expected"),
+    [([0], None, "nobind"), ([0], "0|1", "0|1"), ([0, 1], None, None)],
+)
+def test_ranks_are_left_unbound_where_there_is_no_numa_node_for_each(monkeypatch, nodes, bound, expected):
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    monkeypatch.setattr(os, "environ", {} if bound is None else {name: bound})
+    monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_visible_memory_node", lambda: nodes)
+    share_cores(2)
+    assert os.environ.get(name) == expected
+    assert ("OMP_NUM_THREADS" in os.environ) is (expected == "nobind")
 
 
 def test_values_as_the_command_line_has_them():

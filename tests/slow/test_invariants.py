@@ -210,23 +210,31 @@ def test_a_fresh_engine_from_the_saved_checkpoint_answers_bit_for_bit_the_same(o
     assert isolated(fresh_engine_logprobs, str(path)) == result["first"]
 
 
-def _incomplete_publish(model: str, folder: str) -> str:
-    trainer = make_trainer(model, Path(folder))
-    engine = trainer.vllm_generation
-    engine.sync_weights()
-    stream = engine._iter_named_params
-    engine._iter_named_params = lambda: ((n, t) for n, t in stream() if "layers.1.mlp.down_proj" not in n)
-    try:
-        engine.sync_weights()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+# Layers of a checkpoint, and what the engine calls the parameters that have them.
+LOST = {"mlp.down_proj": "mlp.down_proj", "self_attn.q_proj": "self_attn.qkv_proj", "mlp.up_proj": "mlp.gate_up_proj"}
+
+
+def _incomplete_publish(model: str, folder: str) -> dict[str, str]:
+    """What an engine says of a stream that lacks a layer."""
+    from qarl_trl.rollout._vllm import reload_engine
+
+    engine, messages = make_trainer(model, Path(folder)).vllm_generation, {}
+    for lost in ("nothing", *LOST):
+        stream = ((n, t) for n, t in engine._iter_named_params() if f"layers.1.{lost}" not in n)
+        try:
+            reload_engine(engine.llm, stream)
+        except RuntimeError as error:
+            messages[lost] = str(error)
+    return messages
 
 
 def test_an_incomplete_publish_stops_the_run(tmp_path):
-    message = isolated(_incomplete_publish, save_model(tmp_path / "model"), str(tmp_path / "run"))
-    assert "kept old values for 3 tensors" in message
-    assert "model.layers.1.mlp.down_proj.weight_packed" in message
+    """Also one that lacks a part of a merged layer, which vLLM loads without a word."""
+    messages = isolated(_incomplete_publish, save_model(tmp_path / "model"), str(tmp_path / "run"))
+    assert messages.keys() == LOST.keys()  # control: a whole one passes
+    for lost, merged in LOST.items():
+        assert f"kept old values for {3 if lost == merged else 2} tensors" in messages[lost]
+        assert f"model.layers.1.{merged}.weight_packed" in messages[lost]
 
 
 def _publish_asleep(model: str, folder: str) -> list[str]:

@@ -5,18 +5,25 @@ backend where there is no GPU, and the Trainer takes bfloat16 without `use_cpu` 
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from memory.test_formulas import peak_bytes
+from memory.test_rank import example_run
 from transformers import TrainerCallback
 
+from qarl_trl.memory import model as meta
+from qarl_trl.memory import rank
+from qarl_trl.quant.model import quantized_modules
 from qarl_trl.quant.names import base_model
 from slow.isolated import isolated, isolated_group
 from slow.test_processes import FLOOR, _same
@@ -212,13 +219,13 @@ def _watch_gradients() -> list[bool]:
     return found
 
 
-def _with_engine(model: str, folder: str, key: bool, verify: str) -> dict[str, Any]:
+def _with_engine(model: str, folder: str, key: bool, verify: str, changes: dict[str, Any]) -> dict[str, Any]:
     from qarl_trl.quant import cache
 
     if not key:  # DeepSpeed's own way, of which the run asks for another
         SETTINGS.update(communication_data_type="bf16", data_types={"grad_accum_dtype": "bf16"})
     rounded = _watch_gradients()
-    trainer = _trainer(model, folder, True, True, publish_verify=verify)
+    trainer = _trainer(model, folder, True, True, publish_verify=verify, **changes)
     calls = _count_calls(trainer)
     with patch.object(cache, "is_partitioned", cache.is_partitioned if key else lambda _: False):
         trainer.train()
@@ -234,72 +241,162 @@ def _with_engine(model: str, folder: str, key: bool, verify: str) -> dict[str, A
     }
 
 
-def test_engines_get_what_one_process_makes_of_the_masters(tmp_path):
+def _kind(kind: str) -> tuple[int, dict[str, Any]]:
+    """Experts of the model and settings of the trainer; no engine on a CPU runs low-bit experts."""
+    ignore = {"quant_ignore": ["lm_head", "re:.*experts.*"]}
+    return (4 if kind == "experts" else 0), {"lora": {"peft_config": random_adapter()}, "experts": ignore}.get(
+        kind, {}
+    )
+
+
+@pytest.mark.parametrize("kind", ["dense", "lora", "experts"])
+def test_engines_get_what_one_process_makes_of_the_masters(tmp_path, kind):
     """In bfloat16, where ZeRO-3 hands the layers a copy of the float32 masters."""
-    model = save_model(tmp_path / "model")
-    first, second = isolated_group(_with_engine, 2, model, str(tmp_path / "run"), True, "first", timeout=120)
-    print("engine", first["calls"], first["gaps"], first["ratios"])
+    experts, changes = _kind(kind)
+    model = save_model(tmp_path / "model", experts=experts)
+    run = model, str(tmp_path / "run"), True, "first", changes
+    first, second = isolated_group(_with_engine, 2, *run, timeout=120)
+    print("engine", kind, first["calls"], first["gaps"], first["ratios"])
     assert _same(first["sent"], second["sent"])
-    assert _same(first["sent"], _bytes(stored_tensors(tmp_path / "run").items()))
-    assert _same(first["sent"], _published(model, first["masters"]))
-    assert not _same(first["sent"], _published(model, {n: p * 1.001 for n, p in first["masters"].items()}))
+    stored = tmp_path / "run" / ("low_bit" if kind == "lora" else "")
+    assert _same(first["sent"], _bytes(stored_tensors(stored).items()))
+    assert _same(first["sent"], _published(model, first["masters"], **changes))
+    moved = {n: p * 1.01 for n, p in first["masters"].items()}
+    assert not _same(first["sent"], _published(model, moved, **changes))
     assert len(first["gaps"]) == 2 and max(first["gaps"]) < FLOOR
     assert first["ratios"][0] == (1, 1) != first["ratios"][1]
-    assert first["calls"] == [14] * 4
+    assert first["calls"] == {"dense": [14] * 4, "lora": [14, 10] * 2, "experts": [8] * 4}[kind]
     assert first["rounded"] == [False] * 4  # reduced in float32
 
 
 def test_the_address_of_a_gathered_parameter_is_no_key_and_bfloat16_rounds_gradients(tmp_path):
     model = save_model(tmp_path / "model")
-    first, _ = isolated_group(_with_engine, 2, model, str(tmp_path / "run"), False, "off", timeout=120)
+    first, _ = isolated_group(_with_engine, 2, model, str(tmp_path / "run"), False, "off", {}, timeout=120)
     print("old key", first["calls"])
     assert min(first["calls"]) > 14
     assert first["rounded"] == [True] * 4
 
 
-def _published(model: str, masters: dict[str, Any]) -> dict[str, Any]:
+def _published(
+    model: str, masters: dict[str, Any], peft_config: Any = None, quant_ignore: Any = None
+) -> dict[str, Any]:
+    from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     from qarl_trl.quant import apply_quantization
     from qarl_trl.quant.state_dict import iter_low_bit_weights
 
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    assert masters.keys() == dict(whole.named_parameters()).keys()
-    whole.load_state_dict({name: torch.from_numpy(p) for name, p in masters.items()})
-    return _bytes(iter_low_bit_weights(apply_quantization(whole, "W4A16")))
+    whole = whole if peft_config is None else get_peft_model(whole, peft_config)
+    assert masters.keys() == {name for name, p in whole.named_parameters() if p.requires_grad}
+    whole.load_state_dict({name: torch.from_numpy(p) for name, p in masters.items()}, strict=peft_config is None)
+    return _bytes(iter_low_bit_weights(apply_quantization(whole, "W4A16", ignore=quant_ignore or ["lm_head"])))
 
 
-def _resumed(model: str, folder: str, checkpoint: str | None) -> dict[str, Any]:
+def _resumed(model: str, folder: str, checkpoint: str | None, adapter: Any) -> dict[str, Any]:
     changes = {"use_vllm": False, "max_completion_length": 8, "save_strategy": "steps", "save_steps": 2}
-    trainer = _trainer(model, folder, True, True, **changes)
+    trainer = _trainer(model, folder, True, True, **changes, peft_config=adapter)
     trainer.train(checkpoint)
     found = {"steps": trainer.state.global_step, "masters": _masters(trainer), "after": _stream(trainer)}
     if checkpoint is None:
-        _layer_codes(trainer)
+        found |= {"last": _layer_codes(trainer)}
         trainer.state.best_model_checkpoint = f"{folder}/checkpoint-2"
         trainer._load_best_model()
         found |= {"best": _layer_codes(trainer), "stream": _stream(trainer)}
+        trainer._weights_change()
+        found |= {"anew": _layer_codes(trainer)}
+        with pytest.raises(
+            RuntimeError, match=r"trains once.*Build a new trainer"
+        ):  # without: no attribute 'backward'
+            trainer.train()
     return found
 
 
 def _layer_codes(trainer: Any) -> dict[str, Any]:
     """The codes that a forward computes with."""
-    from qarl_trl.quant.model import quantized_modules
-
     with torch.no_grad():
         trainer.model_wrapped(input_ids=torch.full((1, 4), 5))
     layers = quantized_modules(trainer._unwrapped)
-    return {n: layer.last_low_bit.tensors["weight_packed"].clone().view(torch.uint8).numpy() for n, layer in layers}
+    return _bytes(
+        (n + slot, w.tensors["weight_packed"]) for n, layer in layers for slot, w in layer._code_cache.last().items()
+    )
 
 
-def test_a_resumed_run_ends_in_the_same_masters(tmp_path):
-    model, folder = save_model(tmp_path / "model"), str(tmp_path / "run")
-    whole = isolated_group(_resumed, 2, model, folder, None, timeout=120)
-    resumed = isolated_group(_resumed, 2, model, str(tmp_path / "again"), f"{folder}/checkpoint-2", timeout=120)
-    for one, other in zip(whole, resumed, strict=True):
+@pytest.mark.parametrize("kind", ["dense", "lora", "experts"])
+def test_a_resumed_run_ends_in_the_same_masters(tmp_path, kind):
+    model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
+    folder, adapter = str(tmp_path / "run"), random_adapter() if kind == "lora" else None
+    whole = isolated_group(_resumed, 2, model, folder, None, adapter, timeout=120)
+    again = str(tmp_path / "again"), f"{folder}/checkpoint-2", adapter
+    for one, other in zip(whole, isolated_group(_resumed, 2, model, *again, timeout=120), strict=True):
         assert one["steps"] == other["steps"] == 4
         assert _same(one["masters"], other["masters"])
         assert _same(one["after"], other["after"])
-        for name, codes in one["best"].items():
-            loaded = one["stream"][f"{name}.weight_packed"]
-            assert (codes.reshape(-1) == loaded).all() and (loaded != one["after"][f"{name}.weight_packed"]).any()
+        assert _same(one["best"], one["anew"]) and not _same(one["best"], one["last"])  # of the loaded weights
+        assert _same(one["stream"], _bytes(stored_tensors(f"{folder}/checkpoint-2/low_bit").items()))
+        assert not _same(one["stream"], one["after"])
+
+
+def _storages() -> dict[int, int]:
+    """Bytes of all tensors of this process, by the address of what holds them."""
+    gc.collect()
+    tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu")
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+class _Gathered(TrainerCallback):
+    """The most bytes of whole weights when a decoder layer begins, forward or backward."""
+
+    most = 0
+
+    def on_train_begin(self, *args: Any, model: Any = None, **_: Any) -> None:
+        def look(*_: Any) -> None:
+            self.most = max(self.most, sum(p.nbytes for p in model.parameters()))
+
+        for layer in base_model(model).model.layers:  # after DeepSpeed's own hooks
+            layer.register_forward_pre_hook(look)
+            layer.register_full_backward_pre_hook(look)
+
+
+def _held(model: str, folder: str, adapter: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """After two updates: bytes that stay, by item and together; those of the second step, and of gathered weights."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    before, step, steps, gathered = _storages(), DeepSpeedZeroOptimizer_Stage3.step, [], _Gathered()
+    DeepSpeedZeroOptimizer_Stage3.step = lambda self, *args: steps.append(peak_bytes(lambda: step(self, *args)))
+    changes = {"use_vllm": False, "max_completion_length": 8, "max_steps": 2, "peft_config": adapter}
+    trainer = _trainer(model, folder, True, True, **changes)
+    trainer.add_callback(gathered)
+    trainer.train()
+    held = trainer.deepspeed.optimizer
+    state = [t for of_piece in held.optimizer.state.values() for t in of_piece.values() if isinstance(t, torch.Tensor)]
+    weights = [w for _, layer in quantized_modules(trainer._unwrapped) for w in layer._code_cache.last().values()]
+    items = {
+        "masters": sum(t.nbytes for t in held.fp32_partitioned_groups_flat),
+        "optimizer state": sum(t.nbytes for t in state),
+        "weights to gather": sum(p.ds_tensor.nbytes for p in trainer._unwrapped.parameters()),
+        "gradients (kept)": held.grad_partitions_flat_buffer.nbytes,
+        "bucket of DeepSpeed": sum(bucket.buffer.nbytes for bucket in held.ipg_buckets.values()),
+        "codes (whole)": sum(w.num_bytes() for w in weights),
+    }
+    together = sum(size for place, size in _storages().items() if place not in before)
+    return items, {"together": together, "step": steps[-1], "gathered": gathered.most}
+
+
+@pytest.mark.parametrize("kind", ["dense", "lora", "experts"])
+def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path, kind):
+    """Within 0.1 %: the plan has AdamW's count of steps for each parameter, DeepSpeed for each group. Nothing else of that size stays."""
+    model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
+    config, adapter = meta.read_config(model), random_adapter() if kind == "lora" else None
+    skeleton = meta.skeleton(config, torch.float32, adapter, plan="W4A16")
+    run = example_run(skeleton, config, False, ranks=2, sharded=True, zero3=True)
+    expected = rank.resident(run)
+    for items, rest in isolated_group(_held, 2, model, str(tmp_path / "run"), adapter, timeout=120):
+        print("zero3", kind, items, rest, "planned", expected, rank.step_work(run))
+        assert items == {name: pytest.approx(size, rel=1e-3) for name, size in expected.items()}
+        own, bucket = sum(expected.values()), expected["bucket of DeepSpeed"]
+        assert rest["together"] - bucket == pytest.approx(own - bucket, rel=0.01)
+        assert rest["step"] == pytest.approx(rank.step_work(run), rel=0.01)
+        assert rest["gathered"] == run.compute * min(rank.ZERO3_LIVE, sum(p.entries for p in run.parameters))
+        for wrong in (replace(run, ranks=1), replace(run, zero3=False), replace(run, half=False)):  # controls
+            assert items != {name: pytest.approx(size, rel=0.1) for name, size in rank.resident(wrong).items()}
