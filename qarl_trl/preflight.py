@@ -59,7 +59,7 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
         check_experts(config, args, source)
         if args.learner_ops == "engine":
             args.engine_ops_for(config)
-        if args.use_vllm and args.quantized:
+        if args.use_vllm:
             check_shards(config, args.quant_plan(None if source is None else source.plan()), args)
     if args.push_to_hub and args.process_index == 0:
         repository_of(args)

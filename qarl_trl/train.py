@@ -82,12 +82,13 @@ def make_parser() -> "TrlParser":
 
 
 def parse(
-    argv: Sequence[str] | None = None, any_device: bool = False
+    argv: Sequence[str] | None = None, any_device: bool = False, engine_only: bool = False
 ) -> tuple[QaRLScriptArguments, "QaRLConfig", "ModelConfig"]:
     """
     Read and check the command line (without the program's name; by default the process's) and the recipe it names.
 
-    With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none. `ValueError` on unknown keys and
+    With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none. With `engine_only` data, rewards
+    and the checkpoint to resume from, which an engine's machine may lack, are not looked at. `ValueError` on unknown keys and
     on settings that do not fit together, `FileNotFoundError` if the recipe or a local dataset is missing.
     """
     import yaml
@@ -106,7 +107,7 @@ def parse(
             whole.write_text(yaml.safe_dump(recipe))
             options = ["--config", str(whole), *options]
         script_args, training_args, model_args = make_parser().parse_args_and_config(args=options)
-    _check(script_args, training_args, model_args)
+    _check(script_args, training_args, model_args, engine_only)
     return script_args, training_args, model_args
 
 
@@ -245,15 +246,17 @@ def short_help() -> str:
     return "\n".join([f"usage: {USAGE}", "", __doc__.strip(), "", *texts])
 
 
-def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> None:
-    """What only the three together can tell, before anything is loaded."""
+def _check(
+    script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig", engine_only: bool
+) -> None:
+    """What only the three together can tell, before anything is loaded; `engine_only` as in [`parse`]."""
     from .checkpoints.resume import resume_path
     from .data import local_path
     from .rewards import load_rewards
 
     if not model_args.model_name_or_path:
         raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
-    for key in ("dataset_name_or_path", "eval_dataset_name_or_path"):
+    for key in () if engine_only else ("dataset_name_or_path", "eval_dataset_name_or_path"):
         if key.startswith("eval") and training_args.eval_strategy == "no":
             continue
         if not (name := getattr(script_args, key)):
@@ -269,6 +272,8 @@ def _check(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_
         from .preflight import check_adapter
 
         check_adapter(get_peft_config(model_args), training_args)
+    if engine_only:
+        return
     load_rewards(script_args.reward_funcs)
     training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
 

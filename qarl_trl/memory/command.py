@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,10 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
     from . import model as meta
     from .rank import GIB
 
-    if args.gpus < 1 or not args.memory > 0:
-        raise ValueError(f"--gpus {args.gpus} and --memory {args.memory:g} must be at least 1 and above 0.")
+    numbers = {"gpus": args.gpus, "memory": args.memory, "replicas": args.replicas, "tokens": args.tokens}
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name} must be a number above 0, got {value:g}.")
     _, settings, model_args = parse(["--config", args.config, *overrides], any_device=True)
     name = model_args.model_name_or_path
     config, source = meta.read_config(name), quantized_source(name) if settings.from_checkpoint else None
@@ -84,12 +87,12 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
 def check_gpus(args: argparse.Namespace, settings: Any) -> None:
     """Refuse (`ValueError`) GPUs that the engine's ranks or the copies of the model do not divide, and ZeRO-3 with Muon."""
     engine = settings.vllm_tensor_parallel_size
-    if settings.use_vllm and settings.vllm_mode == "colocate" and args.gpus % engine:
+    if settings.use_vllm and settings.vllm_mode == "colocate" and args.gpus % max(engine, 1):
         raise ValueError(
             f"vllm_tensor_parallel_size={engine} must divide the GPUs, which share engines of so many, got --gpus {args.gpus}."
         )
     copies, plain = args.replicas, args.sharding in ("ddp", "zero3")
-    if copies < 1 or args.gpus % copies or (copies > 1 and (plain or copies == args.gpus)):
+    if args.gpus % copies or (copies > 1 and (plain or copies == args.gpus)):
         raise ValueError(
             f"--replicas {copies} must divide --gpus {args.gpus} into copies of two GPUs and more, with FSDP2 (HSDP), got --sharding "
             f"{args.sharding or 'fsdp2'}."

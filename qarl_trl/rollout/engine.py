@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +17,8 @@ from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
-from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .._compat import rebound
 from ..quant.names import is_peft_model
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from . import _vllm, _vllm_cpu, _vllm_layer
@@ -100,16 +97,22 @@ class LowBitVLLMGeneration(VLLMGeneration):
     def _connect(self) -> None:
         """Find the server, refuse one that is not the engine of this run, and let the canary see random weights."""
         self.enable_sleep_mode = False  # there is nothing to make room for
-        with rebound(vllm_generation, "VLLMClient", partial(ServerClient, self.publish_folder)):
-            super()._init_vllm()
-        transport, device = "folder" if self.publish_folder else "nccl", self.accelerator.device.type
+        transport, device = "folder" if self.publish_folder else "nccl", self.accelerator.device
         tokenizer = self.processing_class
         if isinstance(tokenizer, ProcessorMixin):
             tokenizer = tokenizer.tokenizer
         eos = tokenizer.eos_token_id
-        needed = needed_of_server(self.model.config, self.quantization_config, device, transport, eos)
-        fresh = self._from_main(lambda: self.vllm_client.check(needed))
-        if fresh and self.canary is not None:
+        needed = needed_of_server(self.model.config, self.quantization_config, device.type, transport, eos)
+
+        def connect() -> bool:
+            url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+            where = {"base_url": url, "group_port": self.group_port, "connection_timeout": self.server_timeout}
+            self.vllm_client = ServerClient(self.publish_folder, **where)
+            fresh = self.vllm_client.check(needed)
+            self.vllm_client.init_communicator(device)
+            return fresh
+
+        if self._from_main(connect) and self.canary is not None:
             self.canary.look_before(self)
 
     def _from_main(self, ask: Callable[[], Any]) -> Any:
@@ -119,10 +122,11 @@ class LowBitVLLMGeneration(VLLMGeneration):
             try:
                 answer = [ask(), True]
             except Exception as error:
-                failure = error
+                answer, failure = [str(error), False], error
         broadcast_object_list(answer)
         if not answer[1]:
-            raise failure or RuntimeError("The main process could not ask the server, and says why.")
+            # An `OSError`: at the start of a run it is one line, as what the main process raises.
+            raise failure or ConnectionError(f"The main process could not ask the server, and says why: {answer[0]}")
         return answer[0]
 
     def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:

@@ -143,10 +143,7 @@ class ServerClient(VLLMClient):
 
     def states(self) -> list[dict[str, Any]]:
         """What each worker runs (`WorkerExtension.qarl_state`)."""
-        try:
-            return self._call("qarl_state")
-        except RuntimeError as error:
-            raise RuntimeError(f"{error} Start the server with `qarl-trl serve --config RECIPE`.") from error
+        return self._call("qarl_state")
 
     def check(self, needed: dict[str, Any]) -> bool:
         """
@@ -155,8 +152,11 @@ class ServerClient(VLLMClient):
         Returns:
             `bool`: Whether its weights are random; an earlier run may have left others.
         """
-        states = self.states()
-        if self.get_world_size() != len(states):
+        try:
+            states, ranks = self.states(), self.get_world_size()
+        except RuntimeError as error:
+            raise ValueError(f"{error} Start the server with `qarl-trl serve --config RECIPE`.") from error
+        if ranks != len(states):
             raise ValueError(
                 f"The server at {self.base_url} is data parallel: a publish needs --data_parallel_size 1."
             )

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..quant.experts import QuantExperts
+from ..quant.experts import QuantExperts, num_experts
 from ..quant.linear import LowBitLayer
 from ..quant.model import merged_by_engines
 from ..quant.plan import match
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+VOCABULARY_PAD = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 WHOLE_EXPERTS = ", or vllm_engine_kwargs: {enable_expert_parallel: true}"
 
 
@@ -50,34 +51,66 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
 
 def check_shards(config: PretrainedConfig, plan: QuantizationConfig | None, args: QaRLConfig) -> None:
     """
-    Refuse (`ValueError`) an engine over ranks that do not divide the attention heads, or whose parts of a layer the groups of
-    `plan` do not divide, before a model loads.
+    Refuse (`ValueError`) an engine over ranks that cannot share the model evenly, or whose parts of a layer the groups of `plan`
+    do not divide, before a model loads.
     """
     ranks, text = args.vllm_tensor_parallel_size, config.get_text_config()
+    if ranks < 1:
+        raise ValueError(f"vllm_tensor_parallel_size must be at least 1, got {ranks}.")
     if ranks == 1:
         return
-    heads = getattr(text, "num_attention_heads", 0) or 0
-    if heads % ranks:
-        raise ValueError(f"vllm_tensor_parallel_size={ranks} must divide the {heads} attention heads of the model.")
+    whole_experts = bool((args.vllm_engine_kwargs or {}).get("enable_expert_parallel"))
+    uneven = _uneven(text, ranks, whole_experts)
+    if uneven:
+        possible = (str(n) for n in range(1, ranks) if not _uneven(text, n, whole_experts))
+        raise ValueError(
+            f"vllm_tensor_parallel_size={ranks} must divide {', '.join(uneven)} of the model. Fewer ranks that do: "
+            f"{', '.join(possible) or 'none'}."
+        )
     if plan is None:
         return
-    layer = "model.layers.0."
-    inputs = {
-        f"{layer}self_attn.o_proj": heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)),
-        f"{layer}mlp.down_proj": getattr(text, "intermediate_size", None),
-        f"{layer}mlp.experts.0.down_proj": getattr(text, "moe_intermediate_size", None),
-    }
-    if (args.vllm_engine_kwargs or {}).get("enable_expert_parallel"):  # each rank has whole experts
-        del inputs[f"{layer}mlp.experts.0.down_proj"]
-    for name, _, scheme in match(((name, nn.Linear(1, 1, device="meta")) for name in inputs), plan):
+    layer, inputs = "model.layers.0.", _cut_inputs(text, whole_experts)
+    for name, _, scheme in match(((layer + name, nn.Linear(1, 1, device="meta")) for name in inputs), plan):
+        name = name.removeprefix(layer)
         block, width = scheme.weights.block_structure, inputs[name]
         size = block[1] if block else effective_group_size(scheme)
-        if size and width and (width % ranks or (width // ranks) % size):
+        if size and (width // ranks) % size:
             raise ValueError(
-                f"vllm_tensor_parallel_size={ranks} cuts the {width} inputs of {name.removeprefix(layer)} into parts of "
-                f"{width / ranks:g}, and groups of {size} weights do not divide them. Use fewer ranks, or a smaller "
+                f"vllm_tensor_parallel_size={ranks} cuts the {width} inputs of {name} into parts of {width // ranks}, and groups "
+                f"of {size} weights do not divide them. Use fewer ranks, or a smaller "
                 f"quant_group_size{WHOLE_EXPERTS if 'experts' in name else ''}."
             )
+
+
+def _cut_inputs(text: PretrainedConfig, whole_experts: bool) -> dict[str, int]:
+    """Inputs of the layers that ranks cut along them, by name; `whole_experts` (expert parallel) are not cut."""
+    heads, experts = getattr(text, "num_attention_heads", 0) or 0, num_experts(text)
+    dense, expert = (getattr(text, name, None) for name in ("intermediate_size", "moe_intermediate_size"))
+    partly_dense = ("mlp_only_layers", "first_k_dense_replace")
+    has_dense = not experts or getattr(text, "decoder_sparse_step", 1) > 1
+    has_dense = has_dense or any(getattr(text, name, None) for name in partly_dense)
+    found = {
+        "self_attn.o_proj": heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)),
+        "mlp.down_proj": dense if has_dense else None,
+        "mlp.experts.0.down_proj": (expert or dense) if experts and not whole_experts else None,
+        "mlp.shared_expert.down_proj": getattr(text, "shared_expert_intermediate_size", None) if experts else None,
+    }
+    return {name: width for name, width in found.items() if width}
+
+
+def _uneven(text: PretrainedConfig, ranks: int, whole_experts: bool) -> list[str]:
+    """What vLLM's layers would not divide by `ranks`, in words."""
+    heads, rows = getattr(text, "num_attention_heads", 0) or 0, getattr(text, "vocab_size", 0) or 0
+    shared, rows = getattr(text, "num_key_value_heads", None) or heads, rows + -rows % VOCABULARY_PAD
+    found = [f"the {heads} attention heads"] if heads % ranks else []
+    if shared and shared % ranks and ranks % shared:
+        found.append(f"the {shared} key-value heads (or be a multiple)")
+    widths = _cut_inputs(text, whole_experts).items()
+    found += [f"the {width} inputs of {name}" for name, width in widths if width % ranks and "o_proj" not in name]
+    found += [f"the {rows} padded rows of the embedding"] if rows % ranks else []
+    if whole_experts and num_experts(text) < ranks:
+        found.append(f"the {num_experts(text)} experts")
+    return found
 
 
 def check_merged_layers(model: nn.Module) -> None:

@@ -9,9 +9,11 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ..train import parse
 
@@ -34,19 +36,31 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     own, rest = parser.parse_known_args(argv)
     check_key(own.host)
     before = dict(os.environ)
-    script_args, args, model_args = parse(
-        ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
-    )
+    settings = ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
+    script_args, args, model_args = parse(settings, engine_only=True)
+    port = port_of(args)
     args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
     settings = server_settings(model_args.model_name_or_path, args)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += options(settings | {"host": own.host, "port": args.vllm_server_port})
+    command += options(settings | {"host": own.host, "port": port})
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there are no routes for weights
     if script_args.dry_run:
         changed = [f"{name}={value}" for name, value in os.environ.items() if before.get(name) != value]
         print(shlex.join(["env", *changed, *command]))
         return None
     return partial(os.execv, command[0], command)
+
+
+def port_of(args: QaRLConfig) -> int:
+    """The port to listen on, which is that of the URL that the trainer asks. `ValueError` if another one is set as well."""
+    default = next(field.default for field in fields(args) if field.name == "vllm_server_port")
+    asked, given = urlsplit(args.vllm_server_base_url or "").port, args.vllm_server_port
+    if asked is not None and given not in (asked, default):
+        raise ValueError(
+            f"vllm_server_port={given} must be the port of vllm_server_base_url={args.vllm_server_base_url!r}, where the trainer "
+            f"asks. Leave it out; if something between them forwards the port, add --vllm_server_base_url http://127.0.0.1:{given} here."
+        )
+    return asked or given
 
 
 def check_key(host: str) -> None:

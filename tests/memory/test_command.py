@@ -77,13 +77,24 @@ def test_the_table_names_what_does_not_fit_and_what_to_change(capsys):
     assert code == 0 and out.out.rstrip().endswith("It fits.") and max(map(len, out.out.splitlines())) <= 100
 
 
+SMALL = "--model_name_or_path", "Qwen/Qwen2.5-Math-1.5B", "--vllm_tensor_parallel_size", "3"
+PLAIN = "none", "FP8_DYNAMIC"
 MIXTURE = "--model_name_or_path", "Qwen/Qwen3-30B-A3B-Base"
 
 
 def test_an_unknown_model_and_wrong_settings_are_one_line(capsys):
     for argv, words in (
         (["--model_name_or_path", "nobody/knows-this"], "no folder with a config.json"),
-        (["--gpus", "0"], "--gpus 0"),
+        (["--gpus", "0"], "--gpus must be a number above 0, got 0"),
+        (["--tokens", "-5"], "--tokens must be a number above 0, got -5"),
+        (["--tokens", "0"], "--tokens must be a number above 0, got 0"),
+        (["--memory", "inf"], "--memory must be a number above 0, got inf"),
+        (["--replicas", "-1"], "--replicas must be a number above 0, got -1"),
+        (["--vllm_tensor_parallel_size", "0"], "vllm_tensor_parallel_size must be at least 1, got 0"),
+        *(
+            (["--gpus", "6", *SMALL, "--quant_scheme", scheme], "must divide the 2 key-value heads")
+            for scheme in PLAIN
+        ),
         (["--quant_scheme", "W3A16"], "quant_scheme='W3A16'"),
         (["--gpus", "8", "--vllm_tensor_parallel_size", "3"], "vllm_tensor_parallel_size=3 must divide the GPUs"),
         (["--gpus", "1", "--vllm_tensor_parallel_size", "8"], "got --gpus 1"),

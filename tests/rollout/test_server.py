@@ -132,7 +132,7 @@ def test_a_data_parallel_server_is_refused(needed):
 
 def test_a_server_that_nobody_started_as_ours_is_told_how(needed):
     answers = {"/collective_rpc": lambda body: (500, {"error": "'CPUWorker' object has no attribute 'qarl_state'"})}
-    with client_of(answers) as client, pytest.raises(RuntimeError, match="no attribute.*qarl-trl serve --config"):
+    with client_of(answers) as client, pytest.raises(ValueError, match="no attribute.*qarl-trl serve --config"):
         client.check(needed)
 
 

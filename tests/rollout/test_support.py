@@ -1,6 +1,7 @@
 """`qarl_trl.rollout.support`: an engine that cannot compute as the learner does is refused before a model loads."""
 
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from configs import config
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.preflight import check_arguments
+from qarl_trl.preflight import check_arguments, check_run
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.plan import single_group
 from qarl_trl.quant.scheme import resolve_scheme
@@ -110,6 +111,92 @@ def test_engine_ranks_divide_the_groups_of_every_layer(scheme, ignore, ranks, wo
     with pytest.raises(ValueError) as error:
         check_shards(model, plan, args)
     assert words in str(error.value)
+
+
+QWEN = {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128}
+
+
+def vllm_refuses(ranks, kv_heads, widths, vocabulary):
+    """Whether vLLM's layers, built as one of several ranks, stop with an error."""
+    layers = "vllm.model_executor.layers"
+    linear, embedding = (pytest.importorskip(f"{layers}.{name}") for name in ("linear", "vocab_parallel_embedding"))
+    group = SimpleNamespace(world_size=ranks, rank_in_group=0)
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
+        patch.setattr("vllm.distributed.parallel_state._TP", group)
+        try:
+            linear.QKVParallelLinear(1536, 128, 12, kv_heads)
+            for width in widths:
+                linear.RowParallelLinear(width, 1536)
+            embedding.VocabParallelEmbedding(vocabulary, 1536)
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("scheme", ["none", "FP8_DYNAMIC", "W4A16"])
+@pytest.mark.parametrize(
+    ("ranks", "kv_heads", "width", "vocabulary", "words"),
+    [
+        (2, 2, 8960, 151936, None),
+        (4, 2, 8192, 151936, None),  # a key-value head on two ranks each
+        (3, 2, 8448, 151872, "the 2 key-value heads (or be a multiple)"),
+        (4, 3, 8192, 151936, "the 3 key-value heads"),
+        (3, 3, 8960, 151872, "the 8960 inputs of mlp.down_proj of the model. Fewer ranks that do: 1."),
+        (3, 3, 8448, 151936, "the 151936 padded rows of the embedding"),
+        (
+            3,
+            2,
+            8960,
+            151936,
+            "mlp.down_proj, the 151936 padded rows of the embedding of the model. Fewer ranks that do: 1, 2.",
+        ),
+        (8, 2, 8192, 151936, "the 12 attention heads"),
+    ],
+)
+def test_engine_ranks_share_a_model_evenly_in_every_scheme(scheme, ranks, kv_heads, width, vocabulary, words):
+    """As vLLM's own layers would say by an assertion, while the engine starts."""
+    sizes = QWEN | {"num_key_value_heads": kv_heads, "intermediate_size": width, "vocab_size": vocabulary}
+    model = Qwen3Config(**sizes)
+    plan = None if scheme == "none" else single_group(resolve_scheme(scheme), ["Linear"], [])
+    args = SimpleNamespace(vllm_tensor_parallel_size=ranks, vllm_engine_kwargs=None)
+    assert vllm_refuses(ranks, kv_heads, [width], vocabulary) == (words is not None)
+    if words is None:
+        return check_shards(model, plan, args)
+    with pytest.raises(ValueError, match=rf"vllm_tensor_parallel_size={ranks} must divide .*{re.escape(words)}"):
+        check_shards(model, plan, args)
+
+
+def test_experts_are_shared_or_cut_evenly():
+    """Under expert parallel their width does not count; the dense width counts where a layer is dense."""
+    widths = {"intermediate_size": 100, "moe_intermediate_size": 768, "num_experts": 4, "vocab_size": 64}
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 24}
+
+    def refused(ranks, parallel=False, **changes):
+        args = SimpleNamespace(
+            vllm_tensor_parallel_size=ranks, vllm_engine_kwargs={"enable_expert_parallel": parallel}
+        )
+        try:
+            check_shards(Qwen3MoeConfig(**QWEN | heads | widths | changes), None, args)
+        except ValueError as error:
+            return str(error)
+
+    assert refused(8) is None
+    assert "the 100 inputs of mlp.down_proj" in refused(8, mlp_only_layers=[0])
+    assert "the 770 inputs of mlp.experts.0.down_proj" in refused(4, moe_intermediate_size=770)
+    assert refused(4, True, moe_intermediate_size=770) is None
+    assert "the 4 experts" in refused(8, True)
+
+
+def test_a_run_checks_its_engine_ranks_without_a_scheme_too(tmp_path):
+    Qwen3Config(**QWEN, vocab_size=151936, intermediate_size=8960).save_pretrained(tmp_path)
+    args = config(tmp_path / "run", use_vllm=True, quant_scheme="none", vllm_tensor_parallel_size=3)
+    with pytest.raises(ValueError, match="vllm_tensor_parallel_size=3 must divide the 2 key-value heads"):
+        check_run(str(tmp_path), args, {})
+    args.vllm_tensor_parallel_size = 2  # control
+    check_run(str(tmp_path), args, {})
+    args.vllm_tensor_parallel_size = 0
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        check_run(str(tmp_path), args, {})
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -9,6 +9,7 @@ import yaml
 
 from qarl_trl.rollout._vllm_cpu import share_cores
 from qarl_trl.serving.command import check_key, main, options
+from qarl_trl.train import parse
 
 
 @pytest.fixture
@@ -62,6 +63,28 @@ def test_a_recipe_becomes_a_command_of_vllm(capsys, recipe):
     assert adapted == found  # the engine gets merged weights
     plain = command(capsys, recipe, "--quant_scheme", "none", "--vllm_server_port", "8001")
     assert "quantization_config" not in plain.get("--hf-overrides", "") and plain["--port"] == "8001"
+
+
+def test_what_only_the_trainer_reads_may_be_missing_where_the_engine_is(capsys, recipe, monkeypatch):
+    monkeypatch.setattr("qarl_trl.checkpoints.resume.resume_path", lambda *_: pytest.fail("looked for a checkpoint"))
+    wanted = command(capsys, recipe)
+    elsewhere = "--dataset_name_or_path", "gone.jsonl", "--reward_funcs", "gone.reward"
+    assert command(capsys, recipe, *elsewhere, "--resume_from_checkpoint", "true") == wanted
+    with pytest.raises((ValueError, OSError), match="gone"):  # control
+        parse(["--config", str(recipe), "--use_vllm", "true", "--vllm_mode", "server", *elsewhere])
+
+
+def test_the_server_listens_where_the_trainer_asks(capsys, recipe):
+    def port(*changes):
+        return command(capsys, recipe, *changes)["--port"]
+
+    url = "--vllm_server_base_url", "http://10.0.0.7:8123/"
+    assert port(*url) == port(*url, "--vllm_server_port", "8123") == "8123"
+    assert port("--vllm_server_base_url", "http://node7", "--vllm_server_port", "8001") == "8001"
+    with pytest.raises(
+        ValueError, match="vllm_server_port=8001 must be the port of .*--vllm_server_base_url http://127"
+    ):
+        port(*url, "--vllm_server_port", "8001")
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 from memory.test_rank import example_run
 from transformers import TrainerCallback
 
+from qarl_trl.memory import formulas, rank
 from qarl_trl.memory import model as meta
-from qarl_trl.memory import rank
 from qarl_trl.quant.model import quantized_modules
 from slow.isolated import isolated, isolated_group
 from slow.test_processes import _trainer
@@ -21,25 +21,33 @@ from slow.toys import make_trainer, save_model
 pytestmark = pytest.mark.slow
 
 
-def _engine(model: str, folder: str, scheme: str) -> tuple[int, dict[str, int]]:
-    """Bytes of a publish, and of the parameters of the engine that took it."""
+def _engine(model: str, folder: str, scheme: str) -> tuple[int, dict[str, int], tuple[int, int]]:
+    """Bytes of a publish, of the parameters of the engine that took it, and of its cache; and the tokens of that."""
     trainer = make_trainer(model, Path(folder), quant_scheme=scheme, publish_verify="off")
     engine = trainer.vllm_generation
     engine.sync_weights()
-    held = engine.llm.llm_engine.model_executor.driver_worker.model_runner.model
-    return engine.last_publish.num_bytes, {name: p.nbytes for name, p in held.named_parameters()}
+    runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
+    held = {name: p.nbytes for name, p in runner.model.named_parameters()}
+    settings = engine.llm.llm_engine.vllm_config.cache_config
+    tokens = settings.num_gpu_blocks * settings.block_size
+    return engine.last_publish.num_bytes, held, (sum(t.nbytes for t in runner.kv_caches), tokens)
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC", "none"])
 def test_bytes_of_a_publish_and_of_the_engine_that_took_it(tmp_path, scheme):
     model = save_model(tmp_path / "model")
-    moved, held = isolated(_engine, model, str(tmp_path), scheme)
-    plan = None if scheme == "none" else scheme
-    skeleton = meta.skeleton(meta.read_config(model), torch.float32, plan=plan)
+    moved, held, (cache, tokens) = isolated(_engine, model, str(tmp_path), scheme)
+    plan, other = None if scheme == "none" else scheme, "W8A8" if scheme == "W4A16" else "W4A16"
+    config = meta.read_config(model)
+    skeleton, wrong = (meta.skeleton(config, torch.float32, plan=p) for p in (plan, other))
+    print("cache", cache, tokens)
     print("publish", scheme, moved, "engine", sum(held.values()))
-    assert moved == meta.published(skeleton)
+    assert moved == meta.published(skeleton) != meta.published(wrong)  # control: of another scheme
+    layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    assert cache == tokens * formulas.cache_bytes(layers, heads, size, 1) > 0
     if scheme != "none":  # of plain layers the CPU engine's kernels keep the weights in a form that is no parameter
         assert sum(held.values()) == pytest.approx(moved, rel=0.02)
+        assert sum(held.values()) != pytest.approx(meta.published(wrong), rel=0.02)  # control
 
 
 class Gradients(TrainerCallback):

@@ -266,6 +266,8 @@ def _pair(place: dict[str, Any]) -> dict[str, Any]:
     """One of two trainer processes: its completions have the learner's log-probs, and a stop of the main one is its own."""
     from slow.kills import digests
 
+    absent = {"vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.0, "ddp_backend": "gloo"}
+    refused = _start(place, {"absent": (KEY, absent), "key": ("wrong", {"ddp_backend": "gloo"})})
     changes = over_there(place, publish_verify=1, ddp_backend="gloo", steps_per_generation=1, max_steps=2)
     trainer = make_trainer(place["model"], Path(place["folder"], "pair"), **changes)
     trainer.train()
@@ -274,7 +276,7 @@ def _pair(place: dict[str, Any]) -> dict[str, Any]:
     if trainer.accelerator.is_main_process:
         engine.vllm_client.version = "another"
     prompt = [2, 3, 4 + trainer.accelerator.process_index]
-    return {
+    return refused | {
         "processes": trainer.accelerator.num_processes,
         "gaps": [row["mismatch/logp_gap_max"] for row in rows],
         "masters": digests(trainer),
@@ -290,7 +292,10 @@ def test_two_trainers_share_a_server(server):
     )  # of all processes: each has the completions of its prompts
     assert first["masters"] == second["masters"]
     assert "must hold version 'another'" in first["stopped"]
-    assert "The main process could not ask the server, and says why" in second["stopped"]
+    # Refusals come to all processes at the same time, as errors that are one line at the start.
+    for name, words in {"absent": "No vLLM server answers", "key": "wants a key", "stopped": "'another'"}.items():
+        assert words in first[name] and words in second[name]
+        assert second[name].startswith("ConnectionError: The main process could not ask the server, and says why: ")
 
 
 def _stale(place: dict[str, Any]) -> str:
