@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from conftest import make_tokenizer
+from slow.toys import make_tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
