@@ -214,8 +214,7 @@ def decode(run: Run, scheme: str | None) -> None:
     )
     random = llm.apply_model(randomize)[0]
     run.record(random_codes=random, of_low_bit_weights=low_bit, kernels=engine_kernels(llm))
-    # Control of the speeds: zeros are multiplied faster. The CPU engine keeps its codes where no parameter shows them.
-    run.check("every code is random", random == low_bit or (run.dry and random == 0))
+    run.check("control: the codes timed are all random", random == low_bit)
     for batch in batches:
         prefill, whole = (run.seconds(lambda n=n, b=batch: generate(llm, b, length, n), repeats=3) for n in (1, new))
         speed = batch * (new - 1) / max(whole - prefill, 1e-9)
