@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from slow import toys
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,7 +19,6 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -80,11 +79,7 @@ def make_model(kind="qwen3", seed=0, dtype=torch.float32, **changes):
 
 def make_tokenizer(characters=CHARACTERS):
     """One token a character, after `<pad>` = 0 and `<eos>` = 1."""
-    vocabulary = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(characters)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    return toys.make_tokenizer(characters)
 
 
 @pytest.fixture(scope="session")

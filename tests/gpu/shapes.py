@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from conftest import make_tokenizer
+from slow.toys import make_tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
@@ -192,11 +192,12 @@ def decode(run: Run, scheme: str | None) -> None:
     from vllm import LLM
 
     folder = save_shape(run, "qwen3-8b")
-    overrides = {}
+    overrides, low_bit = {}, 0
     if scheme is not None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         overrides["quantization_config"] = quantization_config(apply_quantization(model, scheme))
+        low_bit = sum(layer.weight.numel() for _, layer in quantized_modules(model))
     batches, length, new = (TOY_BATCHES, 16, 8) if run.dry else (BATCHES, 128, 128)
     how = {"enforce_eager": True} if run.dry else {"gpu_memory_utilization": 0.8}
     if not run.dry:
@@ -211,12 +212,13 @@ def decode(run: Run, scheme: str | None) -> None:
         enable_prefix_caching=False,
         **how,
     )
-    run.record(random_codes=llm.apply_model(randomize)[0], kernels=engine_kernels(llm))
+    random = llm.apply_model(randomize)[0]
+    run.record(random_codes=random, of_low_bit_weights=low_bit, kernels=engine_kernels(llm))
+    run.check("control: the codes timed are all random", random == low_bit)
     for batch in batches:
         prefill, whole = (run.seconds(lambda n=n, b=batch: generate(llm, b, length, n), repeats=3) for n in (1, new))
         speed = batch * (new - 1) / max(whole - prefill, 1e-9)
         run.record(f"batch {batch}", tokens_per_s=speed, prefill_s=prefill, whole_s=whole)
-        run.check(f"batch {batch} was decoded", whole > 0)
 
 
 def generate(llm: Any, batch: int, length: int, new: int) -> None:
@@ -231,16 +233,16 @@ def generate(llm: Any, batch: int, length: int, new: int) -> None:
 
 
 def randomize(model: nn.Module) -> int:
-    """Random bits for codes, which a dummy load leaves as they are or rounds to zero: zeros are multiplied faster."""
-    words = 0
+    """Random bits for codes, which a dummy load leaves as they are or rounds to zero; how many."""
+    codes = 0
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dtype == torch.int32 and name.endswith(("packed", "weight")):
                 p.data.random_(-(2**31), 2**31)
-                words += p.numel()
+                codes += 8 * p.numel()
             elif p.dtype == torch.float8_e4m3fn:
                 bits = p.data.view(torch.uint8)
                 bits.random_(0, 256)
                 bits &= 0xBF  # below the largest exponents: no NaN
-                words += p.numel()
-    return words
+                codes += p.numel()
+    return codes

@@ -154,6 +154,9 @@ def saved_is_published(run: Run, trainer: Any) -> None:
     saved = stored_tensors(run.folder / "saved")
     same = sent.keys() == saved.keys() and all(torch.equal(tensor.cpu(), saved[name]) for name, tensor in sent.items())
     run.check("saved is published", same)
+    codes = next(name for name, tensor in sent.items() if tensor.dtype in (torch.int32, torch.float8_e4m3fn))
+    other = saved[codes].flip(0).view(torch.uint8)
+    run.check("control: other codes are not", not torch.equal(sent[codes].cpu().view(torch.uint8), other))
 
 
 def engine_kernels(llm: Any) -> list[str]:

@@ -362,16 +362,52 @@ def test_w4a8_goes_expert_by_expert():
     assert block_calls("W4A8", 64) > 3 * block_calls("W4A8", 8)
 
 
+READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__")
+SIZES = ("nonzero", "argwhere", "bincount", "unique", "unique_consecutive", "masked_select", "equal", "allclose")
+
+
 class NoWaiting(TorchFunctionMode):
-    """Refuses what would wait for a GPU. The shape of a packed weight is two numbers that are on the host anyway."""
+    """Refuses what would wait for a GPU: values read, and results whose size depends on values. Not of tensors `on_host`."""
+
+    def __init__(self, *on_host):
+        super().__init__()
+        self.on_host = on_host
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        if name in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
-            assert args[0].dtype == torch.int64, name
-            assert args[0].numel() <= 2, name
-        assert name not in ("bincount", "unique", "masked_select"), name
-        return func(*args, **(kwargs or {}))
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        values = [*args, *kwargs.values()]
+        if name in READS or (name == "to" and "cpu" in [v for v in values if isinstance(v, str)]):
+            assert any(args[0] is tensor for tensor in self.on_host), name
+        assert name not in SIZES, name
+        assert name != "where" or len(values) > 1, name
+        if name == "repeat_interleave":
+            assert "output_size" in kwargs or not isinstance(values[-1], torch.Tensor), name
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], (tuple, list)) else [args[1]]
+            assert not any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in index), name
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x[0].long().item(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to(device="cpu"),
+        lambda x: 1.0 if x[0] > 0 else 0.0,
+        lambda x: x[x > 0],
+        lambda x: torch.where(x > 0),
+        torch.argwhere,
+        lambda x: x.repeat_interleave(torch.tensor([1, 2])),
+        lambda x: torch.repeat_interleave(torch.tensor([1, 2])),
+    ],
+)
+def test_what_waits_for_a_device_is_seen(wait):
+    with pytest.raises(AssertionError), NoWaiting():
+        wait(torch.ones(2))
+    with NoWaiting():  # control
+        x = torch.ones(2)
+        torch.where(x > 0, x, 0)[torch.tensor([1, 0])].to(torch.bfloat16).repeat_interleave(2)
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "W4A8"])
@@ -379,7 +415,8 @@ def test_nothing_waits_for_the_device_once_the_codes_are_made(scheme):
     module = experts_of(quantized(scheme=scheme, num_key_value_heads=2, num_hidden_layers=1))
     x, chosen, routing = routed(33, module)
     module(x, chosen, routing)
-    with NoWaiting():
+    codes = [module.low_bit(parameter).tensors for parameter in PROJECTIONS]
+    with NoWaiting(*(tensors["weight_shape"] for tensors in codes if "weight_shape" in tensors)):
         module(x, chosen, routing).sum().backward()
     looping = experts_of(quantized(scheme="W4A8", num_hidden_layers=1))
     looping(x, chosen, routing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -62,19 +63,29 @@ def _gradients(find_unused: bool, experts: bool) -> tuple[dict[str, Any], int]:
     return {name: p.grad.numpy() for name, p in bare.named_parameters()}, (before, len(number) - before)
 
 
-@pytest.mark.parametrize(("find_unused", "experts"), [(False, False), (True, False), (False, True), (True, True)])
-def test_several_passes_before_a_backward_give_the_gradients_of_padded_rows(find_unused, experts):
-    ranks = isolated_group(_gradients, 2, find_unused, experts)
-    # The second process alone would need one pass each time; 108 and 23 tokens are not cut alike.
-    assert ranks[0][1] == ranks[1][1] == (2, 2)
+def _padded(experts: bool, order: Sequence[int] = (0, 1, 2)) -> dict[str, torch.Tensor]:
+    """The gradients of both processes' rows, padded, in one process."""
     model = _model(experts)
     for rank in range(2):
         batch = _batch(rank)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         labels[:, :-KEEP] = -100
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        (_loss(model(**inputs, labels=labels, fused_lm_head=True).log_probs[:, -KEEP:], rank) / 2).backward()
-    whole = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    for name, p in model.named_parameters():
+        logps = model(**inputs, labels=labels, fused_lm_head=True).log_probs[list(order), -KEEP:]
+        (_loss(logps, rank) / 2).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("find_unused", "experts"), [(False, False), (True, False), (False, True), (True, True)])
+def test_several_passes_before_a_backward_give_the_gradients_of_padded_rows(find_unused, experts):
+    ranks = isolated_group(_gradients, 2, find_unused, experts)
+    # The second process alone would need one pass each time; 108 and 23 tokens are not cut alike.
+    assert ranks[0][1] == ranks[1][1] == (2, 2)
+    expected, exchanged = _padded(experts), _padded(experts, order=[1, 0, 2])
+    whole = torch.stack([grad.norm() for grad in expected.values()]).norm()
+    apart = []
+    for name, grad in expected.items():
         for found, _ in ranks:
-            assert (torch.from_numpy(found[name]) - p.grad).norm() < 1e-6 * whole, name
+            assert (torch.from_numpy(found[name]) - grad).norm() < 1e-6 * whole, name
+            apart.append((torch.from_numpy(found[name]) - exchanged[name]).norm() / whole)
+    assert max(apart) > 0.01  # control: the log-probs of two rows in each other's place

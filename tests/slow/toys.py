@@ -1,4 +1,4 @@
-"""A small model on disk and a trainer around it, for tests with a real engine."""
+"""A small model on disk and a trainer around it, for tests with a real engine and for stages on a GPU (so: no pytest)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ CHARACTERS = "0123456789+=;# "
 ENGINE = {"enforce_eager": True}
 
 
+def make_tokenizer(characters: str = CHARACTERS) -> Any:
+    """One token a character, after `<pad>` = 0 and `<eos>` = 1."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
 def save_model(
     folder: Path, layers: int = 2, seed: int = 0, experts: int = 0, family: str = "Qwen3", norms: bool = False
 ) -> str:
@@ -22,12 +34,7 @@ def save_model(
     weights of its norms random: a factor of 1 hides where it is rounded.
     """
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     family += "Moe" if experts else ""
     kind, architecture = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM")
     sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128} if experts else {}
@@ -56,7 +63,7 @@ def save_model(
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
