@@ -20,7 +20,7 @@ from learner.test_features import rollout
 from slow.toys import distinct_characters, prompts, save_model, settings
 from transformers import TrainerCallback
 
-from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl import QaRLConfig, QaRLTrainer, _compat
 from qarl_trl.learner import guards
 
 
@@ -95,6 +95,11 @@ def test_a_weight_that_is_no_number_is_named(make):
     ) as e:
         trainer.train()
     assert "after 0 updates. The last complete checkpoint: none." in e.value.__notes__[0]
+    left = pytest.raises(RuntimeError, match="Under HSDP sums of gradients are left")
+    with patch.object(_compat, "is_replicated", lambda _: True), left:
+        trainer.train()
+    with pytest.raises(RuntimeError, match="hold NaN or infinity already"):  # control: elsewhere it may train again
+        trainer.train()
 
 
 def test_a_weight_of_zero3_that_is_no_number_is_named():

@@ -33,18 +33,23 @@ class CheckpointMixin:
     _incoming: Path | None = None  # while a checkpoint is written
     _signals: StopOnSignal | None = None
     _sampler: Any = None
+    _failed = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
         The Trainer's, from a publish and a rollout of its own; an error names the last checkpoint.
 
         `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `RuntimeError` for a second call under
-        DeepSpeed, and for a call after `evaluate`.
+        DeepSpeed, for one after `evaluate` there, and under HSDP for one after a call that failed.
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError(
                 "Under DeepSpeed a trainer trains once, and not after evaluate(): transformers ends its engine and takes it again. "
                 "Build a new trainer, and resume from a checkpoint."
+            )
+        if self._failed and _compat.is_replicated(self.accelerator):
+            raise RuntimeError(
+                "Under HSDP sums of gradients are left of a training that failed. Build a new trainer, and resume from a checkpoint."
             )
         checkpoint = resume_path(resume_from_checkpoint, self.args)
         self._signals = signals = StopOnSignal(self._any_process)
@@ -56,6 +61,7 @@ class CheckpointMixin:
             with signals.listening():
                 return super().train(checkpoint, *args, **kwargs)
         except Exception as error:
+            self._failed = True
             last = next(reversed(finished(Path(self.args.output_dir))), "none")
             error.add_note(
                 f"The run stopped after {self.state.global_step} updates. The last complete checkpoint: {last}."

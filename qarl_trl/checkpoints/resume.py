@@ -55,12 +55,13 @@ def check_shared(args: QaRLConfig) -> None:
     """
     Of several processes that save checkpoints, each must see what the first writes to `args.output_dir`. Collective.
 
-    Each writes its part of a checkpoint to its own `output_dir`, and the first tells all where to resume.
+    Each writes its part of a checkpoint to its own `output_dir`, and the first tells all where to resume. With `save_only_model`
+    nothing can be resumed, and `save_on_each_node` is for folders that are not shared.
 
     Raises:
         ValueError: in every process, when one does not see it within `PATIENCE`, or when the first cannot write there.
     """
-    if args.world_size == 1 or args.save_strategy == "no":
+    if args.world_size == 1 or args.save_strategy == "no" or args.save_only_model or args.save_on_each_node:
         return
     folder, name, failure = Path(args.output_dir), f"_shared_{uuid4().hex}", None
     if args.process_index == 0:

@@ -74,9 +74,8 @@ def _(product: Fp8BlockGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -
     height, width = weight.scheme.weights.block_structure
     y = torch.zeros(len(x), weight.codes.shape[0] // len(offsets), device=x.device)
     w_scale = _of_rows(stacked(weight.scale.float(), offsets), y, offsets)
-    columns = zip(_numbers(codes).split(width, dim=1), _numbers(weight.codes).split(width, dim=1), strict=True)
-    for i, (a, b) in enumerate(columns):
-        sums = multiply(a, stacked(b, offsets), offsets) * scale[:, i : i + 1]
+    for i, (a, b) in enumerate(zip(codes.split(width, dim=1), weight.codes.split(width, dim=1), strict=True)):
+        sums = multiply(_numbers(a), stacked(_numbers(b), offsets), offsets) * scale[:, i : i + 1]
         y += (sums.unflatten(-1, (-1, height)) * w_scale[..., i : i + 1]).flatten(-2)
     return y.to(x.dtype), saved
 
@@ -100,7 +99,7 @@ def _(product: Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tu
 
 def _numbers(codes: Tensor) -> Tensor:
     """Codes as float32 numbers."""
-    return restored(codes, torch.ones(len(codes), 1, device=codes.device), torch.float32)
+    return restored(codes.contiguous(), torch.ones(len(codes), 1, device=codes.device), torch.float32)
 
 
 def _of_rows(of_experts: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -158,8 +158,8 @@ def _merged_in_part(model: torch.nn.Module) -> Iterator[list[str]]:
         for name, bound in info.loaded_weights:
             came.setdefault(name, set()).update(_parts(bound.arguments))
         # A shape comes once for each part, and is taken once.
-        partial_names = [name for name, parts in came.items() if not _is_whole(layer, parts) and "_shape" not in name]
-        in_part.extend(f"{names[id(layer)]}.{name}" for name in partial_names)
+        lacking = [name for name, parts in came.items() if "_shape" not in name and not _is_whole(layer, name, parts)]
+        in_part.extend(f"{names[id(layer)]}.{name}" for name in lacking)
         process(layer, info)
 
     with rebound(layerwise, "_layerwise_process", checked):
@@ -170,16 +170,24 @@ def _parts(arguments: dict[str, Any]) -> list[Any]:
     """Which parts of a merged parameter a call of its loader fills; `None` for all."""
     part = arguments.get("loaded_shard_id", arguments.get("shard_id"))
     if "expert_id" in arguments:
-        return [(arguments["expert_id"], part)]
+        expert = arguments["expert_id"]
+        return [None if expert is None or part is None else (expert, part)]
     return list(part) if isinstance(part, tuple) else [part]
 
 
-def _is_whole(layer: torch.nn.Module, parts: set[Any]) -> bool:
+def _is_whole(layer: torch.nn.Module, name: str, parts: set[Any]) -> bool:
+    """Whether `parts` are all that a layer has in the parameter `name`; of experts those of this rank count."""
     if None in parts:
         return True
-    if all(isinstance(part, tuple) for part in parts):
-        return len(parts) >= layer.local_num_experts * len({part for _, part in parts})
-    return len(parts) == len(getattr(layer, "output_sizes", parts))
+    if not all(isinstance(part, tuple) for part in parts):
+        return len(parts) == len(getattr(layer, "output_sizes", parts))
+    if not hasattr(layer, "local_num_experts"):
+        return True
+    gated = name.startswith("w13") and layer.moe_config.is_act_and_mul
+    matrices = {"w1", "w3"} if gated else {matrix for _, matrix in parts}
+    places = None if layer.expert_map is None else layer.expert_map.tolist()  # -1: another rank's
+    local = [part for part in parts if places is None or places[part[0]] >= 0]
+    return len(local) >= layer.local_num_experts * len(matrices)
 
 
 @contextmanager

@@ -72,9 +72,11 @@ def check_shards(config: PretrainedConfig, plan: QuantizationConfig | None, args
     layer, inputs = "model.layers.0.", _cut_inputs(text, whole_experts)
     for name, _, scheme in match(((layer + name, nn.Linear(1, 1, device="meta")) for name in inputs), plan):
         name = name.removeprefix(layer)
-        block, width = scheme.weights.block_structure, inputs[name]
+        block = scheme.weights.block_structure
         size = block[1] if block else effective_group_size(scheme)
-        if size and (width // ranks) % size:
+        for width in inputs[name] if size else ():
+            if (width // ranks) % size == 0:
+                continue
             raise ValueError(
                 f"vllm_tensor_parallel_size={ranks} cuts the {width} inputs of {name} into parts of {width // ranks}, and groups "
                 f"of {size} weights do not divide them. Use fewer ranks, or a smaller "
@@ -82,20 +84,26 @@ def check_shards(config: PretrainedConfig, plan: QuantizationConfig | None, args
             )
 
 
-def _cut_inputs(text: PretrainedConfig, whole_experts: bool) -> dict[str, int]:
-    """Inputs of the layers that ranks cut along them, by name; `whole_experts` (expert parallel) are not cut."""
+def _cut_inputs(text: PretrainedConfig, whole_experts: bool) -> dict[str, list[int]]:
+    """
+    Inputs of the layers that ranks cut along them, by name; `whole_experts` (expert parallel) are not cut.
+
+    Some models have a list, a width for each layer (Gemma3n).
+    """
     heads, experts = getattr(text, "num_attention_heads", 0) or 0, num_experts(text)
     dense, expert = (getattr(text, name, None) for name in ("intermediate_size", "moe_intermediate_size"))
     partly_dense = ("mlp_only_layers", "first_k_dense_replace")
     has_dense = not experts or getattr(text, "decoder_sparse_step", 1) > 1
     has_dense = has_dense or any(getattr(text, name, None) for name in partly_dense)
+    head_dims = (getattr(text, name, None) for name in ("v_head_dim", "head_dim"))  # the first of DeepSeek's attention
     found = {
-        "self_attn.o_proj": heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)),
+        "self_attn.o_proj": heads * (next(filter(None, head_dims), None) or text.hidden_size // max(heads, 1)),
         "mlp.down_proj": dense if has_dense else None,
         "mlp.experts.0.down_proj": (expert or dense) if experts and not whole_experts else None,
         "mlp.shared_expert.down_proj": getattr(text, "shared_expert_intermediate_size", None) if experts else None,
     }
-    return {name: width for name, width in found.items() if width}
+    lists = {name: width if isinstance(width, list) else [width] for name, width in found.items()}
+    return {name: sorted(set(filter(None, widths))) for name, widths in lists.items()}
 
 
 def _uneven(text: PretrainedConfig, ranks: int, whole_experts: bool) -> list[str]:
@@ -105,8 +113,10 @@ def _uneven(text: PretrainedConfig, ranks: int, whole_experts: bool) -> list[str
     found = [f"the {heads} attention heads"] if heads % ranks else []
     if shared and shared % ranks and ranks % shared:
         found.append(f"the {shared} key-value heads (or be a multiple)")
-    widths = _cut_inputs(text, whole_experts).items()
-    found += [f"the {width} inputs of {name}" for name, width in widths if width % ranks and "o_proj" not in name]
+    cut = [
+        (n, width) for n, widths in _cut_inputs(text, whole_experts).items() for width in widths if "o_proj" not in n
+    ]
+    found += [f"the {width} inputs of {name}" for name, width in cut if width % ranks]
     found += [f"the {rows} padded rows of the embedding"] if rows % ranks else []
     if whole_experts and num_experts(text) < ranks:
         found.append(f"the {num_experts(text)} experts")

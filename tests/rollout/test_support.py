@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from configs import config
 from transformers import Qwen3Config, Qwen3MoeConfig
 
@@ -64,6 +65,7 @@ def test_a_scheme_needs_a_gpu_that_has_a_kernel(monkeypatch, scheme, capability,
 
 @pytest.mark.parametrize("scheme", [name for name, row in SUPPORTED.items() if row.gpus])
 def test_several_engine_ranks_scale_a_token_in_parts(monkeypatch, caplog, scheme):
+    PartialState()  # which the logger asks for
     on_gpu(monkeypatch, scheme)
     assert not caplog.text
     on_gpu(monkeypatch, scheme, ranks=2)
@@ -185,6 +187,29 @@ def test_experts_are_shared_or_cut_evenly():
     assert "the 770 inputs of mlp.experts.0.down_proj" in refused(4, moe_intermediate_size=770)
     assert refused(4, True, moe_intermediate_size=770) is None
     assert "the 4 experts" in refused(8, True)
+
+
+@pytest.mark.parametrize("scheme", [None, "W4A16"])
+def test_widths_may_be_a_list_and_values_have_their_own_size(scheme):
+    """Gemma3n has a width for each layer; DeepSeek's `head_dim` is that of the rotated part of a key."""
+    from transformers import DeepseekV3Config, Gemma3nTextConfig
+
+    plan = scheme and single_group(resolve_scheme(scheme, 128), ["Linear"], [])
+    widths = Gemma3nTextConfig(num_hidden_layers=2, intermediate_size=[1024, 768], vocab_size=1024)
+    check_shards(widths, plan, SimpleNamespace(vllm_tensor_parallel_size=2, vllm_engine_kwargs=None))
+    four = SimpleNamespace(vllm_tensor_parallel_size=4, vllm_engine_kwargs=None)
+    if scheme:
+        with pytest.raises(ValueError, match="cuts the 768 inputs of mlp.down_proj into parts of 192"):
+            check_shards(widths, plan, four)
+    with pytest.raises(ValueError, match="must divide the 1022 inputs of mlp.down_proj"):
+        check_shards(
+            Gemma3nTextConfig(num_hidden_layers=2, intermediate_size=[1024, 1022], vocab_size=1024), plan, four
+        )
+    heads = {"num_attention_heads": 20, "num_key_value_heads": 20, "moe_intermediate_size": 1536, "vocab_size": 1024}
+    check_shards(DeepseekV3Config(v_head_dim=256, **heads), plan, four)
+    if scheme:  # control: 20 heads of 64
+        with pytest.raises(ValueError, match="cuts the 1280 inputs of self_attn.o_proj"):
+            check_shards(DeepseekV3Config(v_head_dim=64, **heads), plan, four)
 
 
 def test_a_run_checks_its_engine_ranks_without_a_scheme_too(tmp_path):

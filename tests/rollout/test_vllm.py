@@ -75,15 +75,25 @@ def test_a_tensor_that_the_engine_did_not_get_is_an_error():
 
 def test_parts_of_a_merged_parameter_are_counted():
     """Of a projection by the layer's number of them, of experts by those of this rank; the real ones are in tests/slow."""
-    qkv, experts = SimpleNamespace(output_sizes=[8, 4, 4]), SimpleNamespace(local_num_experts=2)
-    whole = {("v", "q", "k"): qkv, (0, (1, 2)): qkv, (None,): qkv, (None, 0): SimpleNamespace()}
-    for came, layer in whole.items():
-        assert _vllm._is_whole(layer, {part for shard in came for part in _vllm._parts({"loaded_shard_id": shard})})
-    assert not _vllm._is_whole(qkv, {"q", "k"})
+    qkv, whole = SimpleNamespace(output_sizes=[8, 4, 4]), _vllm._is_whole
+    for came, layer in [(("v", "q", "k"), qkv), ((0, (1, 2)), qkv), ((None,), qkv), ((None, 0), SimpleNamespace())]:
+        assert whole(layer, "weight", {part for shard in came for part in _vllm._parts({"loaded_shard_id": shard})})
+    assert not whole(qkv, "weight", {"q", "k"})
+
+    gated = SimpleNamespace(is_act_and_mul=True)
+    experts = SimpleNamespace(local_num_experts=2, moe_config=gated, expert_map=None)
     calls = [{"expert_id": e, "shard_id": s} for e in range(2) for s in ("w1", "w3")]
     parts = [part for call in calls for part in _vllm._parts(call)]
-    assert _vllm._is_whole(experts, set(parts))
-    assert not _vllm._is_whole(experts, set(parts[1:]))
+    assert whole(experts, "w13_weight", set(parts)) and whole(experts, "w2_weight", {(0, "w2"), (1, "w2")})
+    assert not whole(experts, "w13_weight", set(parts[1:]))
+    assert not whole(experts, "w13_weight", {(0, "w1"), (1, "w1")})  # no expert's up_proj
+    # Experts 2 and 3 are another rank's.
+    parallel = SimpleNamespace(**vars(experts) | {"expert_map": torch.tensor([0, 1, -1, -1])})
+    assert whole(parallel, "w2_weight", {(expert, "w2") for expert in range(4)})
+    assert not whole(parallel, "w2_weight", {(expert, "w2") for expert in (0, 2, 3)})
+    # Loaders that take all experts at once (DBRX), and a layer that says nothing of experts (MiniCPM).
+    assert _vllm._parts({"expert_id": None, "shard_id": "w2_weight"}) == _vllm._parts({"expert_id": 0}) == [None]
+    assert whole(SimpleNamespace(), "w2s", {(0, "w2")})
 
 
 @pytest.mark.parametrize(
