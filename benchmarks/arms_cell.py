@@ -17,7 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from qarl_trl import QaRLConfig, QaRLTrainer
-from qarl_trl.evaluation.sample import prompt_seed
+from qarl_trl.tools.evaluate.sample import prompt_seed
 from qarl_trl.quickstart.model import make_tokenizer
 from qarl_trl.quickstart.task import correct
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from arms import REGIMES, file_of
 from arms_table import read
 
-from qarl_trl.report.draw import COLOURS, picture
-from qarl_trl.report.figures import Panel, draw_panels
-from qarl_trl.report.runs import Run
+from qarl_trl.tools.report.draw import COLOURS, picture
+from qarl_trl.tools.report.figures import Panel, draw_panels
+from qarl_trl.tools.report.runs import Run
 
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from qarl_trl.learner.logps import PackedPasses
 from qarl_trl.quant import apply_quantization
-from qarl_trl.rollout.products import PRODUCTS
+from qarl_trl.rollout.gemm import PRODUCTS
 
 
 SCALE = 16

@@ -83,7 +83,7 @@ def main() -> None:
         samples=(128, 8, "calibration rows"),
         probes=(128, 8, "held-out rows that are measured"),
     )
-    from qarl_trl.llmcompressor.precondition import log_probs, quantization_error
+    from qarl_trl.tools.llmcompressor.precondition import log_probs, quantization_error
     from qarl_trl.quant.plan import single_group
     from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
@@ -121,7 +121,7 @@ def _name(scheme: str, group_size: int | None) -> str:
 
 
 def _transformed(start: Any, method: str, plan: Any, dataset: Any, probe: list) -> Any:
-    from qarl_trl.llmcompressor.precondition import precondition, transforms
+    from qarl_trl.tools.llmcompressor.precondition import precondition, transforms
 
     # Saved and loaded, because llm-compressor wants a model that has a folder; its logs go into the current one.
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

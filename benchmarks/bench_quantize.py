@@ -84,7 +84,7 @@ class Traffic(TorchDispatchMode):
 
 def activations(args: Any, times: dict[str, common.Times]) -> list[str]:
     """Each quantizer of activations with and without its kernel, and back: lines to print, and their times."""
-    from qarl_trl.quant.products import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, restored
+    from qarl_trl.quant.gemm import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, restored
 
     lines = []
 

@@ -46,7 +46,7 @@ def codes(model: Any) -> torch.Tensor:
 def values(model: Any) -> torch.Tensor:
     """All dequantized weights."""
     from qarl_trl.quant import quantized_modules
-    from qarl_trl.quant.products import dequantize
+    from qarl_trl.quant.gemm import dequantize
 
     return torch.cat([dequantize(m.low_bit()).float().flatten() for _, m in quantized_modules(model)])
 
@@ -64,11 +64,11 @@ def baselines(plain: str, plan: Any, dataset: Any, probe: list) -> dict[str, flo
     """Held-out loss after post-training quantization by each method of `qarl-trl ptq`, and without."""
     from transformers import AutoModelForCausalLM
 
-    from qarl_trl.llmcompressor.calibration import run_oneshot
-    from qarl_trl.llmcompressor.command import PTQ_METHODS
-    from qarl_trl.llmcompressor.precondition import log_probs
-    from qarl_trl.llmcompressor.ptq import modifiers
-    from qarl_trl.llmcompressor.quantized_start import load_masters
+    from qarl_trl.tools.llmcompressor.calibration import run_oneshot
+    from qarl_trl.tools.llmcompressor.command import PTQ_METHODS
+    from qarl_trl.tools.llmcompressor.precondition import log_probs
+    from qarl_trl.tools.llmcompressor.ptq import modifiers
+    from qarl_trl.quant.start import load_masters
 
     losses = {}
     for method in ("bf16", *PTQ_METHODS):
@@ -88,10 +88,10 @@ def main() -> None:
         steps=(50, 4, "updates afterwards"),
         probes=(128, 8, "held-out rows"),
     )
-    from qarl_trl.llmcompressor.calibration import run_oneshot
-    from qarl_trl.llmcompressor.precondition import log_probs
-    from qarl_trl.llmcompressor.ptq import modifiers
-    from qarl_trl.llmcompressor.quantized_start import load_masters, quantized_source
+    from qarl_trl.tools.llmcompressor.calibration import run_oneshot
+    from qarl_trl.tools.llmcompressor.precondition import log_probs
+    from qarl_trl.tools.llmcompressor.ptq import modifiers
+    from qarl_trl.quant.start import load_masters, quantized_source
     from qarl_trl.quant import apply_quantization
     from qarl_trl.quant.plan import single_group
     from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme

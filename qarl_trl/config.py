@@ -17,7 +17,7 @@ from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
 from . import _compat
-from .llmcompressor.recipe import read_recipe
+from .quant.recipe import read_recipe
 from .loss import TrustBand
 from .quant.plan import single_group
 from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme

@@ -269,7 +269,7 @@ def _check(
     if training_args.quantized and model_args.use_peft:
         from trl import get_peft_config
 
-        from .preflight import check_adapter
+        from .validate import check_adapter
 
         check_adapter(get_peft_config(model_args), training_args)
     if engine_only:

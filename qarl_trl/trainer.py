@@ -25,7 +25,7 @@ from .export.mixin import SharingMixin
 from .learner import guards
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
-from .llmcompressor.quantized_start import QuantizedSource, check_first_codes, load_masters
+from .quant.start import QuantizedSource, check_first_codes, load_masters
 from .loss import TrustBand, filter_advantages, loss_mask, mismatch_weight
 from .metrics.clock import CodeFlips, StepClock
 from .metrics.error_tokens import find_error_tokens, unfinished, written_tokens
@@ -33,15 +33,15 @@ from .metrics.mismatch import check_mismatch, mismatch_metrics
 from .metrics.ratios import RatioMeter
 from .metrics.token_stats import TokenStats
 from .optim import build_muon
-from .preflight import check_run, default_output_dir
+from .validate import check_run, default_output_dir
 from .quant.gathers import gather_codes
 from .quant.model import apply_quantization, bypassed_layers, quantized_modules
 from .quant.names import base_model
-from .rollout.canary import Canary
+from .rollout.sync_check import Canary
 from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
-from .rollout.products import PRODUCTS
+from .rollout.gemm import PRODUCTS
 from .rollout.scores import LENGTH, Scores, canary_tokens, learner_logps
 from .rollout.support import default_engine_kwargs
 

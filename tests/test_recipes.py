@@ -11,9 +11,9 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import Qwen3MoeConfig
 from trl import get_peft_config
 
-from qarl_trl.llmcompressor.precondition import transforms_of_recipe
-from qarl_trl.llmcompressor.recipe import read_recipe
-from qarl_trl.preflight import check_adapter
+from qarl_trl.tools.llmcompressor.precondition import transforms_of_recipe
+from qarl_trl.quant.recipe import read_recipe
+from qarl_trl.validate import check_adapter
 from qarl_trl.rollout.support import check_shards
 from qarl_trl.train import describe, parse
 

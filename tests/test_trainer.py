@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, _compat, preflight
-from qarl_trl.llmcompressor.quantized_start import load_masters
+from qarl_trl.quant.start import load_masters
 from qarl_trl.loss import TrustBand, loss_mask, tbpo_loss
 from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
-from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.gemm import dequantize
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch import nn
 from .experts import PROJECTIONS, Matched, expert_modules
 from .linear import LowBitLayer
 from .names import base_model, is_peft_model
-from .products import ProductChoice, dequant_product, plain_product
+from .gemm import ProductChoice, dequant_product, plain_product
 from .scheme import check_divisible, has_global_scale
 from .zero import shape_of
 
@@ -34,7 +34,7 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             f"The model is quantized already (quantization_config={foreign}), so there are no high-precision masters to "
             "train. Start from the unquantized checkpoint. A compressed-tensors checkpoint can be given by its path "
-            "(model='...'), or loaded with qarl_trl.llmcompressor.quantized_start.load_masters."
+            "(model='...'), or loaded with qarl_trl.quant.start.load_masters."
         )
     adapted = hasattr(model, "peft_config") or any(hasattr(module, "lora_A") for module in model.modules())
     if adapted and not is_peft_model(model):

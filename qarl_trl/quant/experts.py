@@ -21,7 +21,7 @@ from .gathers import gathered_codes, whole_weights
 from .grouped import grouped_product, stacked
 from .linear import LowBitLayer, QParams
 from .names import checkpoint_modules
-from .products import Product
+from .gemm import Product
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
 from .shards import whole

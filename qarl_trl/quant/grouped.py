@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import once
-from .products import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, Product, Saved, restored
+from .gemm import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, Product, Saved, restored
 from .quantize import LowBitWeight
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from .activations import once
 from .cache import CodeCache
 from .gathers import gathered_codes, whole_weights
-from .products import Product, ProductChoice
+from .gemm import Product, ProductChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .reference import QParams
 from .scheme import effective_group_size, support_of

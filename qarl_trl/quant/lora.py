@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .activations import once
 from .linear import LowBitLayer, LowBitMatmul
-from .products import Product
+from .gemm import Product
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
 from .shards import whole

@@ -16,7 +16,7 @@ from .experts import QuantExperts, checkpoint_layers, stacked_qparams, whole_exp
 from .linear import LowBitLayer, QParams, QuantLinear
 from .names import checkpoint_modules
 from .plan import match, resolve_config, single_group
-from .products import ProductChoice, plain_product
+from .gemm import ProductChoice, plain_product
 from .scheme import DEFAULT_IGNORE, has_global_scale, resolve_scheme
 
 
@@ -50,11 +50,11 @@ def apply_quantization(
         model: Modified in place. Masters keep their dtype; quantization starts from their bfloat16 cast. All names are those
             of the base model of a `PeftModel`.
         scheme: Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a scheme, or a configuration of several groups
-            ([`~qarl_trl.llmcompressor.recipe.read_recipe`]), which has its own targets, ignore list and group sizes.
+            ([`~qarl_trl.quant.recipe.read_recipe`]), which has its own targets, ignore list and group sizes.
         targets: Class names, module names, or `re:` patterns, as in compressed-tensors.
         ignore: Modules left alone, same syntax. Defaults to `lm_head` and routers, as in `QaRLConfig`.
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
-        product: From scheme and device to what multiplies; the engine's products are in `qarl_trl.rollout.products`.
+        product: From scheme and device to what multiplies; the engine's products are in `qarl_trl.rollout.gemm`.
         quantize_forward: `False` keeps the forward in high precision.
         keep_dequantized: Dequantize once for all uses of the codes: 2 bytes a weight.
         qparams: Frozen scale and zero point of every quantized layer, by its name. Without it they follow the weights.

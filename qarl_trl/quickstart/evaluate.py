@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.sample import start_engine
+from ..tools.evaluate.sample import start_engine
 from .task import correct
 
 

@@ -18,7 +18,7 @@ from transformers import PrinterCallback
 
 from .. import QaRLConfig, QaRLTrainer
 from ..processes import in_fresh_process
-from ..report.command import write_report
+from ..tools.report.command import write_report
 from .evaluate import accuracy, answers_in_training, answers_of_checkpoint
 from .model import make_model, make_tokenizer
 from .report import TrainingBar, logged, print_summary

@@ -22,7 +22,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..quant.names import is_peft_model
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from . import _vllm, _vllm_cpu, _vllm_layer
-from .canary import Canary
+from .sync_check import Canary
 from .cpu import choose_arithmetic
 from .server import ServerClient, needed_of_server
 from .support import check_merged_layers
@@ -46,7 +46,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             bfloat16.
         engine_kwargs (`dict`, *optional*): More arguments for `vllm.LLM`.
         publish_folder (`str`, *optional*): Folder that a server sees too, through which it gets its weights.
-        canary ([`~qarl_trl.rollout.canary.Canary`], *optional*): Checks a publish before anything is sampled with it.
+        canary ([`~qarl_trl.rollout.sync_check.Canary`], *optional*): Checks a publish before anything is sampled with it.
         kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
 
     Attributes:

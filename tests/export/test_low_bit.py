@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qarl_trl.export import check_target, quantization_config, save_low_bit
 from qarl_trl.export import low_bit as export
-from qarl_trl.llmcompressor.recipe import read_recipe
+from qarl_trl.quant.recipe import read_recipe
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
-from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.gemm import dequantize
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])

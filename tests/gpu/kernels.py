@@ -126,7 +126,7 @@ def dequantizer(run: Run) -> None:
 
 def layers(run: Run) -> None:
     """Forward and backward of a low-bit layer by each product against float32, and their time against a plain layer."""
-    from qarl_trl.rollout.products import PRODUCTS
+    from qarl_trl.rollout.gemm import PRODUCTS
 
     out_features, in_features = TOY_SHAPE if run.dry else (12288, 4096)
     for tokens in (1, 64) if run.dry else (1, 64, 8192):

@@ -9,9 +9,9 @@ from quant.schemes import normal, relative_error
 from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
 from qarl_trl.quant.grouped import grouped_product
-from qarl_trl.quant.products import dequantize, plain_product
+from qarl_trl.quant.gemm import dequantize, plain_product
 from qarl_trl.quant.table import SUPPORTED, gpu_generation
-from qarl_trl.rollout.products import engine_product
+from qarl_trl.rollout.gemm import engine_product
 
 
 pytestmark = pytest.mark.gpu

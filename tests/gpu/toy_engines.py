@@ -10,7 +10,7 @@ import torch
 from slow.toys import engine_logprobs, learner_logprobs, make_trainer, sample, save_model, stored_tensors
 
 from qarl_trl.quant import iter_low_bit_weights, quantized_modules
-from qarl_trl.rollout.products import PRODUCTS
+from qarl_trl.rollout.gemm import PRODUCTS
 from qarl_trl.rollout.scores import low_bit_forward
 
 from .measure import Run, accept_release_of_the_kit

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qarl_trl.quant import apply_quantization, quantize_weight, quantized_modules, resolve_scheme
 from qarl_trl.quant import quantize as quantize_module
-from qarl_trl.quant.products import Int4Fp8Gemm
+from qarl_trl.quant.gemm import Int4Fp8Gemm
 from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from quant.schemes import (

@@ -35,11 +35,11 @@ from qarl_trl.quant import (
 from qarl_trl.quant.experts import PROJECTIONS, expert_modules, layer_names
 from qarl_trl.quant.grouped import grouped_product
 from qarl_trl.quant.model import bypassed_layers
-from qarl_trl.quant.products import Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize, quantize_tokens_fp8
+from qarl_trl.quant.gemm import Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize, quantize_tokens_fp8
 from qarl_trl.quant.quantize import LowBitWeight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import readable_parameters
-from qarl_trl.rollout.products import engine_product
+from qarl_trl.rollout.gemm import engine_product
 from quant.schemes import NAMES, same_tensors
 
 

@@ -14,7 +14,7 @@ from qarl_trl.quant.activations import (
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from qarl_trl.quant.products import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, restored
+from qarl_trl.quant.gemm import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, restored
 from quant.schemes import normal, same_bytes
 from quant.test_activations import tokens
 from quant.test_fast import interpreted

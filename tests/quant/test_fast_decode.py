@@ -9,7 +9,7 @@ import references
 import torch
 
 from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.gemm import dequantize
 from quant.schemes import ALL_SCHEMES, NAMES, NVFP4, low_bit_of, normal, same_bytes
 from quant.test_fast import interpreted
 from quant.test_reference import many_weights

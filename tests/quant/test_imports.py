@@ -12,7 +12,7 @@ import torch
 
 import qarl_trl
 from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.products import ActivationGemm, dequantize, plain_product
+from qarl_trl.quant.gemm import ActivationGemm, dequantize, plain_product
 from qarl_trl.quant.quantize import _quantizer
 from qarl_trl.quant.table import SUPPORTED
 from quant.schemes import normal
@@ -23,14 +23,14 @@ PACKAGE = Path(qarl_trl.__file__).parent
 ARROWS = """
 import sys
 import qarl_trl
-above = ("trl", "vllm", "qarl_trl.config", "qarl_trl.trainer", "qarl_trl.rollout", "qarl_trl.llmcompressor")
+above = ("trl", "vllm", "qarl_trl.config", "qarl_trl.trainer", "qarl_trl.rollout", "qarl_trl.tools.llmcompressor")
 
 def loaded():
     return sorted({name for name in sys.modules if name in above or name.startswith(tuple(f"{a}." for a in above))})
 
 import qarl_trl.quant, qarl_trl.quant.lora
 print(loaded())
-import qarl_trl.rollout.products
+import qarl_trl.rollout.gemm
 print(loaded())
 """
 
@@ -42,7 +42,7 @@ for name in {hidden}:
     sys.modules[name] = None  # an import of it fails
 import qarl_trl, torch
 from qarl_trl.quant import apply_quantization, quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.products import ActivationGemm, dequantize, plain_product
+from qarl_trl.quant.gemm import ActivationGemm, dequantize, plain_product
 from qarl_trl.quant.quantize import _quantizer
 from qarl_trl.quant.table import SUPPORTED
 weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
@@ -90,7 +90,7 @@ def digests():
 def test_the_package_loads_nothing_that_is_above_it():
     quant, rollout = run(ARROWS)
     assert quant == "[]"
-    assert "'qarl_trl.rollout.products'" in rollout and "'trl'" in rollout  # control
+    assert "'qarl_trl.rollout.gemm'" in rollout and "'trl'" in rollout  # control
 
 
 @pytest.mark.slow

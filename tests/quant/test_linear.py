@@ -17,7 +17,7 @@ from qarl_trl.quant import (
     quantize_weight,
     resolve_scheme,
 )
-from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.scheme import support_of
 from quant.schemes import NAMES, WEIGHT_ONLY, relative_error
 

@@ -26,7 +26,7 @@ from qarl_trl.quant import (
 )
 from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.lora import LoraQuantLinear, merged_weight
-from qarl_trl.quant.products import dequantize, plain_product, quantize_tokens_fp8
+from qarl_trl.quant.gemm import dequantize, plain_product, quantize_tokens_fp8
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import readable_parameters
 from quant.schemes import min_max_qparams

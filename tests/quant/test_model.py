@@ -12,7 +12,7 @@ from torch import nn
 from qarl_trl import QaRLConfig
 from qarl_trl.quant import QuantLinear, apply_quantization, quantized_modules, remove_quantization
 from qarl_trl.quant.model import bypassed_layers
-from qarl_trl.quant.products import dequant_product
+from qarl_trl.quant.gemm import dequant_product
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
 

@@ -10,7 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import nn
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, resolve_scheme
-from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.quantize import largest_magnitude
 from quant.schemes import NVFP4, normal, relative_error, same_tensors
 

@@ -8,7 +8,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization.lifecycle.forward import quantize
 
 from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.scheme import has_global_scale
 from quant.schemes import (
     ALL_SCHEMES,

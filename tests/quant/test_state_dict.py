@@ -9,7 +9,7 @@ from torch import nn
 from trl.distributed import DistributedBackend
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, linear, quantize_weight, quantized_modules
-from qarl_trl.quant.products import dequantize
+from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.state_dict import readable_parameters
 from quant.schemes import NAMES
 

@@ -15,7 +15,7 @@ from torch import nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.preflight import check_arguments
+from qarl_trl.validate import check_arguments
 from qarl_trl.quickstart.evaluate import answers_of_checkpoint
 from qarl_trl.rollout import _vllm_layer, cpu, engine
 from qarl_trl.rollout.cpu import (

@@ -5,10 +5,10 @@ import torch
 
 from qarl_trl.quant import products as plain
 from qarl_trl.quant import resolve_scheme
-from qarl_trl.quant.products import DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, plain_product
+from qarl_trl.quant.gemm import DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, plain_product
 from qarl_trl.quant.table import SUPPORTED
 from qarl_trl.rollout import products
-from qarl_trl.rollout.products import PRODUCTS, EngineProduct, engine_product
+from qarl_trl.rollout.gemm import PRODUCTS, EngineProduct, engine_product
 
 
 CPU = torch.device("cpu")

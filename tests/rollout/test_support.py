@@ -11,7 +11,7 @@ from configs import config
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.preflight import check_arguments, check_run
+from qarl_trl.validate import check_arguments, check_run
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.plan import single_group
 from qarl_trl.quant.scheme import resolve_scheme

@@ -86,8 +86,8 @@ def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm
     from quant.schemes import same_bytes
 
     from qarl_trl.quant import quantize_weight, resolve_scheme
-    from qarl_trl.quant.products import DequantGemm
-    from qarl_trl.rollout.products import EngineProduct
+    from qarl_trl.quant.gemm import DequantGemm
+    from qarl_trl.rollout.gemm import EngineProduct
 
     low_bit = quantize_weight(torch.randn(shape) + 0.2, resolve_scheme(scheme, group_size))
     slow, expected = engine_layer(low_bit)

@@ -17,7 +17,7 @@ def _measure(model: str, folder: str, scheme: str, broken: bool):
     from transformers import AutoTokenizer
 
     from qarl_trl import QaRLConfig
-    from qarl_trl.doctor import budget
+    from qarl_trl.tools.doctor import budget
 
     args = QaRLConfig(**settings(Path(folder), quant_scheme=scheme))
     real = budget._aligned

@@ -21,7 +21,7 @@ def _evaluate(model: str, data: str, output: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from qarl_trl import cli
-    from qarl_trl.evaluation import sample
+    from qarl_trl.tools.evaluate import sample
 
     engines, start = [], sample.start_engine
     sample.start_engine = lambda *args, **kwargs: (

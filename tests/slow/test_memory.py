@@ -10,8 +10,8 @@ import torch
 from memory.test_rank import example_run
 from transformers import TrainerCallback
 
-from qarl_trl.memory import formulas, rank
-from qarl_trl.memory import model as meta
+from qarl_trl.tools.plan import formulas, rank
+from qarl_trl.tools.plan import model as meta
 from qarl_trl.quant.model import quantized_modules
 from slow.isolated import isolated, isolated_group
 from slow.test_processes import _trainer

@@ -21,8 +21,8 @@ from memory.test_formulas import peak_bytes
 from memory.test_rank import example_run
 from transformers import TrainerCallback
 
-from qarl_trl.memory import model as meta
-from qarl_trl.memory import rank
+from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan import rank
 from qarl_trl.quant.model import quantized_modules
 from qarl_trl.quant.names import base_model
 from slow.isolated import isolated, isolated_group

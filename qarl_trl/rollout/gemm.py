@@ -1,0 +1,73 @@
+"""The rollout engine's own matrix products in the learner, and what `quant_kernel` chooses."""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.quantization import QuantizationScheme
+from torch import Tensor
+from trl.import_utils import is_vllm_available
+
+from ..quant.activations import once
+from ..quant.gemm import ActivationGemm, Product, ProductChoice, Saved, dequant_product, plain_product
+from ..quant.quantize import LowBitWeight
+from ..quant.scheme import support_of
+from ._vllm_cpu import is_cpu_engine
+
+
+class EngineProduct(Product):
+    """
+    The product by the engine's own layer, on the tensors that are published; the backward is that of `plain`, torch's.
+
+    On GPUs that layer is Marlin, Machete or CUTLASS, on a CPU `cpu_gemm_wna16` or oneDNN: the engine decides.
+    """
+
+    prepares = True
+
+    def __init__(self, plain: Product) -> None:
+        self.plain = plain
+
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
+        from ._vllm_layer import multiply  # vLLM is optional
+
+        quantizes = isinstance(self.plain, ActivationGemm)
+        # Marlin and Machete add a bias to the rounded output, and Marlin would want it permuted; the others add it to the sums.
+        inside = quantizes or x.device.type == "cpu"
+        cast = once(Tensor.to, x, torch.bfloat16)
+        own_bias = bias.to(torch.bfloat16) if inside and bias is not None else None
+        y = multiply(cast.reshape(-1, x.shape[-1]), weight, own_bias).to(x.dtype).reshape(*x.shape[:-1], -1)
+        # The engine keeps the codes of its input to itself: they are computed again.
+        saved = once(self.plain.quantize, cast) if quantizes else (x,)
+        return y if inside or bias is None else y + bias, saved
+
+    def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
+        return self.plain.input_from(saved, dtype)
+
+    def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        return self.plain.matrix_from(weight, dtype)
+
+
+def engine_product(scheme: QuantizationScheme, device: torch.device) -> Product:
+    """The engine's own product for `scheme` on `device`; `ValueError` when the engine there has none, or is missing."""
+    support, plain = support_of(scheme), plain_product(scheme, device)
+    if not {"cpu": support.cpu_engine, "cuda": bool(support.gpus)}.get(device.type, False):
+        raise ValueError(
+            f"quant_kernel='engine' does not go with {support.name} on device {device.type!r}: the engine has no kernel for it "
+            "there. Use quant_kernel='auto'."
+        )
+    if device.type == "cpu" and support.name in ("W4A8", "FP8_DYNAMIC"):
+        return plain  # the engine itself calls torch
+    if not is_vllm_available():
+        raise ValueError(
+            "quant_kernel='engine' came without vLLM, whose kernels it calls. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: "
+            "make install. Or use quant_kernel='auto'."
+        )
+    if is_cpu_engine() != (device.type == "cpu"):
+        raise ValueError(
+            f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, and the installed one is for another. Use "
+            "quant_kernel='auto'."
+        )
+    return EngineProduct(plain)
+
+
+# By the values of `quant_kernel`.
+PRODUCTS: dict[str, ProductChoice] = {"auto": plain_product, "dequant": dequant_product, "engine": engine_product}

@@ -1,0 +1,1 @@
+"""Commands around training; they import the method and are never imported by it."""

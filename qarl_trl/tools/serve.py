@@ -1,0 +1,134 @@
+"""`qarl-trl serve`: vLLM's own server, started as the engine that a recipe's trainer would hold (`vllm_mode: server`)."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ..train import parse
+
+
+if TYPE_CHECKING:
+    from ..config import QaRLConfig
+
+USAGE = "qarl-trl serve --config FILE [--host ADDRESS] [--key value ...]"
+INSIDE = "qarl_trl.rollout._vllm_server"
+MAX_BATCHED_TOKENS = 4096  # TRL's
+
+
+def main(argv: Sequence[str]) -> Callable[[], None] | None:
+    """Check the recipe, and return the server, which takes the place of this process; after a dry run print its command."""
+    parser = argparse.ArgumentParser("qarl-trl serve", USAGE, description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="the recipe of the run")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; beyond this machine with VLLM_API_KEY"
+    )
+    own, rest = parser.parse_known_args(argv)
+    check_key(own.host)
+    before = dict(os.environ)
+    settings = ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
+    script_args, args, model_args = parse(settings, engine_only=True)
+    port = port_of(args)
+    args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
+    settings = server_settings(model_args.model_name_or_path, args)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += options(settings | {"host": own.host, "port": port})
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there are no routes for weights
+    if script_args.dry_run:
+        changed = [f"{name}={value}" for name, value in os.environ.items() if before.get(name) != value]
+        print(shlex.join(["env", *changed, *command]))
+        return None
+    return partial(os.execv, command[0], command)
+
+
+def port_of(args: QaRLConfig) -> int:
+    """The port to listen on, which is that of the URL that the trainer asks. `ValueError` if another one is set as well."""
+    default = next(field.default for field in fields(args) if field.name == "vllm_server_port")
+    asked, given = urlsplit(args.vllm_server_base_url or "").port, args.vllm_server_port
+    if asked is not None and given not in (asked, default):
+        raise ValueError(
+            f"vllm_server_port={given} must be the port of vllm_server_base_url={args.vllm_server_base_url!r}, where the trainer "
+            f"asks. Leave it out; if something between them forwards the port, add --vllm_server_base_url http://127.0.0.1:{given} here."
+        )
+    return asked or given
+
+
+def check_key(host: str) -> None:
+    """Refuse (`ValueError`) to let other machines in without a key: whoever gets in replaces the weights."""
+    local = host == "localhost" or (host.replace(".", "").isdecimal() and ipaddress.ip_address(host).is_loopback)
+    if not local and not os.environ.get("VLLM_API_KEY"):
+        raise ValueError(
+            f"--host {host} is open to other machines: export VLLM_API_KEY, here and where the trainer runs."
+        )
+
+
+def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
+    """The arguments of vLLM for the engine of a run with these `args`, found on a model without weights."""
+    from transformers import AutoConfig
+
+    from ..export import quantization_config
+    from ..validate import check_run, skeleton
+    from ..rollout import _vllm, _vllm_cpu
+    from ..rollout.cpu import choose_arithmetic
+    from ..rollout.engine import low_bit_settings
+    from ..rollout.support import default_engine_kwargs
+    from ..trainer import prepare
+
+    if _vllm_cpu.is_cpu_engine():
+        choose_arithmetic()
+        _vllm_cpu.share_cores(args.vllm_tensor_parallel_size)
+    _vllm.keep_block_scales()
+    args.push_to_hub = False  # the trainer looks at the Hub
+    source = check_run(model, args, {})
+    config = AutoConfig.from_pretrained(
+        model, **{"trust_remote_code": args.trust_remote_code} | args.model_init_kwargs
+    )
+    vars(config).pop("quantization_config", None)
+    policy = skeleton(config, args)
+    args.quant_freeze_scales = False  # there is nothing to freeze without weights
+    prepare(policy, args, source, as_stored=False)
+    folder = args.publish_folder
+    return {
+        # What TRL gives a colocated engine (`VLLMGeneration._init_vllm`).
+        "model": model,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "max_model_len": args.vllm_max_model_length,
+        "max_num_seqs": min(args.generation_batch_size, MAX_BATCHED_TOKENS),  # as counted for one process
+        "model_impl": args.vllm_model_impl,
+        "seed": 0,
+        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        "logprobs_mode": "processed_logprobs",
+        # The model's generation_config.json may have penalties, which TRL does not send and the learner does not know.
+        "generation_config": "vllm",
+        "trust_remote_code": args.trust_remote_code,
+        # What the trainer adds.
+        **default_engine_kwargs(policy),
+        **(args.vllm_engine_kwargs or {}),
+        **low_bit_settings(policy, quantization_config(policy), args.trust_remote_code),
+        # What makes it a server of ours.
+        "worker_extension_cls": f"{INSIDE}.WorkerExtension",
+        "middleware": f"{INSIDE}.Guard",
+        "weight_transfer_config": {"backend": "qarl_folder" if folder else "qarl_nccl"},
+        "additional_config": {"publish_folder": str(Path(folder).resolve())} if folder else {},
+    }
+
+
+def options(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Arguments of `vllm.LLM` as vLLM's command line has them."""
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif value is not None and value != {}:
+            yield from (f"--{flag}", value if isinstance(value, str) else json.dumps(value))

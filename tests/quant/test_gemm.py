@@ -1,0 +1,224 @@
+"""`qarl_trl.quant.gemm`: matrix products and what they do to activations, against libraries and definitions."""
+
+import pytest
+import references
+import torch
+import torch.nn.functional as F
+
+from qarl_trl.quant import quantize_weight, resolve_scheme
+from qarl_trl.quant.activations import (
+    quantize_groups_fp8,
+    quantize_tokens_fp8,
+    quantize_tokens_int8,
+    quantize_tokens_int8_asymmetric,
+)
+from qarl_trl.quant.gemm import (
+    CpuInt4Int8Gemm,
+    DequantGemm,
+    Fp8BlockGemm,
+    Fp8Gemm,
+    Int4Fp8Gemm,
+    Int8Gemm,
+    dequantize,
+    plain_product,
+)
+from quant.schemes import NAMES, WEIGHT_ONLY, low_bit_of, normal, relative_error, same_bytes
+
+
+CPU = torch.device("cpu")
+
+
+# Matrix products ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+@pytest.mark.parametrize("group_size", [32, -1])
+def test_dequant_gemm_is_a_plain_gemm_on_the_dequantized_weight(scheme, group_size, dtype):
+    low_bit, x = low_bit_of(scheme, group_size), normal(2, 7, 256, seed=1, dtype=dtype)
+    y, saved = DequantGemm().forward(x, low_bit)
+    assert torch.equal(y, F.linear(x, dequantize(low_bit, dtype)))
+    assert y.dtype == dtype
+    assert len(saved) == 1
+    assert saved[0] is x  # nothing else is kept for the backward
+    assert not torch.equal(y, F.linear(x, normal(128, 256).to(dtype)))  # control: the master
+
+
+QUANTIZERS = {
+    "FP8_DYNAMIC": (Fp8Gemm, quantize_tokens_fp8),
+    "FP8_BLOCK": (Fp8BlockGemm, quantize_groups_fp8),
+    "W8A8": (Int8Gemm, quantize_tokens_int8),
+    "W4A8": (CpuInt4Int8Gemm, quantize_tokens_int8_asymmetric),
+    "W4AFP8": (Int4Fp8Gemm, quantize_tokens_fp8),
+}
+
+
+def codes_of(low_bit):
+    """Codes of a packed 4-bit weight, as rows."""
+    return references.unpack_int4(low_bit.codes, int(low_bit.tensors["weight_shape"][1]))
+
+
+def spread(scale, size):
+    """Scales of groups, for each element of the last dimension."""
+    return scale.repeat_interleave(size // scale.shape[-1], dim=-1)
+
+
+def exact_product(low_bit, codes, scale):
+    """Codes of both sides times their scales in float64, nothing rounded; codes `(tokens, in)`."""
+    if low_bit.scheme.format == "pack-quantized":
+        table, channel_scale = references.int4_float8_table(codes_of(low_bit), low_bit.scale.tolist())
+        return (codes.double() * scale.double()) @ (table.double() * channel_scale.double()).t()
+    w_scale = low_bit.scale.double()
+    if low_bit.scheme.weights.block_structure is not None:
+        w_scale = w_scale.repeat_interleave(128, dim=0)
+    weight = low_bit.codes.double() * spread(w_scale, low_bit.codes.shape[1])
+    return (codes.double() * spread(scale.double(), codes.shape[1])) @ weight.t()
+
+
+# Relative to the exact product of the codes. Measured in bfloat16 1.6e-3 to 1.7e-3, the result's own rounding, and 3.3e-3
+# where W4A8 with one scale a channel cuts it off; in float32 3e-8 to 5e-8, sums of 256 products, but for W4A8, whose
+# kernel takes and gives bfloat16.
+TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float32: 1e-6}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("scheme", "group_size"),
+    [("FP8_DYNAMIC", None), ("FP8_BLOCK", None), ("W8A8", None), ("W4A8", 32), ("W4A8", -1), ("W4AFP8", None)],
+)
+def test_activation_gemms_multiply_the_codes_of_both_sides(scheme, group_size, dtype):
+    kernel, quantize = QUANTIZERS[scheme]
+    low_bit, x = low_bit_of(scheme, group_size), normal(2, 7, 256, seed=1, dtype=dtype)
+    y, saved = kernel().forward(x, low_bit)
+    assert (y.shape, y.dtype) == ((2, 7, 128), dtype)
+    codes, scale = quantize((x.bfloat16() if scheme == "W4A8" else x).reshape(-1, 256))
+    exact = exact_product(low_bit, codes, scale)
+    tolerance = (
+        5e-3 if (scheme, group_size) == ("W4A8", -1) else TOLERANCE[torch.bfloat16 if scheme == "W4A8" else dtype]
+    )
+    assert relative_error(y.reshape(-1, 128), exact) < tolerance
+    # Controls: neither the exact activations nor the exact weight are multiplied.
+    assert relative_error(y, F.linear(x.double(), dequantize(low_bit).double())) > 0.005
+    assert relative_error(y, F.linear(x.float(), normal(128, 256))) > 0.009
+    assert all(t.element_size() * t.numel() <= 2 * x.numel() for t in saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", list(QUANTIZERS))
+def test_the_backward_sees_the_quantized_input(scheme, dtype):
+    kernel, quantize = QUANTIZERS[scheme]
+    low_bit, x = low_bit_of(scheme), normal(2, 7, 256, seed=1, dtype=dtype)
+    _, saved = kernel().forward(x, low_bit)
+    codes, scale = quantize((x.bfloat16() if scheme == "W4A8" else x).reshape(-1, 256))
+    restored = kernel().input_from(saved, torch.float32)
+    assert torch.equal(restored.reshape(-1, 256), codes.float() * spread(scale, 256))
+    # Float8: three bits of mantissa, at most 1/16 off, 2.6 % on average. Int8: 0.64 to 0.70 %.
+    low, high = (0.01, 0.03) if "FP8" in scheme else (0.005, 0.01)
+    assert low < relative_error(restored, x) < high
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (7, 20), (16, 33)])
+def test_int8_sums_are_exact(shape):
+    low_bit, x = low_bit_of("W8A8", shape=shape), normal(5, shape[1], seed=1)
+    y, _ = Int8Gemm().forward(x, low_bit)
+    codes, scale = quantize_tokens_int8(x)
+    sums = (codes.long() @ low_bit.codes.long().t()).float()  # below 2^24
+    assert torch.equal(y, sums * low_bit.scale.float().t() * scale)
+
+
+def test_an_odd_block_of_the_weight_only_touches_its_outputs():
+    """Which scale belongs to which block of rows and columns."""
+    master = normal(256, 384)
+    master[128:, 256:] *= 1000
+    low_bit, x = quantize_weight(master, resolve_scheme("FP8_BLOCK")), normal(3, 384, seed=1)
+    y, _ = Fp8BlockGemm().forward(x, low_bit)
+    assert relative_error(y[:, :128], F.linear(x, master[:128])) < 0.05
+    assert relative_error(y[:, 128:], F.linear(x, master[128:])) < 0.05
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+def test_w4a8_is_the_arithmetic_of_its_definition(group_size):
+    """Bit for bit, where every sum, product and rounding is written out (torch's scalar kernel on x86)."""
+    scheme = resolve_scheme("W4A8", -1 if group_size == 256 else group_size)
+    if group_size == 256:
+        scheme.weights.strategy, scheme.weights.group_size = "group", 256  # one group, as the engine's channel
+    low_bit, x = quantize_weight(normal(24, 256), scheme), normal(6, 256, seed=1, dtype=torch.bfloat16)
+    x[2], x[3] = 0.0, x[3].abs()
+    codes, scales = low_bit.codes.tolist(), low_bit.scale.tolist()
+    expected = references.int4_int8_gemm(x, codes, scales)
+    y, _ = CpuInt4Int8Gemm().forward(x, low_bit)
+    assert same_bytes(y, expected)
+    # Control: the same sums rounded the other way.
+    assert not same_bytes(y, references.int4_int8_gemm(x, codes, scales, truncate=len(scales[0]) > 1))
+
+
+@pytest.mark.parametrize("shape", [(20, 36), (24, 40), (1, 16)])
+def test_fp8_gemm_takes_any_size(shape):
+    low_bit, x = low_bit_of("FP8_DYNAMIC", shape=shape), normal(3, shape[1])
+    y, _ = Fp8Gemm().forward(x, low_bit)
+    assert y.shape == (3, shape[0])
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+def test_where_the_bias_is_added(scheme):
+    """To the float32 sums, or to the rounded output: as vLLM's kernel of the scheme does (the tests with its layers)."""
+    low_bit, kernel = low_bit_of(scheme), plain_product(resolve_scheme(scheme), CPU)
+    x, bias = normal(64, 256, seed=1, dtype=torch.bfloat16), normal(128, seed=2, dtype=torch.bfloat16)
+    y, saved = kernel.forward(x, low_bit, bias)
+    after = kernel.forward(x, low_bit)[0] + bias
+    assert same_bytes(
+        kernel.input_from(saved, torch.float32), kernel.input_from(kernel.forward(x, low_bit)[1], torch.float32)
+    )
+    assert relative_error(y, after) < 4e-3  # two roundings to bfloat16 against one
+    assert same_bytes(y, after) == (scheme in WEIGHT_ONLY or scheme in ("FP8_BLOCK", "W4AFP8"))
+    if scheme in ("FP8_DYNAMIC", "W8A8"):
+        assert same_bytes(y, (kernel.forward(x.float(), low_bit)[0] + bias.float()).bfloat16())
+
+
+@pytest.mark.parametrize("scale", [0.02, 1e-4, 30.0])
+def test_w4afp8_multiplies_by_the_table_of_its_definition(scale):
+    """Scales of a thousandth lie below the least channel scale, where float8 has fewer digits."""
+    weight = normal(24, 512) * scale * normal(24, 512, seed=1).exp()  # groups of different sizes in a row
+    low_bit = quantize_weight(weight, resolve_scheme("W4AFP8"))
+    table, channel_scale = Int4Fp8Gemm().operand(low_bit)
+    expected, expected_scale = references.int4_float8_table(codes_of(low_bit), low_bit.scale.tolist())
+    assert torch.equal(table.float(), expected)
+    assert torch.equal(channel_scale, expected_scale)
+    matrix = Int4Fp8Gemm().matrix_from(low_bit, torch.float32)
+    assert torch.equal(matrix, expected * expected_scale)  # the backward's
+    # Control: what the checkpoint decompresses to is another matrix. Measured 0.026 to 0.030, float8's rounding.
+    assert 0.015 < relative_error(matrix, dequantize(low_bit, torch.float32)) < 0.04
+
+
+@pytest.mark.slow
+def test_w4afp8_scales_are_those_of_the_engine(monkeypatch):
+    """vLLM's own conversion, with its check for a GPU answered."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, convert_bf16_scales_to_fp8
+
+    low_bit = quantize_weight(normal(24, 512) * normal(24, 512, seed=1).exp(), resolve_scheme("W4AFP8"))
+    with set_current_vllm_config(VllmConfig()):
+        quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN).forward_native
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    scales, channel_scale = convert_bf16_scales_to_fp8(quantize, low_bit.scale.clone())
+    monkeypatch.undo()
+    table, found = Int4Fp8Gemm().operand(low_bit)
+    assert torch.equal(found, channel_scale)
+    codes = torch.tensor(codes_of(low_bit)).float().unflatten(-1, (4, -1))
+    entries = (codes * scales.float().unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
+    assert torch.equal(table.float(), entries.float())
+    assert not torch.equal(found, low_bit.scale.float().amax(-1, keepdim=True) / 448)  # control: without the eighth
+
+
+def test_a_changed_bias_reaches_codes_that_are_kept():
+    """One scale a channel: torch's 4-bit kernel has the bias inside its packed weight."""
+    low_bit, x = low_bit_of("W4A8", -1), normal(5, 256, seed=1, dtype=torch.bfloat16)
+    bias = normal(128, seed=2, dtype=torch.bfloat16)
+    before, _ = CpuInt4Int8Gemm().forward(x, low_bit, bias)
+    bias.mul_(-1)  # in place, as an optimizer does
+    after, _ = CpuInt4Int8Gemm().forward(x, low_bit, bias)
+    assert same_bytes(after, CpuInt4Int8Gemm().forward(x, low_bit_of("W4A8", -1), bias)[0])
+    assert not same_bytes(after, before)
+    without, _ = CpuInt4Int8Gemm().forward(x, low_bit_of("W4A8", -1))
+    assert same_bytes(CpuInt4Int8Gemm().forward(x, low_bit)[0], without)

@@ -1,0 +1,80 @@
+"""`qarl_trl.validate.check_adapter`: adapters that can be trained, and the words for those that cannot."""
+
+import pytest
+from configs import config
+from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
+
+from qarl_trl import QaRLTrainer
+from qarl_trl.validate import check_adapter, check_arguments
+
+
+def lora(**changes):
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"q_proj": 3},
+            "init_lora_weights": "gaussian",
+        },
+        {"target_modules": "all-linear", "exclude_modules": ["up_proj"], "modules_to_save": ["lm_head"]},
+        {"layers_to_transform": [0]},
+    ],
+)
+def test_plain_lora_is_accepted_also_from_a_file(tmp_path, changes):
+    check_adapter(lora(**changes), config(tmp_path))
+    lora(**changes).save_pretrained(tmp_path)
+    check_adapter(LoraConfig.from_pretrained(tmp_path), config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_dora": True}, ["use_dora=True"]),
+        ({"lora_dropout": 0.05}, ["lora_dropout=0.05", "engine's weight", "ModelConfig has 0.05"]),
+        ({"bias": "all"}, ["bias='all'"]),
+        ({"lora_bias": True}, ["lora_bias=True"]),
+        ({"target_parameters": ["experts.down_proj"]}, ["target_parameters"]),
+        ({"fan_in_fan_out": True}, ["fan_in_fan_out=True"]),
+        ({"trainable_token_indices": [1]}, ["trainable_token_indices=[1]"]),
+        ({"layer_replication": [(0, 2), (1, 2)]}, ["layer_replication"]),
+        ({"alora_invocation_tokens": [1, 2]}, ["alora_invocation_tokens"]),
+        ({"init_lora_weights": "pissa"}, ["init_lora_weights='pissa'", "reference would no longer be the base model"]),
+        ({"use_dora": True, "lora_dropout": 0.1}, ["use_dora=True", "lora_dropout=0.1", "Leave out"]),
+    ],
+)
+def test_adapters_that_cannot_be_aligned_are_refused_before_a_model_loads(tmp_path, changes, words):
+    with pytest.raises(ValueError) as error:
+        QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path), peft_config=lora(**changes))
+    assert [word for word in words if word not in str(error.value)] == []
+    # control: without quantization it is TRL's own business
+    check_arguments("no/such-model", config(tmp_path, quant_scheme="none"), {"peft_config": lora(**changes)})
+
+
+def test_other_kinds_of_adapters_are_refused(tmp_path):
+    for other in (IA3Config(), AdaLoraConfig(total_step=10)):
+        with pytest.raises(ValueError, match=f"{type(other).__name__}, and only LoRA"):
+            check_adapter(other, config(tmp_path))
+
+
+def test_muon_and_lora_are_refused_together(tmp_path):
+    with pytest.raises(ValueError, match=r"optim_muon=True with LoRA.*AdamW"):
+        check_adapter(lora(), config(tmp_path, optim_muon=True))
+
+
+def test_the_adapters_of_a_peft_model_are_checked_too(tmp_path, tiny_model):
+    model = get_peft_model(tiny_model(num_hidden_layers=1), lora(lora_dropout=0.1))
+    with pytest.raises(ValueError, match=r"lora_dropout=0\.1"):
+        check_arguments(model, config(tmp_path), {})
+    check_arguments(get_peft_model(tiny_model(num_hidden_layers=1), lora()), config(tmp_path), {})
+
+
+def test_the_folder_of_an_adapter_is_not_a_model(tmp_path):
+    lora().save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="is an adapter, not a model.*AutoPeftModelForCausalLM"):
+        check_arguments(str(tmp_path / "adapter"), config(tmp_path), {})

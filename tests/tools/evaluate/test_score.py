@@ -1,0 +1,77 @@
+"""avg@k, pass@k and their intervals, against slow versions and against what the literature gives."""
+
+import math
+
+import numpy as np
+import pytest
+import references
+
+from qarl_trl.tools.evaluate.score import bootstrap_means, pass_at_k, summarize, table
+
+
+@pytest.mark.parametrize("samples", [1, 4, 7])
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(samples):
+    for correct in range(samples + 1):
+        for k in range(1, samples + 1):
+            rewards = [1.0] * correct + [0.0] * (samples - correct)
+            # Both divide integers below 100 and subtract once.
+            assert pass_at_k(samples, correct, k) == pytest.approx(references.pass_at_k(rewards, k), abs=1e-15)
+
+
+def test_pass_at_k_is_the_published_product():
+    """Chen et al. 2021, figure 3: 1 - prod(1 - k / arange(n - c + 1, n + 1)), and 1 if fewer than k are wrong."""
+    for n, c, k in [(200, 3, 100), (64, 10, 4), (8, 7, 2), (10, 0, 5)]:
+        published = 1.0 if n - c < k else 1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1))
+        assert pass_at_k(n, c, k) == pytest.approx(published, rel=1e-12)  # a product of c factors in float64
+        naive = 1 - (1 - c / n) ** k
+        assert c == 0 or abs(naive - published) > 1e-3  # control: the biased estimator would be seen
+
+
+def test_bootstrap_is_that_of_single_draws():
+    values = [0.0, 0.25, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.0, 0.5, 1.0, 0.25]
+    low, high = np.percentile(bootstrap_means(values, [0, 0]), [2.5, 97.5])
+    slow = references.bootstrap_interval(values, 10_000, seed=1)
+    # Means are multiples of 1/48; the percentiles of two sets of 10,000 draws differ by one step at most.
+    assert (low, high) == pytest.approx(slow, abs=1.01 / 48)
+    assert high - low > 10 / 48  # control: the interval is wider than the tolerance
+
+
+def test_bootstrap_of_many_is_the_normal_interval():
+    """The outside oracle: for 400 independent answers, a share p has the interval p +- 1.96 sqrt(p (1 - p) / 400)."""
+    values = [1.0] * 120 + [0.0] * 280
+    low, high = np.percentile(bootstrap_means(values, [0, 0]), [2.5, 97.5])
+    half = 1.96 * math.sqrt(0.3 * 0.7 / 400)
+    assert (low, high) == pytest.approx(
+        (0.3 - half, 0.3 + half), abs=0.004
+    )  # steps of 1/400, and 1 % of noise in half
+
+
+REWARDS = {"a": [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]], "b": [[1.0, 0.0]] * 10}
+
+
+def test_summary_averages_over_problems_and_then_over_suites():
+    summary = summarize(REWARDS, [1, 2])
+    assert summary["suites"]["a"]["avg@2"]["value"] == summary["suites"]["a"]["pass@1"]["value"] == 3 / 8
+    assert summary["suites"]["a"]["pass@2"]["value"] == 0.5
+    assert summary["suites"]["b"]["pass@2"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert summary["mean"]["avg@2"]["value"] == (3 / 8 + 1 / 2) / 2  # not over 14 problems: 13 / 28
+    assert summary["mean"]["pass@2"]["value"] == 0.75
+
+
+def test_the_mean_over_suites_varies_as_its_suites_do_together():
+    a, b = [[1.0]] * 30 + [[0.0]] * 70, [[1.0]] * 50 + [[0.0]] * 50
+    mean = summarize({"a": a, "b": b}, [1])["mean"]["avg@1"]
+    spread = 1.96 * math.sqrt((0.3 * 0.7 + 0.5 * 0.5) / 100) / 2
+    assert mean["high"] - mean["low"] == pytest.approx(
+        2 * spread, rel=0.06
+    )  # with one stream for both: 1.4 times as wide
+
+
+def test_table_has_a_row_per_suite_and_the_mean():
+    summary = summarize(REWARDS, [2])
+    for suite in summary["suites"].values():
+        suite |= {"problems": 4, "mean_tokens": 12.4, "cut_off": 0.25}
+    head, first, _, last = table(summary).splitlines()
+    assert head.split()[:4] == ["suite", "problems", "avg@2", "pass@2"]
+    assert first.startswith("a") and "37.5 [" in first and first.endswith("12      25.0%")
+    assert last.startswith("mean over suites") and "43.8 [" in last

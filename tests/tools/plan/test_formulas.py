@@ -1,0 +1,247 @@
+"""Every formula against the tensors that it counts. Bytes of tensors are compared exactly."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_model
+from trl.trainer.utils import add_fused_lm_head
+
+from qarl_trl.learner.attention import use_packed_attention
+from qarl_trl.tools.plan import formulas
+from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan.rank import Run, activations, backward_work
+from qarl_trl.quant import apply_quantization
+from qarl_trl.quant.model import quantized_modules
+from qarl_trl.quant.quantize import dequantize, quantize_weight
+from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
+from qarl_trl.quant.state_dict import iter_low_bit_weights
+
+
+SCHEMES = [(name, size) for name, row in SUPPORTED.items() for size in (row.group_sizes or (None,))]
+WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 768}
+
+
+def nbytes(tensors):
+    return sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize(("name", "group_size"), SCHEMES)
+def test_codes_and_what_is_kept_of_them(name, group_size):
+    scheme, weight = resolve_scheme(name, group_size), torch.randn(384, 256)
+    low_bit = quantize_weight(weight, scheme)
+    assert formulas.code_bytes(384, 256, scheme) == low_bit.num_bytes()
+    if name != "W4AFP8":
+        assert formulas.kept_bytes(384, 256, scheme) == dequantize(low_bit).nbytes
+
+
+def test_what_w4afp8_keeps_is_its_table():
+    from qarl_trl.quant.gemm import Int4Fp8Gemm
+
+    scheme = resolve_scheme("W4AFP8")
+    low_bit = quantize_weight(torch.randn(384, 256), scheme)
+    assert formulas.kept_bytes(384, 256, scheme) == nbytes(Int4Fp8Gemm().operand(low_bit))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "W8A8"])
+def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme):
+    model = apply_quantization(make_model(kind), scheme)
+    config = model.config
+    skeleton = meta.skeleton(config, torch.float32, plan=scheme)
+    stream = list(iter_low_bit_weights(model))
+    assert meta.published(skeleton) == nbytes(t for _, t in stream)
+    real = [w for _, m in quantized_modules(model) for w in m._code_cache.last().values()]
+    assert meta.codes(skeleton) == sum(weight.num_bytes() for weight in real)
+    assert meta.kept(skeleton) == sum(dequantize(weight).nbytes for weight in real)
+    found = meta.parameters(skeleton, muon=False)
+    assert sum(p.entries * p.size for p in found) == nbytes(model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_shard_is_what_fsdp2_keeps(ranks):
+    # `FSDPParam._init_sharded_param`: chunks of dimension 0, each padded to the first.
+    for shape in [(151936, 8), (7, 4, 2), (3,)]:
+        chunk = torch.chunk(torch.empty(shape, device="meta"), ranks)[0]
+        assert formulas.shard_entries(shape, ranks) == chunk.numel()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 16])
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-Math-1.5B", "Qwen/Qwen3-8B-Base"])
+def test_a_block_of_the_cache_is_what_vllm_reserves(tmp_path, name, ranks):
+    """2 and 8 key-value heads, that is also ranks which share one."""
+    pytest.importorskip("vllm")
+    from vllm.config import ModelConfig, ParallelConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    config = meta.read_config(name)
+    config.save_pretrained(tmp_path)
+    model, parallel = ModelConfig(str(tmp_path), skip_tokenizer_init=True), ParallelConfig(tensor_parallel_size=ranks)
+    sizes = {"num_kv_heads": model.get_num_kv_heads(parallel), "head_size": model.get_head_size()}
+    block, eighths = (
+        FullAttentionSpec(block_size=16, dtype=t, **sizes) for t in (torch.bfloat16, torch.float8_e4m3fn)
+    )
+    layer = meta.decoder_layer(meta.skeleton(config, torch.float32), config, low_bit_forward=False)
+    layers = model.get_num_layers(parallel)
+    planned = 16 * formulas.cache_bytes(config.num_hidden_layers, layer.kv_heads, layer.head_dim, ranks)
+    assert planned == layers * block.page_size_bytes
+    assert planned != layers * eighths.page_size_bytes  # control: a cache in float8, which the plan does not know
+
+
+# As the model cards count them.
+PARAMETERS = {
+    "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
+    "Qwen/Qwen3-8B-Base": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B-Base": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+}
+
+
+@pytest.mark.parametrize("name", meta.BUNDLED)
+def test_bundled_sizes_give_the_parameters_of_the_model_cards(name):
+    skeleton = meta.skeleton(meta.read_config(name), torch.float32)
+    assert sum(p.entries for p in meta.parameters(skeleton, muon=False)) == PARAMETERS[name]
+
+
+# Activations --------------------------------------------------------------------------------------------------------
+
+
+def prepared(kind, layers, dtype, scheme):
+    model = make_model(kind, num_hidden_layers=layers, dtype=dtype, **WIDE).train()
+    if scheme:
+        apply_quantization(model, scheme)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    use_packed_attention(model)
+    return model
+
+
+def forward(model, tokens):
+    """One pass of two sequences, as `PackedPasses._forward` makes it."""
+    ids, half = torch.randint(2, 64, (1, tokens)), tokens // 2
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(
+            input_ids=ids,
+            position_ids=torch.arange(half).repeat(2)[None],
+            labels=ids,
+            fused_lm_head=True,
+            sequence_lengths=(half, half),
+        ).log_probs
+
+
+def saved_bytes(model, tokens):
+    """Bytes that autograd saves in one pass, each storage once, without parameters."""
+    storages = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward(model, tokens)
+    assert result.requires_grad
+    return sum(size for key, (size, _) in storages.items() if key not in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [("qwen3", "W4A16"), ("qwen3", "FP8_DYNAMIC"), ("qwen3", None), ("qwen2", "W8A8"), ("qwen3_moe", "W4A16")],
+)
+def test_saved_activations(kind, scheme, dtype):
+    """Within 0.2 %: of a mixture some numbers per token are not told apart. Autocast also saves its bfloat16 weights."""
+    tokens = 512
+    one, two = (prepared(kind, layers, dtype, scheme) for layers in (1, 2))
+    layer = meta.decoder_layer(two, two.config, low_bit_forward=True)
+    expected = formulas.layer_saved(layer, dtype.itemsize, 2)
+    first, second = saved_bytes(one, tokens), saved_bytes(two, tokens)
+    measured = second - first
+    print("saved", kind, scheme, dtype, measured / tokens, expected)
+    if scheme is None and dtype == torch.float32:
+        measured -= 2 * sum(p.numel() for p in two.model.layers[1].parameters() if p.ndim > 1)
+    assert measured / tokens == pytest.approx(expected, rel=2e-3)
+    head = formulas.head_saved(layer.hidden, layer.head_dim, dtype.itemsize)
+    if scheme is not None:
+        assert (2 * first - second) / tokens == pytest.approx(head, rel=2e-3)
+    wrong = formulas.layer_saved(layer, 6 - dtype.itemsize, 2)  # control: the other dtype between layers
+    assert measured / tokens != pytest.approx(wrong, rel=0.02)
+
+
+def peak_bytes(function):
+    """Most bytes that torch's CPU allocator had out beyond what it had before, by its own account."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    now = most = 0
+    events = (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+OTHERS = pytest.mark.slow  # of many alike
+
+
+@pytest.mark.parametrize("tile", [pytest.param(64, marks=OTHERS), 32768])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=OTHERS), True])
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        ("qwen3", "W4A16"),
+        pytest.param("qwen3", "FP8_DYNAMIC", marks=OTHERS),
+        pytest.param("qwen3_moe", "W4A16", marks=OTHERS),
+    ],
+)
+def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
+    """
+    Within 10 %, for one pass and for two that are kept until one backward. With checkpointing two passes take up to 20 % more
+    than the formula, which was not explained. Controls: half the layers; with checkpointing, the formula without it.
+
+    TRL's tile of 32,768 logits a token outweighs a toy's layers; a small one shows these.
+    """
+    monkeypatch.setattr(formulas, "TILE", (4096, tile))
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", tile)
+    model = prepared(kind, 4, torch.float32, scheme)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def update(tokens, passes):
+        torch.cat([forward(model, tokens) for _ in range(passes)]).sum().backward()
+
+    update(64, 1)  # gradients and codes
+    for tokens, passes in ((1024, 1), (1024, 2)):
+        run = example(model, passes, tokens, checkpointing)
+        measured = peak_bytes(lambda passes=passes: update(1024, passes))
+        expected = sum(activations(run).values()) + backward_work(run)
+        print("peak", kind, scheme, checkpointing, tile, passes, measured, expected)
+        assert measured == pytest.approx(expected, rel=0.2 if checkpointing and passes == 2 else 0.1)
+    wrong = replace(run, checkpointing=False) if checkpointing else replace(run, layers=run.layers // 2)
+    control = sum(activations(wrong).values()) + backward_work(wrong)
+    print("control", control)
+    assert measured != pytest.approx(control, rel=0.2 if checkpointing else 0.1)
+
+
+def example(model, rows, tokens, checkpointing):
+    config = model.config
+    return Run(
+        parameters=tuple(meta.parameters(model, muon=False)),
+        layer=meta.decoder_layer(model, config, low_bit_forward=True),
+        layers=config.num_hidden_layers,
+        vocabulary=config.vocab_size,
+        codes=0,
+        kept=0,
+        published=0,
+        reference=False,
+        ranks=1,
+        sharded=False,
+        memory=0,
+        rows=rows,
+        tokens=tokens,
+        budget=tokens,
+        checkpointing=checkpointing,
+        half=True,
+        utilization=0.0,
+        sleep=True,
+        engine_ranks=1,
+    )

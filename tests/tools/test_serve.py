@@ -1,0 +1,116 @@
+"""`qarl-trl serve`: the command of vLLM that it becomes. The server itself is in tests/slow/test_server.py."""
+
+import json
+import os
+import shlex
+
+import pytest
+import yaml
+
+from qarl_trl.rollout._vllm_cpu import share_cores
+from qarl_trl.tools.serve import check_key, main, options
+from qarl_trl.train import parse
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_model, tiny_tokenizer):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    fields = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "dataset_name_or_path": str(tmp_path / "data.jsonl"),
+        "reward_funcs": ["boxed_format_reward"],
+        "output_dir": str(tmp_path / "run"),
+        "publish_folder": str(tmp_path / "shared"),
+        "use_cpu": True,
+        "report_to": "none",
+        "vllm_max_model_length": 64,
+        "max_completion_length": 24,
+        "vllm_engine_kwargs": {"block_size": 32},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+def command(capsys, recipe, *changes):
+    assert main(["--config", str(recipe), "--dry_run", "true", *changes]) is None
+    words = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
+    found = {}
+    for i, word in enumerate(words):
+        if word.startswith("--"):
+            found[word] = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else None
+    return found
+
+
+def test_a_recipe_becomes_a_command_of_vllm(capsys, recipe):
+    found = command(capsys, recipe)
+    assert (
+        json.loads(found["--hf-overrides"])["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"]
+        == 4
+    )
+    assert json.loads(found["--weight-transfer-config"]) == {"backend": "qarl_folder"}
+    assert json.loads(found["--additional-config"]) == {"publish_folder": str(recipe.parent / "shared")}
+    wanted = {
+        "--load-format": "dummy",
+        "--dtype": "bfloat16",
+        "--logprobs-mode": "processed_logprobs",
+        "--port": "8000",
+    }
+    assert found.items() >= (wanted | {"--enforce-eager": None, "--max-model-len": "64", "--block-size": "32"}).items()
+    adapted = command(capsys, recipe, "--use_peft", "true", "--lora_dropout", "0", "--optim_muon", "false")
+    assert adapted == found  # the engine gets merged weights
+    plain = command(capsys, recipe, "--quant_scheme", "none", "--vllm_server_port", "8001")
+    assert "quantization_config" not in plain.get("--hf-overrides", "") and plain["--port"] == "8001"
+
+
+def test_what_only_the_trainer_reads_may_be_missing_where_the_engine_is(capsys, recipe, monkeypatch):
+    monkeypatch.setattr("qarl_trl.checkpoints.resume.resume_path", lambda *_: pytest.fail("looked for a checkpoint"))
+    wanted = command(capsys, recipe)
+    elsewhere = "--dataset_name_or_path", "gone.jsonl", "--reward_funcs", "gone.reward"
+    assert command(capsys, recipe, *elsewhere, "--resume_from_checkpoint", "true") == wanted
+    with pytest.raises((ValueError, OSError), match="gone"):  # control
+        parse(["--config", str(recipe), "--use_vllm", "true", "--vllm_mode", "server", *elsewhere])
+
+
+def test_the_server_listens_where_the_trainer_asks(capsys, recipe):
+    def port(*changes):
+        return command(capsys, recipe, *changes)["--port"]
+
+    url = "--vllm_server_base_url", "http://10.0.0.7:8123/"
+    assert port(*url) == port(*url, "--vllm_server_port", "8123") == "8123"
+    assert port("--vllm_server_base_url", "http://node7", "--vllm_server_port", "8001") == "8001"
+    with pytest.raises(
+        ValueError, match="vllm_server_port=8001 must be the port of .*--vllm_server_base_url http://127"
+    ):
+        port(*url, "--vllm_server_port", "8001")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bound", "expected"),
+    [([0], None, "nobind"), ([0], "0|1", "0|1"), ([0, 1], None, None)],
+)
+def test_ranks_are_left_unbound_where_there_is_no_numa_node_for_each(monkeypatch, nodes, bound, expected):
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    monkeypatch.setattr(os, "environ", {} if bound is None else {name: bound})
+    monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_visible_memory_node", lambda: nodes)
+    share_cores(2)
+    assert os.environ.get(name) == expected
+    assert ("OMP_NUM_THREADS" in os.environ) is (expected == "nobind")
+
+
+def test_values_as_the_command_line_has_them():
+    given = {"a_b": 1, "c": True, "d": False, "e": None, "f": {"g": [1]}, "h": "i", "j": {}}
+    assert list(options(given)) == ["--a-b", "1", "--c", "--no-d", "--f", '{"g": [1]}', "--h", "i"]
+
+
+def test_other_machines_need_a_key(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    for host in ("127.0.0.1", "localhost", "127.8.9.1"):
+        check_key(host)
+    for host in ("0.0.0.0", "10.0.0.1", "example.org"):
+        with pytest.raises(ValueError, match=f"--host {host} is open to other machines: export VLLM_API_KEY"):
+            check_key(host)
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    check_key("0.0.0.0")
