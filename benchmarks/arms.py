@@ -38,8 +38,8 @@ TIS = {
 GSPO = TIS | {"importance_sampling_level": "sequence"}
 ARMS: dict[str, dict[str, Any]] = {
     "bf16 GRPO": TIS | {"quant_scheme": "none"},
-    "rollout-only GRPO": TIS | {"quant_learner": False},
-    "rollout-only TBPO": {"quant_learner": False},
+    "rollout-only GRPO": TIS | {"quantize_learner": False},
+    "rollout-only TBPO": {"quantize_learner": False},
     "QaRL TBPO": {},
     "QaRL GSPO": GSPO,
     "QaRL GRPO": TIS,
@@ -50,7 +50,7 @@ ARMS: dict[str, dict[str, Any]] = {
     # What the weight of TIS does to a baseline whose learner does not make the engine's mistakes.
     "rollout-only GRPO without TIS": {
         "loss_type": "grpo",
-        "quant_learner": False,
+        "quantize_learner": False,
         "vllm_importance_sampling_correction": False,
     },
 }

@@ -17,9 +17,9 @@ from transformers import PrinterCallback, ProgressCallback, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from qarl_trl import QaRLConfig, QaRLTrainer
-from qarl_trl.tools.evaluate.sample import prompt_seed
 from qarl_trl.quickstart.model import make_tokenizer
 from qarl_trl.quickstart.task import correct
+from qarl_trl.tools.evaluate.sample import prompt_seed
 
 
 PROMPTS, ANSWERS = 16, 8  # of a rollout batch: 128 completions
@@ -48,7 +48,7 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
         "accuracy_before": before,
         "accuracy_after": after,
         # What the rollout-only arms trained is a bfloat16 model; the other accuracies are of its quantization.
-        "accuracy_learner": None if arm.get("quant_learner", True) else learner_accuracy(trainer, held_out),
+        "accuracy_learner": None if arm.get("quantize_learner", True) else learner_accuracy(trainer, held_out),
         "log": {name: [_short(row.get(name)) for row in log] for name in names},
         "draws": DRAWS,
         "base_sha256": sha_of(base / WEIGHTS),

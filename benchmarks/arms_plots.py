@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SHOWN = ("bf16 GRPO", "QaRL TBPO", "QaRL GSPO", "rollout-only TBPO", "rollout-only GRPO")
-GAP = Panel("Gap between engine and learner", "nats per token", {"mismatch/logp_gap_mean": ""}, log=True)
+GAP = Panel("Mismatch between engine and learner", "nats per token", {"mismatch/logp_diff_mean": ""}, log=True)
 REWARD = Panel("Sampled reward", "mean reward", {"reward": ""})
 ENTROPY = Panel("Entropy", "nats per token", {"entropy": ""})
 ERRORS = Panel("Error tokens", "share of tokens", {"error_tokens/frac": ""})
@@ -41,7 +41,7 @@ def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) 
 
 
 def draw_arms(regime: str) -> Figure:
-    """Reward, gap, entropy and error tokens of the arms of a regime; thin lines are seeds."""
+    """Reward, mismatch, entropy and error tokens of the arms of a regime; thin lines are seeds."""
     panels, cells = (REWARD, GAP, ENTROPY, ERRORS), [read(regime, arm) for arm in SHOWN]
     runs = [mean_run(f"{arm} ({len(of)} seeds)", of, panels) for arm, of in zip(SHOWN, cells, strict=True)]
     figure = draw_panels(panels, runs)
@@ -60,7 +60,7 @@ def draw_arms(regime: str) -> Figure:
 
 
 def draw_one(regime: str, arm: str, seed: int) -> Figure:
-    """Reward, gap and ratios of one run, as docs/metrics.md shows them: the axes are the same in both pictures."""
+    """Reward, mismatch and ratios of one run, as docs/metrics.md shows them: the axes are the same in both pictures."""
     panels = (REWARD, GAP, RATIO)
     cell = json.loads(file_of(regime, arm, seed).read_text())
     figure = draw_panels(panels, [mean_run(f"{arm}, seed {seed}", [cell], panels)])

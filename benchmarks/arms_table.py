@@ -64,7 +64,7 @@ def row(arm: str, cells: list[Cell]) -> list[str]:
         spread(cells, lambda c: c.get("accuracy_learner") and 100 * c["accuracy_learner"], "{:.1f}"),
         spread(cells, lambda c: mean_of(c, "reward", 3), "{:.2f}"),
         f"{sum(map(collapsed, cells))} of {len(cells)}",
-        spread(cells, lambda c: mean_of(c, "mismatch/logp_gap_mean"), "{:.1g}"),
+        spread(cells, lambda c: mean_of(c, "mismatch/logp_diff_mean"), "{:.1g}"),
         spread(cells, lambda c: 100 * mean_of(c, "ratio/paper_neg_high_frac"), "{:.1f}"),
         spread(cells, lambda c: 100 * mean_of(c, "completions/clipped_ratio", 3), "{:.1f}"),
         spread(cells, lambda c: 100 * mean_of(c, "error_tokens/frac", 3), "{:.2f}"),
@@ -92,7 +92,7 @@ def regime_table(regime: str) -> str:
         "of the learner",
         "reward",
         "collapsed",
-        "gap, nats",
+        "mismatch, nats",
         "A < 0 above, %",
         "cut, %",
         "error tokens, %",
@@ -102,7 +102,7 @@ def regime_table(regime: str) -> str:
 
 
 def level_table() -> str:
-    """Gap and accuracy of TBPO by what the learner computes with."""
+    """Mismatch and accuracy of TBPO by what the learner computes with."""
     rows = []
     for regime in ("hard", "w4a8"):
         scheme = REGIMES[regime]["quantization"]["quant_scheme"]
@@ -112,11 +112,11 @@ def level_table() -> str:
             if cells:
                 values = [
                     spread(cells, lambda c: 100 * c["accuracy_after"], "{:.1f}"),
-                    spread(cells, lambda c: mean_of(c, "mismatch/logp_gap_mean"), "{:.1g}"),
+                    spread(cells, lambda c: mean_of(c, "mismatch/logp_diff_mean"), "{:.1g}"),
                     spread(cells, lambda c: mean_of(c, "mismatch/kl_k3"), "{:.1g}"),
                 ]
             rows.append([scheme, LEVEL_NAMES[arm], str(len(cells)), *values])
-    return markdown(["scheme", "learner", "seeds", "accuracy, %", "gap, nats", "KL, nats"], rows)
+    return markdown(["scheme", "learner", "seeds", "accuracy, %", "mismatch, nats", "KL, nats"], rows)
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

@@ -2,8 +2,8 @@
 
 Claim: 64 experts of two layers, hidden 512, cost at most 1.15x the time and 1.3x the calls of the unquantized ones.
 
-"float32 masters" is what transformers runs under autocast: its grouped GEMM multiplies in the dtype of the parameters.
-"bf16 masters" has parameters of half the size, and the GEMMs that ours has. Codes exist already, as in every
+"float32 master weights" is what transformers runs under autocast: its grouped GEMM multiplies in the dtype of the parameters.
+"bf16 master weights" has parameters of half the size, and the GEMMs that ours has. Quantized values exist already, as in every
 micro-batch after the first. Calls are what Python asks of torch's dispatcher: on a CPU each grouped GEMM is a loop inside
 one call. Launches of a GPU are more, by a factor that is the same for every arm's GEMMs.
 """
@@ -24,10 +24,10 @@ from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
 
-BASE = "bf16 masters"
-ARMS = {  # name: (dtype of the masters, scheme)
+BASE = "bf16 master weights"
+ARMS = {  # name: (dtype of the master weights, scheme)
     BASE: (torch.bfloat16, None),
-    "float32 masters": (torch.float32, None),
+    "float32 master weights": (torch.float32, None),
     "W4A16": (torch.float32, "W4A16"),
     "W8A16": (torch.float32, "W8A16"),
     "FP8_DYNAMIC": (torch.float32, "FP8_DYNAMIC"),
@@ -92,7 +92,7 @@ def main() -> None:
     x = torch.randn(1, args.tokens, args.hidden)
     arms = {name: Arm(blocks, x, *setting) for name, setting in ARMS.items()}
     for arm in arms.values():
-        arm.run()  # makes the codes
+        arm.run()  # makes the quantized values
     calls = {name: arm.calls() for name, arm in arms.items()}
     times = common.interleave({name: arm.run for name, arm in arms.items()}, args.rounds)
 
@@ -107,7 +107,7 @@ def main() -> None:
         if ARMS[row["arm"]][1]
     ]
     headlines += [
-        f"W4A16 against float32 masters: time {common.ratio(times, 'W4A16', 'float32 masters')['ratio']:.2f}x",
+        f"W4A16 against float32 master weights: time {common.ratio(times, 'W4A16', 'float32 master_weights')['ratio']:.2f}x",
     ]
     common.report("bench_experts", args, headlines, rows, start_load)
 

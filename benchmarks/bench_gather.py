@@ -1,8 +1,8 @@
 """
-What a publish moves between two processes under FSDP2, and its time: codes of shards against whole float32 masters. And what
-forward and backward gather, by codes and by bfloat16 weights.
+What a weight sync moves between two processes under FSDP2, and its time: quantized values of shards against whole float32 master weights. And what
+forward and backward gather, by quantized values and by bfloat16 weights.
 
-Both arms of a publish make the same bytes of the same model in turns: ours from `DTensor`s, the other from parameters that were made
+Both arms of a weight sync make the same bytes of the same model in turns: ours from `DTensor`s, the other from parameters that were made
 whole first, as TRL's stream does (`VLLMGeneration._iter_fsdp2_params`), which every process then quantizes. No engine. A pass
 has one row of tokens, so that its time is that of the gathers and the dequantization.
 """
@@ -22,13 +22,13 @@ from collectives import MovedBytes
 from slow.isolated import isolated_group
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
-from qarl_trl.quant.gathers import gather_codes
+from qarl_trl.quant.gathers import gather_quantized
 
 
 SCHEMES = ("W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8")
 
 
-def publishes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
+def syncs(path: str, scheme: str, rounds: int) -> dict[str, Any]:
     """In each of the processes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -41,15 +41,15 @@ def publishes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh)
     arms = {
-        "codes": lambda: dict(iter_low_bit_weights(model)),
-        "masters": lambda: dict(
+        "quantized": lambda: dict(iter_low_bit_weights(model)),
+        "master_weights": lambda: dict(
             iter_low_bit_weights(model, ((n, p.full_tensor()) for n, p in model.named_parameters()))
         ),
     }
     moved, streams = {}, []
-    for name, publish in arms.items():
+    for name, sync in arms.items():
         with MovedBytes() as counted:
-            streams.append(publish())
+            streams.append(sync())
         moved[name] = counted.gathered
     for name, tensor in streams[0].items():
         if not torch.equal(tensor.view(torch.uint8), streams[1][name].view(torch.uint8)):
@@ -60,7 +60,7 @@ def publishes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
     times = common.interleave({name: lambda run=run: run() and None for name, run in arms.items()}, rounds)
     torch.distributed.destroy_process_group()
     # The rest (embeddings, norms) moves in bfloat16 instead of float32; of two processes each receives half.
-    layers_ratio = (moved["codes"] - rest) / (moved["masters"] - 2 * rest)
+    layers_ratio = (moved["quantized"] - rest) / (moved["master_weights"] - 2 * rest)
     return {"moved": moved, "layers": layers_ratio, "times": times, "weights": weights, "rest": rest}
 
 
@@ -74,10 +74,10 @@ def passes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
     torch.distributed.init_process_group("gloo")
     mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     models, tokens = {}, torch.arange(16)[None] + torch.distributed.get_rank()
-    for arm in ("codes", "weights"):
+    for arm in ("quantized", "weights"):
         models[arm] = apply_quantization(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), scheme)
-        if arm == "codes":
-            gather_codes([layer for _, layer in quantized_modules(models[arm])], 2, torch.device("cpu"))
+        if arm == "quantized":
+            gather_quantized([layer for _, layer in quantized_modules(models[arm])], 2, torch.device("cpu"))
         for module in (*models[arm].model.layers, models[arm]):
             fully_shard(module, mesh=mesh, mp_policy=policy)
 
@@ -92,7 +92,7 @@ def passes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
         with MovedBytes() as counted:
             loss = run(arm)
         results.append([loss.detach(), *(p.grad.to_local() for p in model.parameters())])
-        weights = [w for _, layer in quantized_modules(model) for w in layer._code_cache.last().values()]
+        weights = [w for _, layer in quantized_modules(model) for w in layer._low_bit_cache.last().values()]
         moved[arm], held[arm] = counted.gathered, sum(w.num_bytes() for w in weights)
     if not all(map(torch.equal, *results)):
         raise RuntimeError("The losses or the gradients differ.")
@@ -108,46 +108,46 @@ def main() -> None:
         layers=(4, 2, "decoder layers"),
         inner=(2816, 512, "width of the MLP"),
         vocabulary=(4096, 256, "tokens in the vocabulary"),
-        rounds=(7, 3, "publishes of each arm"),
+        rounds=(7, 3, "syncs of each arm"),
     )
     load, rows, headlines, times = os.getloadavg()[0], [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         path = common.save_model(Path(folder) / "model", args.hidden, args.layers, args.inner, args.vocabulary)
         for scheme in SCHEMES:
-            found, _ = isolated_group(publishes, 2, path, scheme, args.rounds)
+            found, _ = isolated_group(syncs, 2, path, scheme, args.rounds)
             moved, times[scheme] = found["moved"], found["times"]
-            ratio = common.ratio(found["times"], "codes", "masters")
+            ratio = common.ratio(found["times"], "quantized", "master_weights")
             learner, _ = isolated_group(passes, 2, path, scheme, args.rounds)
             gathered, held, times[f"{scheme} passes"] = learner["moved"], learner["held"], learner["times"]
-            pass_ratio = common.ratio(learner["times"], "codes", "weights")
-            # The rest is gathered once and twice as before; what codes save is the layers'.
-            saved, layers = gathered["weights"] - gathered["codes"], 2 * found["weights"]
+            pass_ratio = common.ratio(learner["times"], "quantized", "weights")
+            # The rest is gathered once and twice as before; what quantized values save is the layers'.
+            saved, layers = gathered["weights"] - gathered["quantized"], 2 * found["weights"]
             rows.append(
                 {
                     "scheme": scheme,
                     "quantized layers": found["layers"],
-                    "all": moved["codes"] / moved["masters"],
-                    "bytes": moved["codes"],
-                    "bytes of masters": moved["masters"],
+                    "all": moved["quantized"] / moved["master_weights"],
+                    "bytes": moved["quantized"],
+                    "bytes of master weights": moved["master_weights"],
                     "time": ratio["ratio"],
                     "s": ratio["seconds"],
-                    "masters s": ratio["base_seconds"],
-                    "passes": gathered["codes"] / gathered["weights"],
+                    "master weights s": ratio["base_seconds"],
+                    "passes": gathered["quantized"] / gathered["weights"],
                     "passes, layers": 1 - saved / layers,
-                    "passes bytes": gathered["codes"],
+                    "passes bytes": gathered["quantized"],
                     "passes bytes of weights": gathered["weights"],
-                    "held": held["codes"],
+                    "held": held["quantized"],
                     "held whole": held["weights"],
                     "passes time": pass_ratio["ratio"],
                 }
             )
             headlines.append(
-                f"{scheme}: {found['layers']:.3f} of the bytes of float32 masters for its layers, {rows[-1]['all']:.3f} with "
+                f"{scheme}: {found['layers']:.3f} of the bytes of float32 master weights for its layers, {rows[-1]['all']:.3f} with "
                 f"embeddings and norms; {ratio['ratio']:.2f} of the time, with quantization"
             )
             headlines.append(
                 f"{scheme}, forward and backward: {rows[-1]['passes, layers']:.3f} of the bytes of bfloat16 weights for its "
-                f"layers, {rows[-1]['passes']:.3f} with the rest; codes held {held['codes'] / held['weights']:.3f} of the whole; "
+                f"layers, {rows[-1]['passes']:.3f} with the rest; quantized values held {held['quantized'] / held['weights']:.3f} of the whole; "
                 f"{pass_ratio['ratio']:.2f} of the time"
             )
     common.report("bench_gather", args, headlines, rows, load, times=times)

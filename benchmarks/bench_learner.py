@@ -1,12 +1,12 @@
 """Learner: forward and backward of low-bit layers against plain `nn.Linear` under bf16 autocast.
 
 Claim: at hidden 1024 and 4k tokens the W4A16 learner costs at most 1.10x the time of a bf16 learner with float32
-masters, and at most 0.6 byte per weight of extra memory.
+master weights, and at most 0.6 byte per weight of extra memory.
 
-"cached" is one forward and backward whose codes exist already, as in every micro-batch after the first. "step, n" is
+"cached" is one forward and backward whose quantized values exist already, as in every micro-batch after the first. "step, n" is
 what an optimizer step pays: quantize once, then n forwards and backwards, the first of which also
-makes what a kernel keeps beside the codes. Extra memory is what stays alive between
-steps (codes, scales, a kernel's own layout, and with `quant_keep_dequantized`, "kept", the dequantized weight); what autograd keeps for one backward is given beside that of the plain
+makes what a kernel keeps beside the quantized values. Extra memory is what stays alive between
+steps (quantized values, scales, a kernel's own layout, and with `quant_keep_dequantized`, "kept", the dequantized weight); what autograd keeps for one backward is given beside that of the plain
 layer, which keeps a bf16 copy of each weight under autocast.
 """
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qarl_trl.quant import apply_quantization, quantized_modules
-from qarl_trl.rollout.gemm import PRODUCTS
+from qarl_trl.rollout.gemm import GEMMS
 
 
 BASE = "bf16"
@@ -70,10 +70,10 @@ class Arm:
         if ARMS[name] is not None:
             scheme, kernel = ARMS[name]
             keep = name == KEPT
-            apply_quantization(self.model, scheme, ignore=(), product=PRODUCTS[kernel], keep_dequantized=keep)
+            apply_quantization(self.model, scheme, ignore=(), gemm=GEMMS[kernel], keep_dequantized=keep)
         self.layers = [module for _, module in quantized_modules(self.model)]
 
-    def forget_codes(self) -> None:
+    def forget_quantized(self) -> None:
         """As an optimizer step does: the next use of each layer quantizes it."""
         with torch.no_grad():
             for p in self.model.parameters():
@@ -97,24 +97,28 @@ class Arm:
 
     def first(self) -> float:
         """Seconds of the first forward and backward after an optimizer step, quantization included."""
-        self.forget_codes()
+        self.forget_quantized()
         start = time.perf_counter()
         self.pass_once()
         return time.perf_counter() - start
 
     def requantize(self) -> float:
         """Seconds of quantizing every layer."""
-        self.forget_codes()
+        self.forget_quantized()
         start = time.perf_counter()
         self.quantize()
         return time.perf_counter() - start
 
     def alive(self) -> dict[str, float]:
-        """Bytes per weight that the codes, and a kernel's layout of them, take between steps."""
+        """Bytes per weight that the quantized values, and a kernel's layout of them, take between steps."""
         weights = sum(layer.weight.numel() for layer in self.layers)
-        codes = sum(layer.last_low_bit.num_bytes() for layer in self.layers)
+        quantized = sum(layer.last_low_bit.num_bytes() for layer in self.layers)
         prepared = sum(_bytes_within(layer.last_low_bit.prepared) for layer in self.layers)
-        return {"codes": codes / weights, "prepared": prepared / weights} if weights else {"codes": 0, "prepared": 0}
+        return (
+            {"quantized": quantized / weights, "prepared": prepared / weights}
+            if weights
+            else {"quantized": 0, "prepared": 0}
+        )
 
     def saved_for_backward(self) -> int:
         """Bytes that autograd keeps for one backward, without the parameters themselves."""
@@ -158,7 +162,7 @@ def measure(label: str, model: nn.Module, x: Tensor, rounds: int) -> tuple[list[
     )
     cached = {name: times[f"{name}, cached"] for name in ARMS}
     first = {name: times[f"{name}, first"] for name in ARMS}
-    # The micro-batches after the first find the codes made: n of them are one first and n - 1 cached ones.
+    # The micro-batches after the first find the quantized values made: n of them are one first and n - 1 cached ones.
     step = {n: {a: [f + (n - 1) * c for f, c in zip(first[a], cached[a], strict=True)] for a in ARMS} for n in (1, 4)}
     quantize = common.interleave({name: arm.requantize for name, arm in arms.items()}, rounds)
 
@@ -176,8 +180,8 @@ def measure(label: str, model: nn.Module, x: Tensor, rounds: int) -> tuple[list[
                 "step, 1": common.ratio(step[1], name, BASE)["ratio"],
                 "step, 4": common.ratio(step[4], name, BASE)["ratio"],
                 "quantize/pass": statistics.median(q / b for q, b in zip(quantize[name], cached[BASE], strict=True)),
-                "byte/weight": alive["codes"] + alive["prepared"],
-                "of it codes": alive["codes"],
+                "byte/weight": alive["quantized"] + alive["prepared"],
+                "of it quantized values": alive["quantized"],
                 "saved for backward": saved / base_saved,
                 "saved, byte/weight": (saved - base_saved) / weights,
                 "seconds": against["seconds"],

@@ -23,8 +23,8 @@ GOAL = 0.01
 # What measures, by what it measures: the owner's attribute, and the owner.
 MEASURED = {
     "ratios, error tokens": ("_measure", lambda trainer: trainer),
-    "gap": ("_log_mismatch", lambda trainer: trainer),
-    "code flips": ("update", lambda trainer: trainer._code_flips),
+    "logp_diff": ("_log_mismatch", lambda trainer: trainer),
+    "flips of quantized weights": ("update", lambda trainer: trainer._weight_flips),
 }
 ON_REQUEST = {
     "tokens, taken down": ("add", lambda trainer: trainer._token_stats),
@@ -55,7 +55,7 @@ class Switch:
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.on:
-                return {} if name == "code flips" else None
+                return {} if name == "flips of quantized weights" else None
             outer, self._running, start = self._running, name, time.perf_counter()
             result = function(*args, **kwargs)
             spent = time.perf_counter() - start
@@ -154,7 +154,7 @@ def main() -> None:
         f"time within the measuring functions: {share:.2%} of the step {common.verdict(share, GOAL)}",
         f"log_token_stats={args.followed} on top: {more:.2%} of the step",
         f"with all of it / without: {compared['ratio']:.3f} ({compared['quartile_low']:.3f} to {compared['quartile_high']:.3f})",
-        f"other collectives in the same steps: {switch.collectives['the rest'] / switch.calls['gap']:.0f} a rollout batch",
+        f"other collectives in the same steps: {switch.collectives['the rest'] / switch.calls['logp_diff']:.0f} a rollout batch",
     ]
     common.report("bench_metrics", args, headlines, rows, load, times=times)
 

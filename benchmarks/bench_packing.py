@@ -31,7 +31,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from qarl_trl.learner.logps import PackedPasses
 from qarl_trl.quant import apply_quantization
-from qarl_trl.rollout.gemm import PRODUCTS
+from qarl_trl.rollout.gemm import GEMMS
 
 
 SCALE = 16
@@ -67,7 +67,7 @@ class Arm:
     def __init__(self, folder: str, packed: bool, scheme: str | None) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
         if scheme is not None:
-            apply_quantization(self.model, scheme, product=PRODUCTS["auto"])
+            apply_quantization(self.model, scheme, gemm=GEMMS["auto"])
         add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
         self.computed = 0

@@ -5,7 +5,7 @@ depends on the model: both a trained toy without outliers and the same one with 
 so that a method that does not help is seen not to.
 
 Three figures for each scheme, model and method: the largest change of a log-prob by the transform (float32, before
-quantization), the mean relative weight error, and the mean absolute log-prob gap between the quantized model and the model
+quantization), the mean relative weight error, and the mean absolute log-prob mismatch between the quantized model and the model
 on held-out completions, with the learner's own forward.
 """
 
@@ -83,9 +83,9 @@ def main() -> None:
         samples=(128, 8, "calibration rows"),
         probes=(128, 8, "held-out rows that are measured"),
     )
-    from qarl_trl.tools.llmcompressor.precondition import log_probs, quantization_error
     from qarl_trl.quant.plan import single_group
     from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
+    from qarl_trl.tools.llmcompressor.precondition import log_probs, quantization_error
 
     model, tokenizer = trained_model(args.steps)
     dataset, probe = texts(tokenizer, args.samples, args.probes)
@@ -100,15 +100,15 @@ def main() -> None:
             arms[method] = _transformed(start, method, next(iter(plans.values())), dataset, probe)
         for scheme, plan in plans.items():
             arms["awq"] = _transformed(start, "awq", plan, dataset, probe)
-            gaps = {}
+            logp_diffs = {}
             for method, arm in arms.items():
                 change = max((log_probs(arm, i) - r).abs().max().item() for i, r in zip(probe, reference, strict=True))
                 error = quantization_error(arm, plan, probe, skip=PROMPT)
                 rows_out.append({"model": kind, "scheme": scheme, "method": method, "change": change, **asdict(error)})
-                gaps[method] = error.logp_gap
+                logp_diffs[method] = error.logp_diff
             headlines += [
-                f"{kind}, {scheme}: {method} gap x{gap / gaps['none']:.2f}"
-                for method, gap in gaps.items()
+                f"{kind}, {scheme}: {method} mismatch x{logp_diff / logp_diffs['none']:.2f}"
+                for method, logp_diff in logp_diffs.items()
                 if method != "none"
             ]
     common.report(

@@ -8,7 +8,7 @@ Both start from a bfloat16 weight and end with the tensors of the checkpoint. "f
 ours without compiled kernels, as it is where numba is missing. The copy moves half of the bytes that the quantizer reads and
 writes (the weight, and every stored tensor) from one buffer to another that exists already. Back, every side writes to memory
 of its own, as a layer does. Bytes moved back per weight are those of the tensors that each operation reads and writes; the
-kernel reads codes and scales and writes the matrix once. Last, activations, there and back, in bfloat16: each kernel against
+kernel reads quantized values and scales and writes the matrix once. Last, activations, there and back, in bfloat16: each kernel against
 the plain operations.
 """
 
@@ -96,18 +96,18 @@ def activations(args: Any, times: dict[str, common.Times]) -> list[str]:
             f"{name}: {found['ratio']:.3f}x the time of the plain operations, {1e3 * found['seconds']:.2f} ms"
         )
 
-    for product in (Fp8Gemm, Fp8BlockGemm, Int8Gemm, CpuInt4Int8Gemm):
+    for gemm in (Fp8Gemm, Fp8BlockGemm, Int8Gemm, CpuInt4Int8Gemm):
         for shape in ((2 * args.outputs, args.inputs // 4), (args.outputs, args.inputs)):
-            x, name = torch.randn(*shape).bfloat16(), f"{product.quantize.__name__} {shape[0]} x {shape[1]}"
-            both = [dict(enumerate(function(product.quantize, x))) for function in (lambda f, x: f(x), plain)]
+            x, name = torch.randn(*shape).bfloat16(), f"{gemm.quantize.__name__} {shape[0]} x {shape[1]}"
+            both = [dict(enumerate(function(gemm.quantize, x))) for function in (lambda f, x: f(x), plain)]
             if not same_bytes(*both):
-                raise SystemExit(f"{name}: the codes differ, so their times mean nothing.")
-            compare(name, product.quantize, x)
-            codes, scale = both[0].values()
-            numbers = [{"": f(restored, codes, scale, x.dtype)} for f in (lambda f, *given: f(*given), plain)]
+                raise SystemExit(f"{name}: the quantized values differ, so their times mean nothing.")
+            compare(name, gemm.quantize, x)
+            quantized, scale = both[0].values()
+            numbers = [{"": f(restored, quantized, scale, x.dtype)} for f in (lambda f, *given: f(*given), plain)]
             if not same_bytes(*numbers):
                 raise SystemExit(f"{name}: the numbers differ, so their times mean nothing.")
-            compare(f"{name}, back", restored, codes, scale, x.dtype)
+            compare(f"{name}, back", restored, quantized, scale, x.dtype)
     return lines
 
 

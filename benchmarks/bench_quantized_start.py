@@ -1,7 +1,7 @@
-"""Starting from a 4-bit checkpoint: what frozen and free scales do to the first publish and to the codes afterwards.
+"""Starting from a 4-bit checkpoint: what frozen and free scales do to the first sync and to the quantized values afterwards.
 
-Claim: with frozen scales the first publish is the checkpoint, byte for byte. With free ones it is another model. A trained
-toy is quantized by GPTQ, loaded as masters, and trained further on worked sums through its 4-bit forward (straight-through
+Claim: with frozen scales the first sync is the checkpoint, byte for byte. With free ones it is another model. A trained
+toy is quantized by GPTQ, loaded as master weights, and trained further on worked sums through its 4-bit forward (straight-through
 gradients, as in RL, but supervised, so that a step costs a second and not a rollout).
 """
 
@@ -23,7 +23,7 @@ START = {"frozen": "GPTQ checkpoint", "free": "GPTQ checkpoint", "unquantized": 
 
 
 def saturated(model: Any) -> float:
-    """Share of the 4-bit codes that stand at the end of the range although the weight lies half a step beyond it."""
+    """Share of the 4-bit quantized values that stand at the end of the range although the weight lies half a step beyond it."""
     from qarl_trl.quant import quantized_modules
 
     outside = total = 0
@@ -35,11 +35,11 @@ def saturated(model: Any) -> float:
     return outside / total
 
 
-def codes(model: Any) -> torch.Tensor:
-    """All 4-bit codes, one byte each."""
+def quantized(model: Any) -> torch.Tensor:
+    """All 4-bit quantized values, one byte each."""
     from qarl_trl.quant import quantized_modules
 
-    packed = [m.low_bit().codes.reshape(-1).clone().view(torch.uint8) for _, m in quantized_modules(model)]
+    packed = [m.low_bit().quantized.reshape(-1).clone().view(torch.uint8) for _, m in quantized_modules(model)]
     return torch.cat([torch.stack((p & 15, p >> 4), -1).flatten() for p in packed])
 
 
@@ -64,18 +64,18 @@ def baselines(plain: str, plan: Any, dataset: Any, probe: list) -> dict[str, flo
     """Held-out loss after post-training quantization by each method of `qarl-trl ptq`, and without."""
     from transformers import AutoModelForCausalLM
 
+    from qarl_trl.quant.start import load_master_weights
     from qarl_trl.tools.llmcompressor.calibration import run_oneshot
     from qarl_trl.tools.llmcompressor.command import PTQ_METHODS
     from qarl_trl.tools.llmcompressor.precondition import log_probs
     from qarl_trl.tools.llmcompressor.ptq import modifiers
-    from qarl_trl.quant.start import load_masters
 
     losses = {}
     for method in ("bf16", *PTQ_METHODS):
         model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
         if method != "bf16":
             run_oneshot(model, modifiers(method, plan), None if method == "rtn" else dataset, output=f"ptq-{method}")
-            model = load_masters(f"ptq-{method}", dtype=torch.bfloat16)
+            model = load_master_weights(f"ptq-{method}", dtype=torch.bfloat16)
         losses[method] = -torch.cat([log_probs(model, ids)[0, PROMPT:] for ids in probe]).mean().item()
     return losses
 
@@ -88,14 +88,14 @@ def main() -> None:
         steps=(50, 4, "updates afterwards"),
         probes=(128, 8, "held-out rows"),
     )
-    from qarl_trl.tools.llmcompressor.calibration import run_oneshot
-    from qarl_trl.tools.llmcompressor.precondition import log_probs
-    from qarl_trl.tools.llmcompressor.ptq import modifiers
-    from qarl_trl.quant.start import load_masters, quantized_source
     from qarl_trl.quant import apply_quantization
     from qarl_trl.quant.plan import single_group
     from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
+    from qarl_trl.quant.start import load_master_weights, quantized_source
     from qarl_trl.quickstart.task import problems
+    from qarl_trl.tools.llmcompressor.calibration import run_oneshot
+    from qarl_trl.tools.llmcompressor.precondition import log_probs
+    from qarl_trl.tools.llmcompressor.ptq import modifiers
 
     model, tokenizer = trained_model(args.warm)
     dataset, probe = texts(tokenizer, 128, args.probes)
@@ -115,23 +115,23 @@ def main() -> None:
             if arm == "unquantized":
                 return apply_quantization(type(model).from_pretrained(plain, dtype=torch.float32), plan)
             frozen = source.qparams() if arm == "frozen" else None
-            return apply_quantization(load_masters(path), source.plan(), qparams=frozen)
+            return apply_quantization(load_master_weights(path), source.plan(), qparams=frozen)
 
         reference = start("frozen")
-        first_codes, first_values = codes(reference), values(reference)
+        first_quantized, first_values = quantized(reference), values(reference)
         first_logps = torch.cat([log_probs(reference, ids)[0, PROMPT:] for ids in probe])
         for arm in START:
             begun = start(arm)
             logps = torch.cat([log_probs(begun, ids)[0, PROMPT:] for ids in probe])
             headlines.append(
-                f"first publish, {arm} ({START[arm]}): "
-                f"{(codes(begun) != first_codes).float().mean().item():.2%} of the codes differ from the checkpoint's, "
+                f"first sync, {arm} ({START[arm]}): "
+                f"{(quantized(begun) != first_quantized).float().mean().item():.2%} of the quantized values differ from the checkpoint's, "
                 f"weights by {((values(begun) - first_values).norm() / first_values.norm()).item():.2%}, "
                 f"log-probs by {(logps - first_logps).abs().mean().item():.5f} nats; loss {-logps.mean().item():.5f}"
             )
             for rate in (1e-6, 1e-5, 1e-4, 1e-3):
                 model_in_training = start(arm).train()
-                before = codes(model_in_training)
+                before = quantized(model_in_training)
                 optimizer = torch.optim.AdamW(model_in_training.parameters(), lr=rate, weight_decay=0.0)
                 stream = problems(seed=5)
                 for _ in range(args.steps):
@@ -142,7 +142,7 @@ def main() -> None:
                     {
                         "start": arm,
                         "learning rate": f"{rate:g}",
-                        "codes changed": (codes(model_in_training) != before).float().mean().item(),
+                        "quantized values changed": (quantized(model_in_training) != before).float().mean().item(),
                         "saturated": saturated(model_in_training),
                         "loss": loss,
                     }

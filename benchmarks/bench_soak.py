@@ -1,10 +1,10 @@
-"""Many rollout batches of a toy model: does memory, the number of files or threads, or the time of a publish grow?
+"""Many rollout batches of a toy model: does memory, the number of files or threads, or the time of a weight sync grow?
 
 Each case has a process of its own. What grows is told apart: pages (the resident size without mapped files), bytes that the C
 library has handed out, and blocks of Python's own allocator; only the last two count what is in use. A rate is the mean step
 from one batch to the next over the second half or the last quarter of a case, where buffers have found their sizes, with 90 % of
 a bootstrap that draws blocks of ten steps: some are rare and large (docs/reliability.md), so residuals of a line would not be
-independent. The median block leaves those out. The time of a publish is the median of the third and of the last quarter.
+independent. The median block leaves those out. The time of a weight sync is the median of the third and of the last quarter.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def status() -> dict[str, int]:
 
 
 def soak(tick: Callable, path: str, folder: str, scheme: str, lora: bool, seconds: float) -> None:
-    """Ticks once, with what `status` says after each rollout batch and the seconds of its publish."""
+    """Ticks once, with what `status` says after each rollout batch and the seconds of its sync."""
     from bench_step import distinct_characters
     from datasets import Dataset
     from peft import LoraConfig
@@ -66,7 +66,7 @@ def soak(tick: Callable, path: str, folder: str, scheme: str, lora: bool, second
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step % args.steps_per_generation == 0:
-                rows.append(status() | {"publish": trainer.vllm_generation.last_publish.seconds})
+                rows.append(status() | {"sync": trainer.vllm_generation.last_sync.seconds})
                 control.should_training_stop = time.monotonic() > end
 
     args = QaRLConfig(
@@ -118,8 +118,8 @@ def row_of(name: str, found: list[dict[str, float]]) -> dict[str, Any]:
         ("Python blocks per 100", late, "blocks", 1),
     ):
         row |= {f"{key}, {kind}": value / unit for kind, value in rate([r[of] for r in part]).items()}
-    quarters = [statistics.median(r["publish"] for r in part) for part in (late[: len(late) // 2], last)]
-    row["publish, ms"] = " then ".join(f"{1e3 * seconds:.1f}" for seconds in quarters)
+    quarters = [statistics.median(r["sync"] for r in part) for part in (late[: len(late) // 2], last)]
+    row["sync, ms"] = " then ".join(f"{1e3 * seconds:.1f}" for seconds in quarters)
     return row | {key: f"{late[0][key]} to {late[-1][key]}" for key in ("files", "threads")}
 
 

@@ -4,7 +4,7 @@ Claim: none about speed on a CPU, where 4-bit arithmetic has no unit of its own:
 together and where the time goes. The paper's 1.3x is a GPU figure, with a rollout that is bound by memory bandwidth: not
 run here.
 
-One rollout batch, the updates on it and the publish before it make a cycle; the trainers live at once, each in its own
+One rollout batch, the updates on it and the sync before it make a cycle; the trainers live at once, each in its own
 process, and take turns cycle by cycle. Completions have the same length in all of them, so that the tokens are equal.
 """
 
@@ -24,9 +24,9 @@ ARMS: dict[str, dict[str, Any]] = {
     BASE: {"quant_scheme": None},
     "W4A16": {"quant_scheme": "W4A16"},
     "FP8_DYNAMIC": {"quant_scheme": "FP8_DYNAMIC"},
-    "W4A16, quant_learner=False": {"quant_scheme": "W4A16", "quant_learner": False},
+    "W4A16, quantize_learner=False": {"quant_scheme": "W4A16", "quantize_learner": False},
 }
-PARTS = ("rollout", "publish", "update")
+PARTS = ("rollout", "sync", "update")
 
 
 def distinct_characters(completions: list[str], **_: Any) -> list[float]:

@@ -1,10 +1,10 @@
-"""Publish: streaming packed low-bit tensors into the engine against a plain bf16 reload of the same model.
+"""Weight sync: streaming packed low-bit tensors into the engine against a plain bf16 reload of the same model.
 
-Claim: a low-bit publish takes at most 1.0x the time of a bf16 reload of the same model through the same code path.
+Claim: a low-bit sync takes at most 1.0x the time of a bf16 reload of the same model through the same code path.
 
-Three engines live at once, each in its own process, and take turns. "cached" publishes codes that exist already;
-"after a step" has to quantize every layer first, as the publish after an optimizer step does. The forward that follows
-uses these codes, so quantization is not paid twice: bench_learner counts it once more, on the learner's side.
+Three engines live at once, each in its own process, and take turns. "cached" syncs quantized values that exist already;
+"after a step" has to quantize every layer first, as the sync after an optimizer step does. The forward that follows
+uses these quantized values, so quantization is not paid twice: bench_learner counts it once more, on the learner's side.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GOAL = 1.0
 
 
 def serve(tick: Any, path: str, scheme: str | None) -> None:
-    """An engine that publishes on request: `"cached"` or `"after a step"`."""
+    """An engine that syncs on request: `"cached"` or `"after a step"`."""
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,20 +51,22 @@ def serve(tick: Any, path: str, scheme: str | None) -> None:
         if request == "after a step":
             with torch.no_grad():
                 for p in model.parameters():
-                    p.add_(0)  # counts as a change: the codes are made anew, from the same values
+                    p.add_(0)  # counts as a change: the quantized values are made anew, from the same values
         engine.sync_weights()
         after = [id(layer.low_bit()) for _, layer in quantized_modules(model)]
         kept = sum(a == b for a, b in zip(before, after, strict=True))
         if kept != (len(before) if request == "cached" else 0):
-            raise RuntimeError(f"{kept} of {len(before)} layers kept their codes in a publish {request!r}")
-        publish = engine.last_publish
-        request = tick((publish.seconds, publish.num_bytes, publish.num_tensors))
+            raise RuntimeError(
+                f"{kept} of {len(before)} layers kept their quantized values in a weight sync {request!r}"
+            )
+        sync = engine.last_sync
+        request = tick((sync.seconds, sync.num_bytes, sync.num_tensors))
 
 
 def share_of_step(quick: bool) -> dict[str, float]:
-    """Publish as a share of a training step, as bench_step found it (another model, the same machine)."""
+    """Weight sync as a share of a training step, as bench_step found it (another model, the same machine)."""
     file = common.result_file("bench_step", quick)
-    return {row["arm"]: row["publish"] for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
+    return {row["arm"]: row["sync"] for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
 
 
 def main() -> None:
@@ -74,7 +76,7 @@ def main() -> None:
         layers=(4, 2, "decoder layers"),
         inner=(2816, 512, "width of the MLP"),
         vocabulary=(4096, 256, "tokens in the vocabulary"),
-        rounds=(15, 3, "publishes of each kind and engine"),
+        rounds=(15, 3, "syncs of each kind and engine"),
     )
     load = os.getloadavg()[0]
     workers: dict[str, common.Worker] = {}
@@ -86,13 +88,13 @@ def main() -> None:
                 workers[name] = common.Worker(serve, path, scheme)
                 workers[name].wait()
 
-            def publish(name: str, kind: str) -> float:
+            def sync(name: str, kind: str) -> float:
                 seconds, num_bytes, tensors = workers[name].step(kind)
                 moved[name] = (num_bytes, tensors)
                 return seconds
 
             arms = {
-                f"{name}, {kind}": (lambda name=name, kind=kind: publish(name, kind))
+                f"{name}, {kind}": (lambda name=name, kind=kind: sync(name, kind))
                 for kind in ("cached", "after a step")
                 for name in ARMS
             }
@@ -125,7 +127,7 @@ def main() -> None:
                 f"{rows[-1]['bytes ratio']:.2f}x the bytes; "
                 + (f"{shares[name]:.1%} of a step (bench_step)" if name in shares else "share of a step: bench_step")
             )
-    common.report("bench_publish", args, headlines, rows, load, times=times)
+    common.report("bench_sync", args, headlines, rows, load, times=times)
 
 
 if __name__ == "__main__":

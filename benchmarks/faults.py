@@ -1,7 +1,7 @@
 """
 Kills training at random moments (SIGKILL), starts it again each time, and compares how it ends with a run that nothing interrupted.
 
-Runs alternate between vLLM's engine and transformers' generation; each is killed five times and then left alone. Masters,
+Runs alternate between vLLM's engine and transformers' generation; each is killed five times and then left alone. Master weights,
 optimizer state and low-bit tensors must be equal bit for bit, and after each kill every checkpoint in its place must be whole.
 The result file is written after every run, and a second call goes on from it.
 """

@@ -80,8 +80,7 @@ torch.serialization.register_package(
     9, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
 )
 
-# `rebound(owner, name, value)`: the name has this value inside the block, also where it is inherited; an unknown one raises.
-rebound = patch.object
+# `patch.object(owner, name, value)`: the name has this value inside the block, also where it is inherited; an unknown one raises.
 
 
 def _grpo_trainer() -> ModuleType:
@@ -96,17 +95,17 @@ def generation_backend(factory: Callable[..., Any]) -> AbstractContextManager:
     TRL has no class attribute or argument for it; its constructor looks the name up in its own module
     (https://github.com/huggingface/trl/pull/6816 is open for part of this).
     """
-    return rebound(_grpo_trainer(), "VLLMGeneration", factory)
+    return patch.object(_grpo_trainer(), "VLLMGeneration", factory)
 
 
 def model_loader(load: Callable[..., Any] | None) -> AbstractContextManager:
     """
     Make `GRPOTrainer.__init__` load the policy and the reference with `load(name, **model_init_kwargs)`.
 
-    TRL's own loader would hand a compressed checkpoint to transformers' quantizer, whose model has no masters to train.
+    TRL's own loader would hand a compressed checkpoint to transformers' quantizer, whose model has no master weights to train.
     `None` leaves it in place.
     """
-    return nullcontext() if load is None else rebound(_grpo_trainer(), "create_model_from_path", load)
+    return nullcontext() if load is None else patch.object(_grpo_trainer(), "create_model_from_path", load)
 
 
 def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManager:
@@ -127,7 +126,7 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
 
         return {name: permuted(value) for name, value in batch.items()}
 
-    return rebound(_grpo_trainer(), "shuffle_sequence_dict", shuffle)
+    return patch.object(_grpo_trainer(), "shuffle_sequence_dict", shuffle)
 
 
 @contextmanager
@@ -146,11 +145,11 @@ def at_temperature(trainer: Any, temperature: float) -> Iterator[None]:
         return function.apply(*args[:place], temperature, *args[place + 1 :])
 
     with ExitStack() as stack:
-        stack.enter_context(rebound(trl_utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=apply)))
+        stack.enter_context(patch.object(trl_utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=apply)))
         if trainer.use_vllm:
-            stack.enter_context(rebound(trainer.vllm_generation, "temperature", temperature))
+            stack.enter_context(patch.object(trainer.vllm_generation, "temperature", temperature))
         else:
-            stack.enter_context(rebound(trainer.generation_config, "temperature", temperature))
+            stack.enter_context(patch.object(trainer.generation_config, "temperature", temperature))
             # Also the model's own, from which transformers takes what it finds at its default in the other.
             stack.enter_context(patch.dict(trainer.generation_kwargs, temperature=temperature))
         yield
@@ -162,7 +161,7 @@ def ungathered_rewards() -> AbstractContextManager:
 
     It gathers them as its last act, where the others would wait for ever for a process whose reward function has raised.
     """
-    return rebound(_grpo_trainer(), "gather", lambda rewards: rewards)
+    return patch.object(_grpo_trainer(), "gather", lambda rewards: rewards)
 
 
 def fsdp_version(args: Any) -> int | None:
@@ -188,7 +187,7 @@ def is_zero3(args: Any) -> bool:
 
 
 def num_shards(args: Any) -> int:
-    """How many processes share one copy of the masters: 1 without FSDP or ZeRO-3, under HSDP (accelerate's parallelism config) those of a node."""
+    """How many processes share one copy of the master weights: 1 without FSDP or ZeRO-3, under HSDP (accelerate's parallelism config) those of a node."""
     if is_zero3(args):
         return args.world_size
     if fsdp_version(args) is None:
@@ -210,7 +209,7 @@ def loads_weights() -> bool:
     return not is_fsdp_enabled() or is_local_dist_rank_0()
 
 
-def restore_masters(model: PreTrainedModel, folder: str) -> None:
+def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
     """
     Copy the weights of a training checkpoint into a `model` that `save_pretrained` stores under other names, in place.
 
@@ -228,11 +227,11 @@ def fit_to_zero3(model: PreTrainedModel) -> None:
     """
     Tell DeepSpeed ZeRO-3 that the forward of `model` reads its output head, and that a decoder layer is one piece.
 
-    TRL's fused head does (`trl.trainer.utils.add_fused_lm_head`), and DeepSpeed notices at its first use. If the canary's pass,
+    TRL's fused head does (`trl.trainer.utils.add_fused_lm_head`), and DeepSpeed notices at its first use. If the sync check's pass,
     without the fused head, was traced before, a later one stops with "tracing error" (DeepSpeed 0.19.8).
 
     Hooks around each module within a layer would add up the gradients of the residual stream in another order than autograd does
-    by itself: masters would not be DDP's. So a layer is gathered at once, as under FSDP2. DeepSpeed reduces its gradients when
+    by itself: master weights would not be DDP's. So a layer is gathered at once, as under FSDP2. DeepSpeed reduces its gradients when
     its backward ends, which torch tells too early of a layer none of whose inputs needs a gradient.
     """
     import deepspeed

@@ -12,14 +12,17 @@ from importlib import import_module
 # may return another one: the long work, whose errors keep their traceback.
 _FORWARDED = {
     "train": (".train:main", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
-    "serve": (".serving.command:main", "the engine of a recipe as a server, for a trainer with vllm_mode=server"),
-    "plan": (".memory.command:main", "what a recipe needs of each GPU's memory, estimated without a model"),
-    "precondition": (".llmcompressor.command:precondition", "fold transforms into a model before training"),
-    "ptq": (".llmcompressor.command:ptq", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
-    "eval": (".evaluation.command:main", "what a checkpoint scores on math problems, through vLLM"),
-    "report": (".report.command:main", "plots and one page of what runs logged, side by side"),
+    "serve": (".tools.serve:main", "the engine of a recipe as a server, for a trainer with vllm_mode=server"),
+    "plan": (".tools.plan.command:main", "what a recipe needs of each GPU's memory, estimated without a model"),
+    "precondition": (".tools.llmcompressor.command:precondition", "fold transforms into a model before training"),
+    "ptq": (".tools.llmcompressor.command:ptq", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
+    "eval": (".tools.evaluate.command:main", "what a checkpoint scores on math problems, through vLLM"),
+    "report": (".tools.report.command:main", "plots and one page of what runs logged, side by side"),
     "quickstart": (".quickstart.__main__:main", "train a small model on this machine, with a report at the end"),
-    "doctor": (".doctor.command:main", "check this machine, a recipe, its data and rewards, and the log-prob gap"),
+    "doctor": (
+        ".tools.doctor.command:main",
+        "check this machine, a recipe, its data and rewards, and the log-prob mismatch",
+    ),
 }
 # What a user can mend by another setting, file or package.
 _USER_ERRORS = (ValueError, OSError, ImportError)

@@ -17,9 +17,9 @@ from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
 from . import _compat
-from .quant.recipe import read_recipe
 from .loss import TrustBand
 from .quant.plan import single_group
+from .quant.recipe import read_recipe
 from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
 from .rollout.cpu_ops import unsupported
 
@@ -101,9 +101,9 @@ class QaRLConfig(GRPOConfig):
     quant_freeze_scales: bool = HfArg(
         default=False,
         help="Start from a quantized checkpoint and keep its scales and zero points for the whole run, so that the first "
-        "publish has the checkpoint's own codes. Without it scales follow the weights.",
+        "sync has the checkpoint's own quantized values. Without it scales follow the weights.",
     )
-    quant_learner: bool = HfArg(
+    quantize_learner: bool = HfArg(
         default=True,
         help="Run the learner's forward on the low-bit weights. False keeps it in bfloat16 while the engine samples in "
         "low bits: the quantized-rollout baseline of the paper.",
@@ -166,8 +166,8 @@ class QaRLConfig(GRPOConfig):
     )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
-        help="Stop the run when the mean absolute log-prob gap between engine and learner, in nats per token, exceeds this. "
-        "Choose it from the first logged mismatch/logp_gap_mean, for instance three times that.",
+        help="Stop the run when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this. "
+        "Choose it from the first logged mismatch/logp_diff_mean, for instance three times that.",
     )
     reward_timeout: float | None = HfArg(
         default=None,
@@ -189,15 +189,15 @@ class QaRLConfig(GRPOConfig):
         help="How Muon scales the rate by a matrix's shape: 'match_rms_adamw' makes the update as large as AdamW's, so AdamW "
         "learning rates carry over; 'original' follows Keller Jordan's.",
     )
-    publish_verify: str = HfArg(
+    verify_sync: str = HfArg(
         default="first",
-        help="Compare engine and learner on a fixed prompt after a publish, and stop when the engine is stale or corrupted: "
-        "'first' (the first publish, onto an engine with random weights), a number N (the first and every N-th after it), or "
+        help="Compare engine and learner on a fixed prompt after a weight sync, and stop when the engine is stale or corrupted: "
+        "'first' (the first sync, onto an engine with random weights), a number N (the first and every N-th after it), or "
         "'off'. Costs an engine prompt of 128 tokens a check, and some learner forwards.",
     )
-    publish_folder: str | None = HfArg(
+    sync_folder: str | None = HfArg(
         default=None,
-        help="vllm_mode='server': folder on a file system that trainer and server both mount, through which a publish goes. Unset: "
+        help="vllm_mode='server': folder on a file system that trainer and server both mount, through which a weight sync goes. Unset: "
         "vLLM's NCCL transfer from GPU to GPU (vllm_group_port), untested.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(
@@ -205,11 +205,11 @@ class QaRLConfig(GRPOConfig):
         help="More arguments for vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
         "needs no compiler.",
     )
-    hub_masters: str | None = HfArg(
+    hub_master_weights: str | None = HfArg(
         default=None,
-        help="Branch of the Hub repository for the masters (with LoRA: the adapter) of every checkpoint that is pushed; the "
+        help="Branch of the Hub repository for the master weights (with LoRA: the adapter) of every checkpoint that is pushed; the "
         "main branch holds the low-bit model alone. hub_strategy 'checkpoint' and 'all_checkpoints' push whole training "
-        "checkpoints there, into last-checkpoint/ or checkpoint-N/. Unset: masters are not pushed.",
+        "checkpoints there, into last-checkpoint/ or checkpoint-N/. Unset: master weights are not pushed.",
     )
     resume_from_checkpoint: str | None = HfArg(
         default=None,
@@ -260,7 +260,7 @@ class QaRLConfig(GRPOConfig):
         """Whether the learner runs a model of this `config` on the engine's operations; `ValueError` if it must and cannot."""
         if self.learner_ops == "stock" or not self._beside_cpu_engine:
             return False
-        if self.learner_ops == "auto" and not (self.quantized and self.quant_learner):
+        if self.learner_ops == "auto" and not (self.quantized and self.quantize_learner):
             return False  # the baselines are TRL's learner
         reason = self._other_roundings() or unsupported(config)
         if reason is None:
@@ -278,7 +278,7 @@ class QaRLConfig(GRPOConfig):
         reasons = {
             "bf16 is off, so the learner computes in float32": not self.bf16,
             "quant_kernel='dequant' is not the engine's product": self.quantized and self.quant_kernel == "dequant",
-            "quant_learner=False multiplies by other weights": self.quantized and not self.quant_learner,
+            "quantize_learner=False multiplies by other weights": self.quantized and not self.quantize_learner,
             "cast_lm_head_to_fp32 gives the learner another output layer": self.cast_lm_head_to_fp32,
             f"vllm_engine_kwargs sets {', '.join(changed)}": bool(changed),
             "vllm_model_impl='transformers' is another engine": self.vllm_model_impl == "transformers",
@@ -406,27 +406,27 @@ def _check_one_source(args: QaRLConfig) -> None:
 def _check_quantized(args: QaRLConfig) -> None:
     if not args.quant_targets:
         raise ValueError("quant_targets is empty: nothing would be quantized. Use ['Linear'], or quant_scheme: none.")
-    if args.quant_keep_dequantized and not args.quant_learner:
+    if args.quant_keep_dequantized and not args.quantize_learner:
         raise ValueError(
-            "quant_keep_dequantized=True came with quant_learner=False, whose forward dequantizes nothing. Leave one of them out."
+            "quant_keep_dequantized=True came with quantize_learner=False, whose forward dequantizes nothing. Leave one of them out."
         )
     if args.fp16:
         raise ValueError("fp16=True: the engine computes in bfloat16 and the learner must too. Use bf16=True.")
     if args.use_transformers_continuous_batching:
         raise ValueError(
-            "use_transformers_continuous_batching casts masters to bfloat16, which loses small updates. Use use_vllm=True."
+            "use_transformers_continuous_batching casts master weights to bfloat16, which loses small updates. Use use_vllm=True."
         )
     cast = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)]
     if cast:
         raise ValueError(
-            f"{cast[0]}=True makes every evaluation outside of train() cast the float32 masters, for good. Set {cast[0]}=False: "
+            f"{cast[0]}=True makes every evaluation outside of train() cast the float32 master weights, for good. Set {cast[0]}=False: "
             "evaluations compute in bfloat16 as training does."
         )
     init_kwargs = args.model_init_kwargs or {}
     foreign = [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if init_kwargs.get(k)]
     if foreign:
         raise ValueError(
-            f"model_init_kwargs sets {foreign}, and masters must be in high precision. Remove it, or set quant_scheme='none'."
+            f"model_init_kwargs sets {foreign}, and master weights must be in high precision. Remove it, or set quant_scheme='none'."
         )
     device_map = init_kwargs.get("device_map")
     several = isinstance(device_map, dict) and len(set(device_map.values())) > 1
@@ -448,18 +448,18 @@ def _check_secrets(args: QaRLConfig) -> None:
 
 def _check_hub(args: QaRLConfig) -> None:
     strategy = args.hub_strategy
-    if args.hub_masters is not None:
-        own = args.hub_masters not in ("main", args.hub_revision)
+    if args.hub_master_weights is not None:
+        own = args.hub_master_weights not in ("main", args.hub_revision)
         if not (own and args.quantized and args.push_to_hub and strategy != "end"):
             raise ValueError(
-                f"hub_masters={args.hub_masters!r} must be a branch of its own, got quant_scheme={args.quant_name!r}, push_to_hub={args.push_to_hub}, "
+                f"hub_master_weights={args.hub_master_weights!r} must be a branch of its own, got quant_scheme={args.quant_name!r}, push_to_hub={args.push_to_hub}, "
                 f"hub_strategy={str(strategy.value)!r}, hub_revision={args.hub_revision!r}. It needs quantization, push_to_hub=True "
                 "and a hub_strategy that pushes checkpoints: 'every_save', 'checkpoint' or 'all_checkpoints'."
             )
     elif args.quantized and args.push_to_hub and strategy in ("checkpoint", "all_checkpoints"):
         raise ValueError(
             f"hub_strategy={str(strategy.value)!r} pushes training checkpoints, and the main branch holds the low-bit model. "
-            "Set hub_masters to a branch for them, or hub_strategy to 'every_save' or 'end'."
+            "Set hub_master_weights to a branch for them, or hub_strategy to 'every_save' or 'end'."
         )
     if args.quantized and args.push_to_hub and not args.export_low_bit:
         raise ValueError(
@@ -508,7 +508,7 @@ def _check_rollout(args: QaRLConfig) -> None:
     if args.log_token_stats < 0:
         raise ValueError(f"log_token_stats={args.log_token_stats} must be >= 0 completions; 0 writes none.")
     _check_eval_temperature(args)
-    args.publish_verify = _checked_verify(args.publish_verify)
+    args.verify_sync = _checked_verify(args.verify_sync)
     threshold = args.mismatch_abort_threshold
     if threshold is not None and not args.use_vllm:
         raise ValueError(
@@ -522,7 +522,7 @@ def _check_rollout(args: QaRLConfig) -> None:
 
 
 def _check_server(args: QaRLConfig) -> None:
-    server, folder = args.use_vllm and args.vllm_mode == "server", args.publish_folder
+    server, folder = args.use_vllm and args.vllm_mode == "server", args.sync_folder
     room, answer = args.vllm_max_model_length, args.max_completion_length
     if server and room and answer and answer >= room:
         raise ValueError(
@@ -531,7 +531,7 @@ def _check_server(args: QaRLConfig) -> None:
         )
     if folder is not None and not server:
         raise ValueError(
-            f"publish_folder={folder!r} needs use_vllm=True and vllm_mode='server', got use_vllm={args.use_vllm} and "
+            f"sync_folder={folder!r} needs use_vllm=True and vllm_mode='server', got use_vllm={args.use_vllm} and "
             f"vllm_mode={args.vllm_mode!r}: a colocated engine is given the tensors. Remove it."
         )
 
@@ -576,7 +576,7 @@ def _checked_verify(value: Any) -> str | int:
         value = int(value)
     if value in ("off", "first") or (type(value) is int and value >= 1):
         return value
-    raise ValueError(f"publish_verify={value!r} must be 'off', 'first' or a number of publishes >= 1.")
+    raise ValueError(f"verify_sync={value!r} must be 'off', 'first' or a number of syncs >= 1.")
 
 
 def _check_muon(args: QaRLConfig) -> None:

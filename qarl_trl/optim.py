@@ -1,7 +1,7 @@
 """The paper's optimizer (Sec. 4 and Table 2): Muon for the hidden matrices and the experts, torch's AdamW for the rest.
 
 Muon's step has the same size whatever the gradient's, so with momentum in store it moves even where TBPO drops every
-response. At the paper's rate of 1e-6 the masters must be float32: a bfloat16 master of normal(0, 0.02) weights changed in
+response. At the paper's rate of 1e-6 the master weights must be float32: a bfloat16 master of normal(0, 0.02) weights changed in
 0.2% of its entries in one step.
 """
 

@@ -141,7 +141,7 @@ def make_trainer(
 
 
 def train(trainer: "QaRLTrainer", dataset: str) -> None:
-    """Train, save and (with `push_to_hub`) publish; `dataset` is a name for the model card."""
+    """Train, save and (with `push_to_hub`) sync; `dataset` is a name for the model card."""
     from .data import local_path
     from .export.push import HubError
 
@@ -185,7 +185,9 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
     args = training_args
     per_update = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     updates = args.generation_batch_size * args.num_iterations / per_update
-    learner = "" if not args.quantized else f", learner {'quantized' if args.quant_learner else 'in high precision'}"
+    learner = (
+        "" if not args.quantized else f", learner {'quantized' if args.quantize_learner else 'in high precision'}"
+    )
     data = script_args.dataset_name_or_path
     lines = [
         f"model: {model_args.model_name_or_path}, scheme {args.quant_name}{learner}",
@@ -264,7 +266,7 @@ def _check(
         local_path(name)
     if training_args.quantized and (model_args.load_in_4bit or model_args.load_in_8bit):
         raise ValueError(
-            "load_in_4bit and load_in_8bit leave no high-precision masters. Remove them, or set quant_scheme: none."
+            "load_in_4bit and load_in_8bit leave no high-precision master weights. Remove them, or set quant_scheme: none."
         )
     if training_args.quantized and model_args.use_peft:
         from trl import get_peft_config

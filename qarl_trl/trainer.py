@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
@@ -25,25 +26,25 @@ from .export.mixin import SharingMixin
 from .learner import guards
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
-from .quant.start import QuantizedSource, check_first_codes, load_masters
 from .loss import TrustBand, filter_advantages, loss_mask, mismatch_weight
-from .metrics.clock import CodeFlips, StepClock
+from .metrics.clock import StepClock, WeightFlips
 from .metrics.error_tokens import find_error_tokens, unfinished, written_tokens
 from .metrics.mismatch import check_mismatch, mismatch_metrics
 from .metrics.ratios import RatioMeter
 from .metrics.token_stats import TokenStats
 from .optim import build_muon
-from .validate import check_run, default_output_dir
-from .quant.gathers import gather_codes
+from .quant.gathers import gather_quantized
 from .quant.model import apply_quantization, bypassed_layers, quantized_modules
 from .quant.names import base_model
-from .rollout.sync_check import Canary
+from .quant.start import QuantizedSource, check_first_quantized, load_master_weights
 from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
-from .rollout.gemm import PRODUCTS
-from .rollout.scores import LENGTH, Scores, canary_tokens, learner_logps
+from .rollout.gemm import GEMMS
+from .rollout.scores import LENGTH, Scores, learner_logps, sync_check_tokens
 from .rollout.support import default_engine_kwargs
+from .rollout.sync_check import SyncCheck
+from .validate import check_run, default_output_dir
 
 
 logger = get_logger(__name__)
@@ -77,8 +78,8 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             choose_arithmetic()
         given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
         source = check_run(model, args, given.arguments)
-        as_stored = isinstance(model, str)  # masters given as an object may have been changed
-        self._code_flips = CodeFlips()
+        as_stored = isinstance(model, str)  # master weights given as an object may have been changed
+        self._weight_flips = WeightFlips()
         self._current_logps: Tensor | None = None
         self._step_of_rollout = -1
         self._passes: PackedPasses | None = None
@@ -93,12 +94,12 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
                 model,
                 quantization_config=quantization_config(model),
                 engine_kwargs=default_engine_kwargs(model) | (args.vllm_engine_kwargs or {}),
-                publish_folder=args.publish_folder,
-                canary=self._build_canary(),
+                sync_folder=args.sync_folder,
+                sync_check=self._build_sync_check(),
                 **engine_args,
             )
 
-        with _compat.generation_backend(build_engine), _compat.model_loader(source and load_masters):
+        with _compat.generation_backend(build_engine), _compat.model_loader(source and load_master_weights):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.rollout_func is not None:
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
@@ -132,11 +133,11 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return super().create_optimizer(model)
 
     def _prepare_for_training(self, *args: Any) -> tuple:
-        """The Trainer's, in which FSDP2 cuts the model: it will gather codes of low-bit weights."""
+        """The Trainer's, in which FSDP2 cuts the model: it will gather quantized values of low-bit weights."""
         # Without RAM-efficient loading torch moves each parameter to the GPU as it cuts it, by `param.data = ...`.
         if self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             layers = [layer for _, layer in quantized_modules(self._unwrapped)]
-            gather_codes(layers, _compat.num_shards(self.args), self.accelerator.device)
+            gather_quantized(layers, _compat.num_shards(self.args), self.accelerator.device)
         return super()._prepare_for_training(*args)
 
     # Rollout --------------------------------------------------------------------------------------------------------
@@ -146,21 +147,21 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
         return PackedPasses(max_tokens, self.accelerator.autocast, self.accelerator.gather, unwrap)
 
-    def _build_canary(self) -> Canary | None:
-        if self.args.publish_verify == "off":
+    def _build_sync_check(self) -> SyncCheck | None:
+        if self.args.verify_sync == "off":
             return None
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         longest = self.args.vllm_max_model_length or LENGTH + 1
-        tokens = canary_tokens(tokenizer, self.model.config.get_text_config().vocab_size, min(LENGTH, longest - 1))
+        tokens = sync_check_tokens(tokenizer, self.model.config.get_text_config().vocab_size, min(LENGTH, longest - 1))
 
         def score(with_wrong: bool) -> Scores:
             with self.accelerator.autocast():
                 return learner_logps(self._unwrapped, tokens, with_wrong)
 
-        return Canary(tokens, self.args.publish_verify, score, self.accelerator.gather, self._log_value)
+        return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_value)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, with filtered advantages, the mismatch weight of TBPO in place of TRL's (Eq. 5), and the gap logged."""
+        """TRL's, with filtered advantages, the mismatch weight of TBPO in place of TRL's (Eq. 5), and the mismatch logged."""
         if self._mode == "train":
             self._step_of_rollout = self.state.global_step
         with self._temperature():
@@ -183,7 +184,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         """TRL's, as long as there are tool calls in this process: its engine must not wait for the others."""
         if not self.use_vllm:
             return super()._tool_call_loop(*args)
-        with _compat.rebound(self.vllm_generation, "alone", True):
+        with patch.object(self.vllm_generation, "alone", True):
             return super()._tool_call_loop(*args)
 
     def _log_mismatch(self, old: Tensor, sampling: Tensor, mask: Tensor) -> None:
@@ -195,7 +196,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
                 # TRL logged its own weight here, which this loss does not use.
                 logged = self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"]
                 logged[-1] = metrics[f"seq_weight_{name}"]
-        check_mismatch(metrics["logp_gap_mean"], metrics["unscored_max"], self.args)
+        check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         """TRL's, within `reward_timeout`; their weighted sums, NaN where no function gave one, are kept for `log_token_stats`."""
@@ -352,10 +353,10 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
         model,
         plan,
         **fields,
-        product=PRODUCTS[args.learner_kernel],
-        quantize_forward=args.quant_learner,
+        gemm=GEMMS[args.learner_kernel],
+        quantize_forward=args.quantize_learner,
         keep_dequantized=args.quant_keep_dequantized,
         qparams=source.qparams() if args.quant_freeze_scales else None,
     )
     if args.quant_freeze_scales and as_stored and _compat.loads_weights():
-        check_first_codes(model, source)
+        check_first_quantized(model, source)

@@ -19,12 +19,12 @@ from . import _compat
 from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .export.push import repository_of
-from .quant.start import QuantizedSource, quantized_source
 from .quant.checks import NO_HUB_KERNELS, check_shardable
 from .quant.experts import QuantExperts, num_experts
 from .quant.model import apply_quantization, quantized_modules
-from .quant.plan import in_words, match, resolve_config
-from .rollout.gemm import PRODUCTS
+from .quant.plan import describe_scheme, match, resolve_config
+from .quant.start import QuantizedSource, quantized_source
+from .rollout.gemm import GEMMS
 from .rollout.support import check_engine, check_shards
 
 
@@ -128,9 +128,9 @@ def check_together(given: Mapping[str, Any], args: QaRLConfig) -> None:
             "count only where the loss weighs with them. Set vllm_importance_sampling_correction=True, or unset it."
         )
     server = args.use_vllm and args.vllm_mode == "server"
-    if server and args.publish_folder is None and args.device.type != "cuda":
+    if server and args.sync_folder is None and args.device.type != "cuda":
         raise ValueError(
-            f"vllm_mode='server' on device {args.device.type!r} needs publish_folder, a folder that trainer and server both "
+            f"vllm_mode='server' on device {args.device.type!r} needs sync_folder, a folder that trainer and server both "
             "mount: NCCL, the other way to the server, goes from GPU to GPU."
         )
     shared = server or args.vllm_enable_sleep_mode or args.vllm_tensor_parallel_size > 1
@@ -161,7 +161,7 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
         return
     if given.get("quantization_config") is not None:
         raise ValueError(
-            "quantization_config (bitsandbytes) leaves no high-precision masters: remove it, or set quant_scheme='none'."
+            "quantization_config (bitsandbytes) leaves no high-precision master weights: remove it, or set quant_scheme='none'."
         )
     if isinstance(model, str) and (Path(model) / "adapter_config.json").exists():
         raise ValueError(
@@ -207,9 +207,9 @@ def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
     """Refuse (`ValueError`) a scheme that the engine or the learner cannot run on this device."""
     if args.use_vllm:
         check_engine(plan, args)
-    if args.quant_learner:
+    if args.quantize_learner:
         for group in plan.config_groups.values():
-            PRODUCTS[args.learner_kernel](group, args.device)
+            GEMMS[args.learner_kernel](group, args.device)
 
 
 def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
@@ -251,25 +251,25 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     if not args.quantized:
         raise ValueError(
             f"{name} is quantized, and quant_scheme='none' would decompress it for an engine in bfloat16. Use quant_scheme: "
-            "checkpoint, or decompress it yourself with qarl_trl.quant.start.load_masters."
+            "checkpoint, or decompress it yourself with qarl_trl.quant.start.load_master_weights."
         )
     stored = source.layers  # reads the headers of all files
     plan = resolve_config(args.quant_plan(source.plan()))
     check_plan(plan, args)
     chosen = {name: scheme for name, _, scheme in match(((n, nn.Linear(1, 1, device="meta")) for n in stored), plan)}
-    differing = [n for n in stored if n not in chosen or in_words(stored[n]) != in_words(chosen[n])]
+    differing = [n for n in stored if n not in chosen or describe_scheme(stored[n]) != describe_scheme(chosen[n])]
     if args.quant_freeze_scales:
         source.qparams()
     if differing:
         first = differing[0]
-        here = in_words(chosen[first]) if first in chosen else "not quantized"
+        here = describe_scheme(chosen[first]) if first in chosen else "not quantized"
         text = (
             f"{len(differing)} layers of {name} will be quantized otherwise than they are (first: {first!r}, stored as "
-            f"{in_words(stored[first])}, here {here})"
+            f"{describe_scheme(stored[first])}, here {here})"
         )
         if args.quant_freeze_scales:
             raise ValueError(f"{text}, so their scales cannot be frozen. Use quant_scheme: checkpoint.")
-        logger.warning("%s. Their masters are the decompressed weights, quantized anew.", text)
+        logger.warning("%s. Their master weights are the decompressed weights, quantized anew.", text)
     return source
 
 
@@ -285,7 +285,7 @@ def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedS
         raise ValueError(NO_HUB_KERNELS)
     model = skeleton(config, args)
     plan = args.quant_plan(None if source is None else source.plan())
-    apply_quantization(model, plan, product=PRODUCTS[args.quant_kernel])
+    apply_quantization(model, plan, gemm=GEMMS[args.quant_kernel])
     low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(model))
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The settings that tests of refusals start from, and where the published maths sets are."""
+"""The settings that tests of refusals start from, and where the synced maths sets are."""
 
 import os
 from pathlib import Path

@@ -17,8 +17,8 @@ import torch
 def mismatch_weight(old, sampling, mask, cap):
     """`w` of one completion: lists of T numbers; a NaN of the engine counts as agreement."""
     tokens = [t for t, counts in enumerate(mask) if counts]
-    gaps = [0.0 if math.isnan(sampling[t]) else old[t] - sampling[t] for t in tokens]
-    log_weight = sum(gaps) / max(len(tokens), 1)
+    logp_diffs = [0.0 if math.isnan(sampling[t]) else old[t] - sampling[t] for t in tokens]
+    log_weight = sum(logp_diffs) / max(len(tokens), 1)
     return math.exp(min(max(log_weight, -math.log(cap)), math.log(cap)))
 
 
@@ -132,25 +132,25 @@ def clamped(x, bits):
 
 def quantize_int(weight, bits, group_size=None):
     """
-    Symmetric integers (W4A16, W8A16, W8A8, W4A8) of a matrix: codes as rows of ints, and scales as rows of floats.
+    Symmetric integers (W4A16, W8A16, W8A8, W4A8) of a matrix: quantized values as rows of ints, and scales as rows of floats.
 
     Every operation rounds to bfloat16: scale = amax / 7.5 (127.5 of 8 bits), code = round_half_even(clamp(weight / scale)).
     """
-    codes, scales = [], []
+    quantized, scales = [], []
     for row in weight.tolist():
         row = [bf16(x) for x in row]
         size = group_size or len(row)
         groups = [row[i : i + size] for i in range(0, len(row), size)]
         half = (2**bits - 1) / 2
         scales.append([bf16(max(abs(x) for x in group) / half) or BF16_EPS for group in groups])
-        codes.append(
+        quantized.append(
             [
                 round(clamped(bf16(x / scale), bits))
                 for group, scale in zip(groups, scales[-1], strict=True)
                 for x in group
             ]
         )
-    return codes, scales
+    return quantized, scales
 
 
 def quantize_int4(weight, group_size=None):
@@ -160,16 +160,16 @@ def quantize_int4(weight, group_size=None):
 
 def quantize_int4_asymmetric(weight, group_size=None):
     """
-    W4A16_ASYM of a matrix: codes, scales and zero points, each as rows.
+    W4A16_ASYM of a matrix: quantized values, scales and zero points, each as rows.
 
     Zero is always in the range. Every operation rounds to bfloat16: scale = (max - min) / 15,
     zero point = round(clamp(-8 - min / scale)), code = round(clamp(weight / scale + zero point)).
     """
-    codes, scales, zero_points = [], [], []
+    quantized, scales, zero_points = [], [], []
     for row in weight.tolist():
         row = [bf16(x) for x in row]
         size = group_size or len(row)
-        codes.append([])
+        quantized.append([])
         scales.append([])
         zero_points.append([])
         for group in (row[i : i + size] for i in range(0, len(row), size)):
@@ -181,37 +181,37 @@ def quantize_int4_asymmetric(weight, group_size=None):
             scale = scale or BF16_EPS
             scales[-1].append(scale)
             zero_points[-1].append(zero_point)
-            codes[-1] += [round(clamped(bf16(bf16(x / scale) + zero_point), 4)) for x in group]
-    return codes, scales, zero_points
+            quantized[-1] += [round(clamped(bf16(bf16(x / scale) + zero_point), 4)) for x in group]
+    return quantized, scales, zero_points
 
 
 def quantize_float4(weight):
     """
-    NVFP4A16 of a matrix: rows of 4-bit codes, rows of float8 bytes as scales of 16, and the global scale.
+    NVFP4A16 of a matrix: rows of 4-bit quantized values, rows of float8 bytes as scales of 16, and the global scale.
 
-    Scales of groups, amax / 6, are rounded to bfloat16, multiplied by the global scale and rounded to float8. Codes are of
+    Scales of groups, amax / 6, are rounded to bfloat16, multiplied by the global scale and rounded to float8. Quantized values are of
     float32 quotients, weight / (scale / global scale).
     """
     rows = [[bf16(x) for x in row] for row in weight.tolist()]
     # As torch divides a number by a tensor: by a product with its reciprocal.
     global_scale = bf16(448 * 6 * bf16(1 / max(abs(x) for row in rows for x in row)))
-    codes, scales = [], []
+    quantized, scales = [], []
     for row in rows:
-        codes.append([])
+        quantized.append([])
         scales.append([])
         for group in (row[i : i + 16] for i in range(0, len(row), 16)):
             scale = f32(global_scale * bf16(max(abs(x) for x in group) / 6))
             scales[-1].append(float8_byte(min(scale, 448.0)) or FLOAT8_EPS)
             unit = f32(float8_value(scales[-1][-1]) / global_scale)
-            codes[-1] += [float4_code(f32(x / unit) + 0.0) for x in group]
-    return codes, scales, global_scale
+            quantized[-1] += [float4_code(f32(x / unit) + 0.0) for x in group]
+    return quantized, scales, global_scale
 
 
-def pack_int(codes, bits):
-    """Codes to int32, each plus half the range, the first in the lowest bits."""
+def pack_int(quantized, bits):
+    """Quantized values to int32, each plus half the range, the first in the lowest bits."""
     per_word, half = 32 // bits, 2 ** (bits - 1)
     words = []
-    for row in codes:
+    for row in quantized:
         row = row + [-half] * (-len(row) % per_word)
         words.append(
             [
@@ -224,9 +224,9 @@ def pack_int(codes, bits):
     )
 
 
-def pack_int4(codes):
-    """Eight codes to an int32, each plus 8, the first in the lowest four bits."""
-    return pack_int(codes, 4)
+def pack_int4(quantized):
+    """Eight quantized values to an int32, each plus 8, the first in the lowest four bits."""
+    return pack_int(quantized, 4)
 
 
 def pack_zero_points(zero_points):
@@ -235,7 +235,7 @@ def pack_zero_points(zero_points):
 
 
 def unpack_int(packed, bits, in_features):
-    """The codes of `pack_int`, rows of ints."""
+    """The quantized values of `pack_int`, rows of ints."""
     half = 2 ** (bits - 1)
     return [
         [((word >> (bits * i)) & (2**bits - 1)) - half for word in row for i in range(32 // bits)][:in_features]
@@ -244,16 +244,16 @@ def unpack_int(packed, bits, in_features):
 
 
 def unpack_int4(packed, in_features):
-    """The codes of `pack_int4`, rows of ints."""
+    """The quantized values of `pack_int4`, rows of ints."""
     return unpack_int(packed, 4, in_features)
 
 
 def dequantize_int4(packed, scale, in_features):
     """Code times scale, rounded to bfloat16, `(out, in)`."""
     rows = []
-    for codes, scales in zip(unpack_int4(packed, in_features), scale.tolist(), strict=True):
+    for quantized, scales in zip(unpack_int4(packed, in_features), scale.tolist(), strict=True):
         size = in_features // len(scales)
-        rows.append([bf16(code * scales[i // size]) for i, code in enumerate(codes)])
+        rows.append([bf16(code * scales[i // size]) for i, code in enumerate(quantized)])
     return torch.tensor(rows, dtype=torch.bfloat16)
 
 
@@ -286,14 +286,14 @@ def quantize_float8_blocks(weight, height=128, width=128):
     return torch.tensor(values, dtype=torch.uint8), torch.tensor(scales, dtype=torch.bfloat16)
 
 
-def dequantize_rows(codes, scales, zero_points=None):
+def dequantize_rows(quantized, scales, zero_points=None):
     """
     Code (less its zero point) times scale, rounded to bfloat16, `(out, in)`; all three as rows.
 
     A row has as many scales as groups.
     """
     rows = []
-    for i, row in enumerate(codes):
+    for i, row in enumerate(quantized):
         size = len(row) // len(scales[i])
         zeros = [0] * len(scales[i]) if zero_points is None else zero_points[i]
         rows.append([bf16((code - zeros[j // size]) * scales[i][j // size]) for j, code in enumerate(row)])
@@ -311,16 +311,16 @@ def quantize_tokens_float8(x):
     return torch.tensor(rows, dtype=torch.uint8), torch.tensor(scales, dtype=torch.float32)
 
 
-def int4_float8_table(codes, scales):
+def int4_float8_table(quantized, scales):
     """
-    The weight that vLLM's Hopper kernel multiplies by in W4AFP8, from rows of codes and of bfloat16 scales.
+    The weight that vLLM's Hopper kernel multiplies by in W4AFP8, from rows of quantized values and of bfloat16 scales.
 
     A channel's scales are float8 numbers times one float32 number, chosen as a token's is; an eighth goes over to the latter
     so that eight scales are a float8 number too. Float8 values `(out, in)` and float32 channel scales `(out, 1)`.
     """
     scale_bytes, channel_scales = quantize_tokens_float8(torch.tensor(scales))
     rows = []
-    for row, group_bytes in zip(codes, scale_bytes.tolist(), strict=True):
+    for row, group_bytes in zip(quantized, scale_bytes.tolist(), strict=True):
         size = len(row) // len(group_bytes)
         eighths = [float8_value(float8_byte(float8_value(byte) / 8)) for byte in group_bytes]
         rows.append([float8_value(float8_byte(code * eighths[j // size])) for j, code in enumerate(row)])
@@ -378,9 +378,9 @@ def cut_off_bf16(x):
     return struct.unpack("<f", struct.pack("<I", struct.unpack("<I", struct.pack("<f", x))[0] & 0xFFFF0000))[0]
 
 
-def int4_int8_gemm(x, codes, scales, truncate=None):
+def int4_int8_gemm(x, quantized, scales, truncate=None):
     """
-    W4A8 as torch's scalar kernel computes it: `(tokens, out)` bfloat16; codes and scales as rows.
+    W4A8 as torch's scalar kernel computes it: `(tokens, out)` bfloat16; quantized values and scales as rows.
 
     With several groups their products are added up in float32 and the result is rounded, with one it is cut off.
     """
@@ -391,11 +391,11 @@ def int4_int8_gemm(x, codes, scales, truncate=None):
     for token, (step,) in zip(inputs, steps.tolist(), strict=True):
         size = len(token) // groups
         rows.append([])
-        for code, scale in zip(codes, scales, strict=True):
+        for code, scale in zip(quantized, scales, strict=True):
             total = 0.0
             for g in range(groups):
-                product = sum(a * w for a, w in zip(token[g * size :][:size], code[g * size :][:size], strict=True))
-                total = f32(total + f32(product * scale[g]))
+                gemm = sum(a * w for a, w in zip(token[g * size :][:size], code[g * size :][:size], strict=True))
+                total = f32(total + f32(gemm * scale[g]))
             rows[-1].append((cut_off_bf16 if truncate else bf16)(f32(total * step)))
     return torch.tensor(rows, dtype=torch.bfloat16)
 
@@ -579,8 +579,8 @@ def ratio_metrics(rows, own, paper, by_sequence):
         table[loop][out] += advantage != 0
     edges = [sum(table[0]), sum(table[1]), table[0][0] + table[1][0], table[0][1] + table[1][1]]
     if all(edges):
-        product = table[1][1] * table[0][0] - table[1][0] * table[0][1]
-        found["error_tokens/extreme_corr"] = product / math.sqrt(math.prod(edges))
+        gemm = table[1][1] * table[0][0] - table[1][0] * table[0][1]
+        found["error_tokens/extreme_corr"] = gemm / math.sqrt(math.prod(edges))
     return found
 
 

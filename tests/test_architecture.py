@@ -21,7 +21,7 @@ ROOMS = {
     "evaluation": {"evaluation", "export", "data", "rewards", "rollout", "quant", "_compat"},
     "memory": {"memory", "quant", "optim", "llmcompressor", "rollout", "train"},
     "doctor": {"doctor", "memory", "evaluation", "export", "llmcompressor", "rollout", "quant"}
-    | {"train", "preflight", "config", "rewards", "processes", "_compat"},
+    | {"train", "validate", "config", "rewards", "processes", "_compat"},
     "report": {"report", "metrics"},
     "checkpoints": {"checkpoints", "quant", "export", "_compat"},
     "metrics": {"metrics", "loss", "quant"},

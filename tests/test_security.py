@@ -8,11 +8,11 @@ import pytest
 from qarl_trl import QaRLConfig, cli
 from qarl_trl import recipe as recipe_file
 from qarl_trl.export import save_low_bit
+from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.checkpoint import quantized_source
 from qarl_trl.quant.recipe import read_recipe
-from qarl_trl.validate import check_run
-from qarl_trl.quant import apply_quantization
 from qarl_trl.train import parse
+from qarl_trl.validate import check_run
 
 
 CODE = """

@@ -19,11 +19,11 @@ from slow.toys import distinct_characters, prompts, save_gptq, save_model, setti
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from qarl_trl import QaRLConfig, QaRLTrainer, _compat, preflight
-from qarl_trl.quant.start import load_masters
+from qarl_trl import QaRLConfig, QaRLTrainer, _compat, validate
 from qarl_trl.loss import TrustBand, loss_mask, tbpo_loss
 from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant.start import load_master_weights
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def kls(trainer) -> list[float]:
     return [row["kl"] for row in trainer.state.log_history if "kl" in row]
 
 
-def masters(trainer) -> dict[str, torch.Tensor]:
+def master_weights(trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
@@ -76,8 +76,8 @@ def test_with_the_scheme_off_losses_and_weights_are_those_of_trl_bit_for_bit(mod
     off = {"quant_scheme": None, "max_tokens_per_pass": None}
     ours = make(model, tmp_path / "b", loss_type=loss_type, **off)  # seeds the generator again
     assert losses(ours) == stock_losses
-    expected = masters(stock)
-    assert all(torch.equal(value, expected[name]) for name, value in masters(ours).items())
+    expected = master_weights(stock)
+    assert all(torch.equal(value, expected[name]) for name, value in master_weights(ours).items())
 
 
 def test_the_comparison_with_trl_notices_quantization(model, tmp_path):
@@ -94,9 +94,9 @@ def scored_rollout(texts: list[str], trainer: GRPOTrainer) -> dict:
     return given | {"logprobs": [[None, *logps[0][1:]], *logps[1:]]}
 
 
-def mean_gap(batches: list[tuple[torch.Tensor, dict]], padding: bool = False) -> float:
+def mean_logp_diff(batches: list[tuple[torch.Tensor, dict]], padding: bool = False) -> float:
     """Mean of abs(learner - sampler) over the tokens of micro-batches and their current log-probs, one at a time."""
-    gaps = [
+    logp_diffs = [
         abs(mine - theirs)
         for logps, inputs in batches
         for mine, theirs, counts in zip(
@@ -107,11 +107,11 @@ def mean_gap(batches: list[tuple[torch.Tensor, dict]], padding: bool = False) ->
         )
         if (counts or padding) and not math.isnan(theirs)
     ]
-    return sum(gaps) / len(gaps)
+    return sum(logp_diffs) / len(logp_diffs)
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_without_a_correction_the_gap_is_measured_and_no_bit_of_training_changes(
+def test_without_a_correction_the_logp_diff_is_measured_and_no_bit_of_training_changes(
     model, tmp_path, monkeypatch, updates
 ):
     """The oracle is TRL, which has no use for the sampler's log-probs then. With one update a rollout batch it computes no `old`."""
@@ -133,21 +133,21 @@ def test_without_a_correction_the_gap_is_measured_and_no_bit_of_training_changes
     assert len(found.seen) == 4
     for mine, theirs in zip(found.seen, expected.seen, strict=True):
         assert all(torch.equal(grad, theirs[name]) for name, grad in mine.items())
-    name = "mismatch/logp_gap_mean"
+    name = "mismatch/logp_diff_mean"
     logged = [row[name] for row in ours.state.log_history if name in row]
     groups = [seen[i : i + updates] for i in range(0, 4, updates)]
     assert [("old_per_token_logps" in inputs) for _, inputs in seen] == [updates > 1] * 4
-    assert logged == [pytest.approx(mean_gap(group), rel=1e-5) for group in groups]
-    assert logged != [pytest.approx(mean_gap(group, padding=True), rel=1e-3) for group in groups]  # control
-    assert ours.evaluate(prompts(8))["eval_mismatch/logp_gap_mean"] > 0
+    assert logged == [pytest.approx(mean_logp_diff(group), rel=1e-5) for group in groups]
+    assert logged != [pytest.approx(mean_logp_diff(group, padding=True), rel=1e-3) for group in groups]  # control
+    assert ours.evaluate(prompts(8))["eval_mismatch/logp_diff_mean"] > 0
     assert not any("mismatch" in name for row in stock.state.log_history for name in row)
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_an_evaluation_leaves_the_masters_as_they_are(model, tmp_path, cast):
+def test_an_evaluation_leaves_the_master_weights_as_they_are(model, tmp_path, cast):
     """Not with `bf16_full_eval`, which the config therefore refuses."""
     trainer = make(model, tmp_path)
-    before, trainer.args.bf16_full_eval = masters(trainer), cast
+    before, trainer.args.bf16_full_eval = master_weights(trainer), cast
     trainer.evaluate(prompts(8))
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters()) is not cast
 
@@ -176,7 +176,7 @@ def mixture(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["model", "mixture"])
 @pytest.mark.parametrize("changes", [{}, {"optim_muon": True}, {"quant_scheme": "FP8_DYNAMIC"}])
-def test_resuming_after_two_of_four_steps_gives_the_same_masters_bit_for_bit(request, tmp_path, kind, changes):
+def test_resuming_after_two_of_four_steps_gives_the_same_master_weights_bit_for_bit(request, tmp_path, kind, changes):
     """transformers' own way to resume leaves the experts of a mixture as they were before training."""
     model = request.getfixturevalue(kind)
     schedule = {"steps_per_generation": 1, "lr_scheduler_type": "constant", **changes}
@@ -185,8 +185,8 @@ def test_resuming_after_two_of_four_steps_gives_the_same_masters_bit_for_bit(req
     straight.train()
     resumed = make(model, tmp_path / "b", **schedule)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    expected = masters(straight)
-    assert all(torch.equal(value, expected[name]) for name, value in masters(resumed).items())
+    expected = master_weights(straight)
+    assert all(torch.equal(value, expected[name]) for name, value in master_weights(resumed).items())
 
     # Control: what the checkpoint holds is not yet what four steps give.
     halfway = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-2")
@@ -207,12 +207,12 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_resumed(request, tmp_path, kind
         trainer.train(resume_from_checkpoint=str(path.parent))
 
 
-def test_a_training_checkpoint_holds_masters_and_beside_them_the_low_bit_model(model, tmp_path):
+def test_a_training_checkpoint_holds_master_weights_and_beside_them_the_low_bit_model(model, tmp_path):
     trainer = make(model, tmp_path, save_strategy="steps", save_steps=4)
     trainer.train()
     checkpoint = tmp_path / "checkpoint-4"
     restored = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    expected = masters(trainer)
+    expected = master_weights(trainer)
     assert all(torch.equal(p, expected[name]) for name, p in restored.named_parameters())
     assert "quantization_config" not in (checkpoint / "config.json").read_text()
     assert '"pack-quantized"' in (checkpoint / "low_bit" / "config.json").read_text()
@@ -282,11 +282,11 @@ def test_trls_own_shuffle_cuts_other_micro_batches_and_the_ratio_is_off(model, t
 def test_lora_trains_the_adapter_and_resumes_bit_for_bit(model, tmp_path, scheme):
     schedule = {"steps_per_generation": 1, "lr_scheduler_type": "constant", "quant_scheme": scheme}
     straight = make(model, tmp_path / "a", adapter(), save_strategy="steps", save_steps=2, **schedule)
-    before = masters(straight)
+    before = master_weights(straight)
     straight.train()
     resumed = make(model, tmp_path / "b", adapter(), **schedule)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    expected, found = masters(straight), masters(resumed)
+    expected, found = master_weights(straight), master_weights(resumed)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     low_bit = dict(iter_low_bit_weights(straight.model))
@@ -308,22 +308,22 @@ def test_lora_saves_the_adapter_and_beside_it_the_merged_low_bit_model(model, tm
     trainer = make(model, tmp_path / "run", adapter(), save_strategy="steps", save_steps=4)
     trainer.train()
     trainer.save_model()
-    published = dict(iter_low_bit_weights(trainer.model))
+    synced = dict(iter_low_bit_weights(trainer.model))
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-4"):
         assert not (folder / "config.json").exists()  # of a model; with it, the folder would be both
         restored = AutoPeftModelForCausalLM.from_pretrained(folder)
-        expected = masters(trainer)
+        expected = master_weights(trainer)
         assert all(torch.equal(p, expected[n]) for n, p in restored.named_parameters())
         saved = load_file(folder / "low_bit" / "model.safetensors")
-        assert saved.keys() == published.keys()
-        assert all(same_bytes(saved[name], published[name]) for name in saved)
+        assert saved.keys() == synced.keys()
+        assert all(same_bytes(saved[name], synced[name]) for name in saved)
         # The adapter and its base model give the low-bit model back.
         again = dict(iter_low_bit_weights(apply_quantization(restored, "W4A16")))
         assert all(same_bytes(saved[name], again[name]) for name in saved)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "low_bit")
     assert type(loaded).__name__ == "Qwen3ForCausalLM"
     AutoTokenizer.from_pretrained(tmp_path / "run" / "low_bit")
-    # Control: the base model's codes are others.
+    # Control: the base model's quantized values are others.
     base = dict(iter_low_bit_weights(apply_quantization(AutoModelForCausalLM.from_pretrained(model), "W4A16")))
     assert not same_bytes(
         saved["model.layers.0.mlp.down_proj.weight_packed"], base["model.layers.0.mlp.down_proj.weight_packed"]
@@ -372,7 +372,7 @@ def test_a_peft_model_is_trained_with_its_own_adapter_as_the_reference(model, tm
     trainer = make(given, tmp_path, beta=0.1)
     trainer.train()
     assert kls(trainer)[0] == 0.0
-    now = masters(trainer)
+    now = master_weights(trainer)
     assert all(torch.equal(now[n.replace("default", "ref")], p) for n, p in start.items())
     assert not all(torch.equal(now[n], p) for n, p in start.items())
     trainer.save_model(tmp_path / "final")
@@ -399,7 +399,7 @@ def test_a_lost_loss_hook_stops_the_run(model, tmp_path, monkeypatch):
         {"mask_truncated_completions": True, "learning_rate": 1e-2},
         {"tbpo_epsilon_high": 1e-4, "tbpo_delta_low": 1e-4, "tbpo_delta_high": 1e-4},
         {"quant_scheme": "FP8_DYNAMIC"},
-        {"quant_learner": False},
+        {"quantize_learner": False},
     ],
     ids=lambda changes: ",".join(changes),
 )
@@ -428,7 +428,7 @@ def test_what_trains_is_the_tbpo_loss(model, tmp_path, changes):
     assert (
         max(abs(loss - expected) for loss, expected, _ in seen) < 1e-6
     )  # measured 2e-7: float32 sums in another order
-    if "quant_learner" not in changes and "mask_truncated_completions" not in changes:
+    if "quantize_learner" not in changes and "mask_truncated_completions" not in changes:
         assert max(abs(expected - wrong) for _, expected, wrong in seen) > 1e-5
 
 
@@ -472,7 +472,7 @@ def test_metrics_are_logged_under_their_stable_names(model, tmp_path):
     assert {f"ratio/{name}" for name in names} <= logged
     assert {f"error_tokens/{name}" for name in ("frac", "pos_frac", "neg_frac", "inside_frac")} <= logged
     assert not any(name.startswith("tbpo/") for name in logged)
-    assert {"time/rollout", "time/publish", "time/update"} <= logged
+    assert {"time/rollout", "time/sync", "time/update"} <= logged
 
 
 @pytest.mark.parametrize(
@@ -499,7 +499,7 @@ def test_a_model_without_a_folder_cannot_start_an_engine(model, tmp_path):
     in_memory.config._name_or_path = in_memory.name_or_path = ""
     args = QaRLConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
     with pytest.raises(ValueError, match=r"Call save_pretrained"):
-        preflight.check_arguments(in_memory, args, {})
+        validate.check_arguments(in_memory, args, {})
 
 
 # From a quantized checkpoint ----------------------------------------------------------------------------------------
@@ -517,20 +517,20 @@ def layer_tensors(trainer, local: str) -> dict[str, torch.Tensor]:
 
 def test_frozen_scales_start_at_the_checkpoint_and_stay(gptq, tmp_path):
     start = stored_tensors(gptq)
-    # Masters start in the middle of their codes, so small updates would change none of them.
+    # Master weights start in the middle of their quantized values, so small updates would change none of them.
     trainer = make(gptq, tmp_path / "a", quant_scheme="checkpoint", quant_freeze_scales=True, learning_rate=2e-2)
     assert not hasattr(trainer.model.config, "quantization_config")
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-    codes, scales = layer_tensors(trainer, "weight_packed"), layer_tensors(trainer, "weight_scale")
-    assert all(torch.equal(tensor, start[name]) for name, tensor in (codes | scales).items())
+    quantized, scales = layer_tensors(trainer, "weight_packed"), layer_tensors(trainer, "weight_scale")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in (quantized | scales).items())
     trainer.train()
     trainer.save_model(tmp_path / "final")
     final = stored_tensors(tmp_path / "final")
     assert all(torch.equal(final[name], tensor) for name, tensor in scales.items())
-    assert not all(torch.equal(final[name], tensor) for name, tensor in codes.items())
+    assert not all(torch.equal(final[name], tensor) for name, tensor in quantized.items())
     assert final.keys() == start.keys()
 
-    # Control: scales that follow the weights are others from the first publish on.
+    # Control: scales that follow the weights are others from the first sync on.
     free = make(gptq, tmp_path / "b", quant_scheme="checkpoint")
     assert not any(torch.equal(t, start[name]) for name, t in layer_tensors(free, "weight_scale").items())
 
@@ -545,7 +545,10 @@ def test_lora_starts_from_a_quantized_checkpoint_with_its_own_bytes(gptq, tmp_pa
     assert all(torch.equal(start[name], t) for name, t in first.items() if "weight_" in name)
     trainer.train()
     changed = {n.split(".", 3)[-1] for n, t in iter_low_bit_weights(trainer.model) if not torch.equal(t, first[n])}
-    assert changed == {"self_attn.q_proj.weight_packed", "mlp.down_proj.weight_packed"}  # codes, and no scale
+    assert changed == {
+        "self_attn.q_proj.weight_packed",
+        "mlp.down_proj.weight_packed",
+    }  # quantized values, and no scale
 
 
 def test_a_resume_keeps_frozen_scales(gptq, tmp_path):
@@ -555,8 +558,8 @@ def test_a_resume_keeps_frozen_scales(gptq, tmp_path):
     straight.train()
     resumed = make(gptq, tmp_path / "b", **schedule)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    expected = masters(straight)
-    assert all(torch.equal(value, expected[name]) for name, value in masters(resumed).items())
+    expected = master_weights(straight)
+    assert all(torch.equal(value, expected[name]) for name, value in master_weights(resumed).items())
     assert "scale" not in " ".join(load_file(tmp_path / "a" / "checkpoint-2" / "model.safetensors"))
     for local in ("weight_scale", "weight_packed"):
         one, two = layer_tensors(straight, local), layer_tensors(resumed, local)
@@ -573,15 +576,15 @@ def test_the_reference_model_is_the_decompressed_checkpoint(gptq, tmp_path):
     trainer.train()
 
 
-def test_masters_that_the_user_loaded_are_taken_too(gptq, tmp_path):
-    trainer = make(load_masters(gptq), tmp_path / "a", quant_scheme="checkpoint", quant_freeze_scales=True)
+def test_master_weights_that_the_user_loaded_are_taken_too(gptq, tmp_path):
+    trainer = make(load_master_weights(gptq), tmp_path / "a", quant_scheme="checkpoint", quant_freeze_scales=True)
     start = stored_tensors(gptq)
     assert all(torch.equal(t, start[name]) for name, t in layer_tensors(trainer, "weight_packed").items())
-    with pytest.raises(ValueError, match=r"(?s)quantized already.*load_masters"):
+    with pytest.raises(ValueError, match=r"(?s)quantized already.*load_master_weights"):
         make(AutoModelForCausalLM.from_pretrained(gptq), tmp_path / "b")
 
 
-def test_another_scheme_quantizes_the_masters_anew_and_says_so(gptq, tmp_path, caplog):
+def test_another_scheme_quantizes_the_master_weights_anew_and_says_so(gptq, tmp_path, caplog):
     with caplog.at_level("WARNING"):
         trainer = make(gptq, tmp_path / "a", quant_scheme="FP8_DYNAMIC")
     assert "7 layers" in caplog.text
@@ -640,16 +643,16 @@ def moe(tmp_path_factory):
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
-def test_a_mixture_of_experts_is_trained_and_saved_as_llm_compressor_saves_its_masters(moe, tmp_path, scheme):
+def test_a_mixture_of_experts_is_trained_and_saved_as_llm_compressor_saves_its_master_weights(moe, tmp_path, scheme):
     trainer = make(
         moe, tmp_path / "run", quant_scheme=scheme, router_aux_loss_coef=0.01, save_strategy="steps", save_steps=4
     )
-    before = masters(trainer)
+    before = master_weights(trainer)
     trainer.train()
     experts = trainer.model.model.layers[0].mlp.experts
     assert isinstance(experts, QuantExperts)
     assert experts.has_run
-    moved = {name for name, p in masters(trainer).items() if not torch.equal(p, before[name])}
+    moved = {name for name, p in master_weights(trainer).items() if not torch.equal(p, before[name])}
     assert {
         f"model.layers.0.mlp.{name}" for name in ("experts.gate_up_proj", "experts.down_proj", "gate.weight")
     } <= moved
@@ -657,7 +660,7 @@ def test_a_mixture_of_experts_is_trained_and_saved_as_llm_compressor_saves_its_m
 
     checkpoint = tmp_path / "run" / "checkpoint-4"
     restored = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    assert all(torch.equal(p, masters(trainer)[name]) for name, p in restored.named_parameters())
+    assert all(torch.equal(p, master_weights(trainer)[name]) for name, p in restored.named_parameters())
 
     trainer.save_model(tmp_path / "final")
     found = load_file(tmp_path / "final" / "model.safetensors")

@@ -89,7 +89,7 @@ def test_shards_that_cannot_be_quantized_are_refused(tmp_path, monkeypatch, vers
         ({"quant_scheme": "W8A16", "quant_kernel": "engine"}, ["'engine'", "W8A16", "'cpu'", "'auto'"]),
         ({"quant_scheme": "FP8_DYNAMIC", "quant_kernel": "dequant"}, ["'dequant'", "FP8_DYNAMIC", "'auto'"]),
         # A learner in bfloat16 calls no kernel.
-        ({"quant_scheme": "W8A16", "quant_kernel": "engine", "quant_learner": False}, []),
+        ({"quant_scheme": "W8A16", "quant_kernel": "engine", "quantize_learner": False}, []),
     ],
 )
 def test_a_kernel_that_is_not_there_is_refused_before_a_model_loads(tmp_path, changes, words):
@@ -133,7 +133,7 @@ def test_an_output_folder_with_an_unquantized_model_is_refused_before_the_run(tm
 @pytest.mark.parametrize("given", [{"tools": [len]}, {"environment_factory": dict}])
 def test_tools_of_several_processes_need_an_engine_each(changes, given):
     args = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
-    args["publish_folder"] = "f"
+    args["sync_folder"] = "f"
     with pytest.raises(ValueError, match="Tools with several processes must have an engine for each"):
         check_together(given, SimpleNamespace(world_size=2, **args | changes))
     check_together(given, SimpleNamespace(world_size=1, **args | changes))  # controls
@@ -155,7 +155,7 @@ def test_a_threshold_that_nothing_would_be_compared_with_is_refused(tmp_path):
 def test_a_server_takes_no_images():
     data = Dataset.from_dict({"prompt": ["a"], "image": ["b"]})
     args = {"use_vllm": True, "world_size": 1, "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
-    args["publish_folder"] = "f"
+    args["sync_folder"] = "f"
     for given, name in (
         ({"train_dataset": data}, "train_dataset"),
         ({"eval_dataset": {"x": data}}, "eval_dataset.'x'."),
@@ -168,10 +168,10 @@ def test_a_server_takes_no_images():
 def test_a_server_without_a_folder_needs_a_gpu_where_the_trainer_runs():
     args = {"use_vllm": True, "world_size": 1, "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
     args |= {"vllm_mode": "server", "device": torch.device("cpu")}
-    with pytest.raises(ValueError, match=r"vllm_mode='server' on device 'cpu' needs publish_folder.*from GPU to GPU"):
-        check_together({}, SimpleNamespace(publish_folder=None, **args))
-    check_together({}, SimpleNamespace(publish_folder="f", **args))  # controls
-    check_together({}, SimpleNamespace(publish_folder=None, **args | {"device": torch.device("cuda")}))
+    with pytest.raises(ValueError, match=r"vllm_mode='server' on device 'cpu' needs sync_folder.*from GPU to GPU"):
+        check_together({}, SimpleNamespace(sync_folder=None, **args))
+    check_together({}, SimpleNamespace(sync_folder="f", **args))  # controls
+    check_together({}, SimpleNamespace(sync_folder=None, **args | {"device": torch.device("cuda")}))
 
 
 def test_a_row_without_a_prompt_is_found_among_several_data_sets():

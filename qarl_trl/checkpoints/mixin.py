@@ -37,7 +37,7 @@ class CheckpointMixin:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
-        The Trainer's, from a publish and a rollout of its own; an error names the last checkpoint.
+        The Trainer's, from a weight sync and a rollout of its own; an error names the last checkpoint.
 
         `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `RuntimeError` for a second call under
         DeepSpeed, for one after `evaluate` there, and under HSDP for one after a call that failed.
@@ -194,19 +194,19 @@ class CheckpointMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._stored_under_other_names:
-            _compat.restore_masters(self._unwrapped, resume_from_checkpoint)
+            _compat.restore_master_weights(self._unwrapped, resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         if self._stored_under_other_names:
-            _compat.restore_masters(self._unwrapped, self.state.best_model_checkpoint)
+            _compat.restore_master_weights(self._unwrapped, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
         self._weights_change()
 
     def _weights_change(self) -> None:
-        """Publish before the next rollout, and quantize before the next pass: shards do not tell that they were loaded."""
+        """Weight sync before the next rollout, and quantize before the next pass: shards do not tell that they were loaded."""
         self._last_loaded_step = -1
         for _, layer in quantized_modules(self._unwrapped):
             layer.forget()

@@ -48,7 +48,7 @@ PAPER = {
 }
 # The settings that a card shows: numbers and names that decide the result, nothing that may hold an address.
 SETTINGS = (
-    *("quant_scheme", "quant_group_size", "quant_targets", "quant_ignore", "quant_freeze_scales", "quant_learner"),
+    *("quant_scheme", "quant_group_size", "quant_targets", "quant_ignore", "quant_freeze_scales", "quantize_learner"),
     *("quant_kernel", "learner_ops", "max_tokens_per_pass", "loss_type", "advantage_filter", "tbpo_epsilon_high"),
     *("tbpo_delta_low", "tbpo_delta_high", "tbpo_mismatch_cap", "epsilon", "epsilon_high", "delta", "beta"),
     *("scale_rewards", "importance_sampling_level", "vllm_importance_sampling_mode", "mask_truncated_completions"),
@@ -60,10 +60,10 @@ SETTINGS = (
     *("muon_adamw_learning_rate", "muon_momentum", "muon_ns_steps", "muon_adjust_lr", "adam_beta1", "adam_beta2"),
 )
 LOGGED = {
-    "mismatch/logp_gap_mean": "mean abs(learner - engine) of the sampled tokens",
+    "mismatch/logp_diff_mean": "mean abs(learner - engine) of the sampled tokens",
     "mismatch/kl_k3": "k3 estimate of KL(engine, learner)",
-    "publish/verify_gap": "canary prompt after a publish: mean abs(learner - engine)",
-    "publish/verify_yardstick": "its yardstick: what one rounding per layer does to the learner",
+    "sync/verify_logp_diff": "sync check prompt after a weight sync: mean abs(learner - engine)",
+    "sync/verify_noise_floor": "its noise floor: what one rounding per layer does to the learner",
 }
 _IN_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)[/\\]snapshots")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -114,14 +114,14 @@ def training_facts(trainer: QaRLTrainer) -> dict[str, Any]:
         "datasets": [dataset] if dataset else [],
         "rewards": list(trainer.reward_func_names),
         "objective": objective,
-        "aligned": args.quant_learner,
+        "aligned": args.quantize_learner,
         "steps": trainer.state.global_step,
         "settings": json.loads(json.dumps(plain)),
         "mismatch": {text: f"{float(value):.2g}" for text, value in last.items() if value is not None},
         "code": f"qarl_trl {__version__}{_commit()}, "
         + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("trl", "transformers", "torch")),
-        "masters": args.hub_masters,
-        "masters_in": trainer.hub_model_id,
+        "master_weights": args.hub_master_weights,
+        "master_weights_in": trainer.hub_model_id,
     }
 
 
@@ -144,8 +144,8 @@ def model_card(folder: Path, repo: str | None = None) -> ModelCard:
     if "config_groups" not in (quantized := config.get("quantization_config") or {}):
         raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
     facts = _stored(folder)
-    if repo != facts.get("masters_in"):  # pushed to another repository, which has no such branch
-        facts.pop("masters", None)
+    if repo != facts.get("master_weights_in"):  # pushed to another repository, which has no such branch
+        facts.pop("master_weights", None)
     schemes = [QuantizationScheme.model_validate(group) for group in quantized["config_groups"].values()]
     names = [_name(scheme) for scheme in schemes]
     base_id, trained = facts.get("base_id"), bool(facts.get("steps"))

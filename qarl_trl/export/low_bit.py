@@ -33,7 +33,7 @@ from ..quant.state_dict import iter_low_bit_weights
 from ..quant.zero import shape_of
 
 
-LOW_BIT_FOLDER = "low_bit"  # beside masters or an adapter
+LOW_BIT_FOLDER = "low_bit"  # beside master weights or an adapter
 RECIPE = "recipe.yaml"  # llm-compressor's name
 # As compressed-tensors names them (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
@@ -106,7 +106,7 @@ def save_low_bit(
     Write the low-bit checkpoint of `model`; returns the folder.
 
     Args:
-        model: After `apply_quantization`; its masters are not changed. Of a `PeftModel`, the base is written with the active
+        model: After `apply_quantization`; its master weights are not changed. Of a `PeftModel`, the base is written with the active
             adapter merged.
         tokenizer: Saved beside the weights.
         path: Folder. Weights already there are replaced; other files stay.

@@ -46,7 +46,7 @@ class Repository:
         token (`str`, *optional*): By default that of `HF_TOKEN` or `hf auth login`.
         private (`bool`, *optional*): Of a new repository. Unset: as the Hub's settings of the owner say.
         revision (`str`, *optional*): Branch of the low-bit model, created where missing. Unset: `main`.
-        masters (`str`, *optional*): Branch of the masters, which starts empty.
+        master weights (`str`, *optional*): Branch of the master weights, which starts empty.
 
     Raises:
         HubError: when the Hub cannot be reached or refuses.
@@ -58,13 +58,13 @@ class Repository:
         token: str | None = None,
         private: bool | None = None,
         revision: str | None = None,
-        masters: str | None = None,
+        master_weights: str | None = None,
     ) -> None:
-        self.api, self.name, self.revision, self.masters = HfApi(token=token), name, revision, masters
+        self.api, self.name, self.revision, self.master_weights = HfApi(token=token), name, revision, master_weights
         self.name = self._tried(lambda: self.api.create_repo(name, private=private, exist_ok=True)).repo_id
         # To create what is there passes for those who may only read it.
         self._tried(lambda: self.api.auth_check(self.name, write=True))
-        for branch in {revision, masters} - {None, "main"}:
+        for branch in {revision, master_weights} - {None, "main"}:
             self._tried(lambda branch=branch: self._create_branch(branch))
 
     def push(self, folder: Path, message: str, revision: str | None = None, blocking: bool = True) -> Any:
@@ -86,12 +86,12 @@ class Repository:
 
     def push_checkpoint(self, checkpoint: Path, strategy: str) -> Future:
         """
-        Push the low-bit model of a training checkpoint in a thread, and with `masters` what belongs there.
+        Push the low-bit model of a training checkpoint in a thread, and with `master_weights` what belongs there.
 
         It works on hard links, which neither a save nor the rotation of checkpoints changes. A failure is one line in the
         log, and training goes on.
         """
-        source = checkpoint if self.masters else checkpoint / LOW_BIT_FOLDER
+        source = checkpoint if self.master_weights else checkpoint / LOW_BIT_FOLDER
         scratch = checkpoint.parent / f"{STAGING}{checkpoint.name}"
         copy, message = scratch / source.name, f"Training in progress, {checkpoint.name}"
         broken: OSError | None = None
@@ -105,10 +105,10 @@ class Repository:
             try:
                 if broken is not None:
                     raise broken
-                self._push_model(copy / LOW_BIT_FOLDER if self.masters else copy, message, self.revision)
-                if self.masters:
+                self._push_model(copy / LOW_BIT_FOLDER if self.master_weights else copy, message, self.revision)
+                if self.master_weights:
                     subfolders = {"checkpoint": "last-checkpoint", "all_checkpoints": checkpoint.name}
-                    self._push_masters(copy, message, subfolders.get(strategy))
+                    self._push_master_weights(copy, message, subfolders.get(strategy))
             except Exception as error:
                 logger.warning("Push failed. %s Training goes on; nothing is lost of %s.", error, checkpoint)
             finally:
@@ -121,13 +121,13 @@ class Repository:
             model_files(folder), message, revision, lambda name: "/" not in name and _any(name, WEIGHTS)
         )
 
-    def _push_masters(self, folder: Path, message: str, subfolder: str | None) -> None:
+    def _push_master_weights(self, folder: Path, message: str, subfolder: str | None) -> None:
         if subfolder is None:
-            self._push_model(folder, message, self.masters)
+            self._push_model(folder, message, self.master_weights)
             return
         found = (file for file in sorted(folder.rglob("*")) if file.is_file())
         files = {f"{subfolder}/{file.relative_to(folder).as_posix()}": file for file in found}
-        self._commit(files, message, self.masters, lambda name: name.startswith(f"{subfolder}/"))
+        self._commit(files, message, self.master_weights, lambda name: name.startswith(f"{subfolder}/"))
 
     def _commit(
         self, files: dict[str, Path], message: str, revision: str | None, stale: Callable[[str], bool]
@@ -143,7 +143,7 @@ class Repository:
 
     def _create_branch(self, branch: str) -> None:
         first = self.api.list_repo_commits(self.name)[-1].commit_id
-        start = first if branch == self.masters else None
+        start = first if branch == self.master_weights else None
         self.api.create_branch(self.name, branch=branch, revision=start, exist_ok=True)
 
     def _tried(self, call: Callable[[], Any]) -> Any:
@@ -161,7 +161,7 @@ class Repository:
 def repository_of(args: Any, token: str | None = None) -> Repository:
     """The repository of a run with these settings (a `QaRLConfig`); errors as of [`Repository`]."""
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    return Repository(name, token or args.hub_token, args.hub_private_repo, args.hub_revision, args.hub_masters)
+    return Repository(name, token or args.hub_token, args.hub_private_repo, args.hub_revision, args.hub_master_weights)
 
 
 def model_files(folder: Path) -> dict[str, Path]:

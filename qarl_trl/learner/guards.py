@@ -32,8 +32,8 @@ def check_gradient(norm: Tensor | float | None, model: nn.Module) -> None:
     shards = {
         name: getattr(p, "ds_tensor", p) for name, p in model.named_parameters()
     }  # under ZeRO-3 p itself is empty
-    masters = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in shards.items()}
-    broken = [name for name, p in masters.items() if not p.detach().isfinite().all()]
+    master_weights = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in shards.items()}
+    broken = [name for name, p in master_weights.items() if not p.detach().isfinite().all()]
     if broken:
         cause = f"{len(broken)} weights hold NaN or infinity already, first {broken[0]!r}."
     else:

@@ -1,4 +1,4 @@
-"""What an optimizer step spends its time on, and how many codes it changes."""
+"""What an optimizer step spends its time on, and how many quantized values it changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..config import QaRLConfig
     from ..trainer import QaRLTrainer
 
-FLIPS = "quant/code_flip_frac"
+FLIPS = "quant/flip_frac"
 # By what the names of modules hold, as transformers' families write them.
 LAYER_TYPES = {"attention": ("attn", "attention"), "mlp": ("mlp", "feed_forward", "ffn", "shared_expert")}
 
@@ -37,12 +37,12 @@ def layer_type(name: str, module: LowBitLayer) -> str:
     return "other"
 
 
-class CodeFlips:
+class WeightFlips:
     """
-    Shares of codes that changed between two publishes, of all layers and by their type.
+    Shares of quantized values that changed between two syncs, of all layers and by their type.
 
     Keeps at most `words` machine words a layer, evenly strided: exact for layers of up to eight times as many 4-bit
-    codes, a sample of that size beyond. The two parameters of a layer's experts share its `words`. Where each process holds its
+    quantized values, a sample of that size beyond. The two parameters of a layer's experts share its `words`. Where each process holds its
     own rows, of those.
     """
 
@@ -56,19 +56,19 @@ class CodeFlips:
         Compare with the last call and remember.
 
         Returns:
-            `dict[str, float]`: `quant/code_flip_frac`, and for each [`layer_type`] there is `quant/code_flip_frac/TYPE`; empty
+            `dict[str, float]`: `quant/flip_frac`, and for each [`layer_type`] there is `quant/flip_frac/TYPE`; empty
             on the first call or without low-bit layers.
         """
         changed, total = Counter(), Counter()
         for module_name, module in modules:
             parts, kind = _named_weights(module_name, module), layer_type(module_name, module)
-            stored = sum(weight.codes.numel() for weight in parts.values())
+            stored = sum(weight.quantized.numel() for weight in parts.values())
             for name, weight in parts.items():
-                sample = _sample(weight, max(1, self._words * weight.codes.numel() // stored))
+                sample = _sample(weight, max(1, self._words * weight.quantized.numel() // stored))
                 last = self._last.get(name)
                 if last is not None:
                     nibbles = _holds_pairs(weight)
-                    changed[kind] += _differing_codes(last, sample, nibbles)
+                    changed[kind] += _differing_quantized(last, sample, nibbles)
                     total[kind] += sample.numel() * (2 if nibbles else 1)
                 self._last[name] = sample
         if not total:
@@ -78,13 +78,13 @@ class CodeFlips:
 
 
 def _sample(weight: LowBitWeight, most: int) -> Tensor:
-    """At most `most` words of the codes, evenly strided, as bytes `(words, bytes of a word)`."""
-    words = weight.codes.reshape(-1).view(torch.uint8).view(-1, weight.codes.element_size())
+    """At most `most` words of the quantized values, evenly strided, as bytes `(words, bytes of a word)`."""
+    words = weight.quantized.reshape(-1).view(torch.uint8).view(-1, weight.quantized.element_size())
     return words[:: max(1, -(-len(words) // most))].clone()
 
 
 def _holds_pairs(weight: LowBitWeight) -> bool:
-    """Whether a byte of the stored codes holds two of them."""
+    """Whether a byte of the stored quantized values holds two of them."""
     return "weight_packed" in weight.tensors and weight.scheme.weights.num_bits == 4
 
 
@@ -94,7 +94,7 @@ def _named_weights(name: str, module: LowBitLayer) -> dict[str, LowBitWeight]:
     return {name: module.last_low_bit}
 
 
-def _differing_codes(a: Tensor, b: Tensor, pairs: bool) -> int:
+def _differing_quantized(a: Tensor, b: Tensor, pairs: bool) -> int:
     difference = a ^ b
     if not pairs:
         return int(difference.count_nonzero())
@@ -102,7 +102,7 @@ def _differing_codes(a: Tensor, b: Tensor, pairs: bool) -> int:
 
 
 class StepClock(TrainerCallback):
-    """Splits each optimizer step into rollout, publish and update, and checks after the first that the hooks ran."""
+    """Splits each optimizer step into rollout, sync and update, and checks after the first that the hooks ran."""
 
     def __init__(self, trainer: QaRLTrainer) -> None:
         self._trainer = trainer
@@ -117,17 +117,17 @@ class StepClock(TrainerCallback):
     def on_step_end(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
         total = time.perf_counter() - self._start
-        rollout = publish = 0.0
+        rollout = sync = 0.0
         if trainer.use_vllm:
             engine = trainer.vllm_generation
-            rollout, publish = engine.rollout_seconds, engine.publish_seconds
-            if rollout and engine.last_publish:  # of this step, or of an evaluation just before it
-                trainer._log_value("publish/bytes", float(engine.last_publish.num_bytes))
-                for name, share in trainer._code_flips.update(quantized_modules(trainer._unwrapped)).items():
+            rollout, sync = engine.rollout_seconds, engine.sync_seconds
+            if rollout and engine.last_sync:  # of this step, or of an evaluation just before it
+                trainer._log_value("sync/bytes", float(engine.last_sync.num_bytes))
+                for name, share in trainer._weight_flips.update(quantized_modules(trainer._unwrapped)).items():
                     trainer._log_value(name, share)
         trainer._log_value("time/rollout", rollout)
-        trainer._log_value("time/publish", publish)
-        trainer._log_value("time/update", total - rollout - publish)
+        trainer._log_value("time/sync", sync)
+        trainer._log_value("time/update", total - rollout - sync)
         if not self._checked:
             self._checked = True
             trainer._check_layers_ran()

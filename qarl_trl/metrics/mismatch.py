@@ -1,4 +1,4 @@
-"""The gap between engine and learner at rollout time (paper Fig. 4).
+"""The mismatch between engine and learner at rollout time (paper Fig. 4).
 
 Every statistic of it counts only tokens that are masked in and that the engine could score.
 """
@@ -30,29 +30,29 @@ def mismatch_metrics(
     stats = mismatch_sums(old_logps, sampling_logps, mask) | weight_stats(old_logps, sampling_logps, mask, cap)
     stats = reduce_stats(stats, gather)
     tokens = max(stats.pop("tokens_sum"), 1)
-    means = {"logp_gap_mean": stats.pop("gap_sum") / tokens, "kl_k3": stats.pop("k3_sum") / tokens}
-    return means | {"logp_gap_max": stats.pop("gap_max")} | stats
+    means = {"logp_diff_mean": stats.pop("logp_diff_sum") / tokens, "kl_k3": stats.pop("k3_sum") / tokens}
+    return means | {"logp_diff_max": stats.pop("logp_diff_max")} | stats
 
 
 @torch.no_grad()
 def mismatch_sums(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """
-    Summable statistics of the gap between the learner at rollout time and the engine (NaN where it has no value), `(B, T)`.
+    Summable statistics of the mismatch between the learner at rollout time and the engine (NaN where it has no value), `(B, T)`.
 
     Returns:
-        `dict[str, Tensor]`: float32 scalars `gap_sum` (sum of |difference|, nats), `k3_sum` (sum of
-        `exp(d) - 1 - d` with `d = old - sampling`, whose mean estimates KL(engine || learner)), `tokens_sum`, `gap_max`, and
+        `dict[str, Tensor]`: float32 scalars `logp_diff_sum` (sum of |difference|, nats), `k3_sum` (sum of
+        `exp(d) - 1 - d` with `d = old - sampling`, whose mean estimates KL(engine || learner)), `tokens_sum`, `logp_diff_max`, and
         `unscored_max`, the share of masked-in tokens without a value.
     """
     counted = mask.bool() & ~sampling_logps.isnan()
     difference = torch.where(counted, old_logps.float() - sampling_logps.float(), 0.0)
     return {
-        "gap_sum": difference.abs().sum(),
-        # expm1: a gap of 1e-3 has a term of 5e-7, of which exp(d) - 1 keeps one digit in float32.
+        "logp_diff_sum": difference.abs().sum(),
+        # expm1: a mismatch of 1e-3 has a term of 5e-7, of which exp(d) - 1 keeps one digit in float32.
         "k3_sum": (difference.expm1() - difference).sum(),
         "tokens_sum": counted.sum().float(),
         "unscored_max": (mask.bool() & sampling_logps.isnan()).sum() / mask.sum().clamp(min=1),
-        "gap_max": difference.abs().max() if difference.numel() else difference.new_zeros(()),
+        "logp_diff_max": difference.abs().max() if difference.numel() else difference.new_zeros(()),
     }
 
 
@@ -84,28 +84,28 @@ def reduce_stats(stats: dict[str, Tensor], gather: Callable[[Tensor], Tensor]) -
     }
 
 
-def check_mismatch(gap: float, unscored: float, args: QaRLConfig) -> None:
+def check_mismatch(logp_diff: float, unscored: float, args: QaRLConfig) -> None:
     """
-    Stop (`RuntimeError`) at log-probs that are no numbers, and at a gap above `args.mismatch_abort_threshold`.
+    Stop (`RuntimeError`) at log-probs that are no numbers, and at a mismatch above `args.mismatch_abort_threshold`.
 
     Args:
-        gap (`float`): Mean over all tokens, nats.
+        mismatch (`float`): Mean over all tokens, nats.
         unscored (`float`): Share of tokens that the engine could not score, in the worst process.
     """
-    if not math.isfinite(gap) or unscored > MOST_UNSCORED:
+    if not math.isfinite(logp_diff) or unscored > MOST_UNSCORED:
         raise RuntimeError(
-            f"Log-probs hold NaN or infinity: the gap between engine and learner is {gap} nats per token, and the engine gave "
+            f"Log-probs hold NaN or infinity: the mismatch between engine and learner is {logp_diff} nats per token, and the engine gave "
             f"NaN to {unscored:.0%} of the tokens of a process. Activations overflow in one of the two: compare with "
             "quant_scheme='none', and lower the learning rate if the run was healthy before."
         )
     threshold = args.mismatch_abort_threshold
-    if threshold is None or gap <= threshold:
+    if threshold is None or logp_diff <= threshold:
         return
-    baseline = "" if args.quant_learner else " (quant_learner=False: this gap is what the method removes)"
+    baseline = "" if args.quantize_learner else " (quantize_learner=False: this mismatch is what the method removes)"
     raise RuntimeError(
-        f"The mean log-prob gap between engine and learner is {gap:.4f} nats per token, above "
+        f"The mean log-prob mismatch between engine and learner is {logp_diff:.4f} nats per token, above "
         f"mismatch_abort_threshold={threshold}. Likely causes:\n"
-        "  - stale engine: does the gap grow with every update? Compare publish/bytes and quant/code_flip_frac in the log;\n"
+        "  - stale engine: does the mismatch grow with every update? Compare sync/bytes and quant/flip_frac in the log;\n"
         f"  - wrong scheme: the engine and the learner must both run {args.quant_name!r}{baseline};\n"
         f"  - sampling parameters: temperature={args.temperature}, top_p={args.top_p}, top_k={args.top_k}, "
         f"min_p={args.min_p} must describe the distribution that the learner scores;\n"

@@ -1,4 +1,4 @@
-"""Low-bit weights: one producer, three readers (forward, publish, export)."""
+"""Low-bit weights: one producer, three readers (forward, sync, export)."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

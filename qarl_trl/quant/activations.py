@@ -33,7 +33,7 @@ _last = _LastResults()
 
 
 @torch.no_grad()
-def once(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+def memoize_last(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     """
     `function(x, *args)`, or what it gave in this thread when it was last called, if that was with this very tensor.
 
@@ -58,29 +58,29 @@ def once(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
 
 
 def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-token float8: `x` `(tokens, in)` to codes float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, 1)`."""
+    """Per-token float8: `x` `(tokens, in)` to quantized values float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, 1)`."""
     amax = x.abs().amax(dim=-1, keepdim=True).float()
     scale = _divided(amax, FP8_MAX).clamp(min=FP8_MIN_SCALE)
-    # vLLM multiplies by the reciprocal instead of dividing; the two differ in the last bit of some codes.
+    # vLLM multiplies by the reciprocal instead of dividing; the two differ in the last bit of some quantized values.
     return (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
 def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
-    """Float8 with one scale for each token and group: `x` to codes `(tokens, in)`, scale float32 `(tokens, in / group_size)`."""
+    """Float8 with one scale for each token and group: `x` to quantized values `(tokens, in)`, scale float32 `(tokens, in / group_size)`."""
     groups = x.float().unflatten(-1, (-1, group_size))
     scale = _divided(groups.abs().amax(dim=-1).clamp(min=FP8_GROUP_MIN), FP8_MAX)
     return (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(-2), scale
 
 
 def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric per-token int8: `x` to codes int8 `(tokens, in)` and scale float32 `(tokens, 1)`, 0 for a token of zeros."""
+    """Symmetric per-token int8: `x` to quantized values int8 `(tokens, in)` and scale float32 `(tokens, 1)`, 0 for a token of zeros."""
     x = x.float()
     amax = x.abs().amax(dim=-1, keepdim=True)
     scale = _divided(amax, 127.0)
     # The reciprocal is rounded once in vLLM's CUDA kernel (127 / amax) and twice in its CPU kernel.
     inverse = torch.full_like(amax, 127.0) / amax if x.device.type == "cuda" else scale.reciprocal()
-    codes = (x * inverse).clamp(-128, 127).round().nan_to_num(0.0).to(torch.int8)
-    return codes, scale
+    quantized = (x * inverse).clamp(-128, 127).round().nan_to_num(0.0).to(torch.int8)
+    return quantized, scale
 
 
 def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,9 +101,9 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     return ((nearest + zero_point).clamp(-128, 127) - zero_point).to(torch.int16), steps.reciprocal()
 
 
-def dequantize_activations(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes `(..., in)` times scale float32 `(..., groups)`, multiplied in float32 and rounded once to `dtype`."""
-    groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
+def dequantize_activations(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Quantized values `(..., in)` times scale float32 `(..., groups)`, multiplied in float32 and rounded once to `dtype`."""
+    groups = quantized.float().unflatten(-1, (scale.shape[-1], -1))
     return groups.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
 

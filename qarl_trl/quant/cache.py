@@ -1,4 +1,4 @@
-"""When codes are computed again: the low-bit weights of a layer, for as long as they are valid."""
+"""When quantized values are computed again: the low-bit weights of a layer, for as long as they are valid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-class CodeCache:
+class LowBitCache:
     """
     What a layer quantized last, by slot (an adapter's or a parameter's name).
 
@@ -59,7 +59,7 @@ class CodeCache:
             slot (`str`): Where to keep the result.
             own (`Sequence[Tensor]`): The layer's parameters as they are now.
             gathered (`Sequence[Tensor]`, *optional*): The same in full or as shards, which are quantized instead.
-            quantize (`Callable`): Makes the codes.
+            quantize (`Callable`): Makes the quantized values.
             others (`tuple`, *optional*): What else the result depends on.
         """
         if any(map(is_partitioned, own)) or (gathered is not None and not all(map(_is_alias, gathered, own))):
@@ -70,7 +70,7 @@ class CodeCache:
         its_key, tensors, _ = self._entries.get(slot, (None, [], None))
         same = self._sharded or all(last() is tensor for last, tensor in zip(tensors, own, strict=False))
         if its_key != key or not same or (self._sharded and gathered):
-            self._entries.pop(slot, None)  # frees the old codes before the new ones are made
+            self._entries.pop(slot, None)  # frees the old quantized values before the new ones are made
             result = quantize(*(own if gathered is None else gathered))
             self._entries[slot] = key, [weakref.ref(tensor) for tensor in own], result
         return self._entries[slot][2]
@@ -80,7 +80,7 @@ class CodeCache:
         return {slot: result for slot, (_, _, result) in self._entries.items()}
 
     def clear(self) -> None:
-        """Free the codes."""
+        """Free the quantized values."""
         self._entries.clear()
 
 

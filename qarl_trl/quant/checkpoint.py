@@ -92,7 +92,7 @@ class QuantizedSource:
         return found
 
     def plan(self) -> QuantizationConfig:
-        """`config` as the learner carries it out: round-to-nearest, whatever method found the codes."""
+        """`config` as the learner carries it out: round-to-nearest, whatever method found the quantized values."""
         groups = {}
         for name, group in self.config.config_groups.items():
             groups[name] = group.model_copy(deep=True, update={"format": None})
@@ -134,8 +134,8 @@ class QuantizedSource:
             found[name] = scale, None if scheme.weights.symmetric else self._decompressed(name)["weight_zero_point"]
         return found
 
-    def codes(self, layer: str) -> Tensor:
-        """The stored codes of a layer: `weight_packed`, or the float8 or int8 `weight`."""
+    def quantized(self, layer: str) -> Tensor:
+        """The stored quantized values of a layer: `weight_packed`, or the float8 or int8 `weight`."""
         return self._read(f"{layer}.weight_packed" if "weight_packed" in self._modules[layer] else f"{layer}.weight")
 
     @cached_property
@@ -187,7 +187,7 @@ def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
     The checkpoint `name` if it is quantized, otherwise `None`; `kwargs` are those of `from_pretrained`.
 
     Reads `config.json` alone (from the Hub: all files). `ValueError` when it is quantized by something else than
-    compressed-tensors, or in a way that has no masters.
+    compressed-tensors, or in a way that has no master weights.
     """
     raw = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", None)
     if raw is None:
@@ -195,7 +195,7 @@ def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
     raw = raw if isinstance(raw, dict) else raw.to_dict()
     if raw.get("quant_method") != "compressed-tensors":
         raise ValueError(
-            f"{name} is quantized by {raw.get('quant_method')!r}, and masters can only be made from "
+            f"{name} is quantized by {raw.get('quant_method')!r}, and master weights can only be made from "
             "compressed-tensors. Start from the unquantized model, or quantize it with llm-compressor."
         )
     if raw.get("transform_config"):

@@ -1,4 +1,4 @@
-"""What `apply_quantization` refuses in a model: everything that would run other weights than are published."""
+"""What `apply_quantization` refuses in a model: everything that would run other weights than are synced."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch import nn
 
 from .experts import PROJECTIONS, Matched, expert_modules
+from .gemm import ProductChoice, dequant_gemm, plain_gemm
 from .linear import LowBitLayer
 from .names import base_model, is_peft_model
-from .gemm import ProductChoice, dequant_product, plain_product
 from .scheme import check_divisible, has_global_scale
 from .zero import shape_of
 
@@ -25,22 +25,22 @@ NO_HUB_KERNELS = (
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse (`ValueError`) a model whose masters or layers are in the hands of another library."""
+    """Refuse (`ValueError`) a model whose master weights or layers are in the hands of another library."""
     if any(isinstance(m, LowBitLayer) for m in model.modules()):
         raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
     config = getattr(model, "config", None)
     foreign = getattr(config, "quantization_config", None)
     if foreign is not None or getattr(model, "is_quantized", False):
         raise ValueError(
-            f"The model is quantized already (quantization_config={foreign}), so there are no high-precision masters to "
+            f"The model is quantized already (quantization_config={foreign}), so there are no high-precision master weights to "
             "train. Start from the unquantized checkpoint. A compressed-tensors checkpoint can be given by its path "
-            "(model='...'), or loaded with qarl_trl.quant.start.load_masters."
+            "(model='...'), or loaded with qarl_trl.quant.start.load_master_weights."
         )
     adapted = hasattr(model, "peft_config") or any(hasattr(module, "lora_A") for module in model.modules())
     if adapted and not is_peft_model(model):
         raise ValueError(
             "The model carries adapters or LoRA layers without a PeftModel around them, so their names are not known, and "
-            "neither TRL nor the publish would see them. Wrap it with peft: peft.PeftModel.from_pretrained(base_model, "
+            "neither TRL nor the sync would see them. Wrap it with peft: peft.PeftModel.from_pretrained(base_model, "
             "adapter, is_trainable=True), get_peft_model(base_model, config), or pass `peft_config`."
         )
     for name, module in expert_modules(model):
@@ -50,7 +50,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_layers(
-    model: nn.Module, experts: list[Matched], linears: list[Matched], product: ProductChoice, frozen: bool
+    model: nn.Module, experts: list[Matched], linears: list[Matched], gemm: ProductChoice, frozen: bool
 ) -> None:
     """Refuse (`ValueError`) layers (or the adapter layers around them) that cannot be quantized as they are asked to be."""
     if is_peft_model(model):
@@ -70,7 +70,7 @@ def check_layers(
                 "Choose another scheme."
             )
     for name, module, scheme in experts:
-        _check_experts(name, module, scheme, product)
+        _check_experts(name, module, scheme, gemm)
 
 
 def check_shardable(plan: QuantizationConfig) -> None:
@@ -135,7 +135,7 @@ def _check_layout(name: str, module: nn.Module) -> None:
             raise ValueError(f"{name}.{key} holds {param.dtype} weights. Load the model in high precision.")
 
 
-def _check_experts(name: str, module: nn.Module, scheme: QuantizationScheme, product: ProductChoice) -> None:
+def _check_experts(name: str, module: nn.Module, scheme: QuantizationScheme, gemm: ProductChoice) -> None:
     for parameter, projections in PROJECTIONS.items():
         _, rows, in_features = shape_of(getattr(module, parameter))
         rows, layers = rows // len(projections), f"{name}.*.{projections[0]}"
@@ -146,7 +146,7 @@ def _check_experts(name: str, module: nn.Module, scheme: QuantizationScheme, pro
                 "at once take multiples of 16. Leave the experts in high precision: quant_ignore [lm_head, 're:.*experts.*']."
             )
     _check_forward(name, module)
-    if product not in (plain_product, dequant_product):
+    if gemm not in (plain_gemm, dequant_gemm):
         raise ValueError(
             "quant_kernel='engine' does not go with a mixture-of-experts model: an engine multiplies the experts "
             f"{name!r} by fused kernels that the learner does not call. Use quant_kernel='auto'."
@@ -154,7 +154,7 @@ def _check_experts(name: str, module: nn.Module, scheme: QuantizationScheme, pro
 
 
 def _check_tied(model: nn.Module, linears: Iterable[Matched]) -> None:
-    """A checkpoint stores a tied weight once, under one name: it cannot be both codes and an embedding."""
+    """A checkpoint stores a tied weight once, under one name: it cannot be both quantized values and an embedding."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

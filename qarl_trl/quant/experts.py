@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
 
-from .gathers import gathered_codes, whole_weights
-from .grouped import grouped_product, stacked
+from .gathers import gathered_quantized, whole_weights
+from .gemm import Product
+from .grouped import grouped_gemm, stacked
 from .linear import LowBitLayer, QParams
 from .names import checkpoint_modules
-from .gemm import Product
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
@@ -74,9 +74,9 @@ class LowBitExpertsMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, master: Tensor, offsets: Tensor, weight: LowBitWeight, product: Product) -> Tensor:
-        y, saved = grouped_product(product, x, weight, offsets)
-        ctx.weight, ctx.product, ctx.master_dtype = weight, product, master.dtype
+    def forward(ctx, x: Tensor, master: Tensor, offsets: Tensor, weight: LowBitWeight, gemm: Product) -> Tensor:
+        y, saved = grouped_gemm(gemm, x, weight, offsets)
+        ctx.weight, ctx.gemm, ctx.master_dtype = weight, gemm, master.dtype
         ctx.save_for_backward(offsets, *saved)
         return y
 
@@ -86,12 +86,12 @@ class LowBitExpertsMatmul(torch.autograd.Function):
         grad_x = grad_master = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
-            matrices = stacked(ctx.product.matrix_from(ctx.weight, grad.dtype), offsets)
+            matrices = stacked(ctx.gemm.matrix_from(ctx.weight, grad.dtype), offsets)
             grad_x = F.grouped_mm(grad, matrices, offs=offsets)
             del matrices  # before the gradient of the master, which is as large
         if ctx.needs_input_grad[1]:
             # Zero for an expert without tokens, as in the unquantized model.
-            x = ctx.product.input_from(tuple(saved), grad.dtype)
+            x = ctx.gemm.input_from(tuple(saved), grad.dtype)
             grad_master = F.grouped_mm(grad.t(), x, offs=offsets).to(ctx.master_dtype)
         return grad_x, grad_master, None, None, None
 
@@ -104,14 +104,14 @@ class QuantExperts(LowBitLayer, nn.Module):
     above the other. While a parameter multiplies, all its experts are dequantized: one layer's, and kept only with `keep_dequantized`.
     """
 
-    coded_parameters = tuple(PROJECTIONS)
+    packed_parameters = tuple(PROJECTIONS)
 
     def low_bit(self, name: str, weight: Tensor | None = None) -> LowBitWeight:
         """The low-bit weight `(experts * out, in)` of a parameter, or of `weight` in its place, whole or a `DTensor`."""
-        if (low_bit := gathered_codes(self, name, weight)) is not None:
+        if (low_bit := gathered_quantized(self, name, weight)) is not None:
             return low_bit
         gathered = None if weight is None else (weight,)
-        return self._code_cache.get(name, (getattr(self, name),), gathered, lambda w: self._quantize(w, name))
+        return self._low_bit_cache.get(name, (getattr(self, name),), gathered, lambda w: self._quantize(w, name))
 
     def low_bit_layers(self, name: str, weight: Tensor | None = None) -> list[LowBitWeight]:
         """`low_bit` as a checkpoint has it, views of the same storage: per expert those of `PROJECTIONS[name]`."""
@@ -123,8 +123,8 @@ class QuantExperts(LowBitLayer, nn.Module):
         return ()
 
     def last_low_bits(self) -> dict[str, LowBitWeight]:
-        """What `low_bit` returned last, by parameter, without looking at the masters."""
-        return self._code_cache.last()
+        """What `low_bit` returned last, by parameter, without looking at the master weights."""
+        return self._low_bit_cache.last()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """
@@ -143,9 +143,9 @@ class QuantExperts(LowBitLayer, nn.Module):
         return weighted[places].view(*top_k_index.shape, hidden_states.shape[1]).sum(dim=1).to(hidden_states.dtype)
 
     def _matmul(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
-        x, product = self._compute_input(x), self._get_product(x.device)
+        x, gemm = self._compute_input(x), self._get_gemm(x.device)
         with torch.autocast(x.device.type, enabled=False):
-            return LowBitExpertsMatmul.apply(x, getattr(self, name), offsets, self.low_bit(name), product)
+            return LowBitExpertsMatmul.apply(x, getattr(self, name), offsets, self.low_bit(name), gemm)
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         return self.high_precision_class._apply_gate(self, gate_up)

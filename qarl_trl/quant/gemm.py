@@ -14,7 +14,7 @@ from . import reference
 from .activations import (
     FP8,
     dequantize_activations,
-    once,
+    memoize_last,
     quantize_groups_fp8,
     quantize_tokens_fp8,
     quantize_tokens_int8,
@@ -43,7 +43,7 @@ class Product:
     A bias is added where the engine adds it: to the float32 sums, or to the rounded output.
 
     Attributes:
-        prepares (`bool`): Whether it keeps a form of its own of the codes, beside them (`LowBitWeight.prepared`).
+        prepares (`bool`): Whether it keeps a form of its own of the quantized values, beside them (`LowBitWeight.prepared`).
     """
 
     prepares = False
@@ -67,7 +67,7 @@ ProductChoice = Callable[[QuantizationScheme, torch.device], Product]
 
 class DequantGemm(Product):
     """
-    Weight-only schemes: the codes are dequantized layer by layer into a GEMM in the compute dtype.
+    Weight-only schemes: the quantized values are dequantized layer by layer into a GEMM in the compute dtype.
 
     The bias is added to the rounded output, as Marlin and Machete do.
     """
@@ -87,28 +87,30 @@ def compiled(plain: Callable[..., Saved]) -> Callable[[Tensor], Saved]:
     return quantize
 
 
-def restored(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def restored(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[`dequantize_activations`], or the kernel that gives its bytes."""
     plain = dequantize_activations
-    return (plain if fast is None else fast.activation_decoder(codes, scale, dtype))(codes, scale, dtype)
+    return (plain if fast is None else fast.activation_decoder(quantized, scale, dtype))(quantized, scale, dtype)
 
 
 class ActivationGemm(Product):
-    """Base of the products that quantize activations: they keep the codes of the input instead of the input."""
+    """Base of the products that quantize activations: they keep the quantized values of the input instead of the input."""
 
-    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]  # `(..., in)` to codes `(..., in)` and scale `(..., groups)`
+    quantize: Callable[
+        [Tensor], tuple[Tensor, Tensor]
+    ]  # `(..., in)` to quantized values `(..., in)` and scale `(..., groups)`
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
-        saved = once(self.quantize, x)
-        codes, scale = (tensor.reshape(-1, tensor.shape[-1]) for tensor in saved)
-        y = self.matmul(codes, scale, weight, bias, x.dtype)
+        saved = memoize_last(self.quantize, x)
+        quantized, scale = (tensor.reshape(-1, tensor.shape[-1]) for tensor in saved)
+        y = self.matmul(quantized, scale, weight, bias, x.dtype)
         return y.reshape(*x.shape[:-1], -1), saved
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
         return restored(*saved, dtype)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
-        """`(tokens, in)` codes times the weight plus the bias, `(tokens, out)` in `dtype`."""
+        """`(tokens, in)` quantized values times the weight plus the bias, `(tokens, out)` in `dtype`."""
         raise NotImplementedError
 
 
@@ -119,7 +121,7 @@ class Fp8Gemm(ActivationGemm):
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
         """What is multiplied, float8 `(out, in)`, and its scale, float32 `(out, 1)`."""
-        return weight.codes, weight.scale.float()
+        return weight.quantized, weight.scale.float()
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         w, w_scale = self.operand(weight)
@@ -128,8 +130,8 @@ class Fp8Gemm(ActivationGemm):
             options = {"bias": bias, "out_dtype": dtype, "use_fast_accum": True}
             return torch._scaled_mm(x, w.t(), scale_a=scale, scale_b=w_scale.t().contiguous(), **options)
         one = torch.ones(1, device=x.device)
-        product = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-        return add_bias(product.mul_(scale).mul_(w_scale.t()), bias).to(dtype)
+        gemm = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+        return add_bias(gemm.mul_(scale).mul_(w_scale.t()), bias).to(dtype)
 
 
 class Int4Fp8Gemm(Fp8Gemm):
@@ -138,7 +140,7 @@ class Int4Fp8Gemm(Fp8Gemm):
 
     That kernel has no 4-bit product: it holds a table of `code * scale` in float8 for each group, with the scale itself
     rounded to float8 and a float32 scale for the channel above it. Sixteen table entries of three bits' mantissa stand for
-    the codes, so the weight that it multiplies by is not the one that the checkpoint decompresses to.
+    the quantized values, so the weight that it multiplies by is not the one that the checkpoint decompresses to.
     """
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
@@ -148,8 +150,8 @@ class Int4Fp8Gemm(Fp8Gemm):
         scale, channel_scale = quantize_tokens_fp8(weight.scale)
         # An eighth of it, so that the largest entry, 8 scales, is a float8 number.
         scale, channel_scale = (scale.float() / 8).to(FP8), channel_scale * 8
-        codes = reference.unpacked(weight.codes, 4, weight.shape[1])
-        groups = codes.unflatten(-1, (scale.shape[-1], -1))
+        quantized = reference.unpacked(weight.quantized, 4, weight.shape[1])
+        groups = quantized.unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.float().unsqueeze(-1)).to(FP8).flatten(-2), channel_scale
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
@@ -173,8 +175,8 @@ class Fp8BlockGemm(ActivationGemm):
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         height, width = weight.scheme.weights.block_structure
         w_scale = weight.scale.float().repeat_interleave(height, dim=0)
-        y = torch.zeros(x.shape[0], weight.codes.shape[0], device=x.device)
-        for i, (a, b) in enumerate(zip(x.split(width, dim=1), weight.codes.split(width, dim=1), strict=True)):
+        y = torch.zeros(x.shape[0], weight.quantized.shape[0], device=x.device)
+        for i, (a, b) in enumerate(zip(x.split(width, dim=1), weight.quantized.split(width, dim=1), strict=True)):
             y += (a.float() @ b.float().t()) * scale[:, i : i + 1] * w_scale[:, i]
         return y.to(dtype) if bias is None else y.to(dtype) + bias
 
@@ -188,7 +190,7 @@ class Int8Gemm(ActivationGemm):
         tokens = x.shape[0]
         if x.device.type == "cuda" and tokens <= 16:  # cuBLAS wants more rows
             x = F.pad(x, (0, 0, 0, 17 - tokens))
-        sums = torch._int_mm(x, weight.codes.t())[:tokens]
+        sums = torch._int_mm(x, weight.quantized.t())[:tokens]
         return add_bias(sums.float().mul_(weight.scale.float().t()).mul_(scale), bias).to(dtype)
 
 
@@ -199,21 +201,21 @@ class CpuInt4Int8Gemm(ActivationGemm):
     quantize = staticmethod(compiled(quantize_tokens_int8_asymmetric))
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
-        cast = once(Tensor.to, x, torch.bfloat16)  # as the activations and the bias of the engine are
+        cast = memoize_last(Tensor.to, x, torch.bfloat16)  # as the activations and the bias of the engine are
         y = self._multiply(cast.reshape(-1, x.shape[-1]), weight, None if bias is None else bias.to(torch.bfloat16))
-        return y.to(x.dtype).reshape(*x.shape[:-1], -1), once(self.quantize, cast)
+        return y.to(x.dtype).reshape(*x.shape[:-1], -1), memoize_last(self.quantize, cast)
 
     def _multiply(self, x: Tensor, weight: LowBitWeight, bias: Bias) -> Tensor:
-        out_features, in_features = weight.codes.shape
+        out_features, in_features = weight.quantized.shape
         group_size = effective_group_size(weight.scheme) or in_features
         # A single group is one scale a channel also to vLLM, and then the kernel sums, scales and rounds otherwise.
         one_group = group_size == in_features
-        # The kernel keeps its bias among the packed codes. With groups it gives float32 out, and the bias can be added
+        # The kernel keeps its bias among the packed quantized values. With groups it gives float32 out, and the bias can be added
         # behind it.
         inside = bias.detach().float() if one_group and bias is not None else torch.empty(0)
         packed, packed_bias = weight.prepared.get("dyn_quant_4bit", (None, None))
         if packed is None or not torch.equal(packed_bias, inside):
-            unsigned = weight.codes + 8
+            unsigned = weight.quantized + 8
             pairs = (unsigned[:, 1::2] << 4 | unsigned[:, ::2]).to(torch.uint8)
             scale = weight.scale.float() if one_group else weight.scale
             packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
@@ -225,7 +227,7 @@ class CpuInt4Int8Gemm(ActivationGemm):
         return (y if one_group else add_bias(y, bias)).to(torch.bfloat16)
 
 
-_PRODUCTS: dict[str, type[Product]] = {
+_GEMMS: dict[str, type[Product]] = {
     **dict.fromkeys(("W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16"), DequantGemm),
     "FP8_DYNAMIC": Fp8Gemm,
     "FP8_BLOCK": Fp8BlockGemm,
@@ -235,7 +237,7 @@ _PRODUCTS: dict[str, type[Product]] = {
 }
 
 
-def plain_product(scheme: QuantizationScheme, device: torch.device) -> Product:
+def plain_gemm(scheme: QuantizationScheme, device: torch.device) -> Product:
     """Torch's own product for `scheme` on `device`; `ValueError` where it has none that is also the engine's."""
     support = support_of(scheme)
     if device.type == "cuda" and not support.gpus:
@@ -252,18 +254,18 @@ def plain_product(scheme: QuantizationScheme, device: torch.device) -> Product:
             )
     if support.name == "W4A8" and device.type != "cpu":
         raise ValueError(f"{support.name} has no product on device {device.type!r}. Use a CPU, or another scheme.")
-    return _PRODUCTS[support.name]()
+    return _GEMMS[support.name]()
 
 
-def dequant_product(scheme: QuantizationScheme, device: torch.device) -> Product:
-    """[`plain_product`] of a scheme that leaves activations alone; `ValueError` for another."""
+def dequant_gemm(scheme: QuantizationScheme, device: torch.device) -> Product:
+    """[`plain_gemm`] of a scheme that leaves activations alone; `ValueError` for another."""
     support = support_of(scheme)
     if support.activations != "none":
         raise ValueError(
             f"quant_kernel='dequant' would leave out the activation quantization of {support.name}, which the engine does. "
             "Use quant_kernel='auto'."
         )
-    return plain_product(scheme, device)
+    return plain_gemm(scheme, device)
 
 
 def add_bias(sums: Tensor, bias: Bias) -> Tensor:

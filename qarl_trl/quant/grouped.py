@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import once
+from .activations import memoize_last
 from .gemm import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, Product, Saved, restored
 from .quantize import LowBitWeight
 
@@ -28,83 +28,83 @@ def multiply(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 
 
 @singledispatch
-def grouped_product(product: Product, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+def grouped_gemm(gemm: Product, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
     """
     `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, by the class of the product; and what it saves.
 
     Of `x` `(pairs, in)`, sorted by expert, a weight `(experts * out, in)`, and `offsets`, the row behind each expert's last,
-    int32 `(experts,)`. `y` is `(pairs, out)` in `x.dtype`; `product.input_from` takes what is saved.
+    int32 `(experts,)`. `y` is `(pairs, out)` in `x.dtype`; `gemm.input_from` takes what is saved.
     """
-    raise NotImplementedError(f"{type(product).__name__} has no product for experts.")
+    raise NotImplementedError(f"{type(gemm).__name__} has no product for experts.")
 
 
-@grouped_product.register
-def _(product: DequantGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
-    return multiply(x, stacked(product.matrix_from(weight, x.dtype), offsets), offsets), (x,)
+@grouped_gemm.register
+def _(gemm: DequantGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    return multiply(x, stacked(gemm.matrix_from(weight, x.dtype), offsets), offsets), (x,)
 
 
-@grouped_product.register
-def _(product: CpuInt4Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+@grouped_gemm.register
+def _(gemm: CpuInt4Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
     # Its kernel quantizes what it multiplies, and takes one matrix.
-    y = _expert_by_expert(lambda rows, part: product.forward(rows, part)[0], x, (x,), weight, offsets)
-    return y, product.quantize(x.to(torch.bfloat16))
+    y = _expert_by_expert(lambda rows, part: gemm.forward(rows, part)[0], x, (x,), weight, offsets)
+    return y, gemm.quantize(x.to(torch.bfloat16))
 
 
-@grouped_product.register
-def _(product: Fp8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
-    saved = codes, scale = product.quantize(x)
+@grouped_gemm.register
+def _(gemm: Fp8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    saved = quantized, scale = gemm.quantize(x)
     on_cpu = x.device.type == "cpu"
     if not on_cpu and (x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10)):
         # torch's grouped float8 GEMM is for Hopper and B200, and gives bfloat16.
-        return _expert_by_expert(lambda *args: product.matmul(*args, None, x.dtype), x, saved, weight, offsets), saved
-    operand, w_scale = product.operand(weight)
+        return _expert_by_expert(lambda *args: gemm.matmul(*args, None, x.dtype), x, saved, weight, offsets), saved
+    operand, w_scale = gemm.operand(weight)
     w_scale = w_scale.view(len(offsets), -1)
     if on_cpu:
-        sums = multiply(_numbers(codes), stacked(_numbers(operand), offsets), offsets)
+        sums = multiply(_numbers(quantized), stacked(_numbers(operand), offsets), offsets)
         return sums.mul_(scale).mul_(_of_rows(w_scale, sums, offsets)).to(x.dtype), saved
     scales = {"scale_a": scale.squeeze(-1), "scale_b": w_scale}
     options = {"offs": offsets, "out_dtype": x.dtype, "use_fast_accum": True}
     matrices = stacked(operand, offsets).transpose(-2, -1)
-    return torch._scaled_grouped_mm(codes, matrices, **scales, **options), saved
+    return torch._scaled_grouped_mm(quantized, matrices, **scales, **options), saved
 
 
-@grouped_product.register
-def _(product: Fp8BlockGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
-    saved = codes, scale = product.quantize(x)
+@grouped_gemm.register
+def _(gemm: Fp8BlockGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    saved = quantized, scale = gemm.quantize(x)
     height, width = weight.scheme.weights.block_structure
-    y = torch.zeros(len(x), weight.codes.shape[0] // len(offsets), device=x.device)
+    y = torch.zeros(len(x), weight.quantized.shape[0] // len(offsets), device=x.device)
     w_scale = _of_rows(stacked(weight.scale.float(), offsets), y, offsets)
-    for i, (a, b) in enumerate(zip(codes.split(width, dim=1), weight.codes.split(width, dim=1), strict=True)):
+    for i, (a, b) in enumerate(zip(quantized.split(width, dim=1), weight.quantized.split(width, dim=1), strict=True)):
         sums = multiply(_numbers(a), stacked(_numbers(b), offsets), offsets) * scale[:, i : i + 1]
         y += (sums.unflatten(-1, (-1, height)) * w_scale[..., i : i + 1]).flatten(-2)
     return y.to(x.dtype), saved
 
 
-@grouped_product.register
-def _(product: Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
-    saved = codes, scale = product.quantize(x)
+@grouped_gemm.register
+def _(gemm: Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+    saved = quantized, scale = gemm.quantize(x)
 
-    # torch has no grouped GEMM of integers. In float32 this one is exact: 1024 products of two codes are at most 2^24.
+    # torch has no grouped GEMM of integers. In float32 this one is exact: 1024 products of two quantized values are at most 2^24.
     def exact(a: Tensor, b: Tensor) -> Tensor:
         return multiply(a.float(), stacked(b.float(), offsets), offsets)
 
-    if codes.shape[1] <= 1024:
-        sums = exact(codes, weight.codes)
+    if quantized.shape[1] <= 1024:
+        sums = exact(quantized, weight.quantized)
     else:
-        parts = zip(codes.split(1024, dim=1), weight.codes.split(1024, dim=1), strict=True)
+        parts = zip(quantized.split(1024, dim=1), weight.quantized.split(1024, dim=1), strict=True)
         sums = sum(exact(*part).to(torch.int32) for part in parts).float()
     w_scale = _of_rows(weight.scale.view(len(offsets), -1), sums, offsets)
     return sums.mul_(w_scale).mul_(scale).to(x.dtype), saved
 
 
-def _numbers(codes: Tensor) -> Tensor:
-    """Codes as float32 numbers."""
-    return restored(codes.contiguous(), torch.ones(len(codes), 1, device=codes.device), torch.float32)
+def _numbers(quantized: Tensor) -> Tensor:
+    """Quantized values as float32 numbers."""
+    return restored(quantized.contiguous(), torch.ones(len(quantized), 1, device=quantized.device), torch.float32)
 
 
 def _of_rows(of_experts: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """What belongs to the expert of each row: `of_experts` `(experts, ...)` as `(rows, ...)`."""
-    return of_experts[once(_experts_of, offsets, len(rows))]
+    return of_experts[memoize_last(_experts_of, offsets, len(rows))]
 
 
 def _experts_of(offsets: Tensor, rows: int) -> Tensor:

@@ -1,6 +1,6 @@
 """`QuantLinear`: a linear layer whose forward multiplies by its low-bit weight.
 
-Invariant: the low-bit tensors are computed once per optimizer step and shared by the forward, the publish and the
+Invariant: the low-bit tensors are computed once per optimizer step and shared by the forward, the sync and the
 export; the layer has exactly the parameters, names and `state_dict` of the `nn.Linear` it was (paper Sec. 3.1).
 """
 
@@ -15,9 +15,9 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .activations import once
-from .cache import CodeCache
-from .gathers import gathered_codes, whole_weights
+from .activations import memoize_last
+from .cache import LowBitCache
+from .gathers import gathered_quantized, whole_weights
 from .gemm import Product, ProductChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .reference import QParams
@@ -43,12 +43,12 @@ class LowBitMatmul(torch.autograd.Function):
         master: Tensor,
         bias: Tensor | None,
         weight: LowBitWeight,
-        product: Product,
+        gemm: Product,
         dtype: torch.dtype,
     ) -> Tensor:
-        ctx.input_dtype, x = x.dtype, once(Tensor.to, x, dtype)
-        y, saved = product.forward(x, weight, None if bias is None else bias.to(x.dtype))
-        ctx.weight, ctx.product, ctx.master_dtype = weight, product, master.dtype
+        ctx.input_dtype, x = x.dtype, memoize_last(Tensor.to, x, dtype)
+        y, saved = gemm.forward(x, weight, None if bias is None else bias.to(x.dtype))
+        ctx.weight, ctx.gemm, ctx.master_dtype = weight, gemm, master.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*saved)
         return y
@@ -58,9 +58,9 @@ class LowBitMatmul(torch.autograd.Function):
         grad_x = grad_master = grad_bias = None
         if ctx.needs_input_grad[0]:
             # Dequantized again unless `keep_dequantized`: a matrix per layer is a second copy of the model.
-            grad_x = (grad @ ctx.product.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
+            grad_x = (grad @ ctx.gemm.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
-            x = ctx.product.input_from(ctx.saved_tensors, grad.dtype)
+            x = ctx.gemm.input_from(ctx.saved_tensors, grad.dtype)
             grad_master = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.master_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype)
@@ -69,37 +69,37 @@ class LowBitMatmul(torch.autograd.Function):
 
 class LowBitLayer:
     """
-    What every low-bit layer shares: its scheme, its codes and its product.
+    What every low-bit layer shares: its scheme, its quantized values and its product.
 
     Attributes:
         scheme (`QuantizationScheme`): The scheme of the low-bit weight.
-        product_for (`ProductChoice`): Chooses the product that multiplies, at the first forward.
+        gemm_for (`ProductChoice`): Chooses the product that multiplies, at the first forward.
         quantized_forward (`bool`): `False` leaves the forward in high precision while `low_bit` still serves the
-            publish and the export: the quantized-rollout baseline of the paper.
+            sync and the export: the quantized-rollout baseline of the paper.
         frozen_qparams (`dict[str, QParams]`): Scale and zero point that a weight keeps, by parameter; empty where they
             follow the weight. No parameters and no buffers, so that the `state_dict` stays what it was.
-        keep_dequantized (`bool`): Whether the dequantized weight is kept for as long as the codes.
+        keep_dequantized (`bool`): Whether the dequantized weight is kept for as long as the quantized values.
         merged_with (`tuple[LowBitLayer, ...]`): The other layers that an engine merges with this one, where the scheme
             has a global scale that they must share.
         high_precision_class (`type`): The class that the module had.
-        coded_parameters (`tuple[str, ...]`): Those of which FSDP2 may gather codes.
+        packed_parameters (`tuple[str, ...]`): Those of which FSDP2 may gather quantized values.
     """
 
     scheme: QuantizationScheme
-    product_for: ProductChoice
+    gemm_for: ProductChoice
     quantized_forward: bool
     keep_dequantized: bool
     frozen_qparams: dict[str, QParams]
     merged_with: tuple[LowBitLayer, ...]
     high_precision_class: type[nn.Module]
-    coded_parameters = ()
+    packed_parameters = ()
 
     @classmethod
     def convert(
         cls,
         module: nn.Module,
         scheme: QuantizationScheme,
-        product: ProductChoice,
+        gemm: ProductChoice,
         quantized_forward: bool,
         keep_dequantized: bool,
         qparams: Mapping[str, QParams],
@@ -107,14 +107,14 @@ class LowBitLayer:
         """Make `module` a layer of this class, in place."""
         module.high_precision_class = type(module)
         module.__class__ = cls
-        module.scheme, module.product_for = scheme, product
+        module.scheme, module.gemm_for = scheme, gemm
         module.quantized_forward, module.keep_dequantized = quantized_forward, keep_dequantized
         module.frozen_qparams, module.merged_with = dict(qparams), ()
 
     def restore(self) -> None:
         """Undo `convert`."""
         self.__class__ = self.high_precision_class
-        for attribute in (*LowBitLayer.__annotations__, "_codes", "_product"):
+        for attribute in (*LowBitLayer.__annotations__, "_quantized", "_gemm"):
             self.__dict__.pop(attribute, None)
 
     def sources(self) -> tuple[str, ...]:
@@ -152,16 +152,16 @@ class LowBitLayer:
     @property
     def has_run(self) -> bool:
         """Whether the low-bit forward was used since quantization."""
-        return "_product" in self.__dict__
+        return "_gemm" in self.__dict__
 
     @property
     def last_low_bit(self) -> LowBitWeight:
         """What `low_bit` returned last, without looking at the master."""
-        return self._code_cache.last()[self._slot]
+        return self._low_bit_cache.last()[self._slot]
 
     def forget(self) -> None:
-        """Free the codes; the next use quantizes again."""
-        self._code_cache.clear()
+        """Free the quantized values; the next use quantizes again."""
+        self._low_bit_cache.clear()
 
     @property
     def _slot(self) -> str:
@@ -169,8 +169,8 @@ class LowBitLayer:
         return ""
 
     @property
-    def _code_cache(self) -> CodeCache:
-        return self.__dict__.setdefault("_codes", CodeCache())
+    def _low_bit_cache(self) -> LowBitCache:
+        return self.__dict__.setdefault("_quantized", LowBitCache())
 
     def _compute_dtype(self, input: Tensor) -> torch.dtype:
         """What autocast would cast `input` to, where it is on."""
@@ -180,10 +180,10 @@ class LowBitLayer:
     def _compute_input(self, input: Tensor) -> Tensor:
         return input.to(self._compute_dtype(input))
 
-    def _get_product(self, device: torch.device) -> Product:
+    def _get_gemm(self, device: torch.device) -> Product:
         if not self.has_run:
-            self._product = self.product_for(self.scheme, device)
-        return self._product
+            self._gemm = self.gemm_for(self.scheme, device)
+        return self._gemm
 
     def extra_repr(self) -> str:
         group_size = effective_group_size(self.scheme)
@@ -196,13 +196,13 @@ class LowBitLayer:
         return ", ".join(filter(None, parts))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_codes", "_product")}
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_quantized", "_gemm")}
 
 
 class QuantLinear(LowBitLayer, nn.Linear):
     """`nn.Linear` after [`qarl_trl.quant.apply_quantization`]; never constructed directly."""
 
-    coded_parameters = ("weight",)
+    packed_parameters = ("weight",)
 
     def sources(self) -> tuple[str, ...]:
         """The master weight."""
@@ -215,16 +215,16 @@ class QuantLinear(LowBitLayer, nn.Linear):
         Args:
             weight (`Tensor`, *optional*): The master weight `(out, in)` to read instead of `self.weight`, whole or a `DTensor`.
         """
-        if (low_bit := gathered_codes(self, "weight", weight)) is not None:
+        if (low_bit := gathered_quantized(self, "weight", weight)) is not None:
             return low_bit
         others = tuple((layer.weight.data_ptr(), layer.weight._version) for layer in self.merged_with)
         gathered = None if weight is None else (weight,)
-        return self._code_cache.get(self._slot, (self.weight,), gathered, self._quantize, others)
+        return self._low_bit_cache.get(self._slot, (self.weight,), gathered, self._quantize, others)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.quantized_forward:
             with whole_weights(self):
                 return super().forward(input)
-        dtype, product = self._compute_dtype(input), self._get_product(input.device)
+        dtype, gemm = self._compute_dtype(input), self._get_gemm(input.device)
         with torch.autocast(input.device.type, enabled=False):
-            return LowBitMatmul.apply(input, self.weight, self.bias, self.low_bit(), product, dtype)
+            return LowBitMatmul.apply(input, self.weight, self.bias, self.low_bit(), gemm, dtype)

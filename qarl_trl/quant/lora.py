@@ -16,9 +16,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from .activations import once
-from .linear import LowBitLayer, LowBitMatmul
+from .activations import memoize_last
 from .gemm import Product
+from .linear import LowBitLayer, LowBitMatmul
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
@@ -38,7 +38,7 @@ def merged_weight(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float
     """
     `W + scaling * B A`, float32 `(out, in)`, from the bfloat16 casts of weight `(out, in)`, A `(r, in)` and B `(out, r)`.
 
-    The casts make every path agree: an FSDP2 forward sees bfloat16 copies, publish and export the float32 masters.
+    The casts make every path agree: an FSDP2 forward sees bfloat16 copies, sync and export the float32 master weights.
     On such values this is peft's own merge, bit for bit, whatever autocast says.
     """
     weight, lora_A, lora_B = (t.detach().to(MASTER_CAST_DTYPE) for t in (weight, lora_A, lora_B))
@@ -61,12 +61,12 @@ class LoraMatmul(torch.autograd.Function):
         bias: Tensor | None,
         scaling: float,
         weight: LowBitWeight,
-        product: Product,
+        gemm: Product,
         dtype: torch.dtype,
     ) -> Tensor:
-        ctx.input_dtype, x = x.dtype, once(Tensor.to, x, dtype)
-        y, saved = product.forward(x, weight, None if bias is None else bias.to(x.dtype))
-        ctx.weight, ctx.product, ctx.scaling = weight, product, scaling
+        ctx.input_dtype, x = x.dtype, memoize_last(Tensor.to, x, dtype)
+        y, saved = gemm.forward(x, weight, None if bias is None else bias.to(x.dtype))
+        ctx.weight, ctx.gemm, ctx.scaling = weight, gemm, scaling
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(lora_A, lora_B, *saved)
         return y
@@ -76,11 +76,11 @@ class LoraMatmul(torch.autograd.Function):
         lora_A, lora_B, *saved = ctx.saved_tensors
         grad_x = grad_A = grad_B = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ ctx.product.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
+            grad_x = (grad @ ctx.gemm.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            x = ctx.product.input_from(tuple(saved), grad.dtype).flatten(0, -2)
+            x = ctx.gemm.input_from(tuple(saved), grad.dtype).flatten(0, -2)
             scaled = grad.flatten(0, -2) * ctx.scaling
-            # The values that were merged, not the masters they were rounded from.
+            # The values that were merged, not the master weights they were rounded from.
             used_A, used_B = (t.to(MASTER_CAST_DTYPE).to(grad.dtype) for t in (lora_A, lora_B))
             grad_A = ((scaled @ used_B).t() @ x).to(lora_A.dtype)
             grad_B = (scaled.t() @ (x @ used_A.t())).to(lora_B.dtype)
@@ -102,7 +102,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         """The base weight and the active adapter's two factors; an error while adapters are disabled."""
         if self.disable_adapters:
             raise RuntimeError(
-                "The adapters are disabled: a publish or an export would hold the base model instead of the policy. "
+                "The adapters are disabled: a weight sync or an export would hold the base model instead of the policy. "
                 "Leave the `disable_adapter()` context first."
             )
         adapter = self._slot
@@ -124,7 +124,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
             )
         adapter, base = self._slot, self.base_layer.weight
         if not adapter:
-            return self._code_cache.get(adapter, (base,), None if weight is None else (weight,), self._quantize)
+            return self._low_bit_cache.get(adapter, (base,), None if weight is None else (weight,), self._quantize)
         own = (base, self.lora_A[adapter].weight, self.lora_B[adapter].weight)
         gathered = None if weight is None else (weight, lora_A, lora_B)
         scaling = self.scaling[adapter]
@@ -132,7 +132,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         def quantize(*sources: Tensor) -> LowBitWeight:
             return self._quantize(merged_weight(*map(whole, sources), scaling))
 
-        return self._code_cache.get(adapter, own, gathered, quantize, others=(scaling,))
+        return self._low_bit_cache.get(adapter, own, gathered, quantize, others=(scaling,))
 
     @property
     def _slot(self) -> str:
@@ -150,13 +150,13 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.quantized_forward:
             return super().forward(x)
-        base, product, adapter = self.base_layer, self._get_product(x.device), self._slot
+        base, gemm, adapter = self.base_layer, self._get_gemm(x.device), self._slot
         dtype = self._compute_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
             if adapter:
                 factors = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-                return LoraMatmul.apply(x, *factors, base.bias, self.scaling[adapter], self.low_bit(), product, dtype)
-            return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), product, dtype)
+                return LoraMatmul.apply(x, *factors, base.bias, self.scaling[adapter], self.low_bit(), gemm, dtype)
+            return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), gemm, dtype)
 
 
 def check_lora_config(config: Any) -> None:

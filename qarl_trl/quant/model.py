@@ -13,10 +13,10 @@ from torch import nn
 
 from .checks import check_layers, check_model, check_qparams
 from .experts import QuantExperts, checkpoint_layers, stacked_qparams, whole_experts
+from .gemm import ProductChoice, plain_gemm
 from .linear import LowBitLayer, QParams, QuantLinear
 from .names import checkpoint_modules
 from .plan import match, resolve_config, single_group
-from .gemm import ProductChoice, plain_product
 from .scheme import DEFAULT_IGNORE, has_global_scale, resolve_scheme
 
 
@@ -35,7 +35,7 @@ def apply_quantization(
     ignore: Sequence[str] = DEFAULT_IGNORE,
     *,
     group_size: int | None = None,
-    product: ProductChoice = plain_product,
+    gemm: ProductChoice = plain_gemm,
     quantize_forward: bool = True,
     keep_dequantized: bool = False,
     qparams: Mapping[str, QParams] | None = None,
@@ -47,7 +47,7 @@ def apply_quantization(
     Experts count as one linear layer per expert and projection, under the names of the checkpoint.
 
     Args:
-        model: Modified in place. Masters keep their dtype; quantization starts from their bfloat16 cast. All names are those
+        model: Modified in place. Master weights keep their dtype; quantization starts from their bfloat16 cast. All names are those
             of the base model of a `PeftModel`.
         scheme: Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a scheme, or a configuration of several groups
             ([`~qarl_trl.quant.recipe.read_recipe`]), which has its own targets, ignore list and group sizes.
@@ -56,7 +56,7 @@ def apply_quantization(
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
         product: From scheme and device to what multiplies; the engine's products are in `qarl_trl.rollout.gemm`.
         quantize_forward: `False` keeps the forward in high precision.
-        keep_dequantized: Dequantize once for all uses of the codes: 2 bytes a weight.
+        keep_dequantized: Dequantize once for all uses of the quantized values: 2 bytes a weight.
         qparams: Frozen scale and zero point of every quantized layer, by its name. Without it they follow the weights.
 
     Raises:
@@ -70,14 +70,14 @@ def apply_quantization(
     experts, linears = _matched(model, plan, qparams)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
-    check_layers(model, experts, linears, product, frozen=qparams is not None)
+    check_layers(model, experts, linears, gemm, frozen=qparams is not None)
     merged = list(_with_one_scale(model, {id(module): layer_scheme for _, module, layer_scheme in linears}))
     for name, module, layer_scheme in experts:
         frozen = {} if qparams is None else stacked_qparams(name, module, qparams)
-        QuantExperts.convert(module, layer_scheme, product, quantize_forward, keep_dequantized, frozen)
+        QuantExperts.convert(module, layer_scheme, gemm, quantize_forward, keep_dequantized, frozen)
     for name, module, layer_scheme in linears:
         frozen = {} if qparams is None else {"weight": qparams[name]}
-        _low_bit_class(module).convert(module, layer_scheme, product, quantize_forward, keep_dequantized, frozen)
+        _low_bit_class(module).convert(module, layer_scheme, gemm, quantize_forward, keep_dequantized, frozen)
     for layers in merged:
         for layer in layers:
             layer.merged_with = tuple(other for other in layers if other is not layer)
@@ -85,7 +85,7 @@ def apply_quantization(
 
 
 def remove_quantization(model: nn.Module) -> nn.Module:
-    """Turn every low-bit layer of `model` back into the class it had. Masters are untouched."""
+    """Turn every low-bit layer of `model` back into the class it had. Master weights are untouched."""
     for _, module in quantized_modules(model):
         module.restore()
     return model

@@ -78,7 +78,7 @@ def match(
     return matched
 
 
-def in_words(scheme: QuantizationScheme) -> str:
+def describe_scheme(scheme: QuantizationScheme) -> str:
     """What a scheme computes, in words: equal for two schemes whose numbers are interchangeable."""
     parts = []
     for side, args in (("weights", scheme.weights), ("activations", scheme.input_activations)):

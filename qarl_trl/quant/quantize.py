@@ -1,4 +1,4 @@
-"""The one quantizer: a weight to the tensors that are computed with, published and saved; and the matrix that they stand for.
+"""The one quantizer: a weight to the tensors that are computed with, synced and saved; and the matrix that they stand for.
 
 Invariant: every low-bit tensor in this package comes out of `quantize_weight`, from the bfloat16 cast of the master
 weight, as compressed-tensors would round it (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
@@ -36,13 +36,13 @@ class LowBitWeight:
     Attributes:
         tensors (`dict[str, Tensor]`): What a compressed-tensors checkpoint stores for the layer, by local name, sorted.
             Packed schemes (W4A16, W8A16): `weight_packed` int32 `(out, in * bits / 32)`, `weight_scale` bfloat16 `(out,
-            groups)`, `weight_shape` int64 `(2,)`, and with asymmetric codes `weight_zero_point` int32 `(out / 8,
+            groups)`, `weight_shape` int64 `(2,)`, and with asymmetric quantized values `weight_zero_point` int32 `(out / 8,
             groups)`. The others: `weight` float8_e4m3fn or int8 `(out, in)`, `weight_scale` bfloat16 `(out, groups)`,
             or `(out / 128, in / 128)` for blocks. NVFP4A16: `weight_packed` uint8 `(out, in / 2)`, `weight_scale`
             float8_e4m3fn `(out, in / 16)`, `weight_global_scale` float32 `(1,)`.
         scheme (`QuantizationScheme`): How they were made.
         keep_dequantized (`bool`): Whether the dequantized matrix is kept in `prepared` once it was made.
-        prepared (`dict[str, Any]`): Where a kernel keeps a repacked form for as long as these codes live.
+        prepared (`dict[str, Any]`): Where a kernel keeps a repacked form for as long as these quantized values live.
     """
 
     tensors: dict[str, Tensor]
@@ -51,8 +51,8 @@ class LowBitWeight:
     prepared: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def codes(self) -> Tensor:
-        """The tensor that holds the codes: `weight_packed` (words of several) or `weight` (one each)."""
+    def quantized(self) -> Tensor:
+        """The tensor that holds the quantized values: `weight_packed` (words of several) or `weight` (one each)."""
         return self.tensors["weight_packed"] if "weight_packed" in self.tensors else self.tensors["weight"]
 
     @property
@@ -64,7 +64,7 @@ class LowBitWeight:
         """`(out, in)` of the weight."""
         if "weight_shape" in self.tensors:
             return tuple(self.tensors["weight_shape"].tolist())
-        rows, columns = self.codes.shape
+        rows, columns = self.quantized.shape
         return rows, columns * (2 if has_global_scale(self.scheme) else 1)
 
     def num_bytes(self) -> int:
@@ -106,7 +106,7 @@ def quantize_weight(
         weight: Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first, and never aliased.
         scheme: A scheme of `qarl_trl.quant.scheme`, with `format` set.
         qparams: Frozen scale, bfloat16, and zero point, int8 (`None` for symmetric schemes), `(out, groups)` or as blocks
-            have it. Codes beyond the range saturate.
+            have it. Quantized values beyond the range saturate.
         largest: For schemes with a global scale, the largest magnitude of all weights that share it, bfloat16 scalar: an
             engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
 
@@ -147,7 +147,7 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     """
     The matrix `(out, in)` that the low-bit tensors stand for, bit for bit as compressed-tensors decompresses it.
 
-    Codes (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to
+    Quantized values (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to
     `dtype`. With `weight.keep_dequantized` it is made once, kept in bfloat16, and must not be written to.
     """
     if weight.keep_dequantized:
@@ -156,7 +156,7 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
 
 
 def kept(weight: LowBitWeight, name: str, make: Callable[[], Any]) -> Any:
-    """`make()`, or where the weight keeps what it is multiplied by, what that gave for these codes."""
+    """`make()`, or where the weight keeps what it is multiplied by, what that gave for these quantized values."""
     if not weight.keep_dequantized:
         return make()
     if name not in weight.prepared:
@@ -168,14 +168,14 @@ def _decoded(weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
     (rows, columns), tensors, zero_point = weight.shape, weight.tensors, None
     if "weight_zero_point" in tensors:
         zero_point = reference.unpack_zero_points(tensors["weight_zero_point"], rows)
-    device = weight.codes.device
+    device = weight.quantized.device
     decoder = reference if fast is None else fast.decoder_for((rows, columns), dtype, device, weight.scheme)
     qparams, global_scale = (weight.scale, zero_point), tensors.get("weight_global_scale")
-    return decoder.decode(weight.codes, qparams, weight.scheme, columns, dtype, global_scale)
+    return decoder.decode(weight.quantized, qparams, weight.scheme, columns, dtype, global_scale)
 
 
 def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
-    """Largest magnitude of the bfloat16 cast of `weight`, a bfloat16 scalar; `scheme` has symmetric codes."""
+    """Largest magnitude of the bfloat16 cast of `weight`, a bfloat16 scalar; `scheme` has symmetric quantized values."""
     quantizer, weight = _quantizer(weight, scheme)
     return quantizer.extremes(weight, scheme)[1].max()
 

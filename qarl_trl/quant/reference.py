@@ -1,4 +1,4 @@
-"""Codes of a weight, and back, in plain tensor operations: what the kernels of `fast` are compared with.
+"""Quantized values of a weight, and back, in plain tensor operations: what the kernels of `fast` are compared with.
 
 Invariant: the bytes of compressed-tensors' compressors (CPU). The division is rounded to bfloat16, as theirs is: in float32
 it would flip about one code in a hundred and cost alignment with the engine (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
@@ -18,7 +18,7 @@ from .scheme import effective_group_size
 # Throughout, `weight` is bfloat16 `(out, in)` and contiguous, `scheme` is a supported scheme, and `global_scale` is float32
 # `(1,)`, or `None` for a scheme without one.
 
-# Scale, bfloat16 or, below a global scale, float8_e4m3fn, and zero point, int8, or `None` with symmetric codes.
+# Scale, bfloat16 or, below a global scale, float8_e4m3fn, and zero point, int8, or `None` with symmetric quantized values.
 QParams = tuple[Tensor, Tensor | None]
 FP4_MAX = 6.0
 
@@ -33,7 +33,7 @@ _INT4_BIAS = 136.0
 
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
     """
-    Extremes of zero and the weights of each scale, bfloat16; with symmetric codes minus and plus the largest magnitude.
+    Extremes of zero and the weights of each scale, bfloat16; with symmetric quantized values minus and plus the largest magnitude.
 
     NaN and infinity in a weight come out as such.
     """
@@ -52,14 +52,14 @@ def qparams_of(low: Tensor, high: Tensor, scheme: QuantizationScheme, global_sca
 
 
 def quantize(weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> tuple[Tensor, QParams]:
-    """Codes as of [`encode`], with the scale and zero point between the extremes of a weight."""
+    """Quantized values as of [`encode`], with the scale and zero point between the extremes of a weight."""
     qparams = qparams_of(*extremes(weight, scheme), scheme, global_scale)
     return encode(weight, qparams, scheme, global_scale), qparams
 
 
 def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> Tensor:
     """
-    Codes of a weight, as the checkpoint format of the scheme holds them.
+    Quantized values of a weight, as the checkpoint format of the scheme holds them.
 
     Packed schemes: int32 `(out, ceil(in * bits / 32))`, or uint8 `(out, in / 2)` below a global scale. Others: float8_e4m3fn
     or int8 `(out, in)`. The scale is above zero.
@@ -70,14 +70,14 @@ def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_
     quotient = steps(blocks, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1))
     quotient, bits = as_matrix(quotient, weight.shape, scheme), scheme.weights.num_bits
     if scheme.weights.type == QuantizationType.FLOAT:
-        return fp8_codes(quotient)
+        return fp8_quantized(quotient)
     if scheme.format == "pack-quantized":
         return pack_int4(quotient) if bits == 4 else pack_int8(quotient)
-    return int_codes(quotient, bits)
+    return int_quantized(quotient, bits)
 
 
 def decode(
-    codes: Tensor,
+    quantized: Tensor,
     qparams: QParams,
     scheme: QuantizationScheme,
     columns: int,
@@ -85,21 +85,21 @@ def decode(
     global_scale: Tensor | None = None,
 ) -> Tensor:
     """
-    The matrix `(out, columns)` that the codes of [`encode`] stand for, in new storage.
+    The matrix `(out, columns)` that the quantized values of [`encode`] stand for, in new storage.
 
-    Codes minus the zero point, times scale, multiplied and rounded in bfloat16 and only then cast to `dtype`; below a global
+    Quantized values minus the zero point, times scale, multiplied and rounded in bfloat16 and only then cast to `dtype`; below a global
     scale multiplied in float32: bit for bit the decompression of compressed-tensors.
     """
     scale, zero_point = qparams
     if global_scale is not None:
-        blocks = as_blocks(unpack_fp4(codes), scheme)
+        blocks = as_blocks(unpack_fp4(quantized), scheme)
         return (blocks * (scale.float() / global_scale).unsqueeze(-1)).flatten(1).to(torch.bfloat16).to(dtype)
     if scheme.format == "pack-quantized":
-        codes = unpacked(codes, scheme.weights.num_bits, columns)
-    blocks = as_blocks(codes, scheme).to(scale.dtype)
+        quantized = unpacked(quantized, scheme.weights.num_bits, columns)
+    blocks = as_blocks(quantized, scheme).to(scale.dtype)
     if zero_point is not None:
         blocks.sub_(zero_point.to(blocks.dtype).unsqueeze(-1))
-    return as_matrix(blocks.mul_(scale.unsqueeze(-1)), codes.shape, scheme).to(dtype)
+    return as_matrix(blocks.mul_(scale.unsqueeze(-1)), quantized.shape, scheme).to(dtype)
 
 
 def as_blocks(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -148,21 +148,21 @@ def steps(weight: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
 
 def pack_int4(quotient: Tensor) -> Tensor:
     """
-    Round to 4-bit codes in [-8, 7] and pack eight to a word, the first in the lowest bits, each plus 8.
+    Round to 4-bit quantized values in [-8, 7] and pack eight to a word, the first in the lowest bits, each plus 8.
 
     From bfloat16 `(out, in)` in units of the scale, which is overwritten, to int32 `(out, ceil(in / 8))`.
     """
     if quotient.shape[-1] % 8:
-        return packed(int_codes(quotient, 4), 4)
+        return packed(int_quantized(quotient, 4), 4)
     pairs = quotient.add_(_INT4_BIAS).clamp_(_INT4_BIAS - 8, _INT4_BIAS + 7).view(torch.int32)
     # Each half holds 0x4300 + code + 8. Shifted by 12, the upper code lands in bits 4 to 7 above a 4 of the exponent.
     return (pairs >> 12).add_(pairs).sub_(4).to(torch.uint8).view(torch.int32)
 
 
 def pack_int8(quotient: Tensor) -> Tensor:
-    """As [`pack_int4`], for 8-bit codes, four to a word, each plus 128: int32 `(out, ceil(in / 4))`."""
+    """As [`pack_int4`], for 8-bit quantized values, four to a word, each plus 128: int32 `(out, ceil(in / 4))`."""
     if quotient.shape[-1] % 4:
-        return packed(int_codes(quotient, 8), 8)
+        return packed(int_quantized(quotient, 8), 8)
     return quotient.clamp_(-128, 127).round_().add_(128).to(torch.uint8).view(torch.int32)
 
 
@@ -178,7 +178,7 @@ def unpack_zero_points(words: Tensor, rows: int) -> Tensor:
 
 
 def packed(values: Tensor, num_bits: int, dim: int = 1) -> Tensor:
-    """Codes int8 `(out, in)` of any size to words int32 along `dim`, the first in the lowest bits; the last is filled up."""
+    """Quantized values int8 `(out, in)` of any size to words int32 along `dim`, the first in the lowest bits; the last is filled up."""
     count = 32 // num_bits
     missing = -values.shape[dim] % count
     lanes = nn.functional.pad(values.int() + (1 << (num_bits - 1)), (0, missing) if dim == 1 else (0, 0, 0, missing))
@@ -188,22 +188,22 @@ def packed(values: Tensor, num_bits: int, dim: int = 1) -> Tensor:
 
 
 def unpacked(words: Tensor, num_bits: int, columns: int) -> Tensor:
-    """Codes of [`packed`] words of 4 or 8 bits, int8 `(out, columns)`."""
+    """Quantized values of [`packed`] words of 4 or 8 bits, int8 `(out, columns)`."""
     octets = words.view(torch.uint8)
     if num_bits == 8:
         return (octets ^ 0x80).view(torch.int8)[:, :columns]
-    # Little-endian: byte i of a word holds codes 2i (low) and 2i + 1 (high), each plus 8.
-    codes = torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2).view(torch.int8)
-    return codes.sub_(8)[:, :columns]
+    # Little-endian: byte i of a word holds quantized values 2i (low) and 2i + 1 (high), each plus 8.
+    quantized = torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2).view(torch.int8)
+    return quantized.sub_(8)[:, :columns]
 
 
-def int_codes(quotient: Tensor, num_bits: int) -> Tensor:
-    """Round to integer codes, int8 of the same shape; overwrites `quotient`."""
+def int_quantized(quotient: Tensor, num_bits: int) -> Tensor:
+    """Round to integer quantized values, int8 of the same shape; overwrites `quotient`."""
     half = 1 << (num_bits - 1)
     return quotient.clamp_(-half, half - 1).round_().to(torch.int8)
 
 
-def fp8_codes(quotient: Tensor) -> Tensor:
+def fp8_quantized(quotient: Tensor) -> Tensor:
     """Round to float8_e4m3fn of the same shape; overwrites `quotient`."""
     # Adding zero turns -0.0 into 0.0, as the zero point of compressed-tensors does.
     return quotient.add_(0.0).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
@@ -217,12 +217,12 @@ def pack_fp4(quotient: Tensor) -> Tensor:
     """
     # As with float8: only zero itself loses its sign.
     negative = quotient.add_(0.0).signbit()
-    codes = torch.bucketize(quotient.abs_(), torch.tensor(_FP4_LIMITS, device=quotient.device), out_int32=True)
-    codes = codes.to(torch.uint8).add_(negative, alpha=8).view(torch.int16)
-    return (codes | (codes >> 4)).to(torch.uint8)
+    quantized = torch.bucketize(quotient.abs_(), torch.tensor(_FP4_LIMITS, device=quotient.device), out_int32=True)
+    quantized = quantized.to(torch.uint8).add_(negative, alpha=8).view(torch.int16)
+    return (quantized | (quantized >> 4)).to(torch.uint8)
 
 
-def unpack_fp4(codes: Tensor) -> Tensor:
-    """The numbers of [`pack_fp4`]'s codes, float32 `(out, in)`."""
-    numbers = torch.tensor(_FP4_NUMBERS, device=codes.device)
-    return torch.cat((numbers, -numbers))[torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2).int()]
+def unpack_fp4(quantized: Tensor) -> Tensor:
+    """The numbers of [`pack_fp4`]'s quantized values, float32 `(out, in)`."""
+    numbers = torch.tensor(_FP4_NUMBERS, device=quantized.device)
+    return torch.cat((numbers, -numbers))[torch.stack((quantized & 0xF, quantized >> 4), dim=-1).flatten(-2).int()]

@@ -113,16 +113,16 @@ def _fits(weights: QuantizationArgs, activations: QuantizationArgs | None, row: 
     """Whether the arguments are those of the row's preset, but for the choice of groups."""
     preset = preset_name_to_scheme(row.name, targets=["Linear"])
     own = preset.weights
-    if codes_key(activations) != codes_key(preset.input_activations):
+    if quantized_key(activations) != quantized_key(preset.input_activations):
         return False
     groups = (weights.strategy, weights.group_size)
     if row.group_sizes and groups in {_strategy_of(size) for size in row.group_sizes}:
         weights = weights.model_copy(update={"strategy": own.strategy, "group_size": own.group_size})
-    return codes_key(weights) == codes_key(own)
+    return quantized_key(weights) == quantized_key(own)
 
 
-def codes_key(args: QuantizationArgs | None) -> tuple | None:
-    """The arguments that decide the codes, as a key; `None` for no quantization."""
+def quantized_key(args: QuantizationArgs | None) -> tuple | None:
+    """The arguments that decide the quantized values, as a key; `None` for no quantization."""
     if args is None:
         return None
     blocks = None if args.block_structure is None else tuple(args.block_structure)

@@ -1,4 +1,4 @@
-"""Low-bit weights of matrices that FSDP2 has cut: each process quantizes its own rows, and the codes are gathered.
+"""Low-bit weights of matrices that FSDP2 has cut: each process quantizes its own rows, and the quantized values are gathered.
 
 Invariant: the bytes of `quantize_weight` of the whole matrix, in every process.
 """

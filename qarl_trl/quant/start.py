@@ -1,4 +1,4 @@
-"""High-precision masters from a quantized checkpoint, without a trace of quantization (paper Sec. 3.1)."""
+"""High-precision master weights from a quantized checkpoint, without a trace of quantization (paper Sec. 3.1)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from compressed_tensors.quantization import QuantizationType
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from .checkpoint import QuantizedSource, quantized_source
 from .experts import PROJECTIONS, QuantExperts, layer_names
 from .linear import LowBitLayer
 from .model import quantized_modules
 from .names import checkpoint_modules, is_peft_model
 from .quantize import LowBitWeight
-from .checkpoint import QuantizedSource, quantized_source
 
 
 logger = get_logger(__name__)
 
 
-def load_masters(
+def load_master_weights(
     name: str, *, dtype: torch.dtype | str = "float32", architecture: type | None = None, **kwargs: Any
 ) -> PreTrainedModel:
     """
     The unquantized model, on the CPU, of a compressed-tensors checkpoint, by the checkpoint's folder or Hub id.
 
-    `dtype` is that of the masters (`"auto"`: the checkpoint's), `architecture` the model class (by default of `config.json`);
+    `dtype` is that of the master weights (`"auto"`: the checkpoint's), `architecture` the model class (by default of `config.json`);
     `kwargs` are arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's config.
     `ValueError` when the checkpoint is not quantized, is incomplete, or has tensors that the model does not.
     """
@@ -62,35 +62,35 @@ def load_masters(
     return model
 
 
-def check_first_codes(model: nn.Module, source: QuantizedSource) -> None:
+def check_first_quantized(model: nn.Module, source: QuantizedSource) -> None:
     """
-    With frozen scales: the codes of the loaded masters are those of the checkpoint, but for the sign of a float8 zero.
+    With frozen scales: the quantized values of the loaded master weights are those of the checkpoint, but for the sign of a float8 zero.
 
-    8-bit integers are the exception: code times scale has more digits than bfloat16, so a few codes come back one step off,
-    which is logged. `RuntimeError` when other codes than these differ: then the masters are not the checkpoint.
+    8-bit integers are the exception: code times scale has more digits than bfloat16, so a few quantized values come back one step off,
+    which is logged. `RuntimeError` when other quantized values than these differ: then the master weights are not the checkpoint.
     """
     total = differing = 0
     adapted = is_peft_model(model)
     with model.disable_adapter() if adapted else nullcontext():
         for name, weight in _low_bit_weights(model):
-            stored = source.codes(name).to(weight.codes.device)
-            if weight.codes.dtype == torch.float8_e4m3fn:
-                wrong = (weight.codes.float() != stored.float()).sum().item()  # by value: -0.0 is 0.0
+            stored = source.quantized(name).to(weight.quantized.device)
+            if weight.quantized.dtype == torch.float8_e4m3fn:
+                wrong = (weight.quantized.float() != stored.float()).sum().item()  # by value: -0.0 is 0.0
             else:
-                wrong = (weight.codes.view(torch.uint8) != stored.view(torch.uint8)).sum().item()
+                wrong = (weight.quantized.view(torch.uint8) != stored.view(torch.uint8)).sum().item()
             args = weight.scheme.weights
             if wrong and (args.num_bits, args.type) != (8, QuantizationType.INT):
                 raise RuntimeError(
-                    f"{wrong} codes of layer {name!r} differ from those in {source.name}, although its scales are "
-                    "frozen: the masters are not what is stored. Use tested versions of transformers and "
+                    f"{wrong} quantized values of layer {name!r} differ from those in {source.name}, although its scales are "
+                    "frozen: the master weights are not what is stored. Use tested versions of transformers and "
                     "compressed-tensors."
                 )
             differing, total = differing + wrong, total + stored.view(torch.uint8).numel()
     for _, module in quantized_modules(model) if adapted else ():
-        module.forget()  # codes of the base alone, which nothing reads again
+        module.forget()  # quantized values of the base alone, which nothing reads again
     if differing:
         logger.warning(
-            f"{differing} of {total} codes ({differing / total:.4%}) start one step beside those of {source.name}: an 8-bit "
+            f"{differing} of {total} quantized values ({differing / total:.4%}) start one step beside those of {source.name}: an 8-bit "
             "integer code times its scale is no bfloat16 number."
         )
 

@@ -1,6 +1,6 @@
 """The low-bit model as a stream of tensors in checkpoint names.
 
-Invariant: the publish and the export read this one stream; a quantized layer's tensors are those its forward
+Invariant: the sync and the export read this one stream; a quantized layer's tensors are those its forward
 multiplies with (of experts: views of them), everything else is a fresh bfloat16 copy (paper Sec. 3.1, step 3).
 """
 
@@ -43,7 +43,7 @@ def iter_low_bit_weights(
         model (`nn.Module`): A model after `apply_quantization` (without it: plain bfloat16 tensors). Of a `PeftModel`
             the stream holds the base model with the active adapter merged, under the base model's names.
         named_params (`Iterable[tuple[str, Tensor]]`, *optional*): Parameters by name, in module order, whole or as FSDP2's
-            `DTensor`, of which the codes are gathered: every process has to iterate. Defaults to `model.named_parameters()`.
+            `DTensor`, of which the quantized values are gathered: every process has to iterate. Defaults to `model.named_parameters()`.
 
     Yields:
         `tuple[str, Tensor]`: checkpoint name (as transformers saves it) and tensor: `X.weight_packed`, `X.weight_scale`,

@@ -20,7 +20,7 @@ def answers_of_engine(llm: Any, problems: Sequence[dict[str, Any]]) -> list[str]
 
 
 def answers_in_training(trainer: Any, problems: Sequence[dict[str, Any]]) -> list[str]:
-    """Publish the learner's current low-bit weights, then answer."""
+    """Weight sync the learner's current low-bit weights, then answer."""
     trainer.vllm_generation.sync_weights()
     return answers_of_engine(trainer.vllm_generation.llm, problems)
 

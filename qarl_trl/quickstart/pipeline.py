@@ -64,15 +64,15 @@ def run(options: argparse.Namespace) -> None:
     fresh = in_fresh_process(step, answers_of_checkpoint, output, held_out, MAX_NUM_SEQS, limit_s=LIMIT_S)
 
     log, after = trainer.state.log_history, accuracy(answers, held_out)
-    seconds = {part: sum(logged(log, f"time/{part}")) for part in ("rollout", "publish", "update")}
+    seconds = {part: sum(logged(log, f"time/{part}")) for part in ("rollout", "sync", "update")}
     summary = {
         "seed": options.seed,
         "scheme": options.scheme,
         "held_out_problems": HELD_OUT,
         "accuracy_before": before,
         "accuracy_after": after,
-        "gap": _mean_gap(trainer),
-        "gap_bf16_floor": floor,
+        "logp_diff": _mean_logp_diff(trainer),
+        "logp_diff_bf16_floor": floor,
         "time_shares": {part: value / sum(seconds.values()) for part, value in seconds.items()},
         "fresh_engine_answers_equal": fresh == answers,
         "minutes": (time.perf_counter() - start) / 60,
@@ -125,12 +125,12 @@ def _make_trainer(base: str, options: argparse.Namespace, **changes: Any) -> QaR
 
 
 def _measure_floor(base: str, options: argparse.Namespace) -> float:
-    """Mean log-prob gap of the same model with quantization off, over two rollouts without learning."""
+    """Mean log-prob mismatch of the same model with quantization off, over two rollouts without learning."""
     folder, steps = str(Path(base) / "floor"), 2 * UPDATES_PER_ROLLOUT
     trainer = _make_trainer(base, options, output_dir=folder, quant_scheme="none", learning_rate=0.0, max_steps=steps)
     trainer.train()
-    return _mean_gap(trainer)
+    return _mean_logp_diff(trainer)
 
 
-def _mean_gap(trainer: QaRLTrainer) -> float:
-    return float(np.mean(logged(trainer.state.log_history, "mismatch/logp_gap_mean")))
+def _mean_logp_diff(trainer: QaRLTrainer) -> float:
+    return float(np.mean(logged(trainer.state.log_history, "mismatch/logp_diff_mean")))

@@ -9,12 +9,12 @@ from transformers import ProgressCallback
 
 
 class TrainingBar(ProgressCallback):
-    """transformers' bar, with the reward and the gap in place of the whole log."""
+    """transformers' bar, with the reward and the mismatch in place of the whole log."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "reward" in logs:
-            gap = float(logs["mismatch/logp_gap_mean"])
-            text = f"reward {float(logs['reward']):.2f}, gap {gap:.0e}"
+            logp_diff = float(logs["mismatch/logp_diff_mean"])
+            text = f"reward {float(logs['reward']):.2f}, mismatch {logp_diff:.0e}"
             self.training_bar.set_postfix_str(text, refresh=False)  # shown with the next step
 
 
@@ -29,8 +29,8 @@ def print_summary(summary: dict[str, Any], output: Path) -> None:
         "held-out problems": f"{summary['held_out_problems']}, answered by the {summary['scheme']} engine",
         "accuracy before RL": f"{summary['accuracy_before']:.1%}",
         "accuracy after RL": f"{summary['accuracy_after']:.1%}",
-        "mean log-prob gap": f"{summary['gap']:.1e} nats per token (mean over the run)",
-        "bf16 with TRL's learner": f"{summary['gap_bf16_floor']:.1e} (before RL)",
+        "mean log-prob mismatch": f"{summary['logp_diff']:.1e} nats per token (mean over the run)",
+        "bf16 with TRL's learner": f"{summary['logp_diff_bf16_floor']:.1e} (before RL)",
         "time": ", ".join(f"{part} {share:.0%}" for part, share in summary["time_shares"].items()),
         "fresh engine": "identical answers" if summary["fresh_engine_answers_equal"] else "DIFFERENT ANSWERS",
         "checkpoint": output,

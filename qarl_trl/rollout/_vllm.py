@@ -1,4 +1,4 @@
-"""Every private seam of vLLM that a publish and a start go through, each with its reason."""
+"""Every private seam of vLLM that a weight sync and a start go through, each with its reason."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from trl.generation import vllm_generation
 
-from .._compat import installed_version, rebound
+from .._compat import installed_version
 from . import _vllm_cpu
 
 
@@ -31,7 +32,7 @@ def rounds_block_scales() -> bool:
 
 
 def keep_block_scales() -> None:
-    """Have the engine multiply by the block scales that were published; by default a Hopper engine rounds them up first."""
+    """Have the engine multiply by the block scales that were synced; by default a Hopper engine rounds them up first."""
     os.environ[BLOCK_SCALES] = "0"
 
 
@@ -51,7 +52,7 @@ def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -
             built(llm)
         return llm
 
-    with rebound(vllm_generation, "LLM", build):
+    with patch.object(vllm_generation, "LLM", build):
         yield
 
 
@@ -99,7 +100,7 @@ def reload_model(model: torch.nn.Module, vllm_config: Any, reload: Callable[[], 
         loaded.update(map(_loader_name, names))
         return names
 
-    load, kept = rebound(model, "load_weights", checked), (_biases_in_place(model), _locks_in_place(model))
+    load, kept = patch.object(model, "load_weights", checked), (_biases_in_place(model), _locks_in_place(model))
     with (
         _loading(vllm_config),
         load,
@@ -119,7 +120,7 @@ def reload_model(model: torch.nn.Module, vllm_config: Any, reload: Callable[[], 
     missing = sorted(in_part + [name for name in expected - loaded if not tied.get(name, set()) & loaded])
     if missing:
         raise RuntimeError(
-            f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the published stream does "
+            f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the synced stream does "
             "not have them. The engine would answer from a mix of old and new weights."
         )
 
@@ -137,7 +138,7 @@ def _loading(vllm_config: Any) -> Iterator[None]:
 
     with (
         set_current_vllm_config(vllm_config),
-        rebound(layerwise, "has_device_tensors", lambda arguments: False),
+        patch.object(layerwise, "has_device_tensors", lambda arguments: False),
     ):
         yield
 
@@ -162,7 +163,7 @@ def _merged_in_part(model: torch.nn.Module) -> Iterator[list[str]]:
         in_part.extend(f"{names[id(layer)]}.{name}" for name in lacking)
         process(layer, info)
 
-    with rebound(layerwise, "_layerwise_process", checked):
+    with patch.object(layerwise, "_layerwise_process", checked):
         yield in_part
 
 
@@ -240,4 +241,4 @@ def reset_prefix_cache(llm: Any) -> None:
     """Forget cached keys, values and features of images, which belong to the old weights; an engine that refuses raises."""
     llm.llm_engine.reset_encoder_cache()
     if llm.reset_prefix_cache() is False:
-        raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a publish.")
+        raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a weight sync.")

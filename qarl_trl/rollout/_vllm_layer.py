@@ -18,7 +18,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch import Tensor, nn
 
 from ..quant.quantize import LowBitWeight
-from ..quant.scheme import codes_key
+from ..quant.scheme import quantized_key
 from . import _vllm, _vllm_cpu
 from .cpu import choose_arithmetic
 
@@ -37,7 +37,7 @@ def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Ten
     """
     The engine's product, `(tokens, out)` of `x` `(tokens, in)`, quantization of the input included where the scheme has it.
 
-    All bfloat16. The weight's layer is made at the first call and kept with the codes. No bias `(out,)` for weight-only
+    All bfloat16. The weight's layer is made at the first call and kept with the quantized values. No bias `(out,)` for weight-only
     schemes on a GPU, whose kernels want it permuted. `ValueError` when vLLM has no kernel for a layer of this size,
     `RuntimeError` when its layer holds other tensors than the weight.
     """
@@ -53,7 +53,7 @@ def engine_layer(weight: LowBitWeight) -> nn.Module:
     from vllm.model_executor.layers.linear import ColumnParallelLinear
 
     out_features, in_features = weight.shape
-    with _loading(weight.codes.device):
+    with _loading(weight.quantized.device):
         try:
             plain = {"bias": False, "return_bias": False, "disable_tp": True, "params_dtype": torch.bfloat16}
             config = _quant_config(weight.scheme)
@@ -73,7 +73,7 @@ def engine_layer(weight: LowBitWeight) -> nn.Module:
             parameters[name].weight_loader(parameters[name], tensor)
         layer.quant_method.process_weights_after_loading(layer)
     for parameter in layer.parameters():
-        # Methods of the layer: with them it would outlive its codes until the garbage collector runs.
+        # Methods of the layer: with them it would outlive its quantized values until the garbage collector runs.
         for name in ("_weight_loader", "weight_loader"):
             vars(parameter).pop(name, None)
     return layer
@@ -147,7 +147,7 @@ def _quant_config(scheme: QuantizationScheme) -> Any:
     """vLLM's reading of a checkpoint whose layers all have this scheme."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-    key = scheme.format, codes_key(scheme.weights), codes_key(scheme.input_activations)
+    key = scheme.format, quantized_key(scheme.weights), quantized_key(scheme.input_activations)
     if key not in _quant_configs:
         group = scheme.model_copy(update={"targets": ["Linear"]})  # a recipe's may be names of layers
         whole = QuantizationConfig(

@@ -49,23 +49,23 @@ class WholeUpdate(WeightTransferEngine):
     """
 
     version: str | None = None
-    updates = 0  # since `mark` began a publish
+    updates = 0  # since `mark` began a weight sync
     unfinished = False  # an update began and did not end
     touched = False  # weights came, from anybody
 
     def mark(self, version: str) -> None:
         """
-        Begin a publish (an empty `version`), or name what exactly one update since then has brought.
+        Begin a weight sync (an empty `version`), or name what exactly one update since then has brought.
 
         `RuntimeError` when an earlier update did not end: vLLM's reload would go on with what that had buffered.
         """
         if self.unfinished:
             raise RuntimeError(
-                "an earlier publish to this server failed, so it may hold a mix of weights: start it again"
+                "an earlier sync to this server failed, so it may hold a mix of weights: start it again"
             )
         if version and self.updates != 1:
             raise RuntimeError(
-                f"a publish must be one update of the weights, got {self.updates}: let one run alone send to this server"
+                f"a weight sync must be one update of the weights, got {self.updates}: let one run alone send to this server"
             )
         self.version, self.updates = version or None, 0
 
@@ -97,7 +97,7 @@ class NCCLTransfer(WholeUpdate, NCCLWeightTransferEngine):
 @dataclass
 class FolderUpdate(WeightTransferUpdateInfo):
     """
-    A folder in the server's `publish_folder`, and the tensors in its `0.safetensors`, `1.safetensors`..., each in the order to load.
+    A folder in the server's `sync_folder`, and the tensors in its `0.safetensors`, `1.safetensors`..., each in the order to load.
     """
 
     folder: str
@@ -114,7 +114,7 @@ class FolderTransfer(WholeUpdate):
         """Nothing to open."""
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
-        root = self.vllm_config.additional_config.get("publish_folder", "")
+        root = self.vllm_config.additional_config.get("sync_folder", "")
         self.model.load_weights(tensors_of(root, update_info.folder, update_info.parts))
 
     def shutdown(self) -> None:
@@ -149,7 +149,7 @@ class WorkerExtension:
     @told
     def qarl_load(self, version: str, parts: str) -> None:
         """
-        A whole publish through a folder that is called as its `version`; `parts` is JSON of [`FolderUpdate`]'s.
+        A whole sync through a folder that is called as its `version`; `parts` is JSON of [`FolderUpdate`]'s.
 
         One call, so that a trainer that dies meanwhile leaves a server that can go on.
         """
@@ -161,7 +161,7 @@ class WorkerExtension:
 
     @told
     def qarl_mark(self, version: str) -> None:
-        """Begin a publish (an empty `version`) or end it: [`WholeUpdate.mark`]."""
+        """Begin a weight sync (an empty `version`) or end it: [`WholeUpdate.mark`]."""
         self._qarl_mark(version)
 
     def _qarl_mark(self, version: str) -> None:
@@ -194,11 +194,11 @@ class WorkerExtension:
 
 
 def tensors_of(root: str, folder: str, parts: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a publish in `root/folder`, in order. An error for a folder elsewhere, and for one that lacks any."""
+    """The tensors of a weight sync in `root/folder`, in order. An error for a folder elsewhere, and for one that lacks any."""
     shared, inside = Path(root).resolve(), Path(root, folder).resolve()
     if inside.parent != shared or not inside.is_dir():
         raise ValueError(
-            f"the server has no folder {folder!r} in its publish_folder {root!r}: give trainer and server the same folder, on "
+            f"the server has no folder {folder!r} in its sync_folder {root!r}: give trainer and server the same folder, on "
             "a file system that both machines mount"
         )
     for number, names in enumerate(parts):
@@ -212,7 +212,7 @@ class Guard:
     ASGI middleware: the key on every path, and an answer when the engine dies.
 
     vLLM's own asks for the key on `/v1`, and would let anybody replace the weights. Who asks its workers for something, as a
-    publish does, waits for ever when the engine's process is killed meanwhile.
+    sync does, waits for ever when the engine's process is killed meanwhile.
     """
 
     def __init__(self, app: Any) -> None:

@@ -78,18 +78,18 @@ def choose_arithmetic() -> None:
     _log_once(", ".join(off))
 
 
-def _without_onednn(product: Callable[..., Any]) -> Callable[..., Any]:
+def _without_onednn(gemm: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
-    @functools.wraps(product)
+    @functools.wraps(gemm)
     def scaled_mm(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # A compiler cannot trace the change of a flag.
         if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return product(x, *args, **kwargs)
+            return gemm(x, *args, **kwargs)
         enabled = torch.backends.mkldnn.enabled
         torch.backends.mkldnn.enabled = False
         try:
-            return product(x, *args, **kwargs)
+            return gemm(x, *args, **kwargs)
         finally:
             torch.backends.mkldnn.enabled = enabled
 

@@ -1,6 +1,6 @@
 """Norms, residual sums, rotary embedding and attention of the learner, rounded where the CPU engine rounds.
 
-transformers rounds elsewhere, and codes of 8-bit activations amplify that layer by layer. With these operations and the
+transformers rounds elsewhere, and quantized values of 8-bit activations amplify that layer by layer. With these operations and the
 engine's GEMMs the log-probs of sampled tokens are a colocated CPU engine's bit for bit (paper Sec. 3.1). Gradients are
 those of the unrounded operations, in float32.
 """

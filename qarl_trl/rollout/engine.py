@@ -1,6 +1,6 @@
-"""The low-bit vLLM engine: started from a scheme, fed with published tensors.
+"""The low-bit vLLM engine: started from a scheme, fed with synced tensors.
 
-Invariant: the engine never reads weights from disk and never quantizes; every byte it computes with came through a publish
+Invariant: the engine never reads weights from disk and never quantizes; every byte it computes with came through a weight sync
 of the learner's own low-bit tensors (paper Sec. 3.1, steps 1 and 3).
 """
 
@@ -22,15 +22,15 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..quant.names import is_peft_model
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from . import _vllm, _vllm_cpu, _vllm_layer
-from .sync_check import Canary
 from .cpu import choose_arithmetic
 from .server import ServerClient, needed_of_server
 from .support import check_merged_layers
+from .sync_check import SyncCheck
 
 
 @dataclass(frozen=True)
-class Publish:
-    """What one publish moved: wall time in seconds, bytes, number of tensors."""
+class Sync:
+    """What one sync moved: wall time in seconds, bytes, number of tensors."""
 
     seconds: float
     num_bytes: int
@@ -45,14 +45,14 @@ class LowBitVLLMGeneration(VLLMGeneration):
         quantization_config (`dict` or `None`): compressed-tensors configuration for the engine; `None` runs it in
             bfloat16.
         engine_kwargs (`dict`, *optional*): More arguments for `vllm.LLM`.
-        publish_folder (`str`, *optional*): Folder that a server sees too, through which it gets its weights.
-        canary ([`~qarl_trl.rollout.sync_check.Canary`], *optional*): Checks a publish before anything is sampled with it.
+        sync_folder (`str`, *optional*): Folder that a server sees too, through which it gets its weights.
+        sync check ([`~qarl_trl.rollout.sync_check.Sync check`], *optional*): Checks a weight sync before anything is sampled with it.
         kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
 
     Attributes:
-        rollout_seconds, publish_seconds (`float`): Since `reset_clock`: generating, and publishing and checking.
-        last_publish (`Publish`, *optional*): The publish that the engine samples with.
-        num_publishes (`int`): All publishes so far.
+        rollout_seconds, sync_seconds (`float`): Since `reset_clock`: generating, and syncing and checking.
+        last_sync (`Sync`, *optional*): The sync that the engine samples with.
+        num_syncs (`int`): All syncs so far.
         alone (`bool`): Whether this process generates when the others may not.
     """
 
@@ -63,18 +63,18 @@ class LowBitVLLMGeneration(VLLMGeneration):
         *args: Any,
         quantization_config: dict[str, Any] | None,
         engine_kwargs: dict[str, Any] | None = None,
-        publish_folder: str | None = None,
-        canary: Canary | None = None,
+        sync_folder: str | None = None,
+        sync_check: SyncCheck | None = None,
         **kwargs: Any,
     ) -> None:
         self.quantization_config = quantization_config
         self.engine_kwargs = engine_kwargs or {}
-        self.publish_folder = publish_folder
-        self.canary = canary
-        self.last_publish: Publish | None = None
-        self.num_publishes = self._checked = 0
+        self.sync_folder = sync_folder
+        self.sync_check = sync_check
+        self.last_sync: Sync | None = None
+        self.num_syncs = self._checked = 0
         self._failed: str | None = None
-        self._published_names: tuple[str, ...] | None = None
+        self._synced_names: tuple[str, ...] | None = None
         self.reset_clock()
         super().__init__(*args, **kwargs)
 
@@ -87,17 +87,17 @@ class LowBitVLLMGeneration(VLLMGeneration):
         _vllm_cpu.let_kernel_scan_pass()
         _vllm.keep_block_scales()
         _vllm.choose_rendezvous_port(self.accelerator.num_processes)
-        # TRL puts the engine to sleep as soon as it is built, so the canary looks at its random weights before that.
-        look = None if self.canary is None else self.canary.look_before
+        # TRL puts the engine to sleep as soon as it is built, so the sync check looks at its random weights before that.
+        look = None if self.sync_check is None else self.sync_check.look_before
         settings = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
         with _vllm.llm_arguments(look, **self.engine_kwargs | settings):
             super()._init_vllm()
         _vllm_layer.use_settings_of(self.llm)
 
     def _connect(self) -> None:
-        """Find the server, refuse one that is not the engine of this run, and let the canary see random weights."""
+        """Find the server, refuse one that is not the engine of this run, and let the sync check see random weights."""
         self.enable_sleep_mode = False  # there is nothing to make room for
-        transport, device = "folder" if self.publish_folder else "nccl", self.accelerator.device
+        transport, device = "folder" if self.sync_folder else "nccl", self.accelerator.device
         tokenizer = self.processing_class
         if isinstance(tokenizer, ProcessorMixin):
             tokenizer = tokenizer.tokenizer
@@ -107,13 +107,13 @@ class LowBitVLLMGeneration(VLLMGeneration):
         def connect() -> bool:
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             where = {"base_url": url, "group_port": self.group_port, "connection_timeout": self.server_timeout}
-            self.vllm_client = ServerClient(self.publish_folder, **where)
+            self.vllm_client = ServerClient(self.sync_folder, **where)
             fresh = self.vllm_client.check(needed)
             self.vllm_client.init_communicator(device)
             return fresh
 
-        if self._from_main(connect) and self.canary is not None:
-            self.canary.look_before(self)
+        if self._from_main(connect) and self.sync_check is not None:
+            self.sync_check.look_before(self)
 
     def _from_main(self, ask: Callable[[], Any]) -> Any:
         """What the main process, which alone talks to the server, gets from `ask`; all processes raise when it does."""
@@ -138,11 +138,11 @@ class LowBitVLLMGeneration(VLLMGeneration):
             # Merges the adapter into the base weights and back, which changes them.
             named_params = super()._iter_named_params()
         else:
-            named_params = readable_parameters(self.model, self._dist)  # TRL's would gather whole masters
+            named_params = readable_parameters(self.model, self._dist)  # TRL's would gather whole master weights
         yield from iter_low_bit_weights(self.model, named_params)
 
     def sync_weights(self) -> None:
-        """Publish the learner's current low-bit tensors to the engine and forget cached keys and values."""
+        """Weight sync the learner's current low-bit tensors to the engine and forget cached keys and values."""
         start = time.perf_counter()
         if self.enable_sleep_mode:
             clear_device_cache()
@@ -156,7 +156,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 yield name, tensor
 
         stream = counted()
-        with self._all_or_none("publish"):
+        with self._all_or_none("sync"):
             try:
                 self._send(stream)
                 self._check_names(tuple(sizes))
@@ -164,20 +164,20 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 for _ in stream:  # sharded weights are gathered with the other processes, which do not know of this
                     pass
                 raise
-        self.last_publish = Publish(time.perf_counter() - start, sum(sizes.values()), len(sizes))
-        self.publish_seconds += self.last_publish.seconds
-        self.num_publishes += 1
+        self.last_sync = Sync(time.perf_counter() - start, sum(sizes.values()), len(sizes))
+        self.sync_seconds += self.last_sync.seconds
+        self.num_syncs += 1
 
     def _send(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         if self.mode == "colocate":
             _vllm.reload_engine(self.llm, stream)
             _vllm.reset_prefix_cache(self.llm)
             return
-        if self.publish_folder is None and self._weight_metadata is None:  # NCCL: told before they are sent
+        if self.sync_folder is None and self._weight_metadata is None:  # NCCL: told before they are sent
             tensors = self._iter_named_params()
             self._weight_metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors]
         if self.accelerator.is_main_process:
-            self.vllm_client.publish(stream, self._weight_metadata, self.accelerator.device)
+            self.vllm_client.sync(stream, self._weight_metadata, self.accelerator.device)
         else:
             for _ in stream:  # gathered together
                 pass
@@ -187,7 +187,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """
         Raise on every process what failed on any: one that stops alone leaves the others waiting in a collective.
 
-        An engine in which something failed is refused from then on. A publish would leave it with old and new weights (vLLM's
+        An engine in which something failed is refused from then on. A weight sync would leave it with old and new weights (vLLM's
         reload goes on with what the last one had buffered), a generation with requests whose completions the next one returns.
         """
         if self._failed:
@@ -212,11 +212,11 @@ class LowBitVLLMGeneration(VLLMGeneration):
             raise RuntimeError(f"The {what} failed in {int(failed.sum())} of {len(failed)} processes, which say why.")
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        """TRL's `generate` on a checked publish, timed without the publishes inside it."""
+        """TRL's `generate` on a checked sync, timed without the syncs inside it."""
         with self._all_or_none("generation"):
-            if self.canary is not None:
-                self._check_publish(self.canary)
-            start, published = time.perf_counter(), self.publish_seconds
+            if self.sync_check is not None:
+                self._check_sync(self.sync_check)
+            start, synced = time.perf_counter(), self.sync_seconds
             result = super().generate(prompts, *args, **kwargs)
             if self.mode == "server":
                 self._from_main(lambda: self.vllm_client.raise_failure())
@@ -226,35 +226,35 @@ class LowBitVLLMGeneration(VLLMGeneration):
                     f"The engine returned {len(lengths)} completions for {len(prompts)} prompts, {lengths.count(0)} of them empty; "
                     "its log above may say why."
                 )
-        self.rollout_seconds += time.perf_counter() - start - (self.publish_seconds - published)
+        self.rollout_seconds += time.perf_counter() - start - (self.sync_seconds - synced)
         return result
 
-    def _check_publish(self, canary: Canary) -> None:
-        """Let the canary look at a publish it has not seen, and count the time as publishing."""
+    def _check_sync(self, sync_check: SyncCheck) -> None:
+        """Let the sync check look at a weight sync it has not seen, and count the time as syncing."""
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
         # More than one when nothing was sampled in between.
-        new = range(self._checked + 1, self.num_publishes + 1)
-        self._checked = self.num_publishes
-        if not any(canary.due(number) for number in new):
+        new = range(self._checked + 1, self.num_syncs + 1)
+        self._checked = self.num_syncs
+        if not any(sync_check.due(number) for number in new):
             return
         start = time.perf_counter()
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
         if self.mode == "server":  # one in which a rank lacks weights never answers
-            self._from_main(lambda: self.vllm_client.require_published())
-        canary.check(self.llm if self.mode == "colocate" else self, self.num_publishes)
-        self.publish_seconds += time.perf_counter() - start
+            self._from_main(lambda: self.vllm_client.require_synced())
+        sync_check.check(self.llm if self.mode == "colocate" else self, self.num_syncs)
+        self.sync_seconds += time.perf_counter() - start
 
     def reset_clock(self) -> None:
         """Start measuring anew."""
-        self.rollout_seconds = self.publish_seconds = 0.0
+        self.rollout_seconds = self.sync_seconds = 0.0
 
     def _check_names(self, names: tuple[str, ...]) -> None:
-        first = self._published_names = self._published_names or names
+        first = self._synced_names = self._synced_names or names
         if names != first:
             raise RuntimeError(
-                f"This publish sent {len(names)} tensors, the first one {len(first)}; they differ in "
+                f"This sync sent {len(names)} tensors, the first one {len(first)}; they differ in "
                 f"{sorted(set(names) ^ set(first))[:3]}. A layer was quantized, un-quantized or replaced during training."
             )
 
@@ -265,7 +265,7 @@ def low_bit_settings(
     """
     The arguments of `vllm.LLM` that make an engine that of a `model`, as `apply_quantization` left it.
 
-    Random weights are safe: TRL publishes before the first generation, also after a resume.
+    Random weights are safe: TRL syncs before the first generation, also after a resume.
     """
     overrides = changed_positions(model.config, trust_remote_code)
     if quantization_config is not None:

@@ -7,16 +7,16 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 from trl.import_utils import is_vllm_available
 
-from ..quant.activations import once
-from ..quant.gemm import ActivationGemm, Product, ProductChoice, Saved, dequant_product, plain_product
+from ..quant.activations import memoize_last
+from ..quant.gemm import ActivationGemm, Product, ProductChoice, Saved, dequant_gemm, plain_gemm
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import support_of
 from ._vllm_cpu import is_cpu_engine
 
 
-class EngineProduct(Product):
+class EngineGemm(Product):
     """
-    The product by the engine's own layer, on the tensors that are published; the backward is that of `plain`, torch's.
+    The product by the engine's own layer, on the tensors that are synced; the backward is that of `plain`, torch's.
 
     On GPUs that layer is Marlin, Machete or CUTLASS, on a CPU `cpu_gemm_wna16` or oneDNN: the engine decides.
     """
@@ -32,11 +32,11 @@ class EngineProduct(Product):
         quantizes = isinstance(self.plain, ActivationGemm)
         # Marlin and Machete add a bias to the rounded output, and Marlin would want it permuted; the others add it to the sums.
         inside = quantizes or x.device.type == "cpu"
-        cast = once(Tensor.to, x, torch.bfloat16)
+        cast = memoize_last(Tensor.to, x, torch.bfloat16)
         own_bias = bias.to(torch.bfloat16) if inside and bias is not None else None
         y = multiply(cast.reshape(-1, x.shape[-1]), weight, own_bias).to(x.dtype).reshape(*x.shape[:-1], -1)
-        # The engine keeps the codes of its input to itself: they are computed again.
-        saved = once(self.plain.quantize, cast) if quantizes else (x,)
+        # The engine keeps the quantized values of its input to itself: they are computed again.
+        saved = memoize_last(self.plain.quantize, cast) if quantizes else (x,)
         return y if inside or bias is None else y + bias, saved
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
@@ -46,9 +46,9 @@ class EngineProduct(Product):
         return self.plain.matrix_from(weight, dtype)
 
 
-def engine_product(scheme: QuantizationScheme, device: torch.device) -> Product:
+def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Product:
     """The engine's own product for `scheme` on `device`; `ValueError` when the engine there has none, or is missing."""
-    support, plain = support_of(scheme), plain_product(scheme, device)
+    support, plain = support_of(scheme), plain_gemm(scheme, device)
     if not {"cpu": support.cpu_engine, "cuda": bool(support.gpus)}.get(device.type, False):
         raise ValueError(
             f"quant_kernel='engine' does not go with {support.name} on device {device.type!r}: the engine has no kernel for it "
@@ -66,8 +66,8 @@ def engine_product(scheme: QuantizationScheme, device: torch.device) -> Product:
             f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, and the installed one is for another. Use "
             "quant_kernel='auto'."
         )
-    return EngineProduct(plain)
+    return EngineGemm(plain)
 
 
 # By the values of `quant_kernel`.
-PRODUCTS: dict[str, ProductChoice] = {"auto": plain_product, "dequant": dequant_product, "engine": engine_product}
+GEMMS: dict[str, ProductChoice] = {"auto": plain_gemm, "dequant": dequant_gemm, "engine": engine_gemm}

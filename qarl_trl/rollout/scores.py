@@ -24,11 +24,11 @@ class Scores:
     """Log-probs `(T - 1,)`, float32, of the prompt by the learner's low-bit model."""
 
     plain: Tensor  # as it is
-    noisy: Tensor  # with [`rounding_noise`]; its mean distance from `plain` is the yardstick
+    noisy: Tensor  # with [`rounding_noise`]; its mean distance from `plain` is the noise floor
     wrong: dict[str, Tensor] = field(default_factory=dict)  # with a fault of an engine, by what the fault leaves out
 
 
-def canary_tokens(tokenizer: Any, vocab_size: int, length: int = LENGTH) -> list[int]:
+def sync_check_tokens(tokenizer: Any, vocab_size: int, length: int = LENGTH) -> list[int]:
     """A fixed prompt: tokens drawn by a fixed seed, without special and added ones, since an engine may act on them."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ordinary = [token for token in range(min(vocab_size, len(tokenizer))) if token not in special]
@@ -114,7 +114,7 @@ def _silence(row: int) -> Callable:
 
 @contextmanager
 def low_bit_forward(model: nn.Module, on: bool = True) -> Iterator[None]:
-    """Run quantized layers in low bits, or not, whatever training does (`quant_learner`)."""
+    """Run quantized layers in low bits, or not, whatever training does (`quantize_learner`)."""
     changed = [m for m in model.modules() if isinstance(m, LowBitLayer) and m.quantized_forward != on]
     for module in changed:
         module.quantized_forward = on

@@ -1,4 +1,4 @@
-"""The trainer's side of a vLLM server on another machine: what it must be, a publish, and proof that its answers are of it."""
+"""The trainer's side of a vLLM server on another machine: what it must be, a weight sync, and proof that its answers are of it."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class ServerClient(VLLMClient):
     TRL's client, for a server of `qarl-trl serve`: with its key, without retries, and with versions of the weights.
 
     Args:
-        publish_folder (`str`, *optional*): Folder that the server sees too; without one weights go over NCCL.
+        sync_folder (`str`, *optional*): Folder that the server sees too; without one weights go over NCCL.
         kwargs: Everything [`~trl.generation.vllm_client.VLLMClient`] takes.
 
     Attributes:
-        version (`str`, *optional*): Of the last publish: unique to this run, and counted.
+        version (`str`, *optional*): Of the last sync: unique to this run, and counted.
     """
 
-    def __init__(self, publish_folder: str | None, **kwargs: Any) -> None:
-        self.publish_folder = None if publish_folder is None else Path(publish_folder)
+    def __init__(self, sync_folder: str | None, **kwargs: Any) -> None:
+        self.sync_folder = None if sync_folder is None else Path(sync_folder)
         self._run, self._count = uuid.uuid4().hex[:8], 0
         self.version: str | None = None
         self._failure: Exception | None = None
@@ -106,7 +106,7 @@ class ServerClient(VLLMClient):
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """TRL's group of GPUs, where no folder takes its place."""
-        if self.publish_folder is None:
+        if self.sync_folder is None:
             super().init_communicator(device)
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class ServerClient(VLLMClient):
             raise ValueError(f"{error} Start the server with `qarl-trl serve --config RECIPE`.") from error
         if ranks != len(states):
             raise ValueError(
-                f"The server at {self.base_url} is data parallel: a publish needs --data_parallel_size 1."
+                f"The server at {self.base_url} is data parallel: a weight sync needs --data_parallel_size 1."
             )
         found, wanted = states[0], json.loads(json.dumps(needed))
         # Of another version, or in a class of vLLM's own: it knows other fields, and writes their defaults.
@@ -174,7 +174,7 @@ class ServerClient(VLLMClient):
             )
         return all(state["random"] for state in states)
 
-    def publish(self, stream: Iterable[tuple[str, Tensor]], metadata: list[tuple] | None, device: Any) -> None:
+    def sync(self, stream: Iterable[tuple[str, Tensor]], metadata: list[tuple] | None, device: Any) -> None:
         """
         Send checkpoint tensors, and mark them with the next version. `metadata` of NCCL's: name, dtype, shape.
 
@@ -183,17 +183,17 @@ class ServerClient(VLLMClient):
         """
         self._count += 1
         version, self.version = f"{self._run}-{self._count}", None
-        if self.publish_folder is None:
+        if self.sync_folder is None:
             self._call("qarl_mark", "")  # until all of it is there
             self.update_named_params(metadata, ((name, tensor.to(device)) for name, tensor in stream))
             self._call("qarl_mark", version)
         else:
-            self._publish_files(stream, version)
+            self._sync_files(stream, version)
         self.reset_prefix_cache()
         self.version = version
 
-    def _publish_files(self, stream: Iterable[tuple[str, Tensor]], version: str) -> None:
-        folder = self.publish_folder / version
+    def _sync_files(self, stream: Iterable[tuple[str, Tensor]], version: str) -> None:
+        folder = self.sync_folder / version
         folder.mkdir(parents=True)
         try:
             parts = [save_part(part, folder / f"{i}.safetensors") for i, part in enumerate(in_parts(stream))]
@@ -205,24 +205,24 @@ class ServerClient(VLLMClient):
         """TRL's; an engine that refuses raises. Of images too nothing of the old weights stays."""
         self._post(f"{self.base_url}/reset_encoder_cache")
         if self._post(f"{self.base_url}/reset_prefix_cache").get("success") is False:
-            raise RuntimeError("The server could not reset its prefix cache: others use it during a publish.")
+            raise RuntimeError("The server could not reset its prefix cache: others use it during a weight sync.")
 
-    def require_published(self) -> None:
-        """Raise (`RuntimeError`) unless every worker holds the last publish of this run."""
+    def require_synced(self) -> None:
+        """Raise (`RuntimeError`) unless every worker holds the last sync of this run."""
         found = {state["version"] for state in self.states()}
         if self.version is None or found != {self.version}:
             raise RuntimeError(
                 f"The server at {self.base_url} must hold version {self.version!r} of the weights, got "
                 f"{', '.join(map(repr, found))}: it was started again, or other weights were sent to it (None: not by a "
-                f"publish). {_RESUME}"
+                f"sync). {_RESUME}"
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """TRL's, of the published weights. What fails is raised by `raise_failure`: other processes wait for an answer."""
+        """TRL's, of the synced weights. What fails is raised by `raise_failure`: other processes wait for an answer."""
         try:
-            self.require_published()
+            self.require_synced()
             answer = super().generate(*args, **kwargs)
-            self.require_published()
+            self.require_synced()
             return answer
         except Exception as error:
             self._failure = error

@@ -143,14 +143,14 @@ def _describe(scheme: QuantizationScheme | None) -> str:
 
 
 def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that a model needs for its publishes and log-probs to be right; the user's come on top."""
+    """Arguments of `vllm.LLM` that a model needs for its syncs and log-probs to be right; the user's come on top."""
     if has_engine_ops(model):
         return {"enforce_eager": True}  # compiled code rounds elsewhere
     experts = [m for m in model.modules() if isinstance(m, QuantExperts)]
     if any(support_of(m.scheme).activations != "none" for m in experts):
         logger.warning(
             "Experts with quantized activations: the engine runs without CUDA graphs (enforce_eager), which would not "
-            "see the buffers that vLLM 0.31 makes for them at every publish."
+            "see the buffers that vLLM 0.31 makes for them at every sync."
         )
         return {"enforce_eager": True}
     return {}

@@ -77,12 +77,12 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     from transformers import AutoConfig
 
     from ..export import quantization_config
-    from ..validate import check_run, skeleton
     from ..rollout import _vllm, _vllm_cpu
     from ..rollout.cpu import choose_arithmetic
     from ..rollout.engine import low_bit_settings
     from ..rollout.support import default_engine_kwargs
     from ..trainer import prepare
+    from ..validate import check_run, skeleton
 
     if _vllm_cpu.is_cpu_engine():
         choose_arithmetic()
@@ -97,7 +97,7 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     policy = skeleton(config, args)
     args.quant_freeze_scales = False  # there is nothing to freeze without weights
     prepare(policy, args, source, as_stored=False)
-    folder = args.publish_folder
+    folder = args.sync_folder
     return {
         # What TRL gives a colocated engine (`VLLMGeneration._init_vllm`).
         "model": model,
@@ -120,7 +120,7 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
         "worker_extension_cls": f"{INSIDE}.WorkerExtension",
         "middleware": f"{INSIDE}.Guard",
         "weight_transfer_config": {"backend": "qarl_folder" if folder else "qarl_nccl"},
-        "additional_config": {"publish_folder": str(Path(folder).resolve())} if folder else {},
+        "additional_config": {"sync_folder": str(Path(folder).resolve())} if folder else {},
     }
 
 

@@ -72,7 +72,7 @@ def test_the_settings_of_every_cell_are_accepted(tmp_path, regime, arm):
     quantization = {} if chosen.get("quant_scheme") == "none" else settings["quantization"]
     args = QaRLConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, report_to=[], **quantization | chosen)
     assert args.quantized == (not arm.startswith("bf16"))
-    assert args.quant_learner == (not arm.startswith("rollout-only"))
+    assert args.quantize_learner == (not arm.startswith("rollout-only"))
     if "GSPO" in arm:
         assert (args.epsilon, args.epsilon_high) == (3 * settings["band"], 4 * settings["band"])
 
@@ -86,7 +86,7 @@ def test_arms_share_everything_but_the_method():
         "epsilon_high",
         "delta",
         "quant_scheme",
-        "quant_learner",
+        "quantize_learner",
     }
     method |= {"quant_kernel", "learner_ops"}
     method |= {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "correction")}

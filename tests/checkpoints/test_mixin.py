@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from slow.toys import distinct_characters, prompts, save_model
-from test_trainer import adapter, masters, without_engine
+from test_trainer import adapter, master_weights, without_engine
 from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, TrainerCallback
 from transformers.trainer_callback import TrainerState
 from trl import GRPOConfig, GRPOTrainer
@@ -59,14 +59,14 @@ def straight(model, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_resume_from_any_step_ends_in_the_same_bits(model, straight, tmp_path):
-    folder, expected = Path(straight.args.output_dir), masters(straight)
+    folder, expected = Path(straight.args.output_dir), master_weights(straight)
     # After the first update of a rollout batch, at an inner one, at the end of an epoch and within the next.
     for step in (1, 6, 8, 10):
         resumed = make(model, tmp_path / str(step), **LONG | {"save_strategy": "no"})
         resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-        assert same(masters(resumed), expected), step
-        codes = dict(iter_low_bit_weights(resumed.model))
-        assert same(codes, dict(iter_low_bit_weights(straight.model)))
+        assert same(master_weights(resumed), expected), step
+        quantized = dict(iter_low_bit_weights(resumed.model))
+        assert same(quantized, dict(iter_low_bit_weights(straight.model)))
         one, two = resumed.optimizer.state_dict()["state"], straight.optimizer.state_dict()["state"]
         assert all(same(one[i], two[i]) for i in two)
         assert resumed.lr_scheduler.state_dict() == straight.lr_scheduler.state_dict()
@@ -81,7 +81,7 @@ def test_without_what_this_package_stores_a_resume_goes_another_way(model, strai
         monkeypatch.setattr(QaRLTrainer, "_run_epoch", GRPOTrainer._run_epoch)
     resumed = make(model, tmp_path, **LONG | {"save_strategy": "no"})
     resumed.train(resume_from_checkpoint=str(Path(straight.args.output_dir) / f"checkpoint-{step}"))
-    assert not same(masters(resumed), masters(straight))
+    assert not same(master_weights(resumed), master_weights(straight))
 
 
 def test_prompts_of_later_epochs_come_in_trls_order(model, straight, tmp_path):
@@ -92,7 +92,7 @@ def test_prompts_of_later_epochs_come_in_trls_order(model, straight, tmp_path):
     plain = {k: v for k, v in without_engine(tmp_path / "trl", **changes).items() if not k.startswith(own)}
     stock = GRPOTrainer(model, distinct_characters, GRPOConfig(**plain), train_dataset=prompts(4))
     stock.train()
-    assert same(masters(ours), masters(stock))
+    assert same(master_weights(ours), master_weights(stock))
 
 
 def test_a_resume_when_all_is_trained_trains_nothing(model, straight, tmp_path):
@@ -100,7 +100,7 @@ def test_a_resume_when_all_is_trained_trains_nothing(model, straight, tmp_path):
     last = str(Path(straight.args.output_dir) / "checkpoint-11")
     resumed = make(model, tmp_path, **LONG | {"save_strategy": "no"})
     assert resumed.train(resume_from_checkpoint=last).global_step == 11
-    assert same(masters(resumed), masters(straight))
+    assert same(master_weights(resumed), master_weights(straight))
     resumed = make(model, tmp_path, **LONG | {"save_strategy": "no"})
     resumed._run_epoch = lambda **kwargs: GRPOTrainer._run_epoch(resumed, **kwargs)
     assert resumed.train(resume_from_checkpoint=last).global_step == 12
@@ -135,7 +135,7 @@ class FullDisk(TrainerCallback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.before[1]))
 
 
-# Less than the masters, and more than these but less than AdamW's state.
+# Less than the master weights, and more than these but less than AdamW's state.
 @pytest.mark.parametrize("limit", [1_000_000, 3_000_000])
 def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(model, tmp_path, limit):
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
@@ -190,7 +190,7 @@ def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(model, straight, 
     assert signal.getsignal(number) is signal.SIG_DFL
     again = make(model, tmp_path, **changes)
     again.train(resume_from_checkpoint=True)
-    assert same(masters(again), masters(straight))
+    assert same(master_weights(again), master_weights(straight))
 
 
 def test_a_handler_of_the_user_stays(model, tmp_path):
@@ -230,14 +230,14 @@ def test_the_best_model_is_kept_and_comes_back(request, tmp_path, kind):
     trainer = keeps_the_best(model, tmp_path, peft_config=adapter() if kind == "adapter" else None)
     seen, ends, load = [], [], trainer._load_best_model
     save = trainer._save_checkpoint
-    trainer._save_checkpoint = lambda *a: (seen.append(masters(trainer)), save(*a))
+    trainer._save_checkpoint = lambda *a: (seen.append(master_weights(trainer)), save(*a))
     trainer._load_best_model = lambda: (ends.append({f.name for f in finished(tmp_path)}), load())
     trainer.train()
     best = tmp_path / "checkpoint-1"
     assert ends == [{"checkpoint-1", "checkpoint-3"}]  # a limit of one keeps the best and the last
     assert trainer.state.best_model_checkpoint == str(best) and damage(best) is None
     assert TrainerState.load_from_json(str(best / "trainer_state.json")).best_model_checkpoint == str(best)
-    assert same(masters(trainer), seen[0])
+    assert same(master_weights(trainer), seen[0])
     assert not same(seen[-1], seen[0])  # control
 
 
@@ -287,7 +287,7 @@ def test_a_model_of_several_parts_resumes_in_the_same_bits(vision, tmp_path):
     half = str(tmp_path / "a" / "checkpoint-1")
     resumed = trainer(tmp_path / "b")
     resumed.train(resume_from_checkpoint=half)
-    assert same(masters(resumed), masters(straight))
+    assert same(master_weights(resumed), master_weights(straight))
     # Control: its weights are stored under other names, which transformers' own way does not find.
     other = trainer(tmp_path / "c")
     with pytest.raises(RuntimeError, match="lacks 32 weights"):

@@ -106,7 +106,7 @@ def test_no_path_host_or_user_is_in_a_card(model, tmp_path):
     assert "learning_rate: 0.001" in written  # control: settings were written
 
 
-def test_the_gap_of_the_last_publish_is_in_the_card(folder):
+def test_the_logp_diff_of_the_last_sync_is_in_the_card(folder):
     write_card(folder, steps=8, mismatch={"mean abs(learner - engine) of the sampled tokens": "1.2e-07"})
     text = model_card(folder).text
     assert "### Engine against learner" in text and "| 1.2e-07 |" in text
@@ -197,6 +197,6 @@ def test_with_lora_the_card_is_beside_the_merged_model(model, tmp_path):
     assert "trained by reinforcement learning" in (tmp_path / "out" / "low_bit" / "README.md").read_text()
 
 
-def test_a_folder_of_masters_has_no_such_card(model):
+def test_a_folder_of_master_weights_has_no_such_card(model):
     with pytest.raises(ValueError, match="holds no low-bit model"):
         model_card(Path(model))

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qarl_trl.export import check_target, quantization_config, save_low_bit
 from qarl_trl.export import low_bit as export
-from qarl_trl.quant.recipe import read_recipe
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant.recipe import read_recipe
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -183,7 +183,7 @@ def test_weights_given_from_outside_are_saved(model, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transformers_loads_it_as_the_dequantized_model(tiny_model, tmp_path, scheme, group_size, dtype):
     model = apply_quantization(tiny_model("qwen2", dtype=dtype, **SIZES), scheme, group_size=group_size)
-    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    master_weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     save_low_bit(model, None, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.quantization_config.quant_method == "compressed-tensors"
@@ -194,8 +194,8 @@ def test_transformers_loads_it_as_the_dequantized_model(tiny_model, tmp_path, sc
         assert torch.equal(values[f"{name}.weight"], dequantize(module.low_bit())), name
         assert not torch.equal(values[f"{name}.weight"], module.weight.bfloat16())  # control: not the master
     assert torch.equal(values["model.embed_tokens.weight"], model.model.embed_tokens.weight.bfloat16())
-    # The masters are as they were, and unaware of any of this.
-    assert all(torch.equal(p, masters[name]) for name, p in model.named_parameters())
+    # The master weights are as they were, and unaware of any of this.
+    assert all(torch.equal(p, master_weights[name]) for name, p in model.named_parameters())
     assert not hasattr(model.config, "quantization_config")
 
 
@@ -332,7 +332,7 @@ def test_no_shard_of_an_earlier_save_stays(model, tmp_path, monkeypatch, first, 
     assert torch.equal(loaded.model.layers[1].mlp.down_proj.weight, dequantize(layer.low_bit()))
 
 
-# Masters are never overwritten --------------------------------------------------------------------------------------
+# Master weights are never overwritten --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "optimizer.bin", "scheduler.pt"])
@@ -366,7 +366,7 @@ def test_a_folder_that_is_new_or_empty_is_accepted(tmp_path):
 
 
 def test_names_of_chat_templates_do_not_lead_out_of_the_folder(model, tiny_tokenizer, tmp_path):
-    """They come with the tokenizer of whoever published the model."""
+    """They come with the tokenizer of whoever synced the model."""
     folder, tokenizer = tmp_path / "a" / "b", copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = {"default": "x", "../../../evil": "x"}
     with pytest.raises(ValueError, match="Invalid chat template name"):

@@ -62,7 +62,7 @@ def test_the_content_is_the_model_and_nothing_else_of_the_folder(hub, low_bit, t
     for name in ("training_args.bin", "trainer_state.json", "log.json", "notes.md", "optimizer.pt"):
         (low_bit / name).write_text("private")
     (low_bit / "checkpoint-4").mkdir()
-    (low_bit / "checkpoint-4" / "model.safetensors").write_text("masters")
+    (low_bit / "checkpoint-4" / "model.safetensors").write_text("master_weights")
     repository = Repository("toy", private=True)
     assert repository.name == "me/toy" and hub.private["me/toy"]
     repository.push(low_bit, "first")
@@ -154,7 +154,7 @@ def test_a_server_that_is_down_is_one_line(hub, low_bit, monkeypatch):
 # A run -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_pushes_the_low_bit_model_and_keeps_masters_at_home(hub, model, tmp_path):
+def test_a_run_pushes_the_low_bit_model_and_keeps_master_weights_at_home(hub, model, tmp_path):
     trainer = pushing(model, tmp_path, hub_token=WRITER)
     trainer.train()
     assert hub.messages("me/toy")[0].startswith("Training in progress, checkpoint-")
@@ -179,11 +179,13 @@ def test_a_run_pushes_the_low_bit_model_and_keeps_masters_at_home(hub, model, tm
         pytest.param("all_checkpoints", marks=pytest.mark.slow),
     ],
 )
-def test_masters_go_to_a_branch_of_their_own(hub, model, tmp_path, strategy):
-    trainer = pushing(model, tmp_path, hub_strategy=strategy, hub_masters="masters", hub_always_push=True)
+def test_master_weights_go_to_a_branch_of_their_own(hub, model, tmp_path, strategy):
+    trainer = pushing(
+        model, tmp_path, hub_strategy=strategy, hub_master_weights="master_weights", hub_always_push=True
+    )
     trainer.train()
     assert same(hub.files("me/toy"), tmp_path / "checkpoint-4" / "low_bit")
-    found = hub.files("me/toy", "masters")
+    found = hub.files("me/toy", "master_weights")
     stored = (tmp_path / "checkpoint-4" / "model.safetensors").read_bytes()
     if strategy == "every_save":
         assert same(found, tmp_path / "checkpoint-4")  # nothing of the low-bit model is among them
@@ -204,7 +206,7 @@ def test_at_the_end_alone_nothing_is_pushed_before(hub, model, tmp_path):
 
 
 def test_with_lora_the_root_is_the_merged_model(hub, model, tmp_path):
-    trainer = pushing(model, tmp_path, adapter(), hub_masters="adapter", hub_always_push=True)
+    trainer = pushing(model, tmp_path, adapter(), hub_master_weights="adapter", hub_always_push=True)
     trainer.train()
     trainer.push_to_hub()
     assert same(hub.files("me/toy"), tmp_path / "low_bit")
@@ -258,14 +260,16 @@ def test_what_cannot_be_pushed_to_is_refused_before_the_model_loads(hub, model, 
 
 def test_no_token_is_in_what_is_saved_logged_or_pushed(hub, model, tmp_path, caplog, capfd):
     caplog.set_level("DEBUG", logger="qarl_trl")
-    trainer = pushing(model, tmp_path, hub_token=WRITER, hub_strategy="checkpoint", hub_masters="masters")
+    trainer = pushing(
+        model, tmp_path, hub_token=WRITER, hub_strategy="checkpoint", hub_master_weights="master_weights"
+    )
     assert trainer.args.hub_token == WRITER
     trainer.train()
     trainer.push_to_hub()
     saved = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert any(file.name == "training_args.bin" for file in saved)
     assert not [file for file in saved if WRITER.encode() in file.read_bytes()]
-    pushed = [*hub.files("me/toy").values(), *hub.files("me/toy", "masters").values()]
+    pushed = [*hub.files("me/toy").values(), *hub.files("me/toy", "master_weights").values()]
     assert not [content for content in pushed if WRITER.encode() in content]
     printed = capfd.readouterr()
     assert WRITER not in caplog.text + printed.out + printed.err + str(trainer.args.to_dict())
@@ -295,7 +299,7 @@ def test_push_writes_the_card_for_its_address(hub, low_bit, capsys):
     assert "qarl-trl push: me/toy on http" in capsys.readouterr().err
 
 
-def test_push_refuses_masters(hub, model):
+def test_push_refuses_master_weights(hub, model):
     with pytest.raises(SystemExit):
         cli.main(["push", model, "me/toy"])
     assert "me/toy" not in hub.branches

@@ -131,7 +131,7 @@ def run_stages(stages: list[Stage], args: argparse.Namespace) -> list[dict[str, 
             row = run_stage(stage, min(stage.limit_s, left), args.dry, args.out / f"{name}.log")
         rows.append(row := row | {"commit": commit})
         write_down(row, args.out / f"{name}.jsonl")
-        print(in_words(row), flush=True)
+        print(describe_scheme(row), flush=True)
         measured = {row["stage"]: row["figures"] for row in rows if row["status"] == "ok"}
         if stage.name == slice_of(4) and measured.keys() >= {slice_of(2), slice_of(4)}:
             whole = extrapolated(measured[slice_of(2)], measured[slice_of(4)], 48)
@@ -241,7 +241,7 @@ def load(stage: Stage) -> Any:
     return getattr(importlib.import_module(f"gpu.{module}"), name)
 
 
-def in_words(row: dict[str, Any]) -> str:
+def describe_scheme(row: dict[str, Any]) -> str:
     """A stage, its figures and the end of what failed."""
     lines = [f"{row['stage']:28} {row['status']:20} {row['seconds']:6.1f} s"]
     lines += [f"    {name}: {json.dumps(value)}" for name, value in row["figures"].items() if value not in ("", [])]

@@ -76,15 +76,15 @@ def quantizer(run: Run) -> None:
         run.record(name, first_s=time.perf_counter() - start, warning=warning)
         run.check(f"{name} is compiled", module is not reference)
         found = quantize_weight(master, resolved)
-        run.check(f"{name}: plain bytes", same_tensors(found.tensors, plain_codes(master, resolved).tensors))
+        run.check(f"{name}: plain bytes", same_tensors(found.tensors, plain_quantized(master, resolved).tensors))
         # The CPU takes its time.
-        part, on_cpu = quantize_weight(master[:512], resolved), plain_codes(master[:512].cpu(), resolved)
+        part, on_cpu = quantize_weight(master[:512], resolved), plain_quantized(master[:512].cpu(), resolved)
         run.check(f"{name}: bytes of the CPU", same_tensors(moved(part.tensors), on_cpu.tensors))
         seconds = run.seconds(lambda master=master, resolved=resolved: quantize_weight(master, resolved))
         size = master.numel() * master.element_size() + found.num_bytes()
         run.record(name, **{"ms": 1e3 * seconds, "GB/s": size / seconds / 1e9})
     other = quantize_weight(master.flip(0), resolved)
-    run.check("control: another weight has other bytes", not same_bytes(found.codes, other.codes))
+    run.check("control: another weight has other bytes", not same_bytes(found.quantized, other.quantized))
     copied = torch.empty_like(weight)
     run.record("copy", **{"GB/s": 2 * weight.numel() * 4 / run.seconds(lambda: copied.copy_(weight)) / 1e9})
 
@@ -99,7 +99,7 @@ def moved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def plain_codes(weight: Tensor, scheme: Any) -> Any:
+def plain_quantized(weight: Tensor, scheme: Any) -> Any:
     """`quantize_weight` by the plain operations alone."""
     compiled, quantize.fast = quantize.fast, None
     try:
@@ -126,7 +126,7 @@ def dequantizer(run: Run) -> None:
 
 def layers(run: Run) -> None:
     """Forward and backward of a low-bit layer by each product against float32, and their time against a plain layer."""
-    from qarl_trl.rollout.gemm import PRODUCTS
+    from qarl_trl.rollout.gemm import GEMMS
 
     out_features, in_features = TOY_SHAPE if run.dry else (12288, 4096)
     for tokens in (1, 64) if run.dry else (1, 64, 8192):
@@ -135,10 +135,10 @@ def layers(run: Run) -> None:
         plain = make_layer(run, in_features, out_features)
         base = run.seconds(lambda plain=plain, x=x, grad=grad: pass_once(plain, x, grad))
         run.record(f"bf16, {tokens} tokens", ms=1e3 * base)
-        for scheme, product in [(s, p) for s in ("W4A16", "FP8_DYNAMIC") for p in ("auto", "engine")]:
-            name = f"{scheme} {product}, {tokens} tokens"
+        for scheme, gemm in [(s, p) for s in ("W4A16", "FP8_DYNAMIC") for p in ("auto", "engine")]:
+            name = f"{scheme} {gemm}, {tokens} tokens"
             layer = make_layer(run, in_features, out_features)
-            apply_quantization(nn.Sequential(layer), scheme, ignore=(), product=PRODUCTS[product])
+            apply_quantization(nn.Sequential(layer), scheme, ignore=(), gemm=GEMMS[gemm])
             try:
                 errors, control = layer_errors(layer, x, grad)
                 seconds = run.seconds(lambda layer=layer, x=x, grad=grad: pass_once(layer, x, grad))
@@ -162,7 +162,7 @@ def make_layer(run: Run, in_features: int, out_features: int) -> nn.Linear:
 
 
 def pass_once(layer: nn.Linear, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and input gradient under autocast; the codes are there from the second call on."""
+    """Output and input gradient under autocast; the quantized values are there from the second call on."""
     layer.weight.grad = layer.bias.grad = None
     x = x.detach().requires_grad_()
     with torch.autocast(x.device.type, torch.bfloat16):
@@ -176,8 +176,8 @@ def layer_errors(layer: nn.Linear, x: Tensor, grad: Tensor) -> tuple[dict[str, f
     y, grad_x = pass_once(layer, x, grad)
     matrix, multiplied = dequantize(layer.low_bit(), torch.float32), x.float()
     if layer.scheme.input_activations is not None:
-        codes, scale = quantize_tokens_fp8(x)
-        multiplied = codes.float() * scale
+        quantized, scale = quantize_tokens_fp8(x)
+        multiplied = quantized.float() * scale
     bias = layer.bias.detach().bfloat16().float()
     errors = {
         "y": relative_error(y, multiplied @ matrix.t() + bias),

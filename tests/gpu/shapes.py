@@ -1,4 +1,4 @@
-"""Stages in the shapes of published models, with random weights made on the device: a training step, and decoding."""
+"""Stages in the shapes of synced models, with random weights made on the device: a training step, and decoding."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def step(run: Run, shape: str, scheme: str | None, learner: bool = True, layers:
     watch.wrap(trainer.accelerator, "backward", "backward")
     watch.wrap(trainer, "_get_per_token_logps_and_entropies", "log-probs, in the forward too")
     if engine:
-        watch.wrap(trainer.vllm_generation, "sync_weights", "publish")
+        watch.wrap(trainer.vllm_generation, "sync_weights", "sync")
         watch.wrap(trainer.vllm_generation.llm, "generate", "rollout")
     trainer.add_callback(OptimizerClock(watch))
     trainer.train()
@@ -90,18 +90,18 @@ def report(run: Run, trainer: Any, watch: Stopwatch, args: QaRLConfig) -> None:
     run.record("peak_gib", **watch.peaks)
     run.record(used_gib=run.used_gib())
     rows = [row for row in trainer.state.log_history if "time/update" in row]
-    run.record("trainer", **{part: [row[f"time/{part}"] for row in rows] for part in ("rollout", "publish", "update")})
+    run.record("trainer", **{part: [row[f"time/{part}"] for row in rows] for part in ("rollout", "sync", "update")})
     run.check("every step was taken", len(rows) == args.max_steps)
     lengths = {row["completions/mean_length"] for row in rows if "completions/mean_length" in row}
     run.check("completions are of full length", lengths == {args.max_completion_length})
     generated = args.per_device_train_batch_size * args.steps_per_generation * args.max_completion_length
     run.record(tokens_of_a_rollout=generated, completions_of_an_update=args.per_device_train_batch_size)
-    gaps = [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row]
-    run.record(logged_gaps=gaps)
+    logp_diffs = [row["mismatch/logp_diff_mean"] for row in rows if "mismatch/logp_diff_mean" in row]
+    run.record(logged_logp_diff=logp_diffs)
 
 
 def stream(run: Run, model: nn.Module) -> None:
-    """Quantizing every layer, and the stream of a publish without an engine."""
+    """Quantizing every layer, and the stream of a weight sync without an engine."""
     low_bit = [layer for _, layer in quantized_modules(model)]
 
     def quantize() -> None:
@@ -125,19 +125,19 @@ def arguments(run: Run, folder: str, scheme: str | None, learner: bool, engine: 
         output_dir=str(run.folder / "run"),
         use_cpu=run.dry,
         quant_scheme=scheme,
-        quant_learner=learner,
+        quantize_learner=learner,
         use_vllm=engine,
         vllm_max_model_length=length + 64,
         vllm_gpu_memory_utilization=0.25,
         vllm_engine_kwargs=None if not engine else {"enforce_eager": True} if run.dry else graphs,
         max_completion_length=length,
         generation_kwargs={"ignore_eos": True, "detokenize": False} if engine else {"min_new_tokens": length},
-        publish_verify="off",  # a model that answers uniformly tells it nothing
+        verify_sync="off",  # a model that answers uniformly tells it nothing
         num_generations=4,
         per_device_train_batch_size=batch,
         steps_per_generation=updates,
         max_steps=2 * updates,
-        optim="sgd",  # AdamW's moments are two more copies of the masters, see `adamw`
+        optim="sgd",  # AdamW's moments are two more copies of the master weights, see `adamw`
         learning_rate=1e-3,
         logging_steps=1,
         save_strategy="no",
@@ -169,7 +169,7 @@ def save_shape(run: Run, shape: str, layers: int | None = None) -> str:
 
 
 def random_model(run: Run, folder: str) -> nn.Module:
-    """float32 masters, made where they stay."""
+    """float32 master weights, made where they stay."""
     torch.manual_seed(0)
     with run.device:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -188,7 +188,7 @@ def adamw(run: Run) -> None:
 
 
 def decode(run: Run, scheme: str | None) -> None:
-    """Tokens per second that an engine of the 8B shape decodes, by batch, with CUDA graphs and random codes."""
+    """Tokens per second that an engine of the 8B shape decodes, by batch, with CUDA graphs and random quantized values."""
     from vllm import LLM
 
     folder = save_shape(run, "qwen3-8b")
@@ -213,8 +213,8 @@ def decode(run: Run, scheme: str | None) -> None:
         **how,
     )
     random = llm.apply_model(randomize)[0]
-    run.record(random_codes=random, of_low_bit_weights=low_bit, kernels=engine_kernels(llm))
-    run.check("control: the codes timed are all random", random == low_bit)
+    run.record(random_quantized=random, of_low_bit_weights=low_bit, kernels=engine_kernels(llm))
+    run.check("control: the quantized values timed are all random", random == low_bit)
     for batch in batches:
         prefill, whole = (run.seconds(lambda n=n, b=batch: generate(llm, b, length, n), repeats=3) for n in (1, new))
         speed = batch * (new - 1) / max(whole - prefill, 1e-9)
@@ -233,16 +233,16 @@ def generate(llm: Any, batch: int, length: int, new: int) -> None:
 
 
 def randomize(model: nn.Module) -> int:
-    """Random bits for codes, which a dummy load leaves as they are or rounds to zero; how many."""
-    codes = 0
+    """Random bits for quantized values, which a dummy load leaves as they are or rounds to zero; how many."""
+    quantized = 0
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dtype == torch.int32 and name.endswith(("packed", "weight")):
                 p.data.random_(-(2**31), 2**31)
-                codes += 8 * p.numel()
+                quantized += 8 * p.numel()
             elif p.dtype == torch.float8_e4m3fn:
                 bits = p.data.view(torch.uint8)
                 bits.random_(0, 256)
                 bits &= 0xBF  # below the largest exponents: no NaN
-                codes += p.numel()
-    return codes
+                quantized += p.numel()
+    return quantized

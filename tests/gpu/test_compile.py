@@ -36,12 +36,12 @@ for name in {schemes}:
     _, qparams = reference.quantize(weight, scheme, *{factors}.get(name, ()))
     for dtype in (torch.bfloat16, torch.float32):
         cuda.extremes(weight.to(dtype), scheme)
-        codes = cuda.encode(weight.to(dtype), qparams, scheme, *{factors}.get(name, ()))
-        cuda.decode(codes, qparams, scheme, 256, dtype, *{factors}.get(name, ()))
+        quantized = cuda.encode(weight.to(dtype), qparams, scheme, *{factors}.get(name, ()))
+        cuda.decode(quantized values, qparams, scheme, 256, dtype, *{factors}.get(name, ()))
 for width, *rule in list(fast.RULES.values())[:3]:
     for x in (weight, weight.float()):
-        codes, scale = cuda.quantize_activations(None, x, width or 256, *rule)
-        cuda.dequantize_activations(codes, scale, x.dtype)
+        quantized values, scale = cuda.quantize_activations(None, x, width or 256, *rule)
+        cuda.dequantize_activations(quantized values, scale, x.dtype)
 """
 SCHEMES = ["W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4A16"]
 

@@ -72,11 +72,11 @@ def test_the_tests_are_not_started_without_a_minute(tmp_path):
 
 
 def test_a_step_of_48_layers_is_a_line_of_its_own_once_2_and_4_are_measured(monkeypatch, tmp_path):
-    two = {"seconds": {"forward": [1.0, 9.0, 1.5], "publish": [0.5]}, "peak_gib": {"forward": 10.0}}
+    two = {"seconds": {"forward": [1.0, 9.0, 1.5], "sync": [0.5]}, "peak_gib": {"forward": 10.0}}
     four = {"seconds": {"forward": [2.0, 2.0, 2.5], "rollout": [3.0]}, "peak_gib": {"forward": 12.0}}
     whole = {"seconds": {"forward": 13.0}, "peak_gib": {"forward": 56.0}}  # 1.5 + 23 * 0.5, and 10 + 23 * 2
     assert extrapolated(two, four, 48) == whole
-    assert extrapolated(two, two, 48)["seconds"] == {"forward": 1.5, "publish": 0.5}
+    assert extrapolated(two, two, 48)["seconds"] == {"forward": 1.5, "sync": 0.5}
     figures, status = {slice_of(2): two, slice_of(4): four}, {slice_of(4): "ok"}
 
     def measured(stage, *_):

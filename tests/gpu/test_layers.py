@@ -8,10 +8,10 @@ from quant.schemes import normal, relative_error
 
 from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
-from qarl_trl.quant.grouped import grouped_product
-from qarl_trl.quant.gemm import dequantize, plain_product
+from qarl_trl.quant.gemm import dequantize, plain_gemm
+from qarl_trl.quant.grouped import grouped_gemm
 from qarl_trl.quant.table import SUPPORTED, gpu_generation
-from qarl_trl.rollout.gemm import engine_product
+from qarl_trl.rollout.gemm import engine_gemm
 
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def needs(scheme):
 def layer(scheme, tokens=64):
     low_bit = quantize_weight(normal(256, 512).cuda(), resolve_scheme(scheme))
     x, bias = normal(tokens, 512, seed=1, dtype=DTYPE).cuda(), normal(256, seed=2, dtype=DTYPE).cuda()
-    return low_bit, x, bias, plain_product(low_bit.scheme, x.device).forward(x, low_bit, bias)[0]
+    return low_bit, x, bias, plain_gemm(low_bit.scheme, x.device).forward(x, low_bit, bias)[0]
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
@@ -40,26 +40,26 @@ def test_eight_bits_on_both_sides(scheme, quantize, tokens):
     from vllm import _custom_ops as ops
 
     low_bit, x, bias, y = layer(scheme, tokens)
-    codes, scale = quantize(x)
-    engine = ops.cutlass_scaled_mm(codes, low_bit.codes.t(), scale, low_bit.scale.float(), DTYPE, bias)
+    quantized, scale = quantize(x)
+    engine = ops.cutlass_scaled_mm(quantized, low_bit.quantized.t(), scale, low_bit.scale.float(), DTYPE, bias)
     assert relative_error(y, engine) < ONE_ROUNDING
     assert relative_error(y, x.float() @ normal(256, 512).cuda().t() + bias.float()) > ONE_ROUNDING  # control
 
 
-def test_codes_of_groups_are_those_of_vllm():
+def test_quantized_of_groups_are_those_of_vllm():
     needs("FP8_BLOCK")
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
     x = torch.cat([normal(500, 512, seed=i, dtype=DTYPE, scale=s) for i, s in enumerate((1e-2, 1.0, 1e3))]).cuda()
-    codes, scale = per_token_group_quant_fp8(x, 128, use_ue8m0=False)
+    quantized, scale = per_token_group_quant_fp8(x, 128, use_ue8m0=False)
     found, found_scale = quantize_groups_fp8(x)
     assert torch.equal(found_scale, scale)
-    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8))
-    assert not torch.equal(quantize_tokens_fp8(x)[0].view(torch.uint8), codes.view(torch.uint8))  # control
+    assert torch.equal(found.view(torch.uint8), quantized.view(torch.uint8))
+    assert not torch.equal(quantize_tokens_fp8(x)[0].view(torch.uint8), quantized.view(torch.uint8))  # control
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_activation_codes_are_those_of_vllm(dtype):
+def test_activation_quantized_are_those_of_vllm(dtype):
     needs("FP8_DYNAMIC")
     from vllm import _custom_ops as ops
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -71,17 +71,17 @@ def test_activation_codes_are_those_of_vllm(dtype):
     found, found_scale = quantize_tokens_fp8(x)
     with set_current_vllm_config(VllmConfig()):
         native = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN).forward_native
-    codes, scale = native(x)  # what a compiled engine computes
+    quantized, scale = native(x)  # what a compiled engine computes
     assert torch.equal(found_scale, scale)
-    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found.view(torch.uint8), quantized.view(torch.uint8))
     # The operation of an engine that is not compiled divides where that multiplies by the reciprocal: ties fall otherwise, 5.5e-4 of
-    # the codes of normal numbers by the two formulas on a CPU.
-    codes, scale = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    # the quantized values of normal numbers by the two formulas on a CPU.
+    quantized, scale = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
     assert torch.equal(found_scale, scale)
-    assert (found.view(torch.uint8) != codes.view(torch.uint8)).float().mean() < 2e-3
-    codes, scale, _ = ops.scaled_int8_quant(x)
+    assert (found.view(torch.uint8) != quantized.view(torch.uint8)).float().mean() < 2e-3
+    quantized, scale, _ = ops.scaled_int8_quant(x)
     found, found_scale = quantize_tokens_int8(x)
-    assert torch.equal(found, codes)
+    assert torch.equal(found, quantized)
     assert torch.equal(found_scale, scale)
 
 
@@ -98,9 +98,9 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
     needs(scheme)
     low_bit, x, bias, _ = layer(scheme, tokens)
     bias = bias if with_bias else None
-    y, saved = plain_product(low_bit.scheme, x.device).forward(x, low_bit, bias)
+    y, saved = plain_gemm(low_bit.scheme, x.device).forward(x, low_bit, bias)
     before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
-    engine, engine_saved = engine_product(low_bit.scheme, x.device).forward(x, low_bit, bias)
+    engine, engine_saved = engine_gemm(low_bit.scheme, x.device).forward(x, low_bit, bias)
     assert relative_error(engine, y) < ENGINE[scheme]
     assert all(
         torch.equal(a.float(), b.float()) for a, b in zip(saved, engine_saved, strict=True)
@@ -109,7 +109,7 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
     assert all(torch.equal(low_bit.tensors[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before)
     # Control: 4-bit weights in float8 activations are a table, not what the checkpoint decompresses to (3.2 % on a CPU).
     if scheme == "W4AFP8":
-        quantized = plain_product(low_bit.scheme, x.device).input_from(saved, torch.float32)
+        quantized = plain_gemm(low_bit.scheme, x.device).input_from(saved, torch.float32)
         other = quantized @ dequantize(low_bit, torch.float32).t()
         assert relative_error(engine.float() - (0 if bias is None else bias.float()), other) > 2 * ONE_ROUNDING
 
@@ -118,7 +118,7 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
 def test_a_changed_weight_has_a_layer_of_its_own(scheme):
     needs(scheme)
     low_bit, x, _, _ = layer(scheme)
-    kernel = engine_product(low_bit.scheme, x.device)
+    kernel = engine_gemm(low_bit.scheme, x.device)
     before, _ = kernel.forward(x, low_bit)
     other = quantize_weight(normal(256, 512, seed=7).cuda(), low_bit.scheme)
     after, _ = kernel.forward(x, other)
@@ -127,17 +127,17 @@ def test_a_changed_weight_has_a_layer_of_its_own(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4AFP8"])
-def test_experts_at_once_are_products_one_after_the_other(scheme):
+def test_experts_at_once_are_gemms_one_after_the_other(scheme):
     needs(scheme)
     ends = [10, 10, 30, 31, 60, 80, 80, 100]
     weight = quantize_weight(normal(8 * 256, 512).cuda(), resolve_scheme(scheme))
     x = normal(100, 512, seed=1, dtype=DTYPE).cuda()
-    product, experts = plain_product(weight.scheme, x.device), weight.split(256)
-    y, _ = grouped_product(product, x, weight, torch.tensor(ends, dtype=torch.int32, device=x.device))
+    gemm, experts = plain_gemm(weight.scheme, x.device), weight.split(256)
+    y, _ = grouped_gemm(gemm, x, weight, torch.tensor(ends, dtype=torch.int32, device=x.device))
 
     def one_after_the_other(order):
         parts = zip([0, *ends], ends, order, strict=False)
-        return torch.cat([product.forward(x[a:b], expert)[0] for a, b, expert in parts if b > a])
+        return torch.cat([gemm.forward(x[a:b], expert)[0] for a, b, expert in parts if b > a])
 
     assert relative_error(y, one_after_the_other(experts)) < ONE_ROUNDING
     assert relative_error(y, one_after_the_other(experts[::-1])) > ONE_ROUNDING  # control

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
-def test_codes_and_scales_are_those_of_the_cpu(scheme, group_size, dtype):
+def test_quantized_and_scales_are_those_of_the_cpu(scheme, group_size, dtype):
     resolved, weight = resolve_scheme(scheme, group_size), many_weights(0)
     for master in parts(weight if dtype == torch.bfloat16 else fast.between(weight), resolved):
         with warnings.catch_warnings():
@@ -41,14 +41,14 @@ def test_activations_are_quantized_by_a_kernel_with_the_bytes_of_the_plain_opera
             warnings.simplefilter("error")
             kernel = fast.quantizer_of(plain, x)
         assert kernel is not plain
-        codes, scale = plain(x)
-        for found, expected in zip(kernel(x), (codes, scale), strict=True):
+        quantized, scale = plain(x)
+        for found, expected in zip(kernel(x), (quantized, scale), strict=True):
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            back = fast.activation_decoder(codes, scale, dtype)
+            back = fast.activation_decoder(quantized, scale, dtype)
         assert back is not dequantize_activations
-        assert torch.equal(back(codes, scale, dtype), dequantize_activations(codes, scale, dtype))
+        assert torch.equal(back(quantized, scale, dtype), dequantize_activations(quantized, scale, dtype))
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("W8A8", 11006), ("FP8_DYNAMIC", 11008), ("NVFP4A16", 11024)])

@@ -1,4 +1,4 @@
-"""A short run beside a real colocated engine on a GPU: fresh publishes, aligned log-probs, a checkpoint that loads."""
+"""A short run beside a real colocated engine on a GPU: fresh syncs, aligned log-probs, a checkpoint that loads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from slow.isolated import isolated
-from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, publish, save_model, stored_tensors
+from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, save_model, stored_tensors, sync
 
 from qarl_trl.quant.table import SUPPORTED, gpu_generation
 
@@ -25,23 +25,25 @@ def _run(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     trainer = make_trainer(model, Path(folder), use_cpu=False, max_completion_length=32, **changes)
     trainer.train()
     llm = trainer.vllm_generation.llm
-    first = publish(trainer.vllm_generation)
+    first = sync(trainer.vllm_generation)
     before = engine_logprobs(llm)
-    masters = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    master_weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     with torch.no_grad():
         for p in trainer.model.parameters():
             p.add_(0.05 * torch.randn_like(p))
-    publish(trainer.vllm_generation)
+    sync(trainer.vllm_generation)
     other = engine_logprobs(llm)
     with torch.no_grad():
         for name, p in trainer.model.named_parameters():
-            p.copy_(masters[name])
-    publish(trainer.vllm_generation)
+            p.copy_(master_weights[name])
+    sync(trainer.vllm_generation)
     trainer.save_model(folder)
     saved = stored_tensors(folder)
-    gaps = [row["mismatch/logp_gap_mean"] for row in trainer.state.log_history if "mismatch/logp_gap_mean" in row]
+    logp_diffs = [
+        row["mismatch/logp_diff_mean"] for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row
+    ]
     return {
-        "gap": sum(gaps) / len(gaps),
+        "logp_diff": sum(logp_diffs) / len(logp_diffs),
         "fresh": engine_logprobs(llm) == before != other,
         "saved": all(torch.equal(t.cpu(), saved[name]) for name, t in first.items()),
         "answers": before[0],
@@ -55,19 +57,19 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def floor(model, tmp_path_factory):
-    return isolated(_run, model, str(tmp_path_factory.mktemp("floor")), {"quant_scheme": "none"})["gap"]
+    return isolated(_run, model, str(tmp_path_factory.mktemp("floor")), {"quant_scheme": "none"})["logp_diff"]
 
 
 @pytest.fixture(scope="module")
 def baseline(model, tmp_path_factory):
-    """The gap of a learner in bfloat16."""
+    """The mismatch of a learner in bfloat16."""
 
     @functools.cache
-    def gap(scheme):
+    def logp_diff(scheme):
         folder = str(tmp_path_factory.mktemp("baseline"))
-        return isolated(_run, model, folder, {"quant_scheme": scheme, "quant_learner": False})["gap"]
+        return isolated(_run, model, folder, {"quant_scheme": scheme, "quantize_learner": False})["logp_diff"]
 
-    return gap
+    return logp_diff
 
 
 def needs(scheme):
@@ -76,26 +78,24 @@ def needs(scheme):
 
 
 @pytest.mark.parametrize(("scheme", "kernel"), [("W4A16", "auto"), ("W4A16", "engine"), ("FP8_DYNAMIC", "engine")])
-def test_a_compiled_engine_with_graphs_answers_from_what_was_published(model, baseline, tmp_path, scheme, kernel):
+def test_a_compiled_engine_with_graphs_answers_from_what_was_synced(model, baseline, tmp_path, scheme, kernel):
     """As users have it; the others run eagerly, which starts faster."""
     needs(scheme)
     changes = {"quant_scheme": scheme, "quant_kernel": kernel, "vllm_engine_kwargs": {"enforce_eager": False}}
     found = isolated(_run, model, str(tmp_path / "run"), changes)
     assert found["fresh"]
     assert found["saved"]
-    assert found["gap"] < baseline(scheme)
+    assert found["logp_diff"] < baseline(scheme)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "engine"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_publishes_are_fresh_and_the_checkpoint_is_what_was_published(
-    model, floor, baseline, tmp_path, scheme, kernel
-):
+def test_syncs_are_fresh_and_the_checkpoint_is_what_was_synced(model, floor, baseline, tmp_path, scheme, kernel):
     needs(scheme)
     found = isolated(_run, model, str(tmp_path / "run"), {"quant_scheme": scheme, "quant_kernel": kernel})
     assert found["fresh"]
     assert found["saved"]
     assert isolated(fresh_engine_logprobs, str(tmp_path / "run"))[0] == found["answers"]
-    assert found["gap"] < baseline(scheme)
+    assert found["logp_diff"] < baseline(scheme)
     if SUPPORTED[scheme].activations == "none":
-        assert found["gap"] <= 1.2 * floor
+        assert found["logp_diff"] <= 1.2 * floor

@@ -1,4 +1,4 @@
-"""`qarl_trl.metrics.clock`: codes that changed, counted by hand. The clock itself: tests/rollout/test_engine.py."""
+"""`qarl_trl.metrics.clock`: quantized values that changed, counted by hand. The clock itself: tests/rollout/test_engine.py."""
 
 from collections import Counter, OrderedDict
 
@@ -7,12 +7,12 @@ import torch
 from conftest import KINDS, TINY_MOE, make_model
 from torch import nn
 
-from qarl_trl.metrics.clock import CodeFlips, layer_type
+from qarl_trl.metrics.clock import WeightFlips, layer_type
 from qarl_trl.quant import apply_quantization, quantized_modules
 from qarl_trl.quant.table import SUPPORTED
 
 
-FLIPS = "quant/code_flip_frac"
+FLIPS = "quant/flip_frac"
 
 
 def layers(scheme, seed=0, in_features=128, out_features=16):
@@ -23,45 +23,49 @@ def layers(scheme, seed=0, in_features=128, out_features=16):
     return apply_quantization(model, scheme)
 
 
-def publish(model):
-    """What a publish does to the counter: every layer's codes are made."""
+def sync(model):
+    """What a weight sync does to the counter: every layer's quantized values are made."""
     return [(name, module) for name, module in quantized_modules(model) if module.low_bit()]
 
 
-def codes_of(module):
+def quantized_of(module):
     """One number for each code, whatever the layout."""
     low_bit, bits = module.low_bit(), module.scheme.weights.num_bits
     if "weight_packed" in low_bit.tensors and bits == 4:
-        stored = low_bit.codes.view(torch.uint8)
+        stored = low_bit.quantized.view(torch.uint8)
         return torch.stack((stored & 0xF, stored >> 4), -1).flatten(1)
-    return low_bit.codes.view(torch.uint8)
+    return low_bit.quantized.view(torch.uint8)
 
 
 @pytest.mark.parametrize("scheme", list(SUPPORTED))
-def test_code_flips_count_the_codes_that_changed(scheme):
-    model, counter = layers(scheme, out_features=128), CodeFlips()
+def test_code_flips_count_the_quantized_that_changed(scheme):
+    model, counter = layers(scheme, out_features=128), WeightFlips()
     still = {FLIPS: 0.0, f"{FLIPS}/attention": 0.0, f"{FLIPS}/mlp": 0.0}
-    assert counter.update(publish(model)) == {}
-    assert counter.update(publish(model)) == still
-    before = [codes_of(module) for module in model]
+    assert counter.update(sync(model)) == {}
+    assert counter.update(sync(model)) == still
+    before = [quantized_of(module) for module in model]
     with torch.no_grad():
         model[0].weight += 0.003 * torch.randn_like(model[0].weight)
-    assert sum(codes.numel() for codes in before) == 2 * 128 * 128  # control: bytes would be half or twice as many
-    attention, mlp = ((codes_of(m) != b).float().mean().item() for m, b in zip(model, before, strict=True))
+    assert (
+        sum(quantized.numel() for quantized in before) == 2 * 128 * 128
+    )  # control: bytes would be half or twice as many
+    attention, mlp = ((quantized_of(m) != b).float().mean().item() for m, b in zip(model, before, strict=True))
     assert 0.04 < attention < 1 and mlp == 0  # control: one number for all layers would be the same for both
     expected = {FLIPS: attention / 2, f"{FLIPS}/attention": attention, f"{FLIPS}/mlp": 0.0}
-    assert counter.update(publish(model)) == expected
-    assert counter.update(publish(model)) == still
+    assert counter.update(sync(model)) == expected
+    assert counter.update(sync(model)) == still
 
 
 def test_both_nibbles_of_a_byte_count():
     """Control: a count of changed bytes would give half of this."""
-    model, counter = layers("W4A16"), CodeFlips()
-    counter.update(publish(model))
+    model, counter = layers("W4A16"), WeightFlips()
+    counter.update(sync(model))
     with torch.no_grad():
         model[0].weight.neg_()
-    changed = (codes_of(model[0]) != 16 - codes_of(model[0])).sum().item()  # a code and its opposite differ unless 0
-    share = counter.update(publish(model))[FLIPS]
+    changed = (
+        (quantized_of(model[0]) != 16 - quantized_of(model[0])).sum().item()
+    )  # a code and its opposite differ unless 0
+    share = counter.update(sync(model))[FLIPS]
     assert share > 0.4
     assert share == pytest.approx(changed / (2 * 16 * 128), abs=0.01)  # -8 has no opposite code
 
@@ -69,21 +73,21 @@ def test_both_nibbles_of_a_byte_count():
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
 def test_a_sample_of_a_large_layer_estimates_its_share(scheme):
     model = layers(scheme, in_features=512, out_features=256)
-    exact, sampled = CodeFlips(), CodeFlips(words=4000)
-    exact.update(publish(model))
-    sampled.update(publish(model))
+    exact, sampled = WeightFlips(), WeightFlips(words=4000)
+    exact.update(sync(model))
+    sampled.update(sync(model))
     with torch.no_grad():
         for module in model:
             module.weight += 0.001 * torch.randn_like(module.weight)
-    expected = exact.update(publish(model))
+    expected = exact.update(sync(model))
     assert all(0.02 < share < 0.9 for share in expected.values())
-    # At least 1,900 codes a layer: one standard deviation is 0.011.
-    assert sampled.update(publish(model)) == pytest.approx(expected, abs=0.03)
-    assert all(codes.shape[0] <= 4000 for codes in sampled._last.values())
+    # At least 1,900 quantized values a layer: one standard deviation is 0.011.
+    assert sampled.update(sync(model)) == pytest.approx(expected, abs=0.03)
+    assert all(quantized.shape[0] <= 4000 for quantized in sampled._last.values())
 
 
 def test_without_low_bit_layers_there_is_no_share():
-    counter = CodeFlips()
+    counter = WeightFlips()
     assert counter.update([]) == {}
     assert counter.update([]) == {}
 

@@ -65,25 +65,25 @@ def by_definition(weight, scheme, group_size=None):
     size = None if group_size == -1 else group_size
     if scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
         quantize = references.quantize_float8 if scheme == "FP8_DYNAMIC" else references.quantize_float8_blocks
-        codes, scales = quantize(weight)
-        return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+        quantized, scales = quantize(weight)
+        return {"weight": quantized.view(torch.float8_e4m3fn), "weight_scale": scales}
     if scheme == NVFP4:
-        codes, scales, global_scale = references.quantize_float4(weight)
-        codes = torch.tensor(codes, dtype=torch.uint8)
+        quantized, scales, global_scale = references.quantize_float4(weight)
+        quantized = torch.tensor(quantized, dtype=torch.uint8)
         return {
-            "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
+            "weight_packed": quantized[:, ::2] | quantized[:, 1::2] << 4,
             "weight_scale": torch.tensor(scales, dtype=torch.uint8).view(torch.float8_e4m3fn),
             "weight_global_scale": torch.tensor([global_scale]),
         }
     zero_points = None
     if scheme == "W4A16_ASYM":
-        codes, scales, zero_points = references.quantize_int4_asymmetric(weight, size)
+        quantized, scales, zero_points = references.quantize_int4_asymmetric(weight, size)
     else:
-        codes, scales = references.quantize_int(weight, 8 if scheme in ("W8A16", "W8A8") else 4, size)
+        quantized, scales = references.quantize_int(weight, 8 if scheme in ("W8A16", "W8A8") else 4, size)
     tensors = {"weight_scale": torch.tensor(scales, dtype=torch.bfloat16)}
     if scheme in ("W8A8", "W4A8"):
-        return tensors | {"weight": torch.tensor(codes, dtype=torch.int8)}
-    tensors["weight_packed"] = references.pack_int(codes, 8 if scheme == "W8A16" else 4)
+        return tensors | {"weight": torch.tensor(quantized, dtype=torch.int8)}
+    tensors["weight_packed"] = references.pack_int(quantized, 8 if scheme == "W8A16" else 4)
     tensors["weight_shape"] = torch.tensor(weight.shape)
     if zero_points is not None:
         tensors["weight_zero_point"] = references.pack_zero_points(zero_points)

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.activations`: the codes of the definition, and of vLLM's own operations."""
+"""`qarl_trl.quant.activations`: the quantized values of the definition, and of vLLM's own operations."""
 
 import threading
 import weakref
@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from qarl_trl.quant import apply_quantization, linear, products
+from qarl_trl.quant import apply_quantization, linear
+from qarl_trl.quant import gemm as gemm_module
 from qarl_trl.quant.activations import (
-    once,
+    memoize_last,
     quantize_groups_fp8,
     quantize_tokens_fp8,
     quantize_tokens_int8,
@@ -54,35 +55,35 @@ def as_bytes(tensor):
 )
 def test_float8_of_a_token_or_group_is_that_of_the_definition(dtype, scale, quantize, reference):
     x = tokens(scale, dtype)
-    codes, scales = quantize(x)
-    expected_codes, expected_scales = reference(x)
+    quantized, scales = quantize(x)
+    expected_quantized, expected_scales = reference(x)
     assert scales.dtype == torch.float32
     assert torch.equal(scales, expected_scales)
-    assert torch.equal(as_bytes(codes), expected_codes)
+    assert torch.equal(as_bytes(quantized), expected_quantized)
 
 
-def test_dividing_by_the_scale_gives_other_codes():
-    """The control of the tests around: vLLM multiplies by the reciprocal, which tells near ties between codes apart."""
+def test_dividing_by_the_scale_gives_other_quantized():
+    """The control of the tests around: vLLM multiplies by the reciprocal, which tells near ties between quantized values apart."""
     x = torch.tensor([[float.fromhex(v) for v in ("0x1.c4aa3p+0", "0x1.332a56p-1")]])
-    codes, scales = quantize_tokens_fp8(x)
-    assert codes[0, 1].item() == 144.0
+    quantized, scales = quantize_tokens_fp8(x)
+    assert quantized[0, 1].item() == 144.0
     assert (x / scales).to(torch.float8_e4m3fn)[0, 1].item() == 160.0
 
 
-def test_multiplying_a_group_by_the_reciprocal_gives_other_codes():
+def test_multiplying_a_group_by_the_reciprocal_gives_other_quantized():
     """The control: groups are divided by their scale where tokens are multiplied by its reciprocal."""
     x = normal(4000, 128)
-    codes, scales = quantize_groups_fp8(x)
+    quantized, scales = quantize_groups_fp8(x)
     other = (x * scales.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert 0 < (as_bytes(other) != as_bytes(codes)).float().mean() < 1e-4
+    assert 0 < (as_bytes(other) != as_bytes(quantized)).float().mean() < 1e-4
 
 
 def test_the_outlier_of_a_group_leaves_the_other_groups_alone():
     x = normal(3, 256)
     before = quantize_groups_fp8(x)
     x[1, 200] = 1e6
-    codes, scales = quantize_groups_fp8(x)
-    assert torch.equal(as_bytes(codes[:, :128]), as_bytes(before[0][:, :128]))
+    quantized, scales = quantize_groups_fp8(x)
+    assert torch.equal(as_bytes(quantized[:, :128]), as_bytes(before[0][:, :128]))
     assert (scales != before[1]).nonzero().tolist() == [[1, 1]]
 
 
@@ -94,56 +95,58 @@ def test_the_outlier_of_a_group_leaves_the_other_groups_alone():
 def test_int8_of_a_token_is_that_of_the_definition(dtype, scale):
     """Down to scales whose reciprocal is infinite, where every number but zero saturates."""
     x = tokens(scale, dtype)
-    codes, scales = quantize_tokens_int8(x)
-    expected_codes, expected_scales = references.quantize_tokens_int8(x)
-    assert (codes.dtype, scales.dtype) == (torch.int8, torch.float32)
+    quantized, scales = quantize_tokens_int8(x)
+    expected_quantized, expected_scales = references.quantize_tokens_int8(x)
+    assert (quantized.dtype, scales.dtype) == (torch.int8, torch.float32)
     assert torch.equal(scales, expected_scales)
-    assert torch.equal(codes, expected_codes)
-    assert not codes[3:5].any()
+    assert torch.equal(quantized, expected_quantized)
+    assert not quantized[3:5].any()
     assert not scales[3:5].any()
 
 
-def test_dividing_or_one_rounding_of_the_reciprocal_gives_other_int8_codes():
+def test_dividing_or_one_rounding_of_the_reciprocal_gives_other_int8_quantized():
     """The controls: on a CPU vLLM multiplies by the reciprocal of the rounded scale."""
     x = tokens(dtype=torch.bfloat16, shape=(4000, 256))  # the engine's dtype has many near ties
-    codes, scales = quantize_tokens_int8(x)
+    quantized, scales = quantize_tokens_int8(x)
     x = x.float()
     divided = (x / scales).round().nan_to_num(0.0).to(torch.int8)
-    once = (x * (127.0 / x.abs().amax(-1, keepdim=True))).round().nan_to_num(0.0).to(torch.int8)
-    assert 0 < (divided != codes).float().mean() < 1e-3
-    assert 0 < (once != codes).float().mean() < 1e-3
+    memoize_last = (x * (127.0 / x.abs().amax(-1, keepdim=True))).round().nan_to_num(0.0).to(torch.int8)
+    assert 0 < (divided != quantized).float().mean() < 1e-3
+    assert 0 < (memoize_last != quantized).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", SIZES)
 def test_asymmetric_int8_of_a_token_is_that_of_the_definition(dtype, scale):
     x = tokens(scale, dtype)
-    codes, scales = quantize_tokens_int8_asymmetric(x)
-    expected_codes, expected_scales = references.quantize_tokens_int8_asymmetric(x)
+    quantized, scales = quantize_tokens_int8_asymmetric(x)
+    expected_quantized, expected_scales = references.quantize_tokens_int8_asymmetric(x)
     assert torch.equal(scales, expected_scales)
-    assert torch.equal(codes, torch.tensor(expected_codes, dtype=torch.int16))
-    assert not codes[3:5].any()
+    assert torch.equal(quantized, torch.tensor(expected_quantized, dtype=torch.int16))
+    assert not quantized[3:5].any()
     assert (scales[3:5] == 1).all()
 
 
-def test_one_sign_uses_the_whole_range_of_asymmetric_codes():
-    codes, scales = quantize_tokens_int8_asymmetric(tokens())
-    assert codes[6].max() > 250
-    assert codes[6].min() >= 0
-    assert codes[7].min() < -250
-    assert codes.abs().max() <= 255
-    assert relative_error(codes[6:8] * scales[6:8], tokens()[6:8]) < 0.004  # measured 0.0032; symmetric codes 0.0064
+def test_one_sign_uses_the_whole_range_of_asymmetric_quantized():
+    quantized, scales = quantize_tokens_int8_asymmetric(tokens())
+    assert quantized[6].max() > 250
+    assert quantized[6].min() >= 0
+    assert quantized[7].min() < -250
+    assert quantized.abs().max() <= 255
+    assert (
+        relative_error(quantized[6:8] * scales[6:8], tokens()[6:8]) < 0.004
+    )  # measured 0.0032; symmetric quantized values 0.0064
     symmetric, scale = quantize_tokens_int8(tokens())
     assert relative_error(symmetric[6:8] * scale[6:8], tokens()[6:8]) > 0.005
 
 
-def test_halves_are_rounded_away_from_zero_in_asymmetric_codes():
-    """The control: to even, as everywhere else, some tokens get other codes."""
+def test_halves_are_rounded_away_from_zero_in_asymmetric_quantized():
+    """The control: to even, as everywhere else, some tokens get other quantized values."""
     x = torch.tensor([[0.5, 1.5, 2.5, 3.5, 255.0], [-0.5, -1.5, -2.5, -3.5, -255.0]])  # one step is 1
-    codes, scales = quantize_tokens_int8_asymmetric(x)
+    quantized, scales = quantize_tokens_int8_asymmetric(x)
     assert scales.unique().tolist() == [1.0]
-    assert codes.tolist() == [[1, 2, 3, 4, 255], [-1, -2, -3, -4, -255]]
-    assert not torch.equal(codes.float(), x.round())
+    assert quantized.tolist() == [[1, 2, 3, 4, 255], [-1, -2, -3, -4, -255]]
+    assert not torch.equal(quantized.float(), x.round())
 
 
 def test_the_zero_point_comes_from_the_side_that_the_engine_takes():
@@ -151,10 +154,10 @@ def test_the_zero_point_comes_from_the_side_that_the_engine_takes():
     rng = torch.Generator().manual_seed(0)
     low = torch.randint(1, 254, (2000,), generator=rng) + 0.5
     x = torch.stack((-low, 255 - low, low / 3), dim=-1) * (0.5 + torch.rand(2000, 1, generator=rng))
-    codes, scales = quantize_tokens_int8_asymmetric(x)
-    expected_codes, expected_scales = references.quantize_tokens_int8_asymmetric(x)
+    quantized, scales = quantize_tokens_int8_asymmetric(x)
+    expected_quantized, expected_scales = references.quantize_tokens_int8_asymmetric(x)
     assert torch.equal(scales, expected_scales)
-    assert torch.equal(codes, torch.tensor(expected_codes, dtype=torch.int16))
+    assert torch.equal(quantized, torch.tensor(expected_quantized, dtype=torch.int16))
     # Control: the rows tell the two sides apart.
     steps = torch.full((2000,), 255.0) / (x[:, 1] - x[:, 0])
     assert ((-128 - x[:, 0] * steps).round() != (127 - x[:, 1] * steps).round()).sum() > 100
@@ -176,13 +179,13 @@ class Counted:
 
 def test_the_same_tensor_gives_the_same_object_and_another_one_does_not():
     function, x = Counted(), normal(3, 4)
-    found = once(function, x)
-    assert once(function, x) is found
+    found = memoize_last(function, x)
+    assert memoize_last(function, x) is found
     assert function.calls == 1
-    assert once(function, x.clone()) is not found  # equal numbers, another tensor
+    assert memoize_last(function, x.clone()) is not found  # equal numbers, another tensor
     assert function.calls == 2
-    assert torch.equal(once(function, x, 3.0), 3 * x)
-    assert torch.equal(once(Counted(), x), 2 * x)
+    assert torch.equal(memoize_last(function, x, 3.0), 3 * x)
+    assert torch.equal(memoize_last(Counted(), x), 2 * x)
 
 
 def changed_in_place(x):
@@ -204,18 +207,18 @@ def changed_storage(x):
 @pytest.mark.parametrize("change", [changed_in_place, changed_in_part, changed_through_a_view, changed_storage])
 def test_a_changed_tensor_is_computed_again(change):
     function, x = Counted(), normal(3, 4)
-    before = once(function, x)
+    before = memoize_last(function, x)
     change(x)
-    assert torch.equal(once(function, x), 2 * x)
+    assert torch.equal(memoize_last(function, x), 2 * x)
     assert not torch.equal(before, 2 * x)  # control
     assert function.calls == 2
 
 
 def test_nothing_is_held_longer_than_the_input():
     function, x = Counted(), normal(3, 4)
-    result, source = weakref.ref(once(function, x)), weakref.ref(x)
+    result, source = weakref.ref(memoize_last(function, x)), weakref.ref(x)
     assert result() is not None
-    y = once(Counted(), result())  # as the codes of a cast
+    y = memoize_last(Counted(), result())  # as the quantized values of a cast
     chained = weakref.ref(y)
     del y
     assert chained() is not None
@@ -225,7 +228,7 @@ def test_nothing_is_held_longer_than_the_input():
 
 def test_a_function_that_returns_its_input_holds_nothing():
     x = normal(3, 4)
-    assert once(torch.Tensor.to, x, torch.float32) is x
+    assert memoize_last(torch.Tensor.to, x, torch.float32) is x
     gone = weakref.ref(x)
     del x
     assert gone() is None
@@ -233,28 +236,28 @@ def test_a_function_that_returns_its_input_holds_nothing():
 
 def test_every_thread_computes_for_itself():
     function, x, found = Counted(), normal(3, 4), []
-    once(function, x)
-    thread = threading.Thread(target=lambda: found.append(once(function, x)))
+    memoize_last(function, x)
+    thread = threading.Thread(target=lambda: found.append(memoize_last(function, x)))
     thread.start()
     thread.join()
     assert function.calls == 2
-    assert once(function, x) is not found[0]
+    assert memoize_last(function, x) is not found[0]
 
 
 def test_tensors_of_inference_mode_are_computed_each_time():
     function = Counted()
     with torch.inference_mode():
         x = normal(3, 4)
-        once(function, x)
+        memoize_last(function, x)
         x.add_(1)  # which counts no version
-        assert torch.equal(once(function, x), 2 * x)
+        assert torch.equal(memoize_last(function, x), 2 * x)
 
 
 def counted(monkeypatch, scheme):
     """Counts the calls of the quantizer of a scheme's activations."""
-    product = products._PRODUCTS[scheme]
-    owner = next(cls for cls in product.__mro__ if "quantize" in vars(cls))
-    original, calls = product.quantize, []
+    gemm = gemm_module._GEMMS[scheme]
+    owner = next(cls for cls in gemm.__mro__ if "quantize" in vars(cls))
+    original, calls = gemm.quantize, []
     monkeypatch.setattr(owner, "quantize", staticmethod(lambda x: calls.append(1) or original(x)))
     return calls
 
@@ -292,8 +295,8 @@ def test_a_decoder_layer_quantizes_four_inputs_for_seven_layers(monkeypatch, dec
     passes = 2 * (2 if recomputed else 1)  # of two layers
     assert len(calls) == 4 * passes
     # Control: each layer by itself.
-    for module in (products, linear):
-        monkeypatch.setattr(module, "once", lambda function, x, *args: function(x, *args))
+    for module in (gemm_module, linear):
+        monkeypatch.setattr(module, "memoize_last", lambda function, x, *args: function(x, *args))
     calls.clear()
     expected = step(decoder, scheme, recomputed, autocast)
     assert len(calls) == 7 * passes
@@ -302,7 +305,7 @@ def test_a_decoder_layer_quantizes_four_inputs_for_seven_layers(monkeypatch, dec
 
 @pytest.mark.parametrize(("scheme", "size"), [("FP8_DYNAMIC", 128 + 4), ("W8A8", 128 + 4), ("W4A16", 2 * 128)])
 def test_layers_with_one_input_keep_one_copy_for_the_backward(monkeypatch, scheme, size):
-    """Bytes a token: codes and their scale, or the bfloat16 cast of autocast."""
+    """Bytes a token: quantized values and their scale, or the bfloat16 cast of autocast."""
     model = apply_quantization(nn.ModuleList([nn.Linear(128, 128) for _ in range(3)]), scheme)
     x = normal(10, 128).requires_grad_()
 
@@ -369,10 +372,10 @@ def test_float8_of_a_token_is_that_of_vllm(dtype):
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     x = torch.cat([tokens(scale, dtype, i, (500, 256)) for i, scale in enumerate(SIZES)])
-    codes, scales = engine_fp8(GroupShape.PER_TOKEN).forward_native(x)
-    found_codes, found_scales = quantize_tokens_fp8(x)
+    quantized, scales = engine_fp8(GroupShape.PER_TOKEN).forward_native(x)
+    found_quantized, found_scales = quantize_tokens_fp8(x)
     assert torch.equal(found_scales, scales)
-    assert torch.equal(as_bytes(found_codes), as_bytes(codes))
+    assert torch.equal(as_bytes(found_quantized), as_bytes(quantized))
 
 
 @pytest.mark.slow
@@ -381,13 +384,13 @@ def test_float8_of_a_group_is_that_of_vllm(dtype):
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     x = torch.cat([tokens(scale, dtype, i, (500, 256)) for i, scale in enumerate((1e-1, 1.0, 1e4))])
-    codes, scales = engine_fp8(GroupShape(1, 128)).forward_native(x)
-    found_codes, found_scales = quantize_groups_fp8(x)
+    quantized, scales = engine_fp8(GroupShape(1, 128)).forward_native(x)
+    found_quantized, found_scales = quantize_groups_fp8(x)
     # vLLM's plain form keeps the scale above 1 / (448 * 512), its GPU kernels keep the magnitude above 1e-10, as we do.
     floor = scales == torch.tensor(1 / (448 * 512))
     assert 0 < floor.float().mean() < 0.01  # the tokens of zeros
     assert torch.equal(found_scales[~floor], scales[~floor])
-    assert torch.equal(as_bytes(found_codes), as_bytes(codes))
+    assert torch.equal(as_bytes(found_quantized), as_bytes(quantized))
 
 
 @pytest.mark.engine
@@ -398,7 +401,7 @@ def test_int8_of_a_token_is_that_of_vllm(dtype):
 
     sizes = (1e-42, 1e-40, 1e-38, *SIZES, 1e36)
     x = torch.cat([tokens(scale, dtype, i, (500, 256)) for i, scale in enumerate(sizes)])
-    codes, scales, _ = ops.onednn_scaled_int8_quant(x, None, None, True)
-    found_codes, found_scales = quantize_tokens_int8(x)
+    quantized, scales, _ = ops.onednn_scaled_int8_quant(x, None, None, True)
+    found_quantized, found_scales = quantize_tokens_int8(x)
     assert torch.equal(found_scales, scales)
-    assert torch.equal(found_codes, codes)
+    assert torch.equal(found_quantized, quantized)

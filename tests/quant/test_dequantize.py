@@ -1,4 +1,4 @@
-"""`dequantize` of `qarl_trl.quant.quantize`: the numbers that codes stand for, and how often they are computed."""
+"""`dequantize` of `qarl_trl.quant.quantize`: the numbers that quantized values stand for, and how often they are computed."""
 
 import copy
 import weakref
@@ -33,17 +33,17 @@ from quant.schemes import (
 
 
 def rows_of(low_bit):
-    """Integer codes, scales and zero points (or `None`) as rows of Python numbers, by the definition of the layout."""
+    """Integer quantized values, scales and zero points (or `None`) as rows of Python numbers, by the definition of the layout."""
     tensors, bits = low_bit.tensors, low_bit.scheme.weights.num_bits
-    codes = low_bit.codes.tolist()
+    quantized = low_bit.quantized.tolist()
     if "weight_packed" in tensors:
         width = tensors["weight_shape"][1].item()
-        codes = references.unpack_int(low_bit.codes, bits, width)
+        quantized = references.unpack_int(low_bit.quantized, bits, width)
     zero_points = None
     if "weight_zero_point" in tensors:
-        columns = references.unpack_int4(tensors["weight_zero_point"].t(), len(codes))
+        columns = references.unpack_int4(tensors["weight_zero_point"].t(), len(quantized))
         zero_points = [list(row) for row in zip(*columns, strict=True)]
-    return codes, low_bit.scale.tolist(), zero_points
+    return quantized, low_bit.scale.tolist(), zero_points
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
@@ -58,15 +58,15 @@ def test_dequantize_is_the_decompression_of_compressed_tensors(scheme, group_siz
 
 @pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
 def test_a_wider_dtype_gets_the_same_numbers(scheme, group_size):
-    """Codes times scale round to bfloat16 first; the control multiplies in float32 and gets others."""
+    """Quantized values times scale round to bfloat16 first; the control multiplies in float32 and gets others."""
     low_bit = low_bit_of(scheme, group_size)
     wide = dequantize(low_bit, torch.float32)
     assert wide.dtype == torch.float32
     assert torch.equal(wide, dequantize(low_bit).float())
-    unrounded = low_bit.codes.float()
+    unrounded = low_bit.quantized.float()
     if low_bit.scheme.weights.type == "int":
-        codes, _, zero_points = rows_of(low_bit)
-        unrounded = torch.tensor(codes).float()
+        quantized, _, zero_points = rows_of(low_bit)
+        unrounded = torch.tensor(quantized).float()
         if zero_points is not None:
             unrounded -= torch.tensor(zero_points).repeat_interleave(256 // low_bit.scale.shape[1], dim=1)
     scale = low_bit.scale.float()
@@ -83,7 +83,7 @@ def test_a_padded_width_is_cut_back(scheme):
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
-def test_dequantizing_leaves_the_codes_alone(scheme, group_size):
+def test_dequantizing_leaves_the_quantized_alone(scheme, group_size):
     low_bit = low_bit_of(scheme, group_size)
     before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
     dequantize(low_bit).zero_()
@@ -162,7 +162,7 @@ def test_a_kept_matrix_is_made_once_a_step_with_the_same_results(made, scheme, d
     assert not same_bytes(batch(other, x, dtype)[0], expected[0][0])  # control
 
 
-def test_it_is_kept_in_two_bytes_a_weight_and_freed_with_the_codes(made):
+def test_it_is_kept_in_two_bytes_a_weight_and_freed_with_the_quantized(made):
     model, x = layers("W4A16", keep_dequantized=True), normal(8, 128)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     batch(model, x)
@@ -170,10 +170,10 @@ def test_it_is_kept_in_two_bytes_a_weight_and_freed_with_the_codes(made):
     assert sum(t.nbytes for t in kept) == 2 * sum(layer.weight.numel() for _, layer in quantized_modules(model))
     before, alive = kept[0].clone(), [weakref.ref(t) for t in kept]
     del kept
-    assert all(ref() is not None for ref in alive)  # control: for as long as the codes live
+    assert all(ref() is not None for ref in alive)  # control: for as long as the quantized values live
     optimizer.step()
     for _, layer in quantized_modules(model):
-        layer.low_bit()  # as a publish does
+        layer.low_bit()  # as a weight sync does
     assert all(ref() is None for ref in alive)
     made.clear()
     batch(model, x)

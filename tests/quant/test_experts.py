@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig, GptOssForCausalLM
 from trl.distributed import DistributedBackend
 
-from qarl_trl.metrics.clock import CodeFlips
+from qarl_trl.metrics.clock import WeightFlips
 from qarl_trl.quant import (
     QuantExperts,
     apply_quantization,
@@ -33,13 +33,13 @@ from qarl_trl.quant import (
     resolve_scheme,
 )
 from qarl_trl.quant.experts import PROJECTIONS, expert_modules, layer_names
-from qarl_trl.quant.grouped import grouped_product
-from qarl_trl.quant.model import bypassed_layers
 from qarl_trl.quant.gemm import Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize, quantize_tokens_fp8
+from qarl_trl.quant.grouped import grouped_gemm
+from qarl_trl.quant.model import bypassed_layers
 from qarl_trl.quant.quantize import LowBitWeight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import readable_parameters
-from qarl_trl.rollout.gemm import engine_product
+from qarl_trl.rollout.gemm import engine_gemm
 from quant.schemes import NAMES, same_tensors
 
 
@@ -75,8 +75,8 @@ def dequantized(module, name):
 
 def exact(weight):
     """What a kernel multiplies with: for FP8 code times scale unrounded, where `dequantize` rounds to bfloat16."""
-    if weight.codes.dtype == torch.float8_e4m3fn:
-        return weight.codes.float() * weight.scale.float()
+    if weight.quantized.dtype == torch.float8_e4m3fn:
+        return weight.quantized.float() * weight.scale.float()
     return dequantize(weight, torch.float32)
 
 
@@ -88,9 +88,9 @@ def put_on_grid(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for name, param in model.named_parameters():
         if param.ndim == 3 or ("_proj" in name and param.ndim == 2):
-            codes = torch.randint(0, 16, param.shape, generator=generator)
-            codes[..., 0::128], codes[..., 1::128] = 0, 15
-            param.data = ((codes - 8) / 32).to(param.dtype)
+            packed = torch.randint(0, 16, param.shape, generator=generator)
+            packed[..., 0::128], packed[..., 1::128] = 0, 15
+            param.data = ((packed - 8) / 32).to(param.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -193,8 +193,8 @@ def test_the_experts_at_once_are_low_bit_linear_layers_one_after_the_other(schem
 
 
 def fp8_row(row):
-    codes, scale = references.quantize_tokens_float8(row[None].float())
-    return torch.tensor([references.float8_value(code) for code in codes[0].tolist()]).double() * scale[0].double()
+    packed, scale = references.quantize_tokens_float8(row[None].float())
+    return torch.tensor([references.float8_value(code) for code in packed[0].tolist()]).double() * scale[0].double()
 
 
 # Largest difference found, by the largest entry of the reference: 4.3e-7 for W4A16, float32 sums; 2.3e-3 for FP8, in the
@@ -219,8 +219,8 @@ def test_output_and_gradients_are_those_of_the_reference(scheme, tolerance):
 
     low_bit = [*dequantized(module, "gate_up_proj"), *dequantized(module, "down_proj")]
     assert max(differences(reference(low_bit))) < tolerance
-    masters = [*module.gate_up_proj.detach().chunk(2, dim=1), module.down_proj.detach()]
-    assert min(differences(reference(masters))) > 4 * tolerance  # control: W in the place of Q(W)
+    master_weights = [*module.gate_up_proj.detach().chunk(2, dim=1), module.down_proj.detach()]
+    assert min(differences(reference(master_weights))) > 4 * tolerance  # control: W in the place of Q(W)
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero():
@@ -292,10 +292,10 @@ class Recorder(TorchDispatchMode):
 
 
 def naive(module, x, chosen, routing):
-    """The same output from matrices that autograd keeps, as a stock forward with straight-through masters needs them."""
+    """The same output from matrices that autograd keeps, as a stock forward with straight-through master weights needs them."""
     low_bit = {name: torch.cat(dequantized(module, name), dim=1) for name in PROJECTIONS}
-    masters = {name: getattr(module, name) for name in PROJECTIONS}
-    both, down = (master + (low_bit[name] - master).detach() for name, master in masters.items())
+    master_weights = {name: getattr(module, name) for name in PROJECTIONS}
+    both, down = (master + (low_bit[name] - master).detach() for name, master in master_weights.items())
     y = torch.zeros_like(x)
     for e in range(len(down)):
         token, choice = torch.where(chosen == e)
@@ -329,7 +329,7 @@ def test_one_parameter_at_a_time_is_dequantized_and_not_kept(scheme, trained):
             loss.backward()
         return there.peak, sum(kept.values()), back.peak
 
-    measure(module)  # codes are made
+    measure(module)  # quantized values are made
     there, kept, back = measure(module)
     # A matrix in float32 and, while it is cast, in bfloat16; of the backward the gradients of both parameters are left.
     assert there <= 1.5 * gate_up
@@ -341,7 +341,7 @@ def test_one_parameter_at_a_time_is_dequantized_and_not_kept(scheme, trained):
 
 
 def block_calls(scheme, experts):
-    """The operations of a forward and a backward over one layer of experts, whose codes are made."""
+    """The operations of a forward and a backward over one layer of experts, whose quantized values are made."""
     model = make_model("qwen3_moe", num_experts=experts, num_hidden_layers=1, num_key_value_heads=2)
     module = experts_of(apply_quantization(model, scheme, ignore=DEFAULT_IGNORE))
     x, chosen, routing = routed(33, module)
@@ -411,12 +411,12 @@ def test_what_waits_for_a_device_is_seen(wait):
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "W4A8"])
-def test_nothing_waits_for_the_device_once_the_codes_are_made(scheme):
+def test_nothing_waits_for_the_device_once_the_quantized_are_made(scheme):
     module = experts_of(quantized(scheme=scheme, num_key_value_heads=2, num_hidden_layers=1))
     x, chosen, routing = routed(33, module)
     module(x, chosen, routing)
-    codes = [module.low_bit(parameter).tensors for parameter in PROJECTIONS]
-    with NoWaiting(*(tensors["weight_shape"] for tensors in codes if "weight_shape" in tensors)):
+    packed = [module.low_bit(parameter).tensors for parameter in PROJECTIONS]
+    with NoWaiting(*(tensors["weight_shape"] for tensors in packed if "weight_shape" in tensors)):
         module(x, chosen, routing).sum().backward()
     looping = experts_of(quantized(scheme="W4A8", num_hidden_layers=1))
     looping(x, chosen, routing)
@@ -427,16 +427,16 @@ def test_nothing_waits_for_the_device_once_the_codes_are_made(scheme):
 def test_sums_of_integers_are_exact_where_float32_is_not():
     weight = quantize_weight(torch.rand(2 * 64, 8192) + 0.5, resolve_scheme("W8A8"))
     x, offsets = torch.rand(9, 8192) + 0.5, torch.tensor([4, 9], dtype=torch.int32)
-    y, (codes, scale) = grouped_product(Int8Gemm(), x, weight, offsets)
+    y, (packed, scale) = grouped_gemm(Int8Gemm(), x, weight, offsets)
     first, second = weight.split(64)
     parts = [Int8Gemm().forward(x[:4], first)[0], Int8Gemm().forward(x[4:], second)[0]]
     assert torch.equal(y, torch.cat(parts))
-    in_one = (codes[:4].float() @ first.codes.float().t()) * first.scale.float().t() * scale[:4]
+    in_one = (packed[:4].float() @ first.quantized.float().t()) * first.scale.float().t() * scale[:4]
     assert not torch.equal(y[:4], in_one)  # control
 
 
-@pytest.mark.parametrize(("scheme", "product"), [("FP8_DYNAMIC", Fp8Gemm), ("W4AFP8", Int4Fp8Gemm)])
-def test_the_grouped_product_of_float8_is_called_as_torch_demands(monkeypatch, scheme, product):
+@pytest.mark.parametrize(("scheme", "gemm"), [("FP8_DYNAMIC", Fp8Gemm), ("W4AFP8", Int4Fp8Gemm)])
+def test_the_grouped_gemm_of_float8_is_called_as_torch_demands(monkeypatch, scheme, gemm):
     """Shapes, strides and dtypes, by the operation's own checks; its numbers need a GPU."""
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
@@ -445,25 +445,25 @@ def test_the_grouped_product_of_float8_is_called_as_torch_demands(monkeypatch, s
     offsets = torch.empty(8, dtype=torch.int32, device="meta")
     x = torch.empty(33, 128, dtype=torch.bfloat16, device="meta")
     with Recorder() as recorder:
-        y, _ = grouped_product(product(), x, LowBitWeight(tensors, weight.scheme), offsets)
+        y, _ = grouped_gemm(gemm(), x, LowBitWeight(tensors, weight.scheme), offsets)
     assert (y.shape, y.dtype) == ((33, 256), torch.bfloat16)
     assert "aten._scaled_grouped_mm.default" in recorder.calls
     capability[0] = (8, 9)  # an Ada GPU has no such product: expert by expert
     with pytest.raises(RuntimeError, match="meta"):
-        grouped_product(product(), x, LowBitWeight(tensors, weight.scheme), offsets)
+        grouped_gemm(gemm(), x, LowBitWeight(tensors, weight.scheme), offsets)
 
 
-# Codes --------------------------------------------------------------------------------------------------------------
+# Quantized values --------------------------------------------------------------------------------------------------------------
 
 
-def test_codes_are_made_once_a_step_and_shared_by_forward_and_stream():
+def test_quantized_are_made_once_a_step_and_shared_by_forward_and_stream():
     model = quantized()
     module = experts_of(model)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     model(TOKENS, labels=TOKENS).loss.backward()
-    codes = module.low_bit("down_proj")
+    packed = module.low_bit("down_proj")
     model(TOKENS)
-    assert module.low_bit("down_proj") is codes
+    assert module.low_bit("down_proj") is packed
     stream = dict(iter_low_bit_weights(model))
     for parameter in PROJECTIONS:
         whole = module.low_bit(parameter)
@@ -471,15 +471,15 @@ def test_codes_are_made_once_a_step_and_shared_by_forward_and_stream():
             layer_names(EXPERTS, module, parameter), module.low_bit_layers(parameter), strict=True
         ):
             for local in ("weight_packed", "weight_scale"):  # views of what multiplies
-                published, storage = stream[f"{name}.{local}"], whole.tensors[local].untyped_storage()
-                assert published.untyped_storage().data_ptr() == storage.data_ptr()
-                assert published.data_ptr() == low_bit.tensors[local].data_ptr()
+                synced, storage = stream[f"{name}.{local}"], whole.tensors[local].untyped_storage()
+                assert synced.untyped_storage().data_ptr() == storage.data_ptr()
+                assert synced.data_ptr() == low_bit.tensors[local].data_ptr()
     optimizer.step()
     fresh = module.low_bit("down_proj")
-    assert fresh is not codes
-    assert not torch.equal(fresh.codes, codes.codes)
+    assert fresh is not packed
+    assert not torch.equal(fresh.quantized, packed.quantized)
     expected = quantize_weight(module.down_proj[0], module.scheme)
-    assert torch.equal(fresh.codes[:128], expected.codes)
+    assert torch.equal(fresh.quantized[:128], expected.quantized)
 
 
 def test_gate_and_up_are_the_halves_of_the_fused_parameter():
@@ -504,8 +504,8 @@ def test_all_experts_in_one_call_have_the_bytes_of_one_call_for_each(monkeypatch
             parameter.mul_(torch.logspace(-2, 2, len(parameter), dtype=dtype).view(-1, 1, 1))
     monkeypatch.setattr(linear, "quantize_weight", lambda *args: calls.append(1) or quantize_weight(*args))
     for name, projections in PROJECTIONS.items():
-        masters = getattr(module, name).detach().flatten(0, 1).chunk(len(module.down_proj) * len(projections))
-        for master, part in zip(masters, module.low_bit_layers(name), strict=True):
+        master_weights = getattr(module, name).detach().flatten(0, 1).chunk(len(module.down_proj) * len(projections))
+        for master, part in zip(master_weights, module.low_bit_layers(name), strict=True):
             expected = quantize_weight(master, module.scheme)
             assert same_tensors(part.tensors, expected.tensors)
             assert part.shape == expected.shape
@@ -550,7 +550,7 @@ def test_the_stream_has_the_names_of_the_checkpoint(kind, prefix):
     assert [n for n, _ in iter_low_bit_weights(plain)] == [n for n, _ in plain.named_parameters()]
 
 
-def test_masters_given_from_outside_are_quantized_anew():
+def test_master_weights_given_from_outside_are_quantized_anew():
     """As FSDP2 gives them: whole, while the module holds a shard."""
     model = quantized(num_hidden_layers=1)
     module = experts_of(model)
@@ -558,9 +558,10 @@ def test_masters_given_from_outside_are_quantized_anew():
     whole = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     stream = dict(iter_low_bit_weights(model, whole.items()))
     expected = quantize_weight(whole[f"{EXPERTS}.down_proj"][1], module.scheme)
-    assert torch.equal(stream[f"{EXPERTS}.1.down_proj.weight_packed"], expected.codes)
+    assert torch.equal(stream[f"{EXPERTS}.1.down_proj.weight_packed"], expected.quantized)
     assert (
-        module.low_bit("down_proj").codes[128].data_ptr() == stream[f"{EXPERTS}.1.down_proj.weight_packed"].data_ptr()
+        module.low_bit("down_proj").quantized[128].data_ptr()
+        == stream[f"{EXPERTS}.1.down_proj.weight_packed"].data_ptr()
     )
     missing = [(name, p) for name, p in whole.items() if not name.endswith("gate_up_proj")]
     with pytest.raises(RuntimeError, match=r"1 quantized layers or experts.*mlp\.experts\.gate_up_proj"):
@@ -568,7 +569,7 @@ def test_masters_given_from_outside_are_quantized_anew():
 
 
 def sharded_run(folder):
-    """FSDP2 over two processes, bfloat16 in the forward, float32 in the shards; rank 0 writes what was published."""
+    """FSDP2 over two processes, bfloat16 in the forward, float32 in the shards; rank 0 writes what was synced."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     model = quantized()
@@ -599,7 +600,7 @@ def sharded_run(folder):
 
 
 @pytest.mark.slow
-def test_under_fsdp2_forward_and_publish_share_the_codes_of_one_process(tmp_path):
+def test_under_fsdp2_forward_and_sync_share_the_quantized_of_one_process(tmp_path):
     isolated_group(sharded_run, 2, str(tmp_path))
     first, second = torch.load(tmp_path / "found.pt")
     whole = dict(iter_low_bit_weights(quantized()))
@@ -612,17 +613,17 @@ def test_under_fsdp2_forward_and_publish_share_the_codes_of_one_process(tmp_path
 def test_code_flips_count_the_experts_within_the_budget_of_one_layer():
     model = quantized(num_hidden_layers=1)
     module = experts_of(model)
-    flips = CodeFlips(words=1200)
+    flips = WeightFlips(words=1200)
     model(TOKENS)
     assert flips.update([("experts", module)]) == {}
     assert len(flips._last) == 2
-    assert sum(codes.numel() for codes in flips._last.values()) <= 4 * 1200
+    assert sum(packed.numel() for packed in flips._last.values()) <= 4 * 1200
     assert set(flips.update([("experts", module)]).values()) == {0}
     with torch.no_grad():
         module.down_proj.mul_(-1)  # amax stays, every code but 0 and the rounded ties changes
     model(TOKENS)
     found = flips.update([("experts", module)])
-    assert 0.2 < found["quant/code_flip_frac"] == found["quant/code_flip_frac/experts"] < 0.4  # down_proj is a third
+    assert 0.2 < found["quant/flip_frac"] == found["quant/flip_frac/experts"] < 0.4  # down_proj is a third
 
 
 # What is quantized --------------------------------------------------------------------------------------------------
@@ -649,7 +650,7 @@ def test_removing_restores_the_experts():
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_is_quantized_and_holds_no_codes(clone):
+def test_a_copy_is_quantized_and_holds_no_quantized(clone):
     model = quantized()
     logits = model(TOKENS).logits
     twin = clone(model)
@@ -775,7 +776,7 @@ def test_sizes_that_the_scheme_does_not_divide_are_refused(changes, scheme, word
 def test_a_replaced_forward_and_the_engine_kernel_are_refused():
     model = make_model("qwen3_moe")
     with pytest.raises(ValueError, match="'engine'.*mixture-of-experts"):
-        apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, product=engine_product)
+        apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, gemm=engine_gemm)
     experts_of(model).forward = lambda *args: args[0]
     with pytest.raises(ValueError, match="experts.*replaced forward"):
         apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE)
@@ -792,7 +793,7 @@ def test_experts_that_did_not_run_are_named():
     assert bypassed_layers(model) == ["model.layers.1.mlp.experts"]
 
 
-def test_activations_of_fp8_are_quantized_for_both_products():
+def test_activations_of_fp8_are_quantized_for_both_gemms():
     """With one scale a token, at the input of gate and up and at that of down."""
     module = experts_of(quantized(scheme="FP8_DYNAMIC"))
     x, chosen, routing = routed(6, module)
@@ -800,8 +801,8 @@ def test_activations_of_fp8_are_quantized_for_both_products():
     (down,) = dequantized(module, "down_proj")
 
     def q(t):
-        codes, scale = quantize_tokens_fp8(t)
-        return codes.float() * scale
+        packed, scale = quantize_tokens_fp8(t)
+        return packed.float() * scale
 
     x, routing = x.detach(), routing.detach()
     expected = torch.zeros_like(x)

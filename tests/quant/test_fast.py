@@ -57,7 +57,7 @@ def test_a_million_weights_have_the_bytes_of_the_plain_operations(weight, plain,
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_ten_million_weights_have_the_bytes_of_the_plain_operations(plain, scheme, group_size):
-    """The plain ones are compared with compressed-tensors on the same weights in `test_codes.py`."""
+    """The plain ones are compared with compressed-tensors on the same weights in `test_quantized.py`."""
     resolved = resolve_scheme(scheme, group_size)
     for seed in range(1, 11):
         weight = many_weights(seed)
@@ -80,7 +80,7 @@ def test_frozen_scales_give_the_bytes_of_the_plain_operations(weight, plain, sch
             t["weight_packed" if "weight_packed" in t else "weight"].view(torch.uint8)
             for t in (found, quantize_weight(master, resolved).tensors)
         )
-    )  # control: other codes
+    )  # control: other quantized values
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 20])
@@ -103,7 +103,7 @@ def test_parts_of_the_rows_for_several_threads_leave_none_out(plain, monkeypatch
 
 
 def test_an_error_in_a_thread_is_raised(monkeypatch):
-    """A thread would only print it, and its part of the codes would be what was in memory before."""
+    """A thread would only print it, and its part of the quantized values would be what was in memory before."""
     monkeypatch.setattr(cpu, "_WEIGHTS_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     weight, scheme, encode = normal(30, 128, dtype=torch.bfloat16), resolve_scheme("W4A16"), kernels.encode
@@ -208,7 +208,7 @@ def pairs(exponents):
     return torch.cat((numbers, -numbers)), torch.cat((scales, scales))
 
 
-def test_a_product_with_the_reciprocal_is_the_quotient():
+def test_a_gemm_with_the_reciprocal_is_the_quotient():
     numbers, scales = pairs([-125, -124, -30, -1, 0, 3, 7, 8, 100, 126, 127, 128])
     largest = 2.0**126  # above it every code is saturated, and the product may be infinite before the quotient is
     expected = (numbers / scales).clamp(-largest, largest)
@@ -227,7 +227,7 @@ def test_a_quotient_that_underflows_is_zero_where_it_has_to_be():
     found = quotients(numbers, scales, kernels._second_steps)
     assert torch.equal(found == 0, expected == 0)
     assert torch.equal(found.signbit(), expected.signbit())
-    assert found.abs().max() < 2.0**-125  # so that all other codes are of zero
+    assert found.abs().max() < 2.0**-125  # so that all other quantized values are of zero
 
 
 @pytest.mark.parametrize(("bits", "other"), [(5, False), (7, True)])
@@ -255,9 +255,9 @@ def test_the_scale_of_every_number_has_the_bytes_of_the_plain_operations(scheme,
     weight[0, :, 3], weight[1, :, 6], weight[2, :, 1], weight[2, :, 2] = largest, -largest, largest, -other
     weight[3, :, 0], weight[3, :, 5] = other, -largest
     weight = weight.flatten(0, 1).to(dtype)
-    codes, found = cpu.quantize(weight, resolved)
-    expected_codes, expected = reference.quantize(weight.bfloat16(), resolved)
-    for a, b in zip((codes, *found), (expected_codes, *expected), strict=True):
+    quantized, found = cpu.quantize(weight, resolved)
+    expected_quantized, expected = reference.quantize(weight.bfloat16(), resolved)
+    for a, b in zip((quantized, *found), (expected_quantized, *expected), strict=True):
         assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert (found[0] == 2.0**-7).sum() >= 4  # of zeros
     assert 0 < found[0].min() < 2.0**-126 < 2.0**118 < found[0].max()
@@ -268,10 +268,10 @@ def test_the_scale_of_every_number_has_the_bytes_of_the_plain_operations_below_a
     scheme, global_scale = resolve_scheme(NVFP4), torch.tensor([2688 / largest])
     weight = torch.zeros(len(FLOATS), 16, dtype=torch.bfloat16)
     weight[:, 7], weight[:, 8] = -FLOATS, FLOATS / 3
-    codes, (scale, _) = cpu.quantize(weight, scheme, global_scale)
-    expected_codes, (expected, _) = reference.quantize(weight, scheme, global_scale)
+    quantized, (scale, _) = cpu.quantize(weight, scheme, global_scale)
+    expected_quantized, (expected, _) = reference.quantize(weight, scheme, global_scale)
     assert torch.equal(scale.view(torch.uint8), expected.view(torch.uint8))
-    assert torch.equal(codes, expected_codes)
+    assert torch.equal(quantized, expected_quantized)
     assert scale.view(torch.uint8).unique().numel() == 126  # every scale there is
 
 
@@ -341,9 +341,9 @@ def one_in_one_pass_off(which):
         quantize = cpu.quantize
 
         def other(weight, scheme, global_scale=None):
-            codes, (scale, zero_point) = quantize(weight, scheme, global_scale)
-            (codes, scale)[which].view(torch.uint8)[-1, -1] ^= 1
-            return codes, (scale, zero_point)
+            quantized, (scale, zero_point) = quantize(weight, scheme, global_scale)
+            (quantized, scale)[which].view(torch.uint8)[-1, -1] ^= 1
+            return quantized, (scale, zero_point)
 
         monkeypatch.setattr(cpu, "quantize", other)
 
@@ -390,7 +390,7 @@ def test_an_unrounded_quotient_would_be_seen(monkeypatch, dtype):
 
     def unrounded(weight, qparams, scheme, global_scale):
         quotient = reference.as_blocks(weight.float(), scheme) / qparams[0].float().unsqueeze(-1)
-        return reference.int_codes(reference.as_matrix(quotient, weight.shape, scheme), 8)
+        return reference.int_quantized(reference.as_matrix(quotient, weight.shape, scheme), 8)
 
     scheme = resolve_scheme("W8A8")
     weight = fast.sample(dtype)

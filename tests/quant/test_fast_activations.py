@@ -25,13 +25,13 @@ kernels = pytest.importorskip("qarl_trl.quant.fast.cpu_kernels")
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 DTYPES = [torch.bfloat16, torch.float32]
-PRODUCTS = {
+GEMMS = {
     quantize_tokens_fp8: Fp8Gemm,
     quantize_groups_fp8: Fp8BlockGemm,
     quantize_tokens_int8: Int8Gemm,
     quantize_tokens_int8_asymmetric: CpuInt4Int8Gemm,
 }
-every_function = pytest.mark.parametrize("plain", PRODUCTS, ids=lambda function: function.__name__)
+every_function = pytest.mark.parametrize("plain", GEMMS, ids=lambda function: function.__name__)
 
 
 def same(found, expected):
@@ -43,9 +43,9 @@ def same(found, expected):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_function
-def test_codes_and_scales_have_the_bytes_of_the_plain_operations(plain, dtype):
+def test_quantized_and_scales_have_the_bytes_of_the_plain_operations(plain, dtype):
     """Every bfloat16 number below 1e37, rows of all sizes down to those without a reciprocal, ties, and -0.0."""
-    found = PRODUCTS[plain].quantize
+    found = GEMMS[plain].quantize
     for x in [fast.sample(dtype), *(tokens(10.0**size, dtype, shape=(40, 384)) for size in range(-44, 36, 3))]:
         assert fast.quantizer_of(plain, x) is not plain
         assert same(found(x), plain(x))
@@ -62,7 +62,7 @@ def test_any_shape_has_the_bytes_of_the_plain_operations(monkeypatch, plain, dty
     for shape in [(*rows, width) for rows in ((), (1,), (3, 7)) for width in widths]:
         x = normal(*shape, dtype=dtype)
         assert fast.quantizer_of(plain, x) is not plain
-        assert same(PRODUCTS[plain].quantize(x), plain(x)), shape
+        assert same(GEMMS[plain].quantize(x), plain(x)), shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,17 +71,17 @@ def test_a_token_that_is_not_finite_has_the_bytes_of_the_plain_operations(plain,
     for bad in (torch.nan, torch.inf, -torch.inf):
         x = normal(30, 256, dtype=dtype)
         x[4, 7] = x[9] = x[29, 255] = bad
-        found = PRODUCTS[plain].quantize(x)
+        found = GEMMS[plain].quantize(x)
         assert same(found, plain(x))
         assert found[1].isfinite().flatten(1).all(1).sum() == 27
 
 
-def codes_and_scales(dtype, shape=(40, 384), groups=1):
+def quantized_and_scales(dtype, shape=(40, 384), groups=1):
     """Every kind of code, NaN of float8 among them, with scales from subnormal numbers to infinity."""
     generator = torch.Generator().manual_seed(sum(shape))
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
+    quantized = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
     exponents = torch.randint(-149, 129, (*shape[:-1], groups), generator=generator)
-    return codes, torch.ldexp(torch.rand(exponents.shape, generator=generator) + 1, exponents)
+    return quantized, torch.ldexp(torch.rand(exponents.shape, generator=generator) + 1, exponents)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,46 +92,52 @@ def test_numbers_have_the_bytes_of_the_plain_operations(monkeypatch, code, dtype
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     shapes = [(40, 384), (3, 7, 130), (2,), (1, 6), (256, 1000)]
     for shape, groups in [*((shape, 1) for shape in shapes), ((40, 384), 3), ((2, 5, 256), 2)]:
-        codes, scale = codes_and_scales(code, shape, groups)
-        kernel = fast.activation_decoder(codes, scale, dtype)
+        quantized, scale = quantized_and_scales(code, shape, groups)
+        kernel = fast.activation_decoder(quantized, scale, dtype)
         assert kernel is not dequantize_activations
-        found, expected = kernel(codes, scale, dtype), dequantize_activations(codes, scale, dtype)
+        found, expected = kernel(quantized, scale, dtype), dequantize_activations(quantized, scale, dtype)
         assert torch.equal(found.isnan(), expected.isnan())
         assert same_bytes(
             found.nan_to_num(0.0, torch.inf, -torch.inf), expected.nan_to_num(0.0, torch.inf, -torch.inf)
         )
-    assert not same_bytes(kernel(codes, scale.roll(1, 0), dtype), found)  # control
-    assert same_bytes(restored(codes, scale, dtype), found)
+    assert not same_bytes(kernel(quantized, scale.roll(1, 0), dtype), found)  # control
+    assert same_bytes(restored(quantized, scale, dtype), found)
 
 
 def test_numbers_that_no_kernel_takes_go_to_the_plain_operations():
-    codes, scale = codes_and_scales(torch.int8)
-    taken = fast.activation_decoder(codes, scale, torch.float32)
+    quantized, scale = quantized_and_scales(torch.int8)
+    taken = fast.activation_decoder(quantized, scale, torch.float32)
     assert taken is not dequantize_activations  # control
-    odd, wide = (codes[:, :131].contiguous(), scale), (codes.short(), scale)
-    for other in (odd, wide, (codes.t(), scale[:1].repeat(384, 1)), (codes[:0], scale[:0]), (codes.to("meta"), scale)):
+    odd, wide = (quantized[:, :131].contiguous(), scale), (quantized.short(), scale)
+    for other in (
+        odd,
+        wide,
+        (quantized.t(), scale[:1].repeat(384, 1)),
+        (quantized[:0], scale[:0]),
+        (quantized.to("meta"), scale),
+    ):
         assert fast.activation_decoder(*other, torch.float32) is dequantize_activations
-    assert fast.activation_decoder(codes, scale, torch.half) is dequantize_activations
+    assert fast.activation_decoder(quantized, scale, torch.half) is dequantize_activations
 
 
-def scale_of_a_weight(codes, scale, dtype):
-    return dequantize_activations(codes, scale.bfloat16().float(), dtype)
+def scale_of_a_weight(quantized, scale, dtype):
+    return dequantize_activations(quantized, scale.bfloat16().float(), dtype)
 
 
-def rounded_like_a_weight(codes, scale, dtype):
-    return dequantize_activations(codes, scale, torch.bfloat16).to(dtype)
+def rounded_like_a_weight(quantized, scale, dtype):
+    return dequantize_activations(quantized, scale, torch.bfloat16).to(dtype)
 
 
-def nan_as_a_number(codes, scale, dtype):
-    return dequantize_activations(codes, scale, dtype).nan_to_num(480.0, torch.inf, -torch.inf)
+def nan_as_a_number(quantized, scale, dtype):
+    return dequantize_activations(quantized, scale, dtype).nan_to_num(480.0, torch.inf, -torch.inf)
 
 
 @pytest.mark.parametrize("broken", [scale_of_a_weight, rounded_like_a_weight, nan_as_a_number])
 def test_a_kernel_with_other_numbers_is_reported_and_not_used(monkeypatch, broken):
     monkeypatch.setattr(cpu, "dequantize_activations", broken)
-    codes, scale = codes_and_scales(torch.float8_e4m3fn)
+    quantized, scale = quantized_and_scales(torch.float8_e4m3fn)
     with pytest.warns(UserWarning, match="gives other bytes on cpu"):
-        assert fast.activation_decoder(codes, scale, torch.float32) is dequantize_activations
+        assert fast.activation_decoder(quantized, scale, torch.float32) is dequantize_activations
 
 
 @every_function
@@ -139,8 +145,8 @@ def test_what_no_kernel_takes_goes_to_the_plain_operations(monkeypatch, plain):
     x = normal(256, 256, dtype=torch.bfloat16)
     for other in (x.t(), x[:, ::2], x[:0], x.half(), x.to("meta"), x[:, :131].contiguous(), torch.nn.Parameter(x)):
         assert fast.quantizer_of(plain, other) is plain
-    assert PRODUCTS[plain].quantize(x[:0])[0].shape == (0, 256)
-    assert same(PRODUCTS[plain].quantize(x.t()), plain(x.t()))
+    assert GEMMS[plain].quantize(x[:0])[0].shape == (0, 256)
+    assert same(GEMMS[plain].quantize(x.t()), plain(x.t()))
     assert fast.quantizer_of(plain, x) is not plain  # control
     monkeypatch.setattr(fast, "_compiled", lambda device_type: None)  # no numba
     assert fast.quantizer_of(plain, x) is plain
@@ -151,18 +157,18 @@ def test_what_no_kernel_takes_goes_to_the_plain_operations(monkeypatch, plain):
 
 def one_code_off(plain):
     def broken(x):
-        codes, scale = plain(x)
-        codes.view(torch.uint8)[-1, -1] ^= 1
-        return codes, scale
+        quantized, scale = plain(x)
+        quantized.view(torch.uint8)[-1, -1] ^= 1
+        return quantized, scale
 
     return broken
 
 
 def one_scale_off(plain):
     def broken(x):
-        codes, scale = plain(x)
+        quantized, scale = plain(x)
         scale[-1] *= 1 + 2.0**-23
-        return codes, scale
+        return quantized, scale
 
     return broken
 
@@ -196,7 +202,7 @@ def test_a_kernel_with_other_bytes_is_reported_and_not_used(monkeypatch, plain, 
     x = normal(1000, 256, dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match="gives other bytes on cpu"):
         assert fast.quantizer_of(plain, x) is plain
-    assert same(PRODUCTS[plain].quantize(x), plain(x))  # and told only once
+    assert same(GEMMS[plain].quantize(x), plain(x))  # and told only once
 
 
 @pytest.mark.parametrize(
@@ -224,7 +230,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch, plain):
         monkeypatch.setattr(kernels, name, failing)
     x = normal(4, 256)
     with pytest.warns(UserWarning, match="does not run on cpu.*no compiler"):
-        assert same(PRODUCTS[plain].quantize(x), plain(x))
+        assert same(GEMMS[plain].quantize(x), plain(x))
     assert fast.quantizer_of(plain, x) is plain  # and warned once
 
 
@@ -241,16 +247,16 @@ def kernel_of(plain):
 
 def rounded_once(x):  # int8 on a GPU
     amax = x.float().abs().amax(-1, keepdim=True)
-    codes = (x.float() * (torch.full_like(amax, 127.0) / amax)).clamp(-128, 127).round().nan_to_num(0.0).to(torch.int8)
-    return codes, amax / 127.0
+    quantized = (x.float() * (torch.full_like(amax, 127.0) / amax)).clamp(-128, 127).round().nan_to_num(0.0).to(torch.int8)
+    return quantized values, amax / 127.0
 
 def kernel_that_rounds_once(x):
-    words, codes, scale = x.view(torch.int32 if x.element_size() == 2 else torch.int64), x.to(torch.int8), x[:, :1].float()
+    words, quantized values, scale = x.view(torch.int32 if x.element_size() == 2 else torch.int64), x.to(torch.int8), x[:, :1].float()
     tile, limits = cuda._tile(words.shape[1]), dict(LARGEST=127.0, LEAST=0.0, FLOOR=0.0)
-    args = words, scale.contiguous(), codes.view(torch.int16), *words.shape, *tile
+    args = words, scale.contiguous(), quantized.view(torch.int16), *words.shape, *tile
     grid = (triton.cdiv(len(x), tile[0]),)
-    cuda._activation_codes[grid](*args, **limits, DIVIDED=False, FLOAT8=False, ONCE=True)
-    return codes, args[1]
+    cuda._activation_quantized[grid](*args, **limits, DIVIDED=False, FLOAT8=False, ONCE=True)
+    return quantized values, args[1]
 
 cuda._WORDS_PER_PROGRAM = 2**18  # the interpreter's time is that of its programs
 functions = [plain for plain in fast.RULES if plain is not activations.quantize_tokens_int8_asymmetric]
@@ -296,17 +302,17 @@ def test_triton_compiles_what_was_written(word, capability):
 
     from qarl_trl.quant.fast import cuda
 
-    for float8, divided, once in (
+    for float8, divided, memoize_last in (
         (True, False, False),
         (True, True, False),
         (False, False, False),
         (False, False, True),
     ):
         constants = {"ROWS": 32, "COLUMNS": 64, "LARGEST": 448.0, "LEAST": 1e-10, "FLOOR": 1e-6}
-        constants |= {"FLOAT8": float8, "DIVIDED": divided, "ONCE": once}
+        constants |= {"FLOAT8": float8, "DIVIDED": divided, "ONCE": memoize_last}
         pointers = {"words": word, "scales": "*fp32", "out": "*i16", "rows": "i32", "columns": "i32"}
         source = ASTSource(
-            cuda._activation_codes,
+            cuda._activation_quantized,
             signature=pointers | dict.fromkeys(constants, "constexpr"),
             constexprs=constants,
         )

@@ -64,20 +64,20 @@ def test_a_million_weights_have_the_bytes_of_the_plain_operations(weight, plain,
 def test_numbers_are_those_of_the_definition_with_scales_of_any_size(scheme):
     """Every code with scales from the least bfloat16 number to large ones, by Python's own numbers."""
     resolved = resolve_scheme(scheme)
-    codes, (scale, zero_point), resolved, columns = fast.every_product(resolved, CPU)
-    height = len(codes) // len(scale)
+    quantized, (scale, zero_point), resolved, columns = fast.every_gemm(resolved, CPU)
+    height = len(quantized) // len(scale)
     chosen = torch.cat([torch.arange(5), torch.arange(5, len(scale), 1997)])
     chosen = chosen[scale[chosen].amax(-1) < 2.0**110]
     lines = (chosen.unsqueeze(-1) * height + torch.arange(height)).flatten()
     zero_point = None if zero_point is None else zero_point[chosen]
-    codes, scale = codes[lines], scale[chosen]
-    found = cpu.decode(codes, (scale, zero_point), resolved, columns, torch.bfloat16)
+    quantized, scale = quantized[lines], scale[chosen]
+    found = cpu.decode(quantized, (scale, zero_point), resolved, columns, torch.bfloat16)
     if resolved.format == "pack-quantized":
-        rows = references.unpack_int(codes, resolved.weights.num_bits, columns)
+        rows = references.unpack_int(quantized, resolved.weights.num_bits, columns)
     elif resolved.weights.type == "float":
-        rows = [[references.float8_value(code) for code in row] for row in codes.view(torch.uint8).tolist()]
+        rows = [[references.float8_value(code) for code in row] for row in quantized.view(torch.uint8).tolist()]
     else:
-        rows = codes.tolist()
+        rows = quantized.tolist()
     scales = scale.repeat_interleave(height, dim=0).tolist()
     zero_points = None if zero_point is None else zero_point.tolist()
     assert same_bytes(found, references.dequantize_rows(rows, scales, zero_points))
@@ -87,14 +87,14 @@ def test_numbers_are_those_of_the_definition_with_scales_of_any_size(scheme):
 @pytest.mark.parametrize("scheme", NAMES)
 def test_the_comparison_sees_every_code_with_every_scale(scheme):
     resolved = resolve_scheme(scheme)
-    codes, (scale, zero_point), resolved, columns = fast.every_product(resolved, CPU)
+    quantized, (scale, zero_point), resolved, columns = fast.every_gemm(resolved, CPU)
     if resolved.format == "pack-quantized":
-        codes = reference.unpacked(codes, resolved.weights.num_bits, columns)
-    codes = reference.as_blocks(codes.view(torch.int8), resolved).int()
+        quantized = reference.unpacked(quantized, resolved.weights.num_bits, columns)
+    quantized = reference.as_blocks(quantized.view(torch.int8), resolved).int()
     if zero_point is not None:
-        codes = codes - zero_point.unsqueeze(-1)
+        quantized = quantized - zero_point.unsqueeze(-1)
     bits = scale.view(torch.int16).int().unsqueeze(-1)
-    pairs = ((codes + 256) << 16 | bits).unique()
+    pairs = ((quantized + 256) << 16 | bits).unique()
     numbers = {4: 31 if zero_point is not None else 16, 8: 254 if resolved.weights.type == "float" else 256}
     assert len(pairs) == 0x7F80 * numbers[resolved.weights.num_bits]
     assert scale.isfinite().all()
@@ -148,36 +148,36 @@ def one_bit_off(decode):
 
 
 def unrounded(decode):
-    """The mistake a fused kernel makes most easily: codes times scale in float32."""
+    """The mistake a fused kernel makes most easily: quantized values times scale in float32."""
 
-    def broken(codes, qparams, scheme, columns, dtype, _):
+    def broken(quantized, qparams, scheme, columns, dtype, _):
         scale, zero_point = (None if t is None else t.float() for t in qparams)
-        return decode(codes, (scale, zero_point), scheme, columns, torch.float32).to(dtype)
+        return decode(quantized, (scale, zero_point), scheme, columns, torch.float32).to(dtype)
 
     return broken
 
 
 def truncated(decode):
-    def broken(codes, qparams, scheme, columns, dtype, _):
+    def broken(quantized, qparams, scheme, columns, dtype, _):
         scale, zero_point = qparams
-        exact = reference.decode(codes, (scale.float(), zero_point), scheme, columns, torch.float32)
+        exact = reference.decode(quantized, (scale.float(), zero_point), scheme, columns, torch.float32)
         return (exact.view(torch.int32) & -65536).view(torch.float32).to(dtype)
 
     return broken
 
 
 def without_subnormal_scales(decode):
-    def broken(codes, qparams, *args):
+    def broken(quantized, qparams, *args):
         scale, zero_point = qparams
-        return decode(codes, (torch.where(scale < 2.0**-126, 0.0, scale), zero_point), *args)
+        return decode(quantized, (torch.where(scale < 2.0**-126, 0.0, scale), zero_point), *args)
 
     return broken
 
 
 def with_neighbouring_scales(decode):
-    def broken(codes, qparams, *args):
+    def broken(quantized, qparams, *args):
         scale, zero_point = qparams
-        return decode(codes, (scale.roll(1, -1), zero_point), *args)
+        return decode(quantized, (scale.roll(1, -1), zero_point), *args)
 
     return broken
 
@@ -185,9 +185,9 @@ def with_neighbouring_scales(decode):
 def with_a_rounded_scale(decode):
     """The mistake below a global scale: the scale in bfloat16."""
 
-    def broken(codes, qparams, scheme, columns, dtype, global_scale):
+    def broken(quantized, qparams, scheme, columns, dtype, global_scale):
         unit = (qparams[0].float() / global_scale).bfloat16()
-        blocks = reference.as_blocks(reference.unpack_fp4(codes), scheme)
+        blocks = reference.as_blocks(reference.unpack_fp4(quantized), scheme)
         return (blocks * unit.unsqueeze(-1)).flatten(1).bfloat16().to(dtype)
 
     return broken

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.gathers`: FSDP2 trains by codes as by weights, bit for bit, in two real processes that count what moves."""
+"""`qarl_trl.quant.gathers`: FSDP2 trains by quantized values as by weights, bit for bit, in two real processes that count what moves."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from qarl_trl.quant import apply_quantization, gathers, iter_low_bit_weights, quantized_modules, shards
-from qarl_trl.quant.gathers import CodedMaster, GatheredCodes, gather_codes
+from qarl_trl.quant.gathers import CodedMaster, GatheredCodes, gather_quantized
 from qarl_trl.rollout.scores import learner_logps, low_bit_forward
 from quant.schemes import same_bytes
 
 
-def cut_model(kind: str, scheme: str, coded: bool, **changes: Any) -> torch.nn.Module:
+def cut_model(kind: str, scheme: str, packed: bool, **changes: Any) -> torch.nn.Module:
     """A toy as accelerate shards one: on the meta device, then loaded with `assign=True`; layers checkpointed."""
     model = apply_quantization(make_model(kind, num_key_value_heads=2, **changes), scheme)
     start = model.state_dict()
-    if coded:
-        gather_codes([layer for _, layer in quantized_modules(model)], 2, torch.device("cpu"))
+    if packed:
+        gather_quantized([layer for _, layer in quantized_modules(model)], 2, torch.device("cpu"))
     mesh, buffers = init_device_mesh("cpu", (2,)), dict(model.named_buffers())
     model = model.to("meta")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -46,16 +46,16 @@ def cut_model(kind: str, scheme: str, coded: bool, **changes: Any) -> torch.nn.M
 
 
 def held(model: torch.nn.Module) -> int:
-    """Bytes of codes that this process keeps between steps."""
+    """Bytes of quantized values that this process keeps between steps."""
     layers = [layer for _, layer in quantized_modules(model)]
-    weights = [w for layer in layers for w in layer._code_cache.last().values()]
+    weights = [w for layer in layers for w in layer._low_bit_cache.last().values()]
     return sum(
         t.untyped_storage().nbytes() for w in weights for name, t in w.tensors.items() if name != "weight_shape"
     )
 
 
 def trained(model: torch.nn.Module, steps: int = 3) -> list[Any]:
-    """Logits, loss, gradients, masters, published tensors, bytes moved, weights quantized and codes held of every step."""
+    """Logits, loss, gradients, master weights, synced tensors, bytes moved, weights quantized and quantized values held of every step."""
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     quantize, calls = shards.quantize_weight, []
     counted = lambda weight, *rest: calls.append(weight.shape) or quantize(weight, *rest)  # noqa: E731
@@ -85,26 +85,26 @@ def trained(model: torch.nn.Module, steps: int = 3) -> list[Any]:
 def both_forms(kind: str, scheme: str) -> dict[str, Any]:
     torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)
-    models = [cut_model(kind, scheme, coded) for coded in (False, True)]
-    weights, codes = (trained(model) for model in models)
-    for before, after in zip(weights, codes, strict=True):
+    models = [cut_model(kind, scheme, packed) for packed in (False, True)]
+    weights, quantized = (trained(model) for model in models)
+    for before, after in zip(weights, quantized, strict=True):
         assert before[-1] == after[-1]
         assert len(before[0]) == len(after[0])
         assert all(same_bytes(a, b) for a, b in zip(before[0], after[0], strict=True))
-    # The learners of the canary, one of them in high precision.
+    # The learners of the sync check, one of them in high precision.
     tokens = list(range(9))
-    plain, coded = (learner_logps(model, tokens, with_wrong=True) for model in models)
-    assert torch.equal(plain.plain, coded.plain) and plain.wrong.keys() == coded.wrong.keys()
-    assert all(torch.equal(logps, coded.wrong[name]) for name, logps in plain.wrong.items())
-    assert not torch.equal(coded.wrong["without quantization"], coded.plain)
-    # Control: codes of the step before.
+    plain, packed = (learner_logps(model, tokens, with_wrong=True) for model in models)
+    assert torch.equal(plain.plain, packed.plain) and plain.wrong.keys() == packed.wrong.keys()
+    assert all(torch.equal(logps, packed.wrong[name]) for name, logps in plain.wrong.items())
+    assert not torch.equal(packed.wrong["without quantization"], packed.plain)
+    # Control: quantized values of the step before.
     stale, old = cut_model(kind, scheme, True), {}
-    original = gathers.own_codes
+    original = gathers.own_quantized
     with patch.object(
-        gathers, "own_codes", lambda layer, name, *_: old.setdefault((layer, name), original(layer, name))
+        gathers, "own_quantized", lambda layer, name, *_: old.setdefault((layer, name), original(layer, name))
     ):
         found = trained(stale, steps=2)
-    same = [same_bytes(a, b) for a, b in zip(codes[1][0], found[1][0], strict=True)]
+    same = [same_bytes(a, b) for a, b in zip(quantized[1][0], found[1][0], strict=True)]
     parameters = [
         p for _, layer in quantized_modules(models[1]) for p in layer.parameters(recurse=False) if p.ndim > 1
     ]
@@ -114,12 +114,12 @@ def both_forms(kind: str, scheme: str) -> dict[str, Any]:
     torch.distributed.destroy_process_group()
     return {
         "stale": all(same),
-        "masters": {CodedMaster: "coded"}.get(*kinds) if len(kinds) == 1 else None,
+        "master_weights": {CodedMaster: "packed"}.get(*kinds) if len(kinds) == 1 else None,
         "parameters": len(parameters),
         "entries": sum(p.numel() for p in parameters),
-        "moved": [(a[1], b[1], a[2], b[2]) for a, b in zip(weights, codes, strict=True)],
-        "quantized": [(a[3], b[3]) for a, b in zip(weights, codes, strict=True)],
-        "held": [(a[4], b[4]) for a, b in zip(weights, codes, strict=True)],
+        "moved": [(a[1], b[1], a[2], b[2]) for a, b in zip(weights, quantized, strict=True)],
+        "quantized": [(a[3], b[3]) for a, b in zip(weights, quantized, strict=True)],
+        "held": [(a[4], b[4]) for a, b in zip(weights, quantized, strict=True)],
     }
 
 
@@ -128,28 +128,28 @@ def both_forms(kind: str, scheme: str) -> dict[str, Any]:
     ("kind", "scheme", "bits"),
     [("qwen2", "FP8_DYNAMIC", 8.1), ("qwen3_moe", "W4A16_ASYM", 4.15625)],
 )
-def test_training_by_gathered_codes_is_training_by_gathered_weights(kind, scheme, bits):
+def test_training_by_gathered_quantized_is_training_by_gathered_weights(kind, scheme, bits):
     for found in isolated_group(both_forms, 2, kind, scheme):
-        assert not found["stale"] and found["masters"] == "coded"
-        for weights, codes, reduced, reduced_too in found["moved"]:
+        assert not found["stale"] and found["master_weights"] == "packed"
+        for weights, quantized, reduced, reduced_too in found["moved"]:
             # Half of each is another's; in forward and backward of two micro-batches.
-            assert (weights - codes) / 4 * 2 == pytest.approx(found["entries"] * (2 - bits / 8), rel=0.01)
+            assert (weights - quantized) / 4 * 2 == pytest.approx(found["entries"] * (2 - bits / 8), rel=0.01)
             assert reduced == reduced_too
         assert [after for _, after in found["quantized"]] == [2 * found["parameters"]] + [found["parameters"]] * 2
         assert all(after * 2 == before for before, after in found["held"])
 
 
 def written_shards(model: torch.nn.Module, layer: torch.nn.Module) -> None:
-    """What is written to a shard without an optimizer step is in the next forward, publish and export."""
+    """What is written to a shard without an optimizer step is in the next forward, sync and export."""
     forward = lambda: model(torch.arange(8)[None]).logits  # noqa: E731
     with torch.no_grad():
-        before, codes = forward(), layer.low_bit(layer.weight)
+        before, quantized = forward(), layer.low_bit(layer.weight)
         assert torch.equal(forward(), before)
         layer.weight.to_local().mul_(2)
         assert not torch.equal(forward(), before)
         layer.weight.detach().to_local().mul_(0.5)  # as torch.distributed.checkpoint loads; no version moves
-        assert not same_bytes(layer.low_bit().scale, codes.scale)  # control
-        assert same_bytes(layer.low_bit(layer.weight).scale, codes.scale)
+        assert not same_bytes(layer.low_bit().scale, quantized.scale)  # control
+        assert same_bytes(layer.low_bit(layer.weight).scale, quantized.scale)
         assert torch.equal(forward(), before)
 
 
@@ -170,7 +170,7 @@ def refusals() -> list[str]:
     with pytest.raises(RuntimeError) as unlike:
         own = layer.weight.to_local().detach()
         own.fsdp_pre_all_gather(init_device_mesh("cpu", (2,)), torch.Size((127, 256)), None, layer, None)
-    # NaN in one process: nobody waits, and the publish says where.
+    # NaN in one process: nobody waits, and the sync says where.
     with torch.no_grad():
         if torch.distributed.get_rank() == 1:
             layer.weight.to_local()[3, 5] = torch.nan
@@ -186,7 +186,7 @@ def refusals() -> list[str]:
 def test_what_is_no_weight_says_so():
     first, second = isolated_group(refusals, 2)
     assert "(127, 256) cannot be gathered from 2 processes" in first[2]
-    assert "gathered the codes alone" in first[0]
+    assert "gathered the quantized values alone" in first[0]
     assert "Another process" in first[1] and "holds NaN" in second[1]
 
 
@@ -211,15 +211,15 @@ def test_a_coded_master_is_the_tensor_it_was_made_of(tmp_path):
     )  # also by DCP, shard by shard
 
 
-def coded(model, ranks=2):
-    gather_codes([layer for _, layer in quantized_modules(model)], ranks, torch.device("cpu"))
+def packed(model, ranks=2):
+    gather_quantized([layer for _, layer in quantized_modules(model)], ranks, torch.device("cpu"))
     return sum(type(p) is CodedMaster for p in model.parameters())
 
 
-def test_codes_are_gathered_where_each_process_can_make_its_own():
+def test_quantized_are_gathered_where_each_process_can_make_its_own():
     dense = {"num_hidden_layers": 1, "num_key_value_heads": 2}
-    assert coded(apply_quantization(make_model(**dense), "W4A16")) == 7
-    assert coded(apply_quantization(make_model("qwen3_moe", **dense), "W4A16")) == 4 + 2
+    assert packed(apply_quantization(make_model(**dense), "W4A16")) == 7
+    assert packed(apply_quantization(make_model("qwen3_moe", **dense), "W4A16")) == 4 + 2
     for scheme, ranks, count in (
         ("W4A16", 1, 0),
         ("W4A16", 3, 0),
@@ -227,11 +227,11 @@ def test_codes_are_gathered_where_each_process_can_make_its_own():
         ("W4A16_ASYM", 64, 0),
         ("W4A16", 64, 7),
     ):
-        assert coded(apply_quantization(make_model(**dense), scheme), ranks) == count, (scheme, ranks)
+        assert packed(apply_quantization(make_model(**dense), scheme), ranks) == count, (scheme, ranks)
     for scheme in ("W4A8", "NVFP4A16"):  # prepared by its kernel; a global scale
-        assert coded(apply_quantization(make_model(**dense), scheme)) == 0
+        assert packed(apply_quantization(make_model(**dense), scheme)) == 0
     for how in ({"keep_dequantized": True}, {"quantize_forward": False}):
-        assert coded(apply_quantization(make_model(**dense), "W4A16", **how)) == 0
-    assert coded(apply_quantization(make_model(dtype=torch.bfloat16, **dense), "W4A16")) == 0
+        assert packed(apply_quantization(make_model(**dense), "W4A16", **how)) == 0
+    assert packed(apply_quantization(make_model(dtype=torch.bfloat16, **dense), "W4A16")) == 0
     adapted = get_peft_model(make_model(**dense), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    assert coded(apply_quantization(adapted, "W4A16")) == 5
+    assert packed(apply_quantization(adapted, "W4A16")) == 5

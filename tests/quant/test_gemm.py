@@ -20,7 +20,7 @@ from qarl_trl.quant.gemm import (
     Int4Fp8Gemm,
     Int8Gemm,
     dequantize,
-    plain_product,
+    plain_gemm,
 )
 from quant.schemes import NAMES, WEIGHT_ONLY, low_bit_of, normal, relative_error, same_bytes
 
@@ -53,9 +53,9 @@ QUANTIZERS = {
 }
 
 
-def codes_of(low_bit):
-    """Codes of a packed 4-bit weight, as rows."""
-    return references.unpack_int4(low_bit.codes, int(low_bit.tensors["weight_shape"][1]))
+def quantized_of(low_bit):
+    """Quantized values of a packed 4-bit weight, as rows."""
+    return references.unpack_int4(low_bit.quantized, int(low_bit.tensors["weight_shape"][1]))
 
 
 def spread(scale, size):
@@ -63,19 +63,19 @@ def spread(scale, size):
     return scale.repeat_interleave(size // scale.shape[-1], dim=-1)
 
 
-def exact_product(low_bit, codes, scale):
-    """Codes of both sides times their scales in float64, nothing rounded; codes `(tokens, in)`."""
+def exact_gemm(low_bit, quantized, scale):
+    """Quantized values of both sides times their scales in float64, nothing rounded; quantized values `(tokens, in)`."""
     if low_bit.scheme.format == "pack-quantized":
-        table, channel_scale = references.int4_float8_table(codes_of(low_bit), low_bit.scale.tolist())
-        return (codes.double() * scale.double()) @ (table.double() * channel_scale.double()).t()
+        table, channel_scale = references.int4_float8_table(quantized_of(low_bit), low_bit.scale.tolist())
+        return (quantized.double() * scale.double()) @ (table.double() * channel_scale.double()).t()
     w_scale = low_bit.scale.double()
     if low_bit.scheme.weights.block_structure is not None:
         w_scale = w_scale.repeat_interleave(128, dim=0)
-    weight = low_bit.codes.double() * spread(w_scale, low_bit.codes.shape[1])
-    return (codes.double() * spread(scale.double(), codes.shape[1])) @ weight.t()
+    weight = low_bit.quantized.double() * spread(w_scale, low_bit.quantized.shape[1])
+    return (quantized.double() * spread(scale.double(), quantized.shape[1])) @ weight.t()
 
 
-# Relative to the exact product of the codes. Measured in bfloat16 1.6e-3 to 1.7e-3, the result's own rounding, and 3.3e-3
+# Relative to the exact product of the quantized values. Measured in bfloat16 1.6e-3 to 1.7e-3, the result's own rounding, and 3.3e-3
 # where W4A8 with one scale a channel cuts it off; in float32 3e-8 to 5e-8, sums of 256 products, but for W4A8, whose
 # kernel takes and gives bfloat16.
 TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float32: 1e-6}
@@ -86,13 +86,13 @@ TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float32: 1e-6}
     ("scheme", "group_size"),
     [("FP8_DYNAMIC", None), ("FP8_BLOCK", None), ("W8A8", None), ("W4A8", 32), ("W4A8", -1), ("W4AFP8", None)],
 )
-def test_activation_gemms_multiply_the_codes_of_both_sides(scheme, group_size, dtype):
+def test_activation_gemms_multiply_the_quantized_of_both_sides(scheme, group_size, dtype):
     kernel, quantize = QUANTIZERS[scheme]
     low_bit, x = low_bit_of(scheme, group_size), normal(2, 7, 256, seed=1, dtype=dtype)
     y, saved = kernel().forward(x, low_bit)
     assert (y.shape, y.dtype) == ((2, 7, 128), dtype)
-    codes, scale = quantize((x.bfloat16() if scheme == "W4A8" else x).reshape(-1, 256))
-    exact = exact_product(low_bit, codes, scale)
+    quantized, scale = quantize((x.bfloat16() if scheme == "W4A8" else x).reshape(-1, 256))
+    exact = exact_gemm(low_bit, quantized, scale)
     tolerance = (
         5e-3 if (scheme, group_size) == ("W4A8", -1) else TOLERANCE[torch.bfloat16 if scheme == "W4A8" else dtype]
     )
@@ -109,9 +109,9 @@ def test_the_backward_sees_the_quantized_input(scheme, dtype):
     kernel, quantize = QUANTIZERS[scheme]
     low_bit, x = low_bit_of(scheme), normal(2, 7, 256, seed=1, dtype=dtype)
     _, saved = kernel().forward(x, low_bit)
-    codes, scale = quantize((x.bfloat16() if scheme == "W4A8" else x).reshape(-1, 256))
+    quantized, scale = quantize((x.bfloat16() if scheme == "W4A8" else x).reshape(-1, 256))
     restored = kernel().input_from(saved, torch.float32)
-    assert torch.equal(restored.reshape(-1, 256), codes.float() * spread(scale, 256))
+    assert torch.equal(restored.reshape(-1, 256), quantized.float() * spread(scale, 256))
     # Float8: three bits of mantissa, at most 1/16 off, 2.6 % on average. Int8: 0.64 to 0.70 %.
     low, high = (0.01, 0.03) if "FP8" in scheme else (0.005, 0.01)
     assert low < relative_error(restored, x) < high
@@ -121,8 +121,8 @@ def test_the_backward_sees_the_quantized_input(scheme, dtype):
 def test_int8_sums_are_exact(shape):
     low_bit, x = low_bit_of("W8A8", shape=shape), normal(5, shape[1], seed=1)
     y, _ = Int8Gemm().forward(x, low_bit)
-    codes, scale = quantize_tokens_int8(x)
-    sums = (codes.long() @ low_bit.codes.long().t()).float()  # below 2^24
+    quantized, scale = quantize_tokens_int8(x)
+    sums = (quantized.long() @ low_bit.quantized.long().t()).float()  # below 2^24
     assert torch.equal(y, sums * low_bit.scale.float().t() * scale)
 
 
@@ -144,12 +144,12 @@ def test_w4a8_is_the_arithmetic_of_its_definition(group_size):
         scheme.weights.strategy, scheme.weights.group_size = "group", 256  # one group, as the engine's channel
     low_bit, x = quantize_weight(normal(24, 256), scheme), normal(6, 256, seed=1, dtype=torch.bfloat16)
     x[2], x[3] = 0.0, x[3].abs()
-    codes, scales = low_bit.codes.tolist(), low_bit.scale.tolist()
-    expected = references.int4_int8_gemm(x, codes, scales)
+    quantized, scales = low_bit.quantized.tolist(), low_bit.scale.tolist()
+    expected = references.int4_int8_gemm(x, quantized, scales)
     y, _ = CpuInt4Int8Gemm().forward(x, low_bit)
     assert same_bytes(y, expected)
     # Control: the same sums rounded the other way.
-    assert not same_bytes(y, references.int4_int8_gemm(x, codes, scales, truncate=len(scales[0]) > 1))
+    assert not same_bytes(y, references.int4_int8_gemm(x, quantized, scales, truncate=len(scales[0]) > 1))
 
 
 @pytest.mark.parametrize("shape", [(20, 36), (24, 40), (1, 16)])
@@ -162,7 +162,7 @@ def test_fp8_gemm_takes_any_size(shape):
 @pytest.mark.parametrize("scheme", NAMES)
 def test_where_the_bias_is_added(scheme):
     """To the float32 sums, or to the rounded output: as vLLM's kernel of the scheme does (the tests with its layers)."""
-    low_bit, kernel = low_bit_of(scheme), plain_product(resolve_scheme(scheme), CPU)
+    low_bit, kernel = low_bit_of(scheme), plain_gemm(resolve_scheme(scheme), CPU)
     x, bias = normal(64, 256, seed=1, dtype=torch.bfloat16), normal(128, seed=2, dtype=torch.bfloat16)
     y, saved = kernel.forward(x, low_bit, bias)
     after = kernel.forward(x, low_bit)[0] + bias
@@ -181,7 +181,7 @@ def test_w4afp8_multiplies_by_the_table_of_its_definition(scale):
     weight = normal(24, 512) * scale * normal(24, 512, seed=1).exp()  # groups of different sizes in a row
     low_bit = quantize_weight(weight, resolve_scheme("W4AFP8"))
     table, channel_scale = Int4Fp8Gemm().operand(low_bit)
-    expected, expected_scale = references.int4_float8_table(codes_of(low_bit), low_bit.scale.tolist())
+    expected, expected_scale = references.int4_float8_table(quantized_of(low_bit), low_bit.scale.tolist())
     assert torch.equal(table.float(), expected)
     assert torch.equal(channel_scale, expected_scale)
     matrix = Int4Fp8Gemm().matrix_from(low_bit, torch.float32)
@@ -205,13 +205,13 @@ def test_w4afp8_scales_are_those_of_the_engine(monkeypatch):
     monkeypatch.undo()
     table, found = Int4Fp8Gemm().operand(low_bit)
     assert torch.equal(found, channel_scale)
-    codes = torch.tensor(codes_of(low_bit)).float().unflatten(-1, (4, -1))
-    entries = (codes * scales.float().unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
+    quantized = torch.tensor(quantized_of(low_bit)).float().unflatten(-1, (4, -1))
+    entries = (quantized * scales.float().unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
     assert torch.equal(table.float(), entries.float())
     assert not torch.equal(found, low_bit.scale.float().amax(-1, keepdim=True) / 448)  # control: without the eighth
 
 
-def test_a_changed_bias_reaches_codes_that_are_kept():
+def test_a_changed_bias_reaches_quantized_that_are_kept():
     """One scale a channel: torch's 4-bit kernel has the bias inside its packed weight."""
     low_bit, x = low_bit_of("W4A8", -1), normal(5, 256, seed=1, dtype=torch.bfloat16)
     bias = normal(128, seed=2, dtype=torch.bfloat16)

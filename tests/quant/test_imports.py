@@ -12,7 +12,7 @@ import torch
 
 import qarl_trl
 from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.gemm import ActivationGemm, dequantize, plain_product
+from qarl_trl.quant.gemm import ActivationGemm, dequantize, plain_gemm
 from qarl_trl.quant.quantize import _quantizer
 from qarl_trl.quant.table import SUPPORTED
 from quant.schemes import normal
@@ -42,7 +42,7 @@ for name in {hidden}:
     sys.modules[name] = None  # an import of it fails
 import qarl_trl, torch
 from qarl_trl.quant import apply_quantization, quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.gemm import ActivationGemm, dequantize, plain_product
+from qarl_trl.quant.gemm import ActivationGemm, dequantize, plain_gemm
 from qarl_trl.quant.quantize import _quantizer
 from qarl_trl.quant.table import SUPPORTED
 weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
@@ -50,16 +50,16 @@ for name in SUPPORTED:
     scheme = resolve_scheme(name)
     low_bit = quantize_weight(weight, scheme)
     digest = hashlib.sha256()
-    product = plain_product(scheme, weight.device)
+    product = plain_gemm(scheme, weight.device)
     activations = product.quantize(weight) if isinstance(product, ActivationGemm) else ()
     for tensor in (*low_bit.tensors.values(), dequantize(low_bit), *activations):
         digest.update(bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
     print(name, digest.hexdigest(), _quantizer(weight, scheme)[0] is reference)
 layer = apply_quantization(torch.nn.Sequential(torch.nn.Linear(128, 8)), "W4A16")[0]
-before = layer.low_bit().codes.clone()
+before = layer.low_bit().quantized.clone()
 layer(torch.randn(2, 128)).sum().backward()
 torch.optim.SGD(layer.parameters(), lr=1.0).step()
-assert not torch.equal(layer.low_bit().codes, before)
+assert not torch.equal(layer.low_bit().quantized, before)
 """
 
 
@@ -80,8 +80,8 @@ def digests():
     for name in SUPPORTED:
         digest = hashlib.sha256()
         weight, scheme = normal(256, 256), resolve_scheme(name)
-        low_bit, product = quantize_weight(weight, scheme), plain_product(scheme, weight.device)
-        activations = product.quantize(weight) if isinstance(product, ActivationGemm) else ()
+        low_bit, gemm = quantize_weight(weight, scheme), plain_gemm(scheme, weight.device)
+        activations = gemm.quantize(weight) if isinstance(gemm, ActivationGemm) else ()
         for tensor in (*low_bit.tensors.values(), dequantize(low_bit), *activations):
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         yield name, digest.hexdigest()

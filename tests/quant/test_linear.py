@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.linear`: the forward's numbers, the straight-through gradient, and when codes are made anew."""
+"""`qarl_trl.quant.linear`: the forward's numbers, the straight-through gradient, and when quantized values are made anew."""
 
 import copy
 
@@ -13,9 +13,11 @@ from qarl_trl.quant import (
     activations,
     apply_quantization,
     linear,
-    products,
     quantize_weight,
     resolve_scheme,
+)
+from qarl_trl.quant import (
+    gemm as gemm_module,
 )
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.scheme import support_of
@@ -48,8 +50,8 @@ def used_input(scheme, x):
         "W8A8": activations.quantize_tokens_int8,
         "W4A8": lambda flat: activations.quantize_tokens_int8_asymmetric(flat.bfloat16()),
     }[scheme]
-    codes, scale = quantize(flat)  # of 128 inputs: one group
-    return (codes.float() * scale).view(x.shape)
+    quantized, scale = quantize(flat)  # of 128 inputs: one group
+    return (quantized.float() * scale).view(x.shape)
 
 
 def used_weight(layer):
@@ -57,7 +59,7 @@ def used_weight(layer):
     low_bit = layer.low_bit()
     if support_of(layer.scheme).name == "W4AFP8":
         table, scale = references.int4_float8_table(
-            references.unpack_int4(low_bit.codes, layer.in_features), low_bit.scale.tolist()
+            references.unpack_int4(low_bit.quantized, layer.in_features), low_bit.scale.tolist()
         )
         return table * scale
     return dequantize(low_bit, torch.float32)
@@ -79,7 +81,7 @@ def test_forward_multiplies_by_the_dequantized_weight(scheme, bias):
 def test_forward_quantizes_the_input_too(scheme):
     layer, x = make_layer(scheme, bias=True), make_input(50)
     expected = F.linear(used_input(scheme, x), used_weight(layer), layer.bias)
-    # Measured 1.6e-3 to 1.9e-3, since the stored scales multiply codes inside `dequantize` in bfloat16 and outside the sum
+    # Measured 1.6e-3 to 1.9e-3, since the stored scales multiply quantized values inside `dequantize` in bfloat16 and outside the sum
     # in the kernel; and 3.5e-3 of W4A8, whose kernel cuts its result off to bfloat16.
     assert relative_error(layer(x), expected) < 4e-3
     assert relative_error(layer(x), F.linear(x, used_weight(layer), layer.bias)) > 0.006
@@ -93,7 +95,7 @@ def test_autocast_computes_in_bfloat16(scheme, bias):
         y = layer(x)
     assert y.dtype == torch.bfloat16
     with torch.no_grad():
-        expected, _ = layer._product.forward(x.bfloat16(), layer.low_bit(), layer.bias.bfloat16() if bias else None)
+        expected, _ = layer._gemm.forward(x.bfloat16(), layer.low_bit(), layer.bias.bfloat16() if bias else None)
     assert torch.equal(y, expected)
     assert layer(x).dtype == torch.float32  # control: outside of autocast
 
@@ -114,7 +116,7 @@ def test_without_a_quantized_forward_the_layer_is_a_plain_linear():
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     assert not layer.has_run
     low_bit = quantize_weight(layer.weight, layer.scheme)
-    assert torch.equal(layer.low_bit().codes, low_bit.codes)  # publish and export still have codes
+    assert torch.equal(layer.low_bit().quantized, low_bit.quantized)  # sync and export still have quantized values
 
 
 def test_the_layer_says_what_it_is():
@@ -182,7 +184,7 @@ def test_gradient_of_the_input_goes_through_the_low_bit_weight_of_the_forward():
 
 
 # Measured: 2.8e-3, the bfloat16 operands and results of the backward's products; and for the weight 1.2e-2 in FP8 and
-# 6e-3 in W8A8, where the cast of the input moves some activation codes by a step (W4A8 casts in any case).
+# 6e-3 in W8A8, where the cast of the input moves some activation quantized values by a step (W4A8 casts in any case).
 @pytest.mark.parametrize(
     ("scheme", "tolerance"),
     [(name, {"FP8_DYNAMIC": 2e-2, "FP8_BLOCK": 2e-2, "W4AFP8": 2e-2, "W8A8": 1e-2}.get(name, 5e-3)) for name in NAMES],
@@ -211,7 +213,7 @@ def test_only_what_needs_a_gradient_gets_one():
         assert not layer(x).requires_grad
 
 
-# When codes are made ------------------------------------------------------------------------------------------------
+# When quantized values are made ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -227,7 +229,7 @@ def test_a_layer_is_quantized_once_per_optimizer_step(quantizations):
     layer = make_layer()
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
     for step in range(1, 4):
-        for _ in range(3):  # accumulation, old log-probs, publish, export
+        for _ in range(3):  # accumulation, old log-probs, sync, export
             layer(make_input(2)).sum().backward()
             layer.low_bit()
         assert layer.low_bit() is layer.low_bit(layer.weight.data) is layer.last_low_bit
@@ -284,40 +286,40 @@ def changed_to_a_new_parameter_in_the_old_place(layer):
         changed_to_a_new_parameter,
     ],
 )
-def test_codes_follow_the_master(change):
+def test_quantized_follow_the_master(change):
     layer = make_layer()
     before = layer.low_bit()
     change(layer)
-    assert torch.equal(layer.low_bit().codes, quantize_weight(layer.weight, layer.scheme).codes)
-    assert not torch.equal(layer.low_bit().codes, before.codes)  # control: the change was large enough to see
+    assert torch.equal(layer.low_bit().quantized, quantize_weight(layer.weight, layer.scheme).quantized)
+    assert not torch.equal(layer.low_bit().quantized, before.quantized)  # control: the change was large enough to see
     expected = F.linear(make_input(2), dequantize(layer.low_bit(), torch.float32))
     assert torch.equal(layer(make_input(2)), expected)
 
 
-def test_a_step_of_any_optimizer_ends_the_life_of_all_codes():
-    """Sharded optimizers hold aliases of the masters, so that a layer cannot tell whose step it was."""
+def test_a_step_of_any_optimizer_ends_the_life_of_all_quantized():
+    """Sharded optimizers hold aliases of the master weights, so that a layer cannot tell whose step it was."""
     layer = make_layer()
     before = layer.low_bit()
     other = nn.Parameter(torch.ones(2))
     other.grad = torch.ones(2)
     torch.optim.SGD([other], lr=1.0).step()
     layer.weight.data.mul_(-1)  # through `.data`: invisible to the version counter
-    assert not torch.equal(layer.low_bit().codes, before.codes)
+    assert not torch.equal(layer.low_bit().quantized, before.quantized)
 
 
 def test_a_gathered_master_is_quantized_as_given():
-    """Where `weight` is a shard, the publish hands over the whole; nothing of the shard may be used."""
+    """Where `weight` is a shard, the sync hands over the whole; nothing of the shard may be used."""
     layer = make_layer()
     whole = torch.randn(OUT, 128)
     found = layer.low_bit(whole)
-    assert torch.equal(found.codes, quantize_weight(whole, layer.scheme).codes)
-    assert not torch.equal(found.codes, quantize_weight(layer.weight, layer.scheme).codes)
+    assert torch.equal(found.quantized, quantize_weight(whole, layer.scheme).quantized)
+    assert not torch.equal(found.quantized, quantize_weight(layer.weight, layer.scheme).quantized)
     other = whole.neg()
-    assert torch.equal(layer.low_bit(other).codes, quantize_weight(other, layer.scheme).codes)
+    assert torch.equal(layer.low_bit(other).quantized, quantize_weight(other, layer.scheme).quantized)
 
 
 @pytest.mark.parametrize("scheme", NAMES)
-def test_a_copy_makes_its_own_codes(scheme):
+def test_a_copy_makes_its_own_quantized(scheme):
     layer = make_layer(scheme)
     y = layer(make_input(2))
     twin = copy.deepcopy(layer)
@@ -360,7 +362,7 @@ def test_nothing_of_the_size_of_a_weight_is_kept_for_the_backward(scheme):
     assert plain > one_copy  # control: under autocast a plain Linear keeps its weight's bfloat16 cast
 
 
-def test_codes_take_about_half_a_byte_per_weight():
+def test_quantized_take_about_half_a_byte_per_weight():
     low_bit = quantize_weight(torch.randn(512, 512), resolve_scheme("W4A16"))
     assert low_bit.num_bytes() / 512**2 == pytest.approx(0.5 + 2 / 128, rel=1e-3)
 
@@ -405,18 +407,18 @@ def lambda_module(model):
 # Choice of the product --------------------------------------------------------------------------------------------
 
 
-def test_the_product_is_chosen_at_the_first_forward_and_kept():
+def test_the_gemm_is_chosen_at_the_first_forward_and_kept():
     calls = []
-    layer = make_layer(product=lambda *args: calls.append(args) or products.dequant_product(*args))
+    layer = make_layer(gemm=lambda *args: calls.append(args) or gemm_module.dequant_gemm(*args))
     assert not layer.has_run
     for _ in range(3):
         layer(make_input(2))
     assert calls == [(layer.scheme, torch.device("cpu"))]
-    assert isinstance(layer._product, products.DequantGemm)
+    assert isinstance(layer._gemm, gemm_module.DequantGemm)
     assert layer.has_run
 
 
-def test_a_product_that_is_not_there_stops_the_forward():
-    layer = make_layer("FP8_DYNAMIC", product=products.dequant_product)
+def test_a_gemm_that_is_not_there_stops_the_forward():
+    layer = make_layer("FP8_DYNAMIC", gemm=gemm_module.dequant_gemm)
     with pytest.raises(ValueError, match="activation quantization"):
         layer(make_input(2))

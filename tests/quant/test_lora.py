@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.lora`: the merged weight, its codes for three readers, gradients to A and B, and what is refused."""
+"""`qarl_trl.quant.lora`: the merged weight, its quantized values for three readers, gradients to A and B, and what is refused."""
 
 import copy
 from types import SimpleNamespace
@@ -24,9 +24,9 @@ from qarl_trl.quant import (
     quantized_modules,
     remove_quantization,
 )
+from qarl_trl.quant.gemm import dequantize, plain_gemm, quantize_tokens_fp8
 from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.lora import LoraQuantLinear, merged_weight
-from qarl_trl.quant.gemm import dequantize, plain_product, quantize_tokens_fp8
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import readable_parameters
 from quant.schemes import min_max_qparams
@@ -80,7 +80,7 @@ def relative_error(found, expected):
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def same_codes(a, b):
+def same_quantized(a, b):
     return all(torch.equal(a.tensors[n].view(torch.uint8), b.tensors[n].view(torch.uint8)) for n in a.tensors)
 
 
@@ -90,7 +90,7 @@ def same_codes(a, b):
 @pytest.mark.parametrize(
     "changes", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}}]
 )
-def test_codes_are_those_of_pefts_own_merge(tiny_model, changes):
+def test_quantized_are_those_of_pefts_own_merge(tiny_model, changes):
     """The oracle: `merge_and_unload` of the same model with bfloat16 values, quantized as a plain model."""
     model = adapted(tiny_model(), **changes)
     rounded = copy.deepcopy(model)
@@ -102,7 +102,7 @@ def test_codes_are_those_of_pefts_own_merge(tiny_model, changes):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
-    # Control: the base alone has other codes in every adapted layer, and in no other.
+    # Control: the base alone has other quantized values in every adapted layer, and in no other.
     base = dict(iter_low_bit_weights(apply_quantization(tiny_model(), "W4A16")))
     differing = {name for name in base if not torch.equal(found[name], base[name])}
     assert {n.split(".")[-2] for n in differing} == {"q_proj", "v_proj", "down_proj"}
@@ -130,7 +130,7 @@ def test_merged_weight_is_the_formula():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_merged_weight_does_not_depend_on_the_dtype_of_the_masters(dtype):
+def test_the_merged_weight_does_not_depend_on_the_dtype_of_the_master_weights(dtype):
     w, a, b = (torch.randn(*shape).bfloat16() for shape in ((24, 128), (4, 128), (24, 4)))
     assert torch.equal(
         merged_weight(*(t.to(dtype) for t in (w, a, b)), 2.0), merged_weight(w.float(), a.float(), b.float(), 2.0)
@@ -138,7 +138,7 @@ def test_the_merged_weight_does_not_depend_on_the_dtype_of_the_masters(dtype):
 
 
 def test_frozen_scales_are_kept_for_the_merged_weight(tiny_model):
-    """A run that starts from a quantized checkpoint may keep its scales; the adapter then moves codes only."""
+    """A run that starts from a quantized checkpoint may keep its scales; the adapter then moves quantized values only."""
     base = apply_quantization(tiny_model(), "W4A16")
     qparams = {name: min_max_qparams(m.weight, m.scheme) for name, m in quantized_modules(base)}
     model = apply_quantization(adapted(tiny_model()), "W4A16", qparams=qparams)
@@ -159,7 +159,7 @@ def test_forward_multiplies_by_the_quantized_merged_weight(scheme, bias):
     layer, x = make_layer(scheme, bias=bias), make_input(2, 5)
     w, a, b = factors(layer)
     weight = quantize_weight(merged_weight(w, a, b, 4.0), layer.scheme)
-    kernel = plain_product(layer.scheme, x.device)
+    kernel = plain_gemm(layer.scheme, x.device)
     assert torch.equal(layer(x), kernel.forward(x, weight, layer.base_layer.bias)[0])
     if scheme == "W4A16":
         assert torch.equal(
@@ -173,40 +173,40 @@ def test_forward_multiplies_by_the_quantized_merged_weight(scheme, bias):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_autocast_changes_the_compute_dtype_and_not_the_codes(scheme):
+def test_autocast_changes_the_compute_dtype_and_not_the_quantized(scheme):
     layer, x = make_layer(scheme, bias=True), make_input(3)
     outside = layer.low_bit()
     layer.forget()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.bfloat16
-    assert same_codes(layer.low_bit(), outside)
+    assert same_quantized(layer.low_bit(), outside)
     with torch.no_grad():
-        expected, _ = layer._product.forward(x.bfloat16(), outside, layer.base_layer.bias.bfloat16())
+        expected, _ = layer._gemm.forward(x.bfloat16(), outside, layer.base_layer.bias.bfloat16())
     assert torch.equal(y, expected)
     assert layer(x).dtype == torch.float32  # control: outside of autocast
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_bfloat16_base_gives_the_same_codes(scheme):
+def test_a_bfloat16_base_gives_the_same_quantized(scheme):
     layer, other = make_layer(scheme), make_layer(scheme, dtype=torch.bfloat16)
     assert other.base_layer.weight.dtype == torch.bfloat16
     assert other.lora_A["default"].weight.dtype == torch.float32  # peft keeps trained weights in float32
     with torch.no_grad():
         for mine, theirs in zip(factors(other)[1:], factors(layer)[1:], strict=True):
             mine.copy_(theirs)
-    assert same_codes(layer.low_bit(), other.low_bit())
+    assert same_quantized(layer.low_bit(), other.low_bit())
 
 
 def test_without_a_quantized_forward_the_layer_is_pefts():
     layer, x = make_layer(bias=True, quantize_forward=False), make_input(3)
-    codes = layer.low_bit()
+    quantized = layer.low_bit()
     remove_quantization(layer)
     expected = layer(x)
     layer = make_layer(bias=True, quantize_forward=False)
     assert torch.equal(layer(x), expected)
     assert not layer.has_run
-    assert same_codes(layer.low_bit(), codes)
+    assert same_quantized(layer.low_bit(), quantized)
 
 
 def test_gradient_checkpointing_recomputes_the_same_values():
@@ -229,8 +229,8 @@ def test_gradients_are_the_straight_through_ones(scheme):
     w, a, b = factors(layer)
     used, low_bit_weight = x.detach(), dequantize(layer.low_bit(), torch.float32)
     if scheme == "FP8_DYNAMIC":
-        codes, scale = quantize_tokens_fp8(x.detach())
-        used = codes.float() * scale
+        quantized, scale = quantize_tokens_fp8(x.detach())
+        used = quantized.float() * scale
     grad_x, grad_merged = references.straight_through(used, low_bit_weight, grad)
     # The chain rule through W + 4 B A at the values that were merged.
     expected_a = 4.0 * b.detach().bfloat16().double().t() @ grad_merged
@@ -241,7 +241,7 @@ def test_gradients_are_the_straight_through_ones(scheme):
     assert relative_error(b.grad, expected_b) < 1e-6
     assert w.grad is None and layer.base_layer.bias.grad is None
 
-    # Control: a gradient at the base weight's codes, or without the scaling.
+    # Control: a gradient at the base weight's quantized values, or without the scaling.
     base = dequantize(quantize_weight(w, layer.scheme), torch.float32)
     assert relative_error(references.straight_through(used, base, grad)[0], grad_x) > 0.01
     assert relative_error(b.grad, expected_b / 4) > 0.5
@@ -268,7 +268,7 @@ def test_gradients_are_those_of_autograd_through_a_dense_merged_weight():
     assert relative_error(grad @ (w + 4.0 * (b @ a)), x.grad) > 0.01
 
 
-def test_a_step_moves_codes_and_leaves_the_base_bit_for_bit(tiny_model):
+def test_a_step_moves_quantized_and_leaves_the_base_bit_for_bit(tiny_model):
     model = apply_quantization(adapted(tiny_model()), "W4A16")
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     before = {n: t.clone() for n, t in iter_low_bit_weights(model)}
@@ -283,7 +283,7 @@ def test_a_step_moves_codes_and_leaves_the_base_bit_for_bit(tiny_model):
     changed = {n.split(".")[-2] for n in before if not torch.equal(before[n], after[n])}
     assert changed == {"q_proj", "v_proj", "down_proj"}
 
-    # Control: peft's merge and unmerge, which TRL's own publish does, leaves another base.
+    # Control: peft's merge and unmerge, which TRL's own sync does, leaves another base.
     plain = adapted(tiny_model())
     weight = plain.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight
     kept = weight.detach().clone()
@@ -308,20 +308,20 @@ def test_a_disabled_adapter_leaves_the_low_bit_base(tiny_model, scheme):
     assert not torch.equal(base(TOKENS).logits, high)  # control: low-bit, not high precision
 
 
-def test_a_publish_with_adapters_disabled_is_an_error(tiny_model):
+def test_a_sync_with_adapters_disabled_is_an_error(tiny_model):
     model = apply_quantization(adapted(tiny_model()), "W4A16")
     with model.disable_adapter(), pytest.raises(RuntimeError, match="instead of the policy"):
         list(iter_low_bit_weights(model))
 
 
-def test_another_adapter_has_its_own_codes(tiny_model):
+def test_another_adapter_has_its_own_quantized(tiny_model):
     """As TRL keeps a frozen copy of a given adapter, "ref", for reference log-probs."""
     model = adapted(tiny_model())
     model.add_adapter("ref", model.peft_config["default"])
     randomize(model, adapter="ref")
     apply_quantization(model, "W4A16")
     first = model(TOKENS).logits
-    codes = {name: t.clone() for name, t in iter_low_bit_weights(model)}
+    quantized = {name: t.clone() for name, t in iter_low_bit_weights(model)}
     model.set_adapter("ref")
     second = model(TOKENS).logits
     only = adapted(tiny_model())
@@ -333,7 +333,7 @@ def test_another_adapter_has_its_own_codes(tiny_model):
     assert not torch.equal(first, second)
     model.set_adapter("default")
     assert torch.equal(model(TOKENS).logits, first)
-    assert all(torch.equal(t, codes[name]) for name, t in iter_low_bit_weights(model))
+    assert all(torch.equal(t, quantized[name]) for name, t in iter_low_bit_weights(model))
 
 
 def test_several_active_adapters_stop_the_forward(tiny_model):
@@ -358,7 +358,7 @@ def test_adapters_per_sample_stop_the_forward(tiny_model):
         model(TOKENS, adapter_names=["default"])
 
 
-# When codes are made anew -------------------------------------------------------------------------------------------
+# When quantized values are made anew -------------------------------------------------------------------------------------------
 
 
 def count_quantizations(monkeypatch):
@@ -372,7 +372,7 @@ def count_quantizations(monkeypatch):
     return calls
 
 
-def test_codes_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_model, monkeypatch):
+def test_quantized_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_model, monkeypatch):
     calls = count_quantizations(monkeypatch)
     model = apply_quantization(adapted(tiny_model()), "W4A16")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -387,7 +387,7 @@ def test_codes_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_model
     for _ in range(3):
         with torch.no_grad(), model.disable_adapter():
             model(TOKENS)
-    assert len(calls) == 6  # the base of the adapted layers, kept beside the policy's codes
+    assert len(calls) == 6  # the base of the adapted layers, kept beside the policy's quantized values
     model(TOKENS)
     assert len(calls) == 12
     optimizer.step()
@@ -407,7 +407,7 @@ def test_codes_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_model
     ],
     ids=["A", "B", "base", "scaling"],
 )
-def test_codes_follow_every_source(change):
+def test_quantized_follow_every_source(change):
     layer = make_layer()
     before = layer.low_bit()
     assert layer.low_bit() is before
@@ -417,8 +417,8 @@ def test_codes_follow_every_source(change):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
         optimizer.step()
     expected = quantize_weight(merged_weight(*factors(layer), layer.scaling["default"]), layer.scheme)
-    assert same_codes(layer.low_bit(), expected)
-    assert not same_codes(layer.low_bit(), before)
+    assert same_quantized(layer.low_bit(), expected)
+    assert not same_quantized(layer.low_bit(), before)
 
 
 def test_a_frozen_base_that_is_loaded_anew_is_noticed():
@@ -426,7 +426,7 @@ def test_a_frozen_base_that_is_loaded_anew_is_noticed():
     layer = apply_quantization(model, "W4A16")[0]
     before = layer.low_bit()
     model.load_state_dict({name: torch.randn_like(p) for name, p in model.state_dict().items()})
-    assert not same_codes(layer.low_bit(), before)
+    assert not same_quantized(layer.low_bit(), before)
 
 
 # The model around ---------------------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ def test_adapters_on_attention_go_with_low_bit_experts(tiny_model):
     assert changed == {"q_proj", "o_proj"}
 
 
-def test_modules_to_save_are_published_as_trained(tiny_model):
+def test_modules_to_save_are_synced_as_trained(tiny_model):
     model = apply_quantization(adapted(tiny_model(), modules_to_save=["lm_head"]), "W4A16")
     with torch.no_grad():
         model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(3.0)
@@ -501,7 +501,7 @@ def test_modules_to_save_are_published_as_trained(tiny_model):
     assert stream.keys() == dict(iter_low_bit_weights(apply_quantization(tiny_model(), "W4A16"))).keys()
 
 
-# Sharded masters ----------------------------------------------------------------------------------------------------
+# Sharded master weights ----------------------------------------------------------------------------------------------------
 
 
 def sharded_run(folder):
@@ -517,7 +517,7 @@ def sharded_run(folder):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     used = {}
     for step in range(2):
-        # The first step has no publish before it: nothing has said yet that the weights are shards.
+        # The first step has no sync before it: nothing has said yet that the weights are shards.
         streams = [dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS)))] if step else []
         model(TOKENS, labels=TOKENS).loss.backward()
         for name, layer in quantized_modules(model):
@@ -535,7 +535,7 @@ def sharded_run(folder):
 
 
 @pytest.mark.slow
-def test_under_fsdp2_forward_and_publish_share_the_codes_of_one_process(tiny_model, tmp_path):
+def test_under_fsdp2_forward_and_sync_share_the_quantized_of_one_process(tiny_model, tmp_path):
     isolated_group(sharded_run, 2, str(tmp_path))
     stream, with_grad = torch.load(tmp_path / "found.pt")
     assert len(with_grad) == 12 and all("lora_" in name for name in with_grad)

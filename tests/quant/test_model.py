@@ -11,8 +11,8 @@ from torch import nn
 
 from qarl_trl import QaRLConfig
 from qarl_trl.quant import QuantLinear, apply_quantization, quantized_modules, remove_quantization
+from qarl_trl.quant.gemm import dequant_gemm
 from qarl_trl.quant.model import bypassed_layers
-from qarl_trl.quant.gemm import dequant_product
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
 
@@ -135,10 +135,10 @@ def test_by_default_the_head_and_routers_stay_in_high_precision(tiny_model):
 
 
 def test_options_reach_every_layer(tiny_model):
-    model = apply_quantization(tiny_model(), "W4A16", group_size=32, product=dequant_product, quantize_forward=False)
+    model = apply_quantization(tiny_model(), "W4A16", group_size=32, gemm=dequant_gemm, quantize_forward=False)
     for _, module in quantized_modules(model):
         assert module.scheme.weights.group_size == 32
-        assert (module.product_for, module.quantized_forward) == (dequant_product, False)
+        assert (module.gemm_for, module.quantized_forward) == (dequant_gemm, False)
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_a_copy_of_a_quantized_model_is_quantized_and_independent(tiny_model, cl
     assert not torch.equal(twin(TOKENS).logits, logits)
 
 
-def test_a_pickle_holds_no_codes(tiny_model):
+def test_a_pickle_holds_no_quantized(tiny_model):
     model = apply_quantization(tiny_model(), "W4A16")
     size = len(pickle.dumps(model))
     model(TOKENS)

@@ -46,9 +46,9 @@ def test_a_million_weights_have_the_bytes_of_compressed_tensors(scale):
     largest = largest_magnitude(weight, SCHEME)
     assert largest == weight.bfloat16().abs().max()
     assert same_tensors(quantize_weight(weight, SCHEME).tensors, by_compressed_tensors(weight, largest))
-    # Control: another global scale gives other codes.
+    # Control: another global scale gives other quantized values.
     other = by_compressed_tensors(weight, 1.3 * largest)
-    assert not torch.equal(quantize_weight(weight, SCHEME).codes, other["weight_packed"])
+    assert not torch.equal(quantize_weight(weight, SCHEME).quantized, other["weight_packed"])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -79,7 +79,7 @@ def test_layers_that_an_engine_merges_share_the_largest_weight():
     assert found["o_proj"] > found["q_proj"]  # control: a layer of its own
 
 
-def test_codes_follow_the_largest_weight_of_another_layer():
+def test_quantized_follow_the_largest_weight_of_another_layer():
     model = apply_quantization(Attention(), NVFP4)
     before = model.q_proj.low_bit()
     assert model.q_proj.low_bit() is before

@@ -6,7 +6,7 @@ from compressed_tensors.quantization import QuantizationConfig, apply_quantizati
 from conftest import make_model
 
 from qarl_trl.quant import apply_quantization, resolve_scheme
-from qarl_trl.quant.plan import in_words, match, resolve_config, single_group
+from qarl_trl.quant.plan import describe_scheme, match, resolve_config, single_group
 
 
 CONFIGS = {
@@ -30,7 +30,7 @@ def test_each_layer_takes_the_scheme_that_compressed_tensors_gives_it(case):
     apply_quantization_config(theirs, config)
     expected = {n: m.quantization_scheme for n, m in theirs.named_modules() if hasattr(m, "quantization_scheme")}
     assert {name: scheme for name, _, scheme in match(model.named_modules(), config)} == expected
-    assert len({in_words(scheme) for scheme in expected.values()}) == len(config.config_groups)
+    assert len({describe_scheme(scheme) for scheme in expected.values()}) == len(config.config_groups)
 
 
 def test_a_resolved_config_is_a_new_one_with_formats():
@@ -57,10 +57,12 @@ def test_a_config_that_cannot_be_carried_out_is_refused(change, message):
 
 
 def test_words_tell_schemes_apart():
-    found = {in_words(resolve_scheme(name)) for name in ("W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "FP8_BLOCK")}
+    found = {
+        describe_scheme(resolve_scheme(name)) for name in ("W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "FP8_BLOCK")
+    }
     assert len(found) == 5
-    assert in_words(resolve_scheme("W4A16_ASYM")) == "weights int4 per group 128, asymmetric"
-    assert in_words(single_group(resolve_scheme("W4A16"), ["a"], []).config_groups["group_0"]) in found
+    assert describe_scheme(resolve_scheme("W4A16_ASYM")) == "weights int4 per group 128, asymmetric"
+    assert describe_scheme(single_group(resolve_scheme("W4A16"), ["a"], []).config_groups["group_0"]) in found
 
 
 def test_a_group_that_matches_nothing_is_refused():

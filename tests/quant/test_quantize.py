@@ -50,78 +50,78 @@ def golden():
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.02, 30.0])
-def test_codes_and_scales_are_those_of_the_definition(scheme, group_size, dtype, scale):
+def test_quantized_and_scales_are_those_of_the_definition(scheme, group_size, dtype, scale):
     rows = 128 if scheme == "FP8_BLOCK" else 24
     weight = (normal(rows, 256, seed=1) * scale + scale / 3).to(dtype)
     assert same_tensors(stored(weight, scheme, group_size), by_definition(weight, scheme, group_size))
 
 
 def flipped(weight, scheme, group_size, divide):
-    """Share of int4 codes that another arithmetic gives otherwise."""
+    """Share of int4 quantized values that another arithmetic gives otherwise."""
     low_bit = quantize_weight(weight, resolve_scheme(scheme, group_size))
-    codes = torch.tensor(references.unpack_int4(low_bit.codes, weight.shape[1]))
+    quantized = torch.tensor(references.unpack_int4(low_bit.quantized, weight.shape[1]))
     grouped = weight.unflatten(-1, (-1, group_size))
-    return (divide(grouped).round().clamp(-8, 7).flatten(-2) != codes).float().mean().item()
+    return (divide(grouped).round().clamp(-8, 7).flatten(-2) != quantized).float().mean().item()
 
 
 @pytest.mark.parametrize(
     ("divide", "share"),
     [
-        # Controls: each of these plausible shortcuts rounds some codes to their neighbour.
+        # Controls: each of these plausible shortcuts rounds some quantized values to their neighbour.
         (lambda w: w.float() / (w.abs().amax(-1, keepdim=True) / 7.5).float(), 0.005),  # the division in float32
         (lambda w: w / (w.abs().amax(-1, keepdim=True) / 7), 0.05),  # amax / 7, the other convention
         (lambda w: (w / (w.abs().amax(-1, keepdim=True) / 7.5)).clamp(min=-7), 0.005),  # no code -8
     ],
 )
-def test_another_arithmetic_gives_other_codes(divide, share):
+def test_another_arithmetic_gives_other_quantized(divide, share):
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     assert flipped(weight, "W4A16", 32, lambda w: w / (w.abs().amax(-1, keepdim=True) / 7.5)) == 0
     assert flipped(weight, "W4A16", 32, divide) > share
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
-def test_float32_and_bfloat16_masters_give_the_same_bytes(scheme, group_size, monkeypatch):
+def test_float32_and_bfloat16_master_weights_give_the_same_bytes(scheme, group_size, monkeypatch):
     master = normal(128, 256, seed=3)
     resolved = resolve_scheme(scheme, group_size)
     from_float32 = quantize_weight(master, resolved)
     from_bfloat16 = quantize_weight(master.bfloat16(), resolved)
     assert same_tensors(from_float32.tensors, from_bfloat16.tensors)
 
-    # Control: after another cast some codes flip. Compiled kernels round by themselves (`test_fast.py`).
+    # Control: after another cast some quantized values flip. Compiled kernels round by themselves (`test_fast.py`).
     monkeypatch.setattr(fast, "_compiled", lambda device_type: None)
     monkeypatch.setattr(quantize_module, "MASTER_CAST_DTYPE", torch.float16)
-    assert not same_bytes(quantize_weight(master, resolved).codes, from_bfloat16.codes)
+    assert not same_bytes(quantize_weight(master, resolved).quantized, from_bfloat16.quantized)
 
 
 def test_int4_layout_is_that_of_the_checkpoint():
-    """Eight codes to a word, each plus 8, the first in the lowest four bits."""
-    codes = [-8, -7, -1, 0, 1, 2, 6, 7] * 4
-    weight = torch.tensor([codes]).float().clamp(min=-7.5)  # the scale is 1, and -7.5 rounds to the even -8
+    """Eight quantized values to a word, each plus 8, the first in the lowest four bits."""
+    quantized = [-8, -7, -1, 0, 1, 2, 6, 7] * 4
+    weight = torch.tensor([quantized]).float().clamp(min=-7.5)  # the scale is 1, and -7.5 rounds to the even -8
     low_bit = quantize_weight(weight, resolve_scheme("W4A16", 32))
     assert low_bit.scale.tolist() == [[1.0]]
-    assert [word & 0xFFFFFFFF for word in low_bit.codes[0].tolist()] == [0xFEA98710] * 4
-    assert references.unpack_int4(low_bit.codes, 32) == [codes]
+    assert [word & 0xFFFFFFFF for word in low_bit.quantized[0].tolist()] == [0xFEA98710] * 4
+    assert references.unpack_int4(low_bit.quantized, 32) == [quantized]
     assert low_bit.tensors["weight_shape"].tolist() == [1, 32]
 
 
 def test_int8_layout_is_that_of_the_checkpoint():
-    """Four codes to a word, each plus 128, the first in the lowest byte."""
-    codes = [-128, -127, -1, 0, 1, 2, 126, 127] * 4
-    weight = torch.tensor([codes]).float().clamp(min=-127.5)  # the scale is 1, and -127.5 rounds to the even -128
+    """Four quantized values to a word, each plus 128, the first in the lowest byte."""
+    quantized = [-128, -127, -1, 0, 1, 2, 126, 127] * 4
+    weight = torch.tensor([quantized]).float().clamp(min=-127.5)  # the scale is 1, and -127.5 rounds to the even -128
     low_bit = quantize_weight(weight, resolve_scheme("W8A16", 32))
     assert low_bit.scale.tolist() == [[1.0]]
-    assert [word & 0xFFFFFFFF for word in low_bit.codes[0].tolist()] == [0x807F0100, 0xFFFE8281] * 4
+    assert [word & 0xFFFFFFFF for word in low_bit.quantized[0].tolist()] == [0x807F0100, 0xFFFE8281] * 4
     assert low_bit.tensors["weight_shape"].tolist() == [1, 32]
 
 
 def test_zero_points_of_eight_output_channels_share_a_word():
     """Each plus 8, the first channel in the lowest four bits; a channel that is not there is 0."""
     zero_points = [-8, -7, -1, 0, 1, 2, 6, 7, -8, 3]
-    weight = torch.stack([(torch.arange(32) % 16 - 8 - z).float() for z in zero_points])  # codes of scale 1
+    weight = torch.stack([(torch.arange(32) % 16 - 8 - z).float() for z in zero_points])  # quantized values of scale 1
     low_bit = quantize_weight(weight, resolve_scheme("W4A16_ASYM", 32))
     assert low_bit.scale.unique().tolist() == [1.0]
     assert [word & 0xFFFFFFFF for word in low_bit.tensors["weight_zero_point"][:, 0].tolist()] == [0xFEA98710, 0xB0]
-    assert references.unpack_int4(low_bit.codes, 32) == [list(range(-8, 8)) * 2] * 10
+    assert references.unpack_int4(low_bit.quantized, 32) == [list(range(-8, 8)) * 2] * 10
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
@@ -148,7 +148,7 @@ def test_tensors_have_the_names_shapes_and_dtypes_of_the_checkpoint_format(schem
     }[scheme] | scale
     assert {name: (t.dtype, tuple(t.shape)) for name, t in low_bit.tensors.items()} == expected
     assert list(low_bit.tensors) == sorted(expected)
-    assert low_bit.codes is low_bit.tensors["weight_packed" if "weight_packed" in expected else "weight"]
+    assert low_bit.quantized is low_bit.tensors["weight_packed" if "weight_packed" in expected else "weight"]
     assert low_bit.scale is low_bit.tensors["weight_scale"]
     assert low_bit.num_bytes() == sum(t.numel() * t.element_size() for t in low_bit.tensors.values())
     assert all(t.is_contiguous() for t in low_bit.tensors.values())
@@ -197,7 +197,7 @@ def master_of(golden, scheme):
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_awkward_weights_give_the_bytes_of_llm_compressor(golden, scheme, group_size):
-    """`tests/golden/make.py` lists the rows: zeros, outliers, ties, denormals, huge values, codes of -8, one sign."""
+    """`tests/golden/make.py` lists the rows: zeros, outliers, ties, denormals, huge values, quantized values of -8, one sign."""
     name = f"{scheme}-{'channel' if group_size == -1 else group_size}" if group_size else scheme
     expected = {key.removeprefix(f"{name}."): t for key, t in golden.items() if key.startswith(f"{name}.")}
     weight = master_of(golden, scheme)
@@ -213,19 +213,19 @@ def test_the_golden_rows_hold_the_cases_they_are_named_for(golden):
     with safe_open(GOLDEN, "pt") as file:
         rows = {name: i for i, name in enumerate(file.metadata()["rows"].split("; "))}
     master = golden["master"]
-    codes = torch.tensor(references.unpack_int4(golden["W4A16-128.weight_packed"], 128))
+    quantized = torch.tensor(references.unpack_int4(golden["W4A16-128.weight_packed"], 128))
     scales = golden["W4A16-128.weight_scale"].flatten()
     assert scales[rows["zeros"]] == references.BF16_EPS == torch.finfo(torch.bfloat16).eps
-    assert not codes[rows["zeros"]].any()
+    assert not quantized[rows["zeros"]].any()
     assert master[rows["negative zeros"]].signbit().all()
-    assert (codes[rows["one negative outlier, code -8"]] == -8).sum() == 1
-    assert codes[rows["both signs of the largest"]].unique().tolist() == [-8, 7]
+    assert (quantized[rows["one negative outlier, code -8"]] == -8).sum() == 1
+    assert quantized[rows["both signs of the largest"]].unique().tolist() == [-8, 7]
     assert 0 < scales[rows["denormals"]] < torch.finfo(torch.bfloat16).tiny
-    assert codes[rows["denormals"]].unique().numel() > 3
+    assert quantized[rows["denormals"]].unique().numel() > 3
     assert scales[rows["denormals whose scale is zero"]] == references.BF16_EPS
     assert master[rows["denormals whose scale is zero"]].any()
     tie = rows["ties between codes"]
-    assert torch.equal(codes[tie].float(), master[tie].float().round().clamp(-8, 7))  # torch.round: half to even
+    assert torch.equal(quantized[tie].float(), master[tie].float().round().clamp(-8, 7))  # torch.round: half to even
     float8 = golden["FP8_DYNAMIC.weight"].view(torch.uint8)
     assert not (float8[rows["negative zeros"]] == 0x80).any()
     assert (float8[rows["small negatives that round to zero"]] == 0x80).any()  # these keep their sign
@@ -244,11 +244,11 @@ def test_the_shifted_golden_rows_hold_the_cases_they_are_named_for(golden):
     assert zero_points[0] == 0  # a group of zeros
     assert scales[0] == scales[rows["denormals below zero whose scale is zero"]] == references.BF16_EPS
     assert 0 < scales[rows["denormals above zero"]] < torch.finfo(torch.bfloat16).tiny
-    codes = torch.tensor(references.unpack_int4(golden["W4A16_ASYM-128.weight_packed"], 128))
+    quantized = torch.tensor(references.unpack_int4(golden["W4A16_ASYM-128.weight_packed"], 128))
     tie = rows["ties between asymmetric codes"]
     assert scales[tie] == 1.0
     assert ((golden["shifted"][tie - 14] + 0.5) % 1 == 0).all()  # every value is halfway
-    assert codes[tie].unique().numel() > 7
+    assert quantized[tie].unique().numel() > 7
     first, second = golden["FP8_BLOCK.weight_scale"].flatten()
     assert first > 0.01
     assert 0 < second < torch.finfo(torch.bfloat16).tiny
@@ -279,7 +279,7 @@ def test_a_diverged_weight_is_refused(scheme, group_size, value):
 
 
 @pytest.mark.parametrize("scheme", [*NAMES, NVFP4])
-def test_a_weight_without_rows_has_no_codes(scheme):
+def test_a_weight_without_rows_has_no_quantized(scheme):
     tensors = stored(torch.empty(0, 256), scheme, None)
     whole = ("weight_shape", "weight_global_scale")
     assert all(tensor.numel() == 0 for name, tensor in tensors.items() if name not in whole)
@@ -363,7 +363,7 @@ def test_frozen_scales_that_do_not_fit_are_refused(name, qparams, words):
 @pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
 @pytest.mark.parametrize("value", [0.0, -0.0, -1.0, float("nan"), float("inf")])
 def test_frozen_scales_that_are_no_units_are_refused(scheme, group_size, value):
-    """A weight divided by them would have codes all the same, of any value."""
+    """A weight divided by them would have quantized values all the same, of any value."""
     weight, resolved = normal(128, 256), resolve_scheme(scheme, group_size)
     scale, zero_point = min_max_qparams(weight, resolved)
     scale[-1, -1] = value

@@ -6,9 +6,9 @@ import yaml
 from compressed_tensors.quantization import apply_quantization_config
 from conftest import make_model
 
-from qarl_trl.quant.recipe import read_recipe
 from qarl_trl.quant import apply_quantization, quantized_modules
 from qarl_trl.quant.plan import match
+from qarl_trl.quant.recipe import read_recipe
 
 
 INT4_32 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}

@@ -56,7 +56,7 @@ def weight():
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
-    """These are tests of the operations that define the codes; kernels compiled from them are in `test_fast.py`."""
+    """These are tests of the operations that define the quantized values; kernels compiled from them are in `test_fast.py`."""
     monkeypatch.setattr(fast, "_compiled", lambda device_type: None)
 
 
@@ -97,7 +97,7 @@ def test_any_width_has_the_bytes_of_compressed_tensors(weight, scheme, width):
 @pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
 @pytest.mark.parametrize("factor", [0.25, 3.0])
 def test_frozen_scales_give_the_bytes_of_compressed_tensors(weight, scheme, group_size, factor):
-    """With scales of other weights codes saturate; the zero point is then another one too."""
+    """With scales of other weights quantized values saturate; the zero point is then another one too."""
     resolved = resolve_scheme(scheme, group_size)
     weight = weight[::4].contiguous()
     other = weight.roll((3, 64), (0, 1)) * factor
@@ -105,7 +105,9 @@ def test_frozen_scales_give_the_bytes_of_compressed_tensors(weight, scheme, grou
     low_bit = quantize_weight(weight, resolved, (scale, None if resolved.weights.symmetric else zero_point))
     assert same_bytes(low_bit.scale, scale)
     assert same_tensors(low_bit.tensors, compressed(weight, resolved, (scale, zero_point)))
-    assert not same_bytes(low_bit.codes, quantize_weight(weight, resolved).codes)  # control: they are other codes
+    assert not same_bytes(
+        low_bit.quantized, quantize_weight(weight, resolved).quantized
+    )  # control: they are other quantized values
 
 
 # Controls: each of these would be noticed ---------------------------------------------------------------------------
@@ -135,14 +137,18 @@ def float8_without_a_sign_of_zero(quotient):
     [
         ("W4A16_ASYM", "steps", divide_in_float32),  # the quotient unrounded before the zero point is added
         ("W4A16_ASYM", "steps", add_in_float32),
-        ("FP8_DYNAMIC", "fp8_codes", float8_with_negative_zeros),
-        ("FP8_DYNAMIC", "fp8_codes", float8_without_a_sign_of_zero),
-        ("FP8_BLOCK", "fp8_codes", float8_with_negative_zeros),
+        ("FP8_DYNAMIC", "fp8_quantized", float8_with_negative_zeros),
+        ("FP8_DYNAMIC", "fp8_quantized", float8_without_a_sign_of_zero),
+        ("FP8_BLOCK", "fp8_quantized", float8_with_negative_zeros),
         ("W4A16", "_INT4_BIAS", 135.0),
         ("W4A16", "_INT4_BIAS", 8.0),
         ("W8A16", "absmax", lambda blocks: blocks.amax(-1)),
-        ("W4A8", "int_codes", lambda quotient, bits: quotient.round().clamp(-7, 7).to(torch.int8)),
-        ("W8A8", "int_codes", lambda quotient, bits: quotient.clamp(-128, 127).to(torch.int8)),  # cut off, not rounded
+        ("W4A8", "int_quantized", lambda quotient, bits: quotient.round().clamp(-7, 7).to(torch.int8)),
+        (
+            "W8A8",
+            "int_quantized",
+            lambda quotient, bits: quotient.clamp(-128, 127).to(torch.int8),
+        ),  # cut off, not rounded
     ],
 )
 def test_another_arithmetic_gives_other_bytes(weight, monkeypatch, scheme, name, other):
@@ -159,7 +165,7 @@ def test_an_unrounded_quotient_gives_other_bytes(weight, scheme):
     scale = found.scale.float()
     zero_point = torch.zeros_like(scale) if scheme == "FP8_BLOCK" else None
     other = compressed(weight.float(), resolved, (scale, zero_point))
-    assert not same_bytes(other["weight_packed" if "weight_packed" in other else "weight"], found.codes)
+    assert not same_bytes(other["weight_packed" if "weight_packed" in other else "weight"], found.quantized)
 
 
 # Every bfloat16 number ----------------------------------------------------------------------------------------------
@@ -199,15 +205,15 @@ def test_pack_int8_rounds_every_number(numbers):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_int_codes_rounds_every_number(numbers, bits):
-    found = reference.int_codes(numbers.clone(), bits)
+def test_int_quantized_rounds_every_number(numbers, bits):
+    found = reference.int_quantized(numbers.clone(), bits)
     assert found.dtype == torch.int8
     assert found.tolist() == rounded(numbers, bits)
 
 
-def test_fp8_codes_rounds_every_number(numbers):
+def test_fp8_quantized_rounds_every_number(numbers):
     """Only zero itself loses its sign: what rounds to zero from below stays negative, as in compressed-tensors."""
-    found = reference.fp8_codes(numbers.clone()).view(torch.uint8)
+    found = reference.fp8_quantized(numbers.clone()).view(torch.uint8)
     expected = [[references.float8_byte(min(max(x + 0.0, -448), 448)) for x in row] for row in numbers.tolist()]
     assert found.tolist() == expected
     assert found[(numbers == 0)].tolist() == [0, 0]
@@ -284,7 +290,7 @@ def test_every_number_has_the_bytes_of_compressed_tensors_with_every_zero_point(
     by_python = [
         [round(references.clamped(references.bf16(x + zero_point), 4)) for x in row] for row in weight[96:160].tolist()
     ]
-    assert torch.equal(found.codes[96:160], references.pack_int(by_python, 4))
+    assert torch.equal(found.quantized[96:160], references.pack_int(by_python, 4))
 
 
 # Pieces -------------------------------------------------------------------------------------------------------------

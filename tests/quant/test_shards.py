@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.shards`: codes of cut weights, in real processes, with the bytes they move."""
+"""`qarl_trl.quant.shards`: quantized values of cut weights, in real processes, with the bytes they move."""
 
 import math
 from unittest.mock import patch
@@ -35,7 +35,7 @@ def cut(weight, mesh):
 
 
 def each_scheme_and_shape(mesh):
-    """Whether codes were gathered or the weight; in bytes an entry, of which half comes from the other process."""
+    """Whether quantized values were gathered or the weight; in bytes an entry, of which half comes from the other process."""
     way = {}
     for name in NAMES:
         scheme = resolve_scheme(name)
@@ -52,8 +52,8 @@ def each_scheme_and_shape(mesh):
                 assert same(found, expected), (name, shape, qparams)
                 assert all(t.nbytes == t.untyped_storage().nbytes() for t in found.tensors.values())
                 chunk = math.ceil(shape[0] / 2) / shape[0]  # what is padded moves too
-                codes = chunk * sum(t.nbytes for n, t in expected.tensors.items() if n != "weight_shape")
-                way[name, shape] = {codes: "codes", chunk * 2 * whole.numel(): "weight"}[moved.gathered]
+                quantized = chunk * sum(t.nbytes for n, t in expected.tensors.items() if n != "weight_shape")
+                way[name, shape] = {quantized: "quantized", chunk * 2 * whole.numel(): "weight"}[moved.gathered]
     return way
 
 
@@ -85,7 +85,7 @@ def sharded_weights(processes):
 
 
 @pytest.mark.parametrize("processes", [2, 4], ids=["FSDP2", "HSDP"])
-def test_codes_of_shards_are_those_of_the_whole_weight(processes):
+def test_quantized_of_shards_are_those_of_the_whole_weight(processes):
     found = isolated_group(sharded_weights, processes, processes)
     for way, *_ in found:
         assert {case for case, moved in way.items() if moved == "weight"} == {
@@ -97,8 +97,8 @@ def test_codes_of_shards_are_those_of_the_whole_weight(processes):
         assert all(("holds NaN" if rank % 2 else "Another process") in message for message in messages)
 
 
-def sharded_publish(name):
-    """Bytes a publish moves, and bytes of all masters gathered; under FSDP2 after a step."""
+def sharded_sync(name):
+    """Bytes a weight sync moves, and bytes of all master weights gathered; under FSDP2 after a step."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     model = apply_quantization(make_model("qwen3", num_key_value_heads=2, tie_word_embeddings=True), name)
@@ -110,7 +110,7 @@ def sharded_publish(name):
     torch.optim.AdamW(model.parameters(), lr=1e-2).step()
     with MovedBytes() as moved:
         stream = dict(iter_low_bit_weights(model))
-    with MovedBytes() as masters:
+    with MovedBytes() as master_weights:
         whole = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
     alone = apply_quantization(make_model("qwen3", num_key_value_heads=2, tie_word_embeddings=True), name)
     assert whole.keys() == dict(alone.named_parameters()).keys()
@@ -121,12 +121,12 @@ def sharded_publish(name):
     quantized = {f"{name}.weight" for name, _ in quantized_modules(model)}
     entries = [sum(p.numel() for name, p in whole.items() if (name in quantized) == low) for low in (True, False)]
     sent = sum(tensor.nbytes for name, tensor in stream.items() if not name.endswith("weight_shape"))
-    return moved.gathered, masters.gathered, sent, *entries
+    return moved.gathered, master_weights.gathered, sent, *entries
 
 
 @pytest.mark.parametrize(("name", "bits"), [("W4A16", 4.125), ("FP8_DYNAMIC", 8.1)])
-def test_a_publish_moves_codes(name, bits):
-    for moved, masters, sent, linear, rest in isolated_group(sharded_publish, 2, name):
-        assert masters == (linear + rest) * 4 / 2
+def test_a_sync_moves_quantized(name, bits):
+    for moved, master_weights, sent, linear, rest in isolated_group(sharded_sync, 2, name):
+        assert master_weights == (linear + rest) * 4 / 2
         assert moved == sent / 2
         assert (sent - 2 * rest) / linear == pytest.approx(bits / 8, rel=0.002)  # 0.52 of 4 bytes with 4 bits

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own as masters, frozen scales, broken files."""
+"""`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own as master weights, frozen scales, broken files."""
 
 import json
 import shutil
@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl_trl.export import save_low_bit
-from qarl_trl.tools.llmcompressor import calibration, checkpoint
-from qarl_trl.quant.start import check_first_codes, load_masters, quantized_source
-from qarl_trl.validate import find_source
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant import apply_quantization, checkpoint, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant.start import check_first_quantized, load_master_weights, quantized_source
+from qarl_trl.tools.llmcompressor import calibration
+from qarl_trl.validate import find_source
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -35,7 +35,7 @@ def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def changed_codes(found, stored):
+def changed_quantized(found, stored):
     """Bytes that differ; a float8 zero of either sign is zero."""
     assert (found.dtype, found.shape) == (stored.dtype, stored.shape)
     if stored.dtype == torch.float8_e4m3fn:
@@ -116,14 +116,14 @@ def broken(checkpoints, tmp_path):
     return make
 
 
-# Masters ------------------------------------------------------------------------------------------------------------
+# Master weights ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize("method", METHODS)
-def test_masters_are_what_transformers_decompresses_and_nothing_else(checkpoints, method):
+def test_master_weights_are_what_transformers_decompresses_and_nothing_else(checkpoints, method):
     path = str(checkpoints(method))
-    masters = load_masters(path, dtype=torch.bfloat16)
+    master_weights = load_master_weights(path, dtype=torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         expected = theirs(TOKENS).logits  # decompresses
@@ -136,38 +136,40 @@ def test_masters_are_what_transformers_decompresses_and_nothing_else(checkpoints
             "asym",
             "w8a16",
         ):  # the others quantize activations in this forward
-            assert torch.equal(masters(TOKENS).logits, expected)
+            assert torch.equal(master_weights(TOKENS).logits, expected)
     values = theirs.state_dict()
-    for name, value in masters.state_dict().items():
+    for name, value in master_weights.state_dict().items():
         assert torch.equal(value, values[name]), name
     unquantized = make_model(dtype=torch.bfloat16)
-    assert masters.state_dict().keys() == unquantized.state_dict().keys()
-    assert not all(torch.equal(p, q) for p, q in zip(masters.parameters(), unquantized.parameters(), strict=True))
-    assert not hasattr(masters.config, "quantization_config")
-    assert not getattr(masters, "is_quantized", False)
-    assert masters.name_or_path == path
-    assert not any("forward" in module.__dict__ for module in masters.modules())
+    assert master_weights.state_dict().keys() == unquantized.state_dict().keys()
+    assert not all(
+        torch.equal(p, q) for p, q in zip(master_weights.parameters(), unquantized.parameters(), strict=True)
+    )
+    assert not hasattr(master_weights.config, "quantization_config")
+    assert not getattr(master_weights, "is_quantized", False)
+    assert master_weights.name_or_path == path
+    assert not any("forward" in module.__dict__ for module in master_weights.modules())
 
 
-def test_float32_masters_round_to_the_bfloat16_ones(checkpoints):
-    high, low = (load_masters(str(checkpoints("ours")), dtype=d) for d in (torch.float32, torch.bfloat16))
+def test_float32_master_weights_round_to_the_bfloat16_ones(checkpoints):
+    high, low = (load_master_weights(str(checkpoints("ours")), dtype=d) for d in (torch.float32, torch.bfloat16))
     assert {p.dtype for p in high.parameters()} == {torch.float32}
     assert all(torch.equal(p.bfloat16(), q) for p, q in zip(high.parameters(), low.parameters(), strict=True))
 
 
-def test_masters_of_codes_below_a_global_scale(tmp_path):
+def test_master_weights_of_quantized_below_a_global_scale(tmp_path):
     model = apply_quantization(make_model(dtype=torch.bfloat16), "NVFP4A16")
     save_low_bit(model, None, tmp_path)
-    masters = load_masters(str(tmp_path), dtype=torch.bfloat16).state_dict()
+    master_weights = load_master_weights(str(tmp_path), dtype=torch.bfloat16).state_dict()
     layers = list(quantized_modules(model))
-    assert all(torch.equal(masters[f"{name}.weight"], dequantize(module.low_bit())) for name, module in layers)
-    assert not torch.equal(masters[f"{layers[0][0]}.weight"], layers[0][1].weight)  # control
+    assert all(torch.equal(master_weights[f"{name}.weight"], dequantize(module.low_bit())) for name, module in layers)
+    assert not torch.equal(master_weights[f"{layers[0][0]}.weight"], layers[0][1].weight)  # control
     with pytest.raises(ValueError, match=r"must be bfloat16.*float8_e4m3fn.*quant_freeze_scales=False"):
         quantized_source(str(tmp_path)).qparams()
 
 
 def test_config_fields_can_be_changed_on_the_way(checkpoints):
-    model = load_masters(str(checkpoints("ours")), max_position_embeddings=512, attn_implementation="eager")
+    model = load_master_weights(str(checkpoints("ours")), max_position_embeddings=512, attn_implementation="eager")
     assert model.config.max_position_embeddings == 512
     assert model.config._attn_implementation == "eager"
 
@@ -176,7 +178,7 @@ def test_an_unquantized_model_has_no_source(checkpoints):
     folder = checkpoints("ours").parent / "model"
     assert quantized_source(str(folder)) is None
     with pytest.raises(ValueError, match="is not quantized"):
-        load_masters(str(folder))
+        load_master_weights(str(folder))
 
 
 # Where the checkpoint is ----------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def test_a_sub_folder_of_a_local_folder(checkpoints, tmp_path):
     low, high = str(tmp_path / "low"), str(tmp_path / "high")
     assert quantized_source(low, subfolder="inner").qparams().keys() == quantized_source(f"{low}/inner").layers.keys()
     assert quantized_source(high, subfolder="inner") is None
-    one, two = load_masters(low, subfolder="inner"), load_masters(f"{low}/inner")
+    one, two = load_master_weights(low, subfolder="inner"), load_master_weights(f"{low}/inner")
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
     assert one.generation_config.to_dict() == two.generation_config.to_dict()
     with pytest.raises(ValueError, match="Unrecognized model in"):  # control
@@ -229,13 +231,13 @@ def test_what_says_where_a_model_is_reaches_the_hub(checkpoints, tmp_path, monke
 def test_frozen_scales_give_the_file_back_byte_for_byte(checkpoints, method, dtype, tmp_path):
     path = checkpoints(method)
     source = quantized_source(str(path))
-    model = apply_quantization(load_masters(str(path), dtype=dtype), source.plan(), qparams=source.qparams())
+    model = apply_quantization(load_master_weights(str(path), dtype=dtype), source.plan(), qparams=source.qparams())
     save_low_bit(model, None, tmp_path / "again")
     stored, again = load_file(path / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
     assert again.keys() == stored.keys()
-    differing = {name: changed_codes(again[name], tensor) for name, tensor in stored.items()}
+    differing = {name: changed_quantized(again[name], tensor) for name, tensor in stored.items()}
     if method in ("w8a16", "w8a8"):
-        # Code times scale needs 15 digits and bfloat16 has 8: 0.04 % of the codes here, each by one step.
+        # Code times scale needs 15 digits and bfloat16 has 8: 0.04 % of the quantized values here, each by one step.
         share = sum(differing.values()) / sum(t.view(torch.uint8).numel() for n, t in stored.items() if LINEAR in n)
         assert 0 < share < 1e-3
         assert not any(n for name, n in differing.items() if not name.endswith(("weight", "weight_packed")))
@@ -243,14 +245,16 @@ def test_frozen_scales_give_the_file_back_byte_for_byte(checkpoints, method, dty
         assert set(differing.values()) == {0}
 
     # Control: min-max scales of the decompressed weights are others.
-    free = apply_quantization(load_masters(str(path), dtype=dtype), source.plan())
-    codes = dict(quantized_modules(free))["model.layers.0.mlp.gate_proj"].low_bit()
-    assert not same(codes.scale, stored["model.layers.0.mlp.gate_proj.weight_scale"]) or method in IDEMPOTENT
+    free = apply_quantization(load_master_weights(str(path), dtype=dtype), source.plan())
+    quantized = dict(quantized_modules(free))["model.layers.0.mlp.gate_proj"].low_bit()
+    assert not same(quantized.scale, stored["model.layers.0.mlp.gate_proj.weight_scale"]) or method in IDEMPOTENT
 
 
 def test_scales_stay_when_the_weights_move(checkpoints):
     source = quantized_source(str(checkpoints("ours")))
-    model = apply_quantization(load_masters(source.name, dtype=torch.float32), source.plan(), qparams=source.qparams())
+    model = apply_quantization(
+        load_master_weights(source.name, dtype=torch.float32), source.plan(), qparams=source.qparams()
+    )
     before = {name: module.low_bit() for name, module in quantized_modules(model)}
     keys = list(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
@@ -264,7 +268,7 @@ def test_scales_stay_when_the_weights_move(checkpoints):
         )
         free[0].weight.data.copy_(module.weight.data)
         assert not same(free[0].low_bit().scale, after.scale)  # control: min-max scales have moved
-    assert any(not same(m.low_bit().codes, before[n].codes) for n, m in quantized_modules(model))
+    assert any(not same(m.low_bit().quantized, before[n].quantized) for n, m in quantized_modules(model))
     assert list(model.state_dict()) == keys
     assert not any("qparams" in name or "scale" in name for name in keys)
 
@@ -273,7 +277,7 @@ def test_scales_of_other_layers_are_refused(checkpoints):
     source = quantized_source(str(checkpoints("ours")))
     with pytest.raises(ValueError, match=r"7 layers differ.*model\.layers\.0"):
         apply_quantization(
-            load_masters(source.name), "W4A16", ignore=["lm_head", "re:.*layers.0.*"], qparams=source.qparams()
+            load_master_weights(source.name), "W4A16", ignore=["lm_head", "re:.*layers.0.*"], qparams=source.qparams()
         )
 
 
@@ -293,37 +297,37 @@ def test_scales_of_another_dtype_are_refused(broken):
     source = quantized_source(broken(half))
     with pytest.raises(ValueError, match=r"up_proj.*float16.*quant_freeze_scales=False"):
         source.qparams()
-    load_masters(source.name)  # the masters are made all the same
+    load_master_weights(source.name)  # the master weights are made all the same
 
 
-# First codes from a quantized checkpoint ------------------------------------------------------------------------------
+# First quantized values from a quantized checkpoint ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("scheme", "exact"), [("W4A16", True), ("FP8_DYNAMIC", True), ("W8A16", False)])
-def test_masters_that_do_not_give_the_checkpoint_back_stop_the_run(tiny_model, tmp_path, caplog, scheme, exact):
+def test_master_weights_that_do_not_give_the_checkpoint_back_stop_the_run(tiny_model, tmp_path, caplog, scheme, exact):
     PartialState()  # for accelerate's logger
     save_low_bit(apply_quantization(tiny_model(), scheme), None, tmp_path)
     source = quantized_source(str(tmp_path))
-    model = apply_quantization(load_masters(source.name), source.plan(), qparams=source.qparams())
+    model = apply_quantization(load_master_weights(source.name), source.plan(), qparams=source.qparams())
     with caplog.at_level("WARNING"):
-        check_first_codes(model, source)
+        check_first_quantized(model, source)
     assert ("one step beside" in caplog.text) == (not exact)
     if exact:  # control
         with torch.no_grad():
             weight = model.model.layers[1].mlp.up_proj.weight
             weight[0, 0] = -weight[0, 0] if weight[0, 0] else weight.abs().max()
-        with pytest.raises(RuntimeError, match=r"1 codes of layer 'model.layers.1.mlp.up_proj' differ"):
-            check_first_codes(model, source)
+        with pytest.raises(RuntimeError, match=r"1 quantized values of layer 'model.layers.1.mlp.up_proj' differ"):
+            check_first_quantized(model, source)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "FP8_DYNAMIC"])
-def test_first_codes_of_experts_are_compared(tiny_model, tmp_path, kind, scheme):
+def test_first_quantized_of_experts_are_compared(tiny_model, tmp_path, kind, scheme):
     before = apply_quantization(tiny_model(kind, num_hidden_layers=1), scheme)
     save_low_bit(before, None, tmp_path)
     source = quantized_source(str(tmp_path))
-    model = apply_quantization(load_masters(source.name), source.plan(), qparams=source.qparams())
-    check_first_codes(model, source)
+    model = apply_quantization(load_master_weights(source.name), source.plan(), qparams=source.qparams())
+    check_first_quantized(model, source)
     stream = dict(iter_low_bit_weights(model))
     for name, tensor in iter_low_bit_weights(before):  # by value: float8 has two zeros
         assert torch.equal(stream[name].float(), tensor.float())
@@ -331,26 +335,28 @@ def test_first_codes_of_experts_are_compared(tiny_model, tmp_path, kind, scheme)
     with torch.no_grad():  # control: expert 2's part of the fused parameter
         weight = model.model.layers[0].mlp.experts.down_proj
         weight[2, 0, 0] = -weight[2, 0, 0] if weight[2, 0, 0] else weight.abs().max()
-    with pytest.raises(RuntimeError, match=r"1 codes of layer 'model.layers.0.mlp.experts.2.down_proj' differ"):
-        check_first_codes(model, source)
+    with pytest.raises(
+        RuntimeError, match=r"1 quantized values of layer 'model.layers.0.mlp.experts.2.down_proj' differ"
+    ):
+        check_first_quantized(model, source)
 
 
-def test_first_codes_below_an_adapter_are_compared_without_it(tiny_model, tmp_path):
+def test_first_quantized_below_an_adapter_are_compared_without_it(tiny_model, tmp_path):
     save_low_bit(apply_quantization(tiny_model(), "W4A16"), None, tmp_path)
     source = quantized_source(str(tmp_path))
     adapter = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(load_masters(source.name), adapter)
+    model = get_peft_model(load_master_weights(source.name), adapter)
     apply_quantization(model, source.plan(), qparams=source.qparams())
     layer = model.base_model.model.model.layers[1].mlp.up_proj
-    check_first_codes(model, source)
-    assert not layer._code_cache.last()  # the codes of the base are not kept beside those of the policy
-    assert not torch.equal(layer.low_bit().codes, source.codes("model.layers.1.mlp.up_proj"))
+    check_first_quantized(model, source)
+    assert not layer._low_bit_cache.last()  # the quantized values of the base are not kept beside those of the policy
+    assert not torch.equal(layer.low_bit().quantized, source.quantized("model.layers.1.mlp.up_proj"))
 
     with torch.no_grad():  # control
         weight = layer.base_layer.weight
         weight[0, 0] = -weight[0, 0] if weight[0, 0] else weight.abs().max()
-    with pytest.raises(RuntimeError, match=r"1 codes of layer 'model.layers.1.mlp.up_proj' differ"):
-        check_first_codes(model, source)
+    with pytest.raises(RuntimeError, match=r"1 quantized values of layer 'model.layers.1.mlp.up_proj' differ"):
+        check_first_quantized(model, source)
 
 
 # Broken checkpoints -------------------------------------------------------------------------------------------------
@@ -389,7 +395,7 @@ LAYER, BLOCK = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"
 def test_a_broken_checkpoint_is_one_clear_error(broken, method, change, message):
     path = broken(change, method)
     with pytest.raises(ValueError, match=rf"{path} is incomplete or corrupt: .*{message}.*Nothing was trained"):
-        load_masters(path)
+        load_master_weights(path)
 
 
 def test_a_cut_file_is_named(checkpoints, tmp_path):
@@ -397,14 +403,14 @@ def test_a_cut_file_is_named(checkpoints, tmp_path):
     content = (tmp_path / "cut" / WEIGHTS).read_bytes()
     (tmp_path / "cut" / WEIGHTS).write_bytes(content[:-100])
     with pytest.raises(ValueError, match="incomplete or corrupt: model.safetensors cannot be read"):
-        load_masters(str(tmp_path / "cut"))
+        load_master_weights(str(tmp_path / "cut"))
     (tmp_path / "cut" / WEIGHTS).unlink()
     with pytest.raises(ValueError, match="the files .* are missing"):
-        load_masters(str(tmp_path / "cut"))
+        load_master_weights(str(tmp_path / "cut"))
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "cut" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="model-00001-of-00002.safetensors"):
-        load_masters(str(tmp_path / "cut"))
+        load_master_weights(str(tmp_path / "cut"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.state_dict`: the one stream that publish and export read."""
+"""`qarl_trl.quant.state_dict`: the one stream that sync and export read."""
 
 from types import SimpleNamespace
 
@@ -45,10 +45,10 @@ def test_names_and_dtypes_are_those_of_the_checkpoint(tiny_model, kind, scheme):
     stream = list(iter_low_bit_weights(model))
     assert [name for name, _ in stream] == list(expected_names(model, scheme))
     dtypes = {"packed": torch.int32, "zero_point": torch.int32, "shape": torch.int64}
-    codes = torch.float8_e4m3fn if scheme.startswith("FP8") else torch.int8
+    quantized = torch.float8_e4m3fn if scheme.startswith("FP8") else torch.int8
     for name, tensor in stream:
         expected = dtypes.get(name.rpartition("weight_")[2], torch.bfloat16)
-        assert tensor.dtype == (codes if name.endswith("_proj.weight") else expected), name
+        assert tensor.dtype == (quantized if name.endswith("_proj.weight") else expected), name
         assert not tensor.requires_grad
 
 
@@ -79,8 +79,8 @@ def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monk
     stream = dict(iter_low_bit_weights(model))
     assert len(used) == 14 * len(LOCAL[scheme])
     assert all(stream[name] is tensor for name, tensor in used.items())
-    codes = [name for name in used if name.endswith(LOCAL[scheme][0])]
-    assert not any(torch.equal(stale[n].view(torch.uint8), stream[n].view(torch.uint8)) for n in codes)
+    quantized = [name for name in used if name.endswith(LOCAL[scheme][0])]
+    assert not any(torch.equal(stale[n].view(torch.uint8), stream[n].view(torch.uint8)) for n in quantized)
 
 
 def test_what_is_not_quantized_is_a_bfloat16_copy(tiny_model):
@@ -121,14 +121,14 @@ def test_persistent_buffers_follow_in_their_own_dtype():
     assert "cache" not in stream
 
 
-# Sharded masters ----------------------------------------------------------------------------------------------------
+# Sharded master weights ----------------------------------------------------------------------------------------------------
 
 
 def test_parameters_given_from_outside_are_used_instead_of_the_models_own():
     model = apply_quantization(nn.Sequential(nn.Linear(128, 8)), "W4A16")
     whole = {"0.weight": torch.randn(8, 128), "0.bias": torch.randn(8)}
     stream = dict(iter_low_bit_weights(model, whole.items()))
-    assert torch.equal(stream["0.weight_packed"], quantize_weight(whole["0.weight"], model[0].scheme).codes)
+    assert torch.equal(stream["0.weight_packed"], quantize_weight(whole["0.weight"], model[0].scheme).quantized)
     assert torch.equal(stream["0.bias"], whole["0.bias"].bfloat16())
 
 
@@ -155,13 +155,13 @@ def test_a_layer_that_is_missing_from_the_parameters_given_is_an_error(tiny_mode
         list(iter_low_bit_weights(model, renamed))
 
 
-def test_readable_parameters_of_one_process_share_the_codes_of_the_forward(tiny_model):
+def test_readable_parameters_of_one_process_share_the_quantized_of_the_forward(tiny_model):
     model = apply_quantization(tiny_model(), "W4A16")
     given = readable_parameters(model, ONE_PROCESS)
     layer = model.model.layers[0].mlp.up_proj
     x = torch.randn(2, 128)
     y = layer(x)
-    codes = layer.low_bit()
+    quantized = layer.low_bit()
     stream = dict(iter_low_bit_weights(model, given))
-    assert stream["model.layers.0.mlp.up_proj.weight_packed"] is codes.codes
-    assert torch.equal(y, F.linear(x, dequantize(codes, torch.float32)))
+    assert stream["model.layers.0.mlp.up_proj.weight_packed"] is quantized.quantized
+    assert torch.equal(y, F.linear(x, dequantize(quantized, torch.float32)))

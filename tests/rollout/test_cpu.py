@@ -15,7 +15,6 @@ from torch import nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.validate import check_arguments
 from qarl_trl.quickstart.evaluate import answers_of_checkpoint
 from qarl_trl.rollout import _vllm_layer, cpu, engine
 from qarl_trl.rollout.cpu import (
@@ -28,6 +27,7 @@ from qarl_trl.rollout.cpu import (
     why_no_engine,
 )
 from qarl_trl.rollout.cpu_ops import use_engine_ops
+from qarl_trl.validate import check_arguments
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def by_the_engine_in_training(tmp_path, monkeypatch):
         "colocate",
         nn.Module(),
     )
-    generation.model.config = generation.canary = generation.llm = None
+    generation.model.config = generation.sync_check = generation.llm = None
     generation._init_vllm()
     assert asked == [False]
 
@@ -169,12 +169,12 @@ def test_without_amx_nothing_of_torch_is_replaced(a_cpu, caplog):
 X8, W8 = (normal(rows, 64, seed=rows).to(torch.float8_e4m3fn) for rows in (8, 32))
 
 
-def float8_product(width=64):
+def float8_gemm(width=64):
     x, w, one = X8, W8[:, :width], torch.ones(1)
     return torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
 
 
-def test_a_float8_product_has_the_same_values_without_onednn(a_cpu, monkeypatch):
+def test_a_float8_gemm_has_the_same_values_without_onednn(a_cpu, monkeypatch):
     stock, seen = torch._scaled_mm, []
 
     def spy(*args, **kwargs):
@@ -182,18 +182,18 @@ def test_a_float8_product_has_the_same_values_without_onednn(a_cpu, monkeypatch)
         return stock(*args, **kwargs)
 
     monkeypatch.setattr(torch, "_scaled_mm", spy)
-    expected = float8_product()
+    expected = float8_gemm()
     a_cpu(SAPPHIRE_RAPIDS)
     choose_arithmetic()
-    assert same_bytes(float8_product(), expected)
+    assert same_bytes(float8_gemm(), expected)
     with pytest.raises(RuntimeError):
-        float8_product(width=32)
+        float8_gemm(width=32)
     assert seen == [True, False, False]  # the first is the control
     assert torch.backends.mkldnn.enabled
 
 
-def test_a_compiler_traces_the_float8_product_whole(a_cpu):
-    expected = float8_product()
+def test_a_compiler_traces_the_float8_gemm_whole(a_cpu):
+    expected = float8_gemm()
     a_cpu(SAPPHIRE_RAPIDS)
     choose_arithmetic()
     graphs = []
@@ -203,7 +203,7 @@ def test_a_compiler_traces_the_float8_product_whole(a_cpu):
         return graph.forward
 
     torch._dynamo.reset()
-    assert same_bytes(torch.compile(float8_product, backend=backend, fullgraph=True)(), expected)
+    assert same_bytes(torch.compile(float8_gemm, backend=backend, fullgraph=True)(), expected)
     assert [node.name for graph in graphs for node in graph.graph.nodes if "scaled_mm" in node.name] == ["_scaled_mm"]
 
 

@@ -91,7 +91,7 @@ def test_float32_attention_is_the_explicit_one(mask, queries):
     assert relative_error(found, explicit_attention(query, key, value, mask, 0.25)) > 1e-2  # control
 
 
-def test_a_norm_rounds_what_it_normalized_and_the_product():
+def test_a_norm_rounds_what_it_normalized_and_the_gemm():
     norm = make_model().model.norm
     cpu_ops._become(norm, EngineRMSNorm)
     x = normal(50, 64, seed=1)
@@ -297,7 +297,7 @@ def logits_of(model, ids, **inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "architecture"), MODELS)
-def test_padding_and_the_masters_dtype_change_no_bit(config, architecture):
+def test_padding_and_the_master_weights_dtype_change_no_bit(config, architecture):
     model = make_model(config, architecture)
     stock = copy.deepcopy(model)
     use_engine_ops(model)
@@ -347,7 +347,7 @@ def test_gradients_are_the_stock_models_but_for_roundings(config, architecture):
     assert all(torch.equal(again[name], grad) for name, grad in found.items())
 
 
-def test_float32_masters_outside_of_autocast_are_an_error():
+def test_float32_master_weights_outside_of_autocast_are_an_error():
     model = make_model()
     use_engine_ops(model)
     with pytest.raises(RuntimeError, match="float32 weights need autocast"):

@@ -1,4 +1,4 @@
-"""`qarl_trl.rollout.engine` without an engine: when a publish is checked. The rest runs on a real one, in tests/slow."""
+"""`qarl_trl.rollout.engine` without an engine: when a weight sync is checked. The rest runs on a real one, in tests/slow."""
 
 import time
 from collections import defaultdict
@@ -15,69 +15,69 @@ from trl.generation.vllm_generation import VLLMGeneration
 from qarl_trl import QaRLTrainer
 from qarl_trl.metrics.clock import StepClock
 from qarl_trl.rollout import engine as rollout_engine
-from qarl_trl.rollout.engine import LowBitVLLMGeneration, Publish
+from qarl_trl.rollout.engine import LowBitVLLMGeneration, Sync
 
 
 def generation(order, due=lambda number: True, sleep=False):
-    """A `LowBitVLLMGeneration` after one publish, whose engine and canary write down what they are asked."""
+    """A `LowBitVLLMGeneration` after one sync, whose engine and sync check write down what they are asked."""
     engine = object.__new__(LowBitVLLMGeneration)
     engine.enable_sleep_mode = engine._llm_weights_sleeping = sleep
-    engine.mode, engine.canary, engine.num_publishes, engine._checked = "colocate", None, 1, 0
-    engine.last_publish, engine._failed = Publish(1.0, 8, 1), None
+    engine.mode, engine.sync_check, engine.num_syncs, engine._checked = "colocate", None, 1, 0
+    engine.last_sync, engine._failed = Sync(1.0, 8, 1), None
     engine.accelerator = SimpleNamespace(num_processes=1, device="cpu")
     engine.reset_clock()
     engine.llm = SimpleNamespace(wake_up=lambda tags: order.append(f"wake {tags}"))
 
     def sync_weights():
-        order.append("publish")
-        engine.num_publishes += 1
-        engine.last_publish = Publish(1.0, 8 * engine.num_publishes, 1)
-        engine.publish_seconds += 1.0
+        order.append("sync")
+        engine.num_syncs += 1
+        engine.last_sync = Sync(1.0, 8 * engine.num_syncs, 1)
+        engine.sync_seconds += 1.0
         engine._llm_weights_sleeping = False
 
     engine.sync_weights = sync_weights
-    canary = SimpleNamespace(due=due, check=lambda llm, number: order.append(f"check {number}"))
-    return engine, canary
+    sync_check = SimpleNamespace(due=due, check=lambda llm, number: order.append(f"check {number}"))
+    return engine, sync_check
 
 
-def test_a_publish_is_checked_once_and_its_time_counted():
+def test_a_sync_is_checked_once_and_its_time_counted():
     order = []
-    engine, canary = generation(order)
-    engine._check_publish(canary)
-    engine._check_publish(canary)
+    engine, sync_check = generation(order)
+    engine._check_sync(sync_check)
+    engine._check_sync(sync_check)
     assert order == ["check 1"]
-    assert engine.publish_seconds > 0
-    engine.num_publishes = 2
-    engine._check_publish(canary)
+    assert engine.sync_seconds > 0
+    engine.num_syncs = 2
+    engine._check_sync(sync_check)
     assert order == ["check 1", "check 2"]
 
 
-def test_a_publish_that_is_not_due_is_left_alone():
+def test_a_sync_that_is_not_due_is_left_alone():
     order = []
-    engine, canary = generation(order, due=lambda number: False)
-    engine._check_publish(canary)
+    engine, sync_check = generation(order, due=lambda number: False)
+    engine._check_sync(sync_check)
     assert order == []
 
 
-def test_a_first_publish_that_was_replaced_before_sampling_is_not_lost():
+def test_a_first_sync_that_was_replaced_before_sampling_is_not_lost():
     order = []
-    engine, canary = generation(order, due=lambda number: number == 1)
-    engine.num_publishes = 2
-    engine._check_publish(canary)
-    engine._check_publish(canary)
+    engine, sync_check = generation(order, due=lambda number: number == 1)
+    engine.num_syncs = 2
+    engine._check_sync(sync_check)
+    engine._check_sync(sync_check)
     assert order == ["check 2"]
 
 
 def test_a_sleeping_engine_gets_its_weights_and_cache_before_the_check():
-    """Level-2 sleep discards the weights, and TRL publishes again only inside `generate`."""
+    """Level-2 sleep discards the weights, and TRL syncs again only inside `generate`."""
     order = []
-    engine, canary = generation(order, sleep=True)
-    engine._check_publish(canary)
-    assert order == ["publish", "wake ['kv_cache']", "check 2"]
+    engine, sync_check = generation(order, sleep=True)
+    engine._check_sync(sync_check)
+    assert order == ["sync", "wake ['kv_cache']", "check 2"]
 
 
 @pytest.mark.parametrize("asleep", [True, False])
-def test_the_canary_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch, asleep):
+def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch, asleep):
     """Level-2 sleep would leave nothing to look at."""
     order = []
     llm = SimpleNamespace(sleep=lambda level: order.append(f"sleep {level}"))
@@ -93,10 +93,10 @@ def test_the_canary_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch, asl
     )
     monkeypatch.setattr(rollout_engine, "changed_positions", lambda *args: {})
     monkeypatch.setattr(rollout_engine._vllm_layer, "use_settings_of", lambda llm: None)
-    engine, canary = generation(order)
-    canary.look_before = lambda llm: order.append("look")
+    engine, sync_check = generation(order)
+    sync_check.look_before = lambda llm: order.append("look")
     engine.model, engine.trust_remote_code = SimpleNamespace(config=None), False
-    engine.accelerator, engine.canary = SimpleNamespace(num_processes=2), canary
+    engine.accelerator, engine.sync_check = SimpleNamespace(num_processes=2), sync_check
     engine.quantization_config, engine.engine_kwargs = None, {}
     engine._init_vllm()
     assert order == ["dummy", "look", *["sleep 2"] * asleep]
@@ -145,15 +145,15 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
     assert len(gathered) == 1  # control
 
 
-def test_the_publish_of_an_evaluation_counts_for_the_step_that_samples_with_it(monkeypatch):
-    """Without sleep mode TRL publishes once a step number: what an evaluation published the next step does not."""
+def test_the_sync_of_an_evaluation_counts_for_the_step_that_samples_with_it(monkeypatch):
+    """Without sleep mode TRL syncs once a step number: what an evaluation synced the next step does not."""
     engine, _ = generation([])
-    logged, flips = defaultdict(list), iter([{}, {"quant/code_flip_frac": 0.25}])
+    logged, flips = defaultdict(list), iter([{}, {"quant/flip_frac": 0.25}])
     trainer = SimpleNamespace(
         use_vllm=True,
         vllm_generation=engine,
         _log_value=lambda name, value: logged[name].append(value),
-        _code_flips=SimpleNamespace(update=lambda modules: next(flips)),
+        _weight_flips=SimpleNamespace(update=lambda modules: next(flips)),
         _unwrapped=nn.Module(),
         _check_layers_ran=lambda: None,
     )
@@ -169,11 +169,11 @@ def test_the_publish_of_an_evaluation_counts_for_the_step_that_samples_with_it(m
     generate = partial(engine.generate, [])
     step(engine.sync_weights, generate)
     step()  # reuses the rollout batch
-    assert logged["publish/bytes"] == [16.0]
+    assert logged["sync/bytes"] == [16.0]
     engine.sync_weights()  # the evaluation
     generate()
     step(generate)
-    assert logged["publish/bytes"] == [16.0, 24.0]
-    assert logged["quant/code_flip_frac"] == [0.25]
-    assert logged["time/publish"] == [1.0, 0.0, 0.0]  # the third was the evaluation's time
+    assert logged["sync/bytes"] == [16.0, 24.0]
+    assert logged["quant/flip_frac"] == [0.25]
+    assert logged["time/sync"] == [1.0, 0.0, 0.0]  # the third was the evaluation's time
     assert [rollout > 0 for rollout in logged["time/rollout"]] == [True, False, True]

@@ -11,7 +11,7 @@ from qarl_trl.quant.activations import quantize_tokens_fp8, quantize_tokens_int8
 from qarl_trl.quant.gemm import CpuInt4Int8Gemm, DequantGemm, Fp8Gemm, Int8Gemm, dequantize
 from qarl_trl.rollout._vllm_cpu import blocks_int4
 from qarl_trl.rollout.cpu import cpu_flags
-from qarl_trl.rollout.gemm import EngineProduct
+from qarl_trl.rollout.gemm import EngineGemm
 
 
 @pytest.mark.engine
@@ -20,7 +20,7 @@ from qarl_trl.rollout.gemm import EngineProduct
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
     low_bit, x = low_bit_of(scheme, group_size), normal(2, 9, 256, seed=1, dtype=torch.bfloat16)
-    y, saved = EngineProduct(DequantGemm()).forward(x, low_bit)
+    y, saved = EngineGemm(DequantGemm()).forward(x, low_bit)
     exact = F.linear(x.double(), dequantize(low_bit).double())
     assert saved[0] is x
     # Measured 5.2e-3 against 1.6e-3 of the dequant GEMM. Without AVX512_BF16 vLLM's kernel cuts weights and result off
@@ -28,9 +28,9 @@ def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
     assert relative_error(y, exact) < 8e-3
     assert relative_error(DequantGemm().forward(x, low_bit)[0], exact) < 2.5e-3
     other = low_bit_of(scheme, group_size, seed=5)
-    assert relative_error(EngineProduct(DequantGemm()).forward(x, other)[0], exact) > 1  # control
+    assert relative_error(EngineGemm(DequantGemm()).forward(x, other)[0], exact) > 1  # control
     layer = low_bit.prepared["engine"]  # made once
-    assert torch.equal(EngineProduct(DequantGemm()).forward(x, low_bit)[0], y)
+    assert torch.equal(EngineGemm(DequantGemm()).forward(x, low_bit)[0], y)
     assert low_bit.prepared["engine"] is layer
 
 
@@ -39,19 +39,21 @@ def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 64])
 @pytest.mark.parametrize("shape", [(64, 128), (96, 1024)])
-def test_int8_of_the_engine_is_cut_off_where_the_plain_product_is_rounded(tokens, shape, with_bias):
+def test_int8_of_the_engine_is_cut_off_where_the_plain_gemm_is_rounded(tokens, shape, with_bias):
     """The bits of vLLM's own layer, and without AVX512_BF16 those of the exact sums, cut off to bfloat16."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
 
     low_bit, x = low_bit_of("W8A8", shape=shape), normal(tokens, shape[1], seed=1, dtype=torch.bfloat16)
     if not cpu_flags() & {"avx512_vnni", "avx_vnni"}:
-        low_bit.codes.clamp_(-63, 63)  # oneDNN adds two products in 16 bits there, which larger codes saturate
+        low_bit.quantized.clamp_(
+            -63, 63
+        )  # oneDNN adds two products in 16 bits there, which larger quantized values saturate
     bias = normal(shape[0], seed=2, dtype=torch.bfloat16) if with_bias else None
     names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
     layer = torch.nn.Module()
     layer.logical_widths, layer.input_scale, layer.input_zero_point = [shape[0]], None, None
-    layer.weight = torch.nn.Parameter(low_bit.codes.clone(), requires_grad=False)
+    layer.weight = torch.nn.Parameter(low_bit.quantized.clone(), requires_grad=False)
     layer.weight_scale = torch.nn.Parameter(low_bit.scale.float(), requires_grad=False)
     engine = CPUInt8ScaledMMLinearKernel(Int8ScaledMMLinearLayerConfig(False, True, True), names)
     before = torch.get_default_dtype()
@@ -60,21 +62,19 @@ def test_int8_of_the_engine_is_cut_off_where_the_plain_product_is_rounded(tokens
         engine.process_weights_after_loading(layer)
     finally:
         torch.set_default_dtype(before)
-    y, _ = EngineProduct(Int8Gemm()).forward(x, low_bit, bias)
+    y, _ = EngineGemm(Int8Gemm()).forward(x, low_bit, bias)
     assert same_bytes(y, engine.apply_weights(layer, x, bias))
 
-    codes, scale = quantize_tokens_int8(x)
-    exact = (codes.long() @ low_bit.codes.long().t()).float() * low_bit.scale.float().t() * scale
+    quantized, scale = quantize_tokens_int8(x)
+    exact = (quantized.long() @ low_bit.quantized.long().t()).float() * low_bit.scale.float().t() * scale
     if with_bias:
         exact += bias.float()
-        assert not same_bytes(
-            y, EngineProduct(Int8Gemm()).forward(x, low_bit)[0] + bias
-        )  # control: after the rounding
+        assert not same_bytes(y, EngineGemm(Int8Gemm()).forward(x, low_bit)[0] + bias)  # control: after the rounding
     cut_off = (exact.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
     nearest, _ = Int8Gemm().forward(x, low_bit, bias)
     assert same_bytes(y, cut_off) or same_bytes(y, nearest)
     assert not same_bytes(cut_off, nearest)  # control
-    assert same_bytes(EngineProduct(Int8Gemm()).forward(x, low_bit, bias)[0], y)
+    assert same_bytes(EngineGemm(Int8Gemm()).forward(x, low_bit, bias)[0], y)
 
 
 @pytest.mark.slow
@@ -85,10 +85,10 @@ def test_fp8_is_the_layer_of_the_engine(tokens, with_bias):
 
     low_bit, x = low_bit_of("FP8_DYNAMIC", shape=(96, 256)), normal(tokens, 256, seed=1, dtype=torch.bfloat16)
     bias = normal(96, seed=2, dtype=torch.bfloat16) if with_bias else None
-    codes, scale = quantize_tokens_fp8(x)
-    product = ChannelWiseTorchFP8ScaledMMLinearKernel.apply_scaled_mm
+    quantized, scale = quantize_tokens_fp8(x)
+    gemm = ChannelWiseTorchFP8ScaledMMLinearKernel.apply_scaled_mm
     arguments = {"out_dtype": torch.bfloat16, "As": scale, "Bs": low_bit.scale.float()}
-    engine = product(None, A=codes, B=low_bit.codes.t(), bias=bias, output_shape=[tokens, 96], **arguments)
+    engine = gemm(None, A=quantized, B=low_bit.quantized.t(), bias=bias, output_shape=[tokens, 96], **arguments)
     y, _ = Fp8Gemm().forward(x, low_bit, bias)
     assert same_bytes(y, engine)
     if with_bias:
@@ -103,10 +103,10 @@ def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
 
     low_bit, x = low_bit_of(scheme), normal(18, 256, seed=1, dtype=torch.bfloat16)
     bias, zeros = normal(128, seed=2, dtype=torch.bfloat16), low_bit.tensors.get("weight_zero_point")
-    y, _ = EngineProduct(DequantGemm()).forward(x, low_bit, bias)
+    y, _ = EngineGemm(DequantGemm()).forward(x, low_bit, bias)
     expected = ops.cpu_gemm_wna16(
         input=x,
-        q_weight=blocks_int4(low_bit.codes),
+        q_weight=blocks_int4(low_bit.quantized),
         scales=low_bit.scale.t().contiguous(),
         zeros=None if zeros is None else zeros.t().contiguous(),
         bias=bias,
@@ -115,8 +115,8 @@ def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
         **({"g_idx": None} if "g_idx" in inspect.signature(ops.cpu_gemm_wna16).parameters else {}),  # before vLLM 0.31
     )
     assert same_bytes(y, expected)
-    assert relative_error(y, EngineProduct(DequantGemm()).forward(x, low_bit)[0] + bias) < 8e-3
-    assert not same_bytes(y, EngineProduct(DequantGemm()).forward(x, low_bit)[0] + bias)  # control: after the rounding
+    assert relative_error(y, EngineGemm(DequantGemm()).forward(x, low_bit)[0] + bias) < 8e-3
+    assert not same_bytes(y, EngineGemm(DequantGemm()).forward(x, low_bit)[0] + bias)  # control: after the rounding
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_w4a8_is_the_layer_of_the_engine(in_features, group_size, with_bias):
     layer = torch.nn.Module()
     bias = normal(96, seed=2, dtype=torch.bfloat16) if with_bias else None
     layer.bias = None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False)
-    layer.weight = torch.nn.Parameter(low_bit.codes.clone(), requires_grad=False)
+    layer.weight = torch.nn.Parameter(low_bit.quantized.clone(), requires_grad=False)
     layer.weight_scale = torch.nn.Parameter(low_bit.scale.clone(), requires_grad=False)
     config = packed_layer_config(size, scalar_types.int4, groups, False)
     engine = Dynamic4bitLinearKernel(config, "weight", "weight_scale")

@@ -7,16 +7,16 @@ import torch
 from torch import nn
 
 from qarl_trl.quant import apply_quantization
-from qarl_trl.rollout.scores import LENGTH, canary_tokens, engine_logps, learner_logps, rounding_noise
+from qarl_trl.rollout.scores import LENGTH, engine_logps, learner_logps, rounding_noise, sync_check_tokens
 
 
 def test_the_prompt_is_fixed_and_ordinary(tiny_tokenizer):
-    tokens = canary_tokens(tiny_tokenizer, vocab_size=64)
-    assert tokens == canary_tokens(tiny_tokenizer, vocab_size=64)
+    tokens = sync_check_tokens(tiny_tokenizer, vocab_size=64)
+    assert tokens == sync_check_tokens(tiny_tokenizer, vocab_size=64)
     assert len(tokens) == LENGTH
     assert 1 < min(tokens) <= max(tokens) < len(tiny_tokenizer)
-    assert max(canary_tokens(tiny_tokenizer, vocab_size=8)) < 8
-    assert len(canary_tokens(tiny_tokenizer, 64, length=9)) == 9
+    assert max(sync_check_tokens(tiny_tokenizer, vocab_size=8)) < 8
+    assert len(sync_check_tokens(tiny_tokenizer, 64, length=9)) == 9
 
 
 def test_the_engine_is_read_at_the_tokens_of_the_prompt():

@@ -200,7 +200,7 @@ def test_workers_must_agree_on_the_version():
     with client_of(answers) as client:
         client.version = "mine"
         with pytest.raises(RuntimeError, match="got .*'old'"):
-            client.require_published()
+            client.require_synced()
 
 
 def test_a_server_that_dies_is_asked_once():
@@ -218,7 +218,7 @@ TENSORS = {f"{name}.{i}": torch.arange(8, dtype=torch.int32) + i for i in range(
 
 
 def load(folder, answers, got):
-    """Let the stub read a publish as the server does."""
+    """Let the stub read a weight sync as the server does."""
 
     def call(body):
         method, args = body["method"], body["args"]
@@ -229,10 +229,10 @@ def load(folder, answers, got):
     return {"/collective_rpc": call, "/reset_prefix_cache": {"success": True}} | answers
 
 
-def test_a_publish_arrives_in_order_and_its_files_are_removed(tmp_path):
+def test_a_sync_arrives_in_order_and_its_files_are_removed(tmp_path):
     got = []
     with client_of(load(tmp_path, {}, got), tmp_path) as client:
-        client.publish(TENSORS.items(), None, "cpu")
+        client.sync(TENSORS.items(), None, "cpu")
         (asked,) = [body for path, body, _ in client.asked if path == "/collective_rpc"]
         assert asked["args"] == [client.version, json.dumps([list(TENSORS)])]
         assert "/reset_encoder_cache" in [path for path, *_ in client.asked]
@@ -242,7 +242,7 @@ def test_a_publish_arrives_in_order_and_its_files_are_removed(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_publish_that_the_server_refuses_leaves_nothing_to_sample_from(tmp_path):
+def test_a_sync_that_the_server_refuses_leaves_nothing_to_sample_from(tmp_path):
     one_rank = {"results": [None, {"error": "RuntimeError: The engine kept old values"}]}
     for status, answer, words in (
         (500, {"error": "unknown"}, "refused /collective_rpc .500.*unknown"),
@@ -252,12 +252,12 @@ def test_a_publish_that_the_server_refuses_leaves_nothing_to_sample_from(tmp_pat
         with client_of(load(tmp_path, refused, []), tmp_path) as client:
             client.version = "mine"
             with pytest.raises(RuntimeError, match=words):
-                client.publish(TENSORS.items(), None, "cpu")
+                client.sync(TENSORS.items(), None, "cpu")
             assert client.version is None
             assert list(tmp_path.iterdir()) == []
     with client_of(load(tmp_path, {"/reset_prefix_cache": {"success": False}}, []), tmp_path) as client:
         with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
-            client.publish(TENSORS.items(), None, "cpu")
+            client.sync(TENSORS.items(), None, "cpu")
         assert client.version is None
 
 
@@ -311,7 +311,7 @@ def raised(answer):
 
 FOLDER, NCCL = {"folder": "run-2", "parts": [["a"]]}, {"names": [], "dtype_names": [], "shapes": []}
 SENDERS = {
-    "a publish": lambda worker: raised(worker.qarl_load("run-2", '[["a"]]')),
+    "a weight sync": lambda worker: raised(worker.qarl_load("run-2", '[["a"]]')),
     "vLLM's routes": lambda worker: [
         worker.start_weight_update(),
         worker.update_weights(FOLDER),
@@ -322,7 +322,7 @@ SENDERS = {
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("sender", SENDERS)
-def test_weights_have_a_version_only_after_a_whole_publish(monkeypatch, sender, fails):
+def test_weights_have_a_version_only_after_a_whole_sync(monkeypatch, sender, fails):
     seen = []
 
     def receive(info):
@@ -335,7 +335,7 @@ def test_weights_have_a_version_only_after_a_whole_publish(monkeypatch, sender, 
     assert worker.weight_transfer_engine.version == "run-1"
     with pytest.raises(RuntimeError, match="kept old") if fails else nullcontext():
         SENDERS[sender](worker)
-    named = "run-2" if sender == "a publish" and not fails else None
+    named = "run-2" if sender == "a weight sync" and not fails else None
     assert worker.weight_transfer_engine.version == named
     # A folder, its begin over NCCL, and vLLM's own routes.
     for begin in (
@@ -361,7 +361,7 @@ def test_a_sender_that_dies_within_its_update_leaves_a_server_that_can_go_on(mon
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_a_publish_over_nccl_is_one_update_between_two_marks(monkeypatch, another):
+def test_a_sync_over_nccl_is_one_update_between_two_marks(monkeypatch, another):
     """TRL's client, vLLM's session and our backend; only the group of GPUs is left out."""
     sent, versions = [], []
     worker = worker_of("qarl_nccl", monkeypatch, lambda info: versions.append(worker.weight_transfer_engine.version))
@@ -388,14 +388,14 @@ def test_a_publish_over_nccl_is_one_update_between_two_marks(monkeypatch, anothe
         client.communicator = None
         metadata = [(name, "int32", [8]) for name in TENSORS]
         with pytest.raises(RuntimeError, match="must be one update.*got 2") if another else nullcontext():
-            client.publish(TENSORS.items(), metadata, "cpu")
+            client.sync(TENSORS.items(), metadata, "cpu")
         assert client.version == worker.weight_transfer_engine.version == (None if another else f"{client._run}-1")
     assert [name for name, _ in sent] == list(TENSORS) and versions == [None] * (2 if another else 1)
 
 
 @pytest.mark.parametrize("backend", ["qarl_folder", "qarl_nccl"])
 def test_vllm_makes_the_transport_that_serve_names(monkeypatch, backend):
-    config = SimpleNamespace(parallel_config=None, model_config="config", additional_config={"publish_folder": "root"})
+    config = SimpleNamespace(parallel_config=None, model_config="config", additional_config={"sync_folder": "root"})
     loaded: list = []
     model = SimpleNamespace(load_weights=loaded.append)
     monkeypatch.setattr(_vllm, "reload_model", lambda model, vllm_config, reload: reload())

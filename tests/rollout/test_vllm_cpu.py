@@ -19,9 +19,9 @@ def words(shape, seed=0):
 @pytest.mark.parametrize(("out", "width"), [(16, 8), (48, 64)])
 def test_blocks_hold_sixteen_output_channels_of_each_input(out, width):
     packed = words((out, width // 8))
-    codes = references.unpack_int4(packed, width)
+    quantized = references.unpack_int4(packed, width)
     expected = [
-        references.pack_int4([[codes[row][column] for row in range(block, block + 16)] for column in range(width)])
+        references.pack_int4([[quantized[row][column] for row in range(block, block + 16)] for column in range(width)])
         for block in range(0, out, 16)
     ]
     found = _vllm_cpu.blocks_int4(packed)
@@ -44,7 +44,9 @@ def engine_layer(low_bit):
     layer = nn.Module()
     options = {"input_dim": 1, "output_dim": 0, "weight_loader": lambda *_: None}
     packing = {"packed_factor": 8, "packed_dim": 1}
-    layer.register_parameter("weight_packed", PackedvLLMParameter(data=low_bit.codes.clone(), **packing, **options))
+    layer.register_parameter(
+        "weight_packed", PackedvLLMParameter(data=low_bit.quantized.clone(), **packing, **options)
+    )
     layer.register_parameter("weight_scale", GroupQuantScaleParameter(data=low_bit.scale.clone(), **options))
     if asymmetric:
         zero_point = low_bit.tensors["weight_zero_point"].clone()
@@ -87,7 +89,7 @@ def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm
 
     from qarl_trl.quant import quantize_weight, resolve_scheme
     from qarl_trl.quant.gemm import DequantGemm
-    from qarl_trl.rollout.gemm import EngineProduct
+    from qarl_trl.rollout.gemm import EngineGemm
 
     low_bit = quantize_weight(torch.randn(shape) + 0.2, resolve_scheme(scheme, group_size))
     slow, expected = engine_layer(low_bit)
@@ -102,14 +104,14 @@ def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm
     for name, parameter in expected.named_parameters():
         assert same_bytes(found.get_parameter(name).data, parameter.data), name
     assert found.isa_hint == expected.isa_hint
-    assert same_bytes(_vllm_cpu.blocks_int4(low_bit.codes), expected.weight_packed.data)
+    assert same_bytes(_vllm_cpu.blocks_int4(low_bit.quantized), expected.weight_packed.data)
 
     x = torch.randn(10, shape[1], dtype=torch.bfloat16)
     y = slow.apply_weights(expected, x)
     assert same_bytes(quick.apply_weights(found, x), y)
-    assert same_bytes(EngineProduct(DequantGemm()).forward(x, low_bit)[0], y)
+    assert same_bytes(EngineGemm(DequantGemm()).forward(x, low_bit)[0], y)
     other = quantize_weight(torch.randn(shape), low_bit.scheme)
-    assert not same_bytes(EngineProduct(DequantGemm()).forward(x, other)[0], y)  # control
+    assert not same_bytes(EngineGemm(DequantGemm()).forward(x, other)[0], y)  # control
 
 
 @pytest.mark.slow

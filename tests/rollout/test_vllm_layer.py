@@ -16,7 +16,7 @@ from quant.schemes import NVFP4, low_bit_of, normal, relative_error, same_bytes
 from qarl_trl.quant.activations import quantize_tokens_int8
 from qarl_trl.quant.gemm import Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
 from qarl_trl.rollout import _vllm, _vllm_layer
-from qarl_trl.rollout.gemm import EngineProduct
+from qarl_trl.rollout.gemm import EngineGemm
 
 
 pytestmark = pytest.mark.slow  # vLLM takes seconds to import
@@ -28,18 +28,14 @@ BF16 = torch.bfloat16
 def test_float8_by_the_engines_layer_is_the_plain_form_on_cpu(tokens, with_bias):
     low_bit, x = low_bit_of("FP8_DYNAMIC"), normal(2, tokens, 256, seed=1, dtype=BF16)
     bias = normal(128, seed=2, dtype=BF16) if with_bias else None
-    (y, saved), (expected, expected_saved) = (
-        p.forward(x, low_bit, bias) for p in (EngineProduct(Fp8Gemm()), Fp8Gemm())
-    )
+    (y, saved), (expected, expected_saved) = (p.forward(x, low_bit, bias) for p in (EngineGemm(Fp8Gemm()), Fp8Gemm()))
     assert same_bytes(y, expected)
     assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
-    assert not same_bytes(
-        EngineProduct(Fp8Gemm()).forward(x, low_bit_of("FP8_DYNAMIC", seed=5), bias)[0], y
-    )  # control
+    assert not same_bytes(EngineGemm(Fp8Gemm()).forward(x, low_bit_of("FP8_DYNAMIC", seed=5), bias)[0], y)  # control
 
 
 @pytest.mark.engine
-def test_a_layer_is_made_once_for_codes_and_does_not_touch_them():
+def test_a_layer_is_made_once_for_quantized_and_does_not_touch_them():
     low_bit, x = low_bit_of("W4A16"), normal(3, 256, dtype=BF16)
     before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
     _vllm_layer.multiply(x, low_bit)
@@ -79,7 +75,7 @@ def test_a_size_that_no_kernel_takes_is_an_error():
 
 @pytest.mark.engine
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC"])
-def test_a_layer_goes_with_its_codes(scheme):
+def test_a_layer_goes_with_its_quantized(scheme):
     """Not when the garbage collector runs: until then every optimizer step would add a copy of the model."""
     gc.disable()
     try:
@@ -167,7 +163,7 @@ def hopper(monkeypatch):
 
 
 def unpacked(words, in_features):
-    """Codes plus 8, `(in, out)`, of words `(in / 8, out)` with eight input channels each, the first in the lowest bits."""
+    """Quantized values plus 8, `(in, out)`, of words `(in / 8, out)` with eight input channels each, the first in the lowest bits."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     return (words.reshape(in_features // 8, 1, -1) >> shifts.view(1, 8, 1) & 15).flatten(0, 1)
 
@@ -184,8 +180,8 @@ def machete(hopper, monkeypatch):
 
     def mm(a, b_q, b_type, b_group_zeros, b_group_scales, b_group_size):
         calls.append((str(b_type), b_group_size))
-        codes = unpacked(b_q, a.shape[1])
-        weight = (codes - (8 if b_group_zeros is None else 0)).to(BF16) * spread(b_group_scales, a.shape[1])
+        packed = unpacked(b_q, a.shape[1])
+        weight = (packed - (8 if b_group_zeros is None else 0)).to(BF16) * spread(b_group_scales, a.shape[1])
         return F.linear(a, weight.t() if b_group_zeros is None else (weight + spread(b_group_zeros, a.shape[1])).t())
 
     monkeypatch.setattr(ops, "machete_prepack_B", lambda b_q_weight, *_, **__: b_q_weight)
@@ -194,7 +190,7 @@ def machete(hopper, monkeypatch):
 
 
 @pytest.mark.parametrize("group_size", [128, -1])
-def test_machete_gets_the_published_codes_and_scales(machete, group_size):
+def test_machete_gets_the_synced_quantized_and_scales(machete, group_size):
     low_bit, x = low_bit_of("W4A16", group_size), normal(5, 256, seed=1, dtype=BF16)
     y = _vllm_layer.multiply(x, low_bit)
     assert type(low_bit.prepared["engine"].scheme.kernel).__name__ == "MacheteLinearKernel"
@@ -205,7 +201,7 @@ def test_machete_gets_the_published_codes_and_scales(machete, group_size):
 
 
 def test_machete_adds_the_bias_to_its_rounded_output(machete):
-    """As `EngineProduct` does outside of it on a GPU."""
+    """As `EngineGemm` does outside of it on a GPU."""
     low_bit, x, bias = low_bit_of("W4A16"), normal(5, 256, seed=1, dtype=BF16), normal(128, seed=2, dtype=BF16)
     assert same_bytes(_vllm_layer.multiply(x, low_bit, bias), F.linear(x, dequantize(low_bit)) + bias)
 
@@ -238,9 +234,9 @@ def marlin(hopper, monkeypatch):
         bits = 32 * b_q.numel() // (size_n * size_k)
         words = b_q.reshape(size_k * bits // 32, 1, size_n)
         shifts = torch.arange(0, 32, bits, dtype=torch.int32).view(1, -1, 1)
-        codes = (words >> shifts & (2**bits - 1)).flatten(0, 1) - 2 ** (bits - 1)
+        packed = (words >> shifts & (2**bits - 1)).flatten(0, 1) - 2 ** (bits - 1)
         assert bias is None
-        return F.linear(a, (codes.to(BF16) * spread(scales, size_k)).t())
+        return F.linear(a, (packed.to(BF16) * spread(scales, size_k)).t())
 
     monkeypatch.setattr(ops, "gptq_marlin_repack", repack)
     monkeypatch.setattr(torch.ops.vllm, "marlin_gemm", gemm, raising=False)
@@ -251,7 +247,7 @@ def marlin(hopper, monkeypatch):
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), [("W4A16", 32), ("W4A16", 128), ("W4A16", -1), ("W8A16", 128)])
-def test_marlin_gets_the_published_codes_and_scales(marlin, scheme, group_size):
+def test_marlin_gets_the_synced_quantized_and_scales(marlin, scheme, group_size):
     low_bit, x = low_bit_of(scheme, group_size), normal(5, 256, seed=1, dtype=BF16)
     y = _vllm_layer.multiply(x, low_bit)
     assert type(low_bit.prepared["engine"].scheme.kernel).__name__ == "MarlinLinearKernel"
@@ -260,7 +256,7 @@ def test_marlin_gets_the_published_codes_and_scales(marlin, scheme, group_size):
     assert not same_bytes(y, F.linear(x, dequantize(low_bit_of(scheme, group_size, seed=5))))  # control
 
 
-def test_nvfp4_is_loaded_with_the_published_tensors(hopper, monkeypatch):
+def test_nvfp4_is_loaded_with_the_synced_tensors(hopper, monkeypatch):
     from vllm.model_executor.kernels.linear.nvfp4 import marlin
 
     monkeypatch.setattr(marlin.MarlinNvFp4LinearKernel, "is_supported", classmethod(lambda cls, *_: (True, None)))
@@ -268,8 +264,8 @@ def test_nvfp4_is_loaded_with_the_published_tensors(hopper, monkeypatch):
 
     def gemm(input, weight, weight_scale, weight_global_scale, **_):
         values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-        codes = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1).int()
-        units = values[codes & 7] * torch.where(codes > 7, -1, 1)
+        packed = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1).int()
+        units = values[packed & 7] * torch.where(packed > 7, -1, 1)
         scale = weight_scale.float() * weight_global_scale
         return F.linear(input.float(), (units.unflatten(1, (-1, 16)) * scale.unsqueeze(-1)).flatten(1))
 
@@ -289,9 +285,9 @@ def test_w4afp8_gets_the_table_of_the_plain_form(hopper, monkeypatch):
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
     def mm(a, b_q, b_group_scales, b_group_size, a_token_scales, b_channel_scales):
-        codes = unpacked(b_q, a.shape[1])
-        codes = torch.where(codes > 7, codes - 16, codes)  # signed now
-        table = (codes * spread(b_group_scales.float(), a.shape[1])).to(a.dtype)
+        packed = unpacked(b_q, a.shape[1])
+        packed = torch.where(packed > 7, packed - 16, packed)  # signed now
+        table = (packed * spread(b_group_scales.float(), a.shape[1])).to(a.dtype)
         return ((a.float() @ table.float()) * a_token_scales * b_channel_scales.t()).to(BF16)
 
     def on_cpu(function):
@@ -312,7 +308,7 @@ def test_w4afp8_gets_the_table_of_the_plain_form(hopper, monkeypatch):
     low_bit, x = low_bit_of("W4AFP8"), normal(2, 5, 256, seed=1, dtype=BF16)
     bias = normal(128, seed=2, dtype=BF16)
     (y, saved), (expected, expected_saved) = (
-        p.forward(x, low_bit, bias) for p in (EngineProduct(Int4Fp8Gemm()), Int4Fp8Gemm())
+        p.forward(x, low_bit, bias) for p in (EngineGemm(Int4Fp8Gemm()), Int4Fp8Gemm())
     )
     assert type(low_bit.prepared["engine"].scheme.kernel).__name__ == "CutlassW4A8LinearKernel"
     # The same float32 sums, added up in another order.
@@ -325,7 +321,7 @@ def test_w4afp8_gets_the_table_of_the_plain_form(hopper, monkeypatch):
 
 @pytest.mark.parametrize(("scheme", "plain"), [("FP8_DYNAMIC", Fp8Gemm), ("W8A8", Int8Gemm)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_cutlass_gets_the_published_codes_and_scales(hopper, monkeypatch, scheme, plain, with_bias):
+def test_cutlass_gets_the_synced_quantized_and_scales(hopper, monkeypatch, scheme, plain, with_bias):
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
@@ -342,16 +338,16 @@ def test_cutlass_gets_the_published_codes_and_scales(hopper, monkeypatch, scheme
     monkeypatch.setattr(ops, "cutlass_scaled_mm", mm)
     low_bit, x = low_bit_of(scheme), normal(2, 5, 256, seed=1, dtype=BF16)
     bias = normal(128, seed=2, dtype=BF16) if with_bias else None
-    (y, saved), (expected, expected_saved) = (p.forward(x, low_bit, bias) for p in (EngineProduct(plain()), plain()))
-    assert calls == [(saved[0].dtype, low_bit.codes.dtype)]
+    (y, saved), (expected, expected_saved) = (p.forward(x, low_bit, bias) for p in (EngineGemm(plain()), plain()))
+    assert calls == [(saved[0].dtype, low_bit.quantized.dtype)]
     assert relative_error(y, expected) < 2**-8  # the same float32 numbers, in another order
     assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
     assert (
-        relative_error(EngineProduct(plain()).forward(x, low_bit_of(scheme, seed=5), bias)[0], expected) > 0.5
+        relative_error(EngineGemm(plain()).forward(x, low_bit_of(scheme, seed=5), bias)[0], expected) > 0.5
     )  # control
 
 
-def test_blocks_reach_cutlass_with_the_published_scales(hopper, monkeypatch):
+def test_blocks_reach_cutlass_with_the_synced_scales(hopper, monkeypatch):
     from vllm import _custom_ops as ops
     from vllm.model_executor.kernels.linear.scaled_mm import cutlass
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
@@ -368,10 +364,10 @@ def test_blocks_reach_cutlass_with_the_published_scales(hopper, monkeypatch):
     low_bit, x = low_bit_of("FP8_BLOCK", shape=(384, 256)), normal(2, 5, 256, seed=1, dtype=BF16)
     bias = normal(384, seed=2, dtype=BF16)
     (y, saved), (expected, expected_saved) = (
-        p.forward(x, low_bit, bias) for p in (EngineProduct(Fp8BlockGemm()), Fp8BlockGemm())
+        p.forward(x, low_bit, bias) for p in (EngineGemm(Fp8BlockGemm()), Fp8BlockGemm())
     )
     assert type(low_bit.prepared["engine"].scheme.fp8_linear).__name__ == "CutlassFp8BlockScaledMMKernel"
     assert relative_error(y, expected) < 2**-8  # the same float32 numbers, in another order
     assert all(same_bytes(a, b) for a, b in zip(saved, expected_saved, strict=True))
     other = low_bit_of("FP8_BLOCK", shape=(384, 256), seed=5)
-    assert relative_error(EngineProduct(Fp8BlockGemm()).forward(x, other, bias)[0], expected) > 0.5  # control
+    assert relative_error(EngineGemm(Fp8BlockGemm()).forward(x, other, bias)[0], expected) > 0.5  # control

@@ -17,7 +17,7 @@ from .toys import make_trainer
 
 
 # What a kill may fall into. The longest delay after its begin, in seconds, reaches beyond its end.
-PHASES = {"start": 3.0, "resume": 0.5, "publish": 0.3, "sample": 0.5, "train": 0.2, "save": 0.4}
+PHASES = {"start": 3.0, "resume": 0.5, "sync": 0.3, "sample": 0.5, "train": 0.2, "save": 0.4}
 # Rollout batches of four updates, two of them an epoch; a checkpoint after each update.
 SETTINGS = {
     "per_device_train_batch_size": 4,
@@ -42,8 +42,8 @@ def run(
     Args: model folder; output folder; with the engine or by transformers; `kill`: the phase, which of its beginnings in this
     process, and how many seconds after it the process gets the signal `by`, after which it may take a minute to leave.
 
-    Returns: `killed`, the phase and step it was in, `resumed` (step), `code`, and, of a run that ended, `digests` of masters,
-    codes and optimizer.
+    Returns: `killed`, the phase and step it was in, `resumed` (step), `code`, and, of a run that ended, `digests` of master weights,
+    quantized values and optimizer.
     """
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
@@ -87,8 +87,8 @@ def run(
 
 def random_kill(rng: random.Random, engine: bool) -> tuple[str, int, float]:
     """A moment to kill at, see [`run`]."""
-    phase = rng.choice([name for name in PHASES if engine or name not in ("publish", "sample")])
-    number = 1 if phase in ("start", "resume") else rng.randint(1, 2 if phase in ("publish", "sample") else 5)
+    phase = rng.choice([name for name in PHASES if engine or name not in ("sync", "sample")])
+    number = 1 if phase in ("start", "resume") else rng.randint(1, 2 if phase in ("sync", "sample") else 5)
     return phase, number, rng.uniform(0, PHASES[phase])
 
 
@@ -108,7 +108,7 @@ def _train(sender: Any, model: str, folder: str, engine: bool, environment: dict
     seams = [(trainer, name, phase) for name, phase in owners.items()]
     if engine:
         seams += [
-            (trainer.vllm_generation, "sync_weights", "publish"),
+            (trainer.vllm_generation, "sync_weights", "sync"),
             (trainer.vllm_generation, "generate", "sample"),
         ]
     for owner, name, phase in seams:
@@ -130,7 +130,7 @@ def _announce(trainer: Any, owner: Any, name: str, phase: str, sender: Any) -> N
 
 
 def digests(trainer: Any) -> dict[str, str]:
-    """SHA-256 of every master, every state of the optimizer and every tensor that would be published."""
+    """SHA-256 of every master, every state of the optimizer and every tensor that would be synced."""
     import torch
 
     from qarl_trl.quant import iter_low_bit_weights

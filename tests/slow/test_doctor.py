@@ -1,4 +1,4 @@
-"""`qarl-trl doctor` with real engines: the parts of the gap, and that a learner which computes something else is found."""
+"""`qarl-trl doctor` with real engines: the parts of the mismatch, and that a learner which computes something else is found."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def _measure(model: str, folder: str, scheme: str, broken: bool):
     return found, budget.verdict(found, args)
 
 
-def test_the_low_bit_learner_removes_the_gap_and_the_parts_are_told_apart(tmp_path):
+def test_the_low_bit_learner_removes_the_logp_diff_and_the_parts_are_told_apart(tmp_path):
     model = save_model(tmp_path / "model", layers=4)
     w4a16, verdict = isolated(_measure, model, str(tmp_path / "run"), "W4A16", False)
     assert w4a16.tokens > 100
-    # As in test_gap.py, where it is 27 times the floor; the learner has the engine's operations and formula here.
+    # As in test_logp_diff.py, where it is 27 times the floor; the learner has the engine's operations and formula here.
     assert w4a16.rollout_only > 5 * w4a16.floor > 0
     assert w4a16.aligned == 0.0
     assert w4a16.activations < 1e-4 * w4a16.weights  # float32 rounding

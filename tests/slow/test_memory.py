@@ -1,4 +1,4 @@
-"""What a plan says, against the tensors of a real engine, the bytes that a publish moved, and the shards of two processes."""
+"""What a plan says, against the tensors of a real engine, the bytes that a weight sync moved, and the shards of two processes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory.test_rank import example_run
+from tools.plan.test_rank import example_run
 from transformers import TrainerCallback
 
+from qarl_trl.quant.model import quantized_modules
 from qarl_trl.tools.plan import formulas, rank
 from qarl_trl.tools.plan import model as meta
-from qarl_trl.quant.model import quantized_modules
 from slow.isolated import isolated, isolated_group
 from slow.test_processes import _trainer
 from slow.toys import make_trainer, save_model
@@ -22,32 +22,32 @@ pytestmark = pytest.mark.slow
 
 
 def _engine(model: str, folder: str, scheme: str) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """Bytes of a publish, of the parameters of the engine that took it, and of its cache; and the tokens of that."""
-    trainer = make_trainer(model, Path(folder), quant_scheme=scheme, publish_verify="off")
+    """Bytes of a weight sync, of the parameters of the engine that took it, and of its cache; and the tokens of that."""
+    trainer = make_trainer(model, Path(folder), quant_scheme=scheme, verify_sync="off")
     engine = trainer.vllm_generation
     engine.sync_weights()
     runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
     held = {name: p.nbytes for name, p in runner.model.named_parameters()}
     settings = engine.llm.llm_engine.vllm_config.cache_config
     tokens = settings.num_gpu_blocks * settings.block_size
-    return engine.last_publish.num_bytes, held, (sum(t.nbytes for t in runner.kv_caches), tokens)
+    return engine.last_sync.num_bytes, held, (sum(t.nbytes for t in runner.kv_caches), tokens)
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC", "none"])
-def test_bytes_of_a_publish_and_of_the_engine_that_took_it(tmp_path, scheme):
+def test_bytes_of_a_sync_and_of_the_engine_that_took_it(tmp_path, scheme):
     model = save_model(tmp_path / "model")
     moved, held, (cache, tokens) = isolated(_engine, model, str(tmp_path), scheme)
     plan, other = None if scheme == "none" else scheme, "W8A8" if scheme == "W4A16" else "W4A16"
     config = meta.read_config(model)
     skeleton, wrong = (meta.skeleton(config, torch.float32, plan=p) for p in (plan, other))
     print("cache", cache, tokens)
-    print("publish", scheme, moved, "engine", sum(held.values()))
-    assert moved == meta.published(skeleton) != meta.published(wrong)  # control: of another scheme
+    print("sync", scheme, moved, "engine", sum(held.values()))
+    assert moved == meta.synced(skeleton) != meta.synced(wrong)  # control: of another scheme
     layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     assert cache == tokens * formulas.cache_bytes(layers, heads, size, 1) > 0
     if scheme != "none":  # of plain layers the CPU engine's kernels keep the weights in a form that is no parameter
         assert sum(held.values()) == pytest.approx(moved, rel=0.02)
-        assert sum(held.values()) != pytest.approx(meta.published(wrong), rel=0.02)  # control
+        assert sum(held.values()) != pytest.approx(meta.synced(wrong), rel=0.02)  # control
 
 
 class Gradients(TrainerCallback):
@@ -63,10 +63,10 @@ def _shards(model: str, folder: str, muon: bool) -> dict[str, int]:
     trainer.add_callback(gradients)
     trainer.train()
     state = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values()]
-    weights = [w for _, layer in quantized_modules(trainer.model) for w in layer._code_cache.last().values()]
+    weights = [w for _, layer in quantized_modules(trainer.model) for w in layer._low_bit_cache.last().values()]
     return {
-        "codes (own rows)": sum(w.num_bytes() for w in weights),
-        "masters": sum(p.to_local().nbytes for p in trainer.model.parameters()),
+        "quantized values (own rows)": sum(w.num_bytes() for w in weights),
+        "master_weights": sum(p.to_local().nbytes for p in trainer.model.parameters()),
         "gradients": gradients.held,
         "optimizer state": sum(getattr(t, "_local_tensor", t).nbytes for t in state if isinstance(t, torch.Tensor)),
     }
@@ -83,6 +83,6 @@ def test_shards_of_two_processes(tmp_path, muon):
     for held in isolated_group(_shards, 2, model, str(tmp_path / "run"), muon):
         print("rank", held, "planned", {name: expected[name] for name in held})
         assert held == {name: pytest.approx(expected[name], rel=0.001) for name in held}
-        assert held["masters"] < 0.6 * alone["masters"]  # control
-        assert held["codes (own rows)"] < 0.6 * alone["codes (whole)"]
-        assert "codes (whole)" not in expected
+        assert held["master_weights"] < 0.6 * alone["master_weights"]  # control
+        assert held["quantized values (own rows)"] < 0.6 * alone["quantized values (whole)"]
+        assert "quantized values (whole)" not in expected

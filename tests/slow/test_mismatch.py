@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 TOKENS = 4_000
 
 
-def _gap(model: str, folder: str, changes: dict[str, Any]) -> dict[str, float]:
+def _logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, float]:
     import numpy as np
     import torch
 
@@ -23,55 +24,55 @@ def _gap(model: str, folder: str, changes: dict[str, Any]) -> dict[str, float]:
     size = {"per_device_train_batch_size": 128, "steps_per_generation": 2, "max_steps": 2, "num_generations": 8}
     trainer = make_trainer(model, Path(folder), max_completion_length=48, learning_rate=0.0, **size, **changes)
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "mismatch/logp_gap_mean" in row]
+    rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
     return {
-        "gap": float(np.mean([row["mismatch/logp_gap_mean"] for row in rows])),
+        "logp_diff": float(np.mean([row["mismatch/logp_diff_mean"] for row in rows])),
         "tokens": float(sum(row["num_tokens"] for row in rows)) - 256 * 6 * len(rows),
         "first_ratio": max(abs(row["ratio/max"] - 1) for row in rows),
     }
 
 
 @pytest.fixture(scope="module")
-def gaps(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gap")
+def logp_diffs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logp_diff")
     model = save_model(folder / "model", layers=4)
     arms = {
         "bf16": {"quant_scheme": "none"},
         "w4a16": {"quant_scheme": "W4A16"},
         "w4a16_stock": {"quant_scheme": "W4A16", "learner_ops": "stock"},
-        # Its gap is measured though nothing corrects it.
+        # Its mismatch is measured though nothing corrects it.
         "w4a16_rollout_only": {
             "quant_scheme": "W4A16",
-            "quant_learner": False,
+            "quantize_learner": False,
             "vllm_importance_sampling_correction": False,
         },
     }
-    return {name: isolated(_gap, model, str(folder / name), changes) for name, changes in arms.items()}
+    return {name: isolated(_logp_diff, model, str(folder / name), changes) for name, changes in arms.items()}
 
 
-def test_the_logged_gap_is_the_last_bit_of_float32(gaps):
+def test_the_logged_logp_diff_is_the_last_bit_of_float32(logp_diffs):
     """Of two formulas for a log-softmax; test_invariants.py compares by one, and has every scheme."""
-    assert min(arm["tokens"] for arm in gaps.values()) >= TOKENS
-    assert 0 < gaps["w4a16"]["gap"] < 1e-6  # measured 1e-7
+    assert min(arm["tokens"] for arm in logp_diffs.values()) >= TOKENS
+    assert 0 < logp_diffs["w4a16"]["logp_diff"] < 1e-6  # measured 1e-7
 
 
-def test_on_transformers_operations_the_aligned_gap_is_the_bf16_floor(gaps):
-    assert gaps["w4a16_stock"]["gap"] <= 1.1 * gaps["bf16"]["gap"]
+def test_on_transformers_operations_the_aligned_logp_diff_is_the_bf16_floor(logp_diffs):
+    assert logp_diffs["w4a16_stock"]["logp_diff"] <= 1.1 * logp_diffs["bf16"]["logp_diff"]
 
 
-def test_without_the_quantized_learner_the_gap_is_at_least_five_times_larger(gaps):
+def test_without_the_quantized_learner_the_logp_diff_is_at_least_five_times_larger(logp_diffs):
     """The control: were the learner's quantization bypassed, the tests above could not pass."""
-    assert gaps["w4a16_rollout_only"]["gap"] >= 5 * gaps["w4a16_stock"]["gap"]
+    assert logp_diffs["w4a16_rollout_only"]["logp_diff"] >= 5 * logp_diffs["w4a16_stock"]["logp_diff"]
 
 
-def test_the_ratio_is_exactly_one_on_the_first_update_of_a_rollout_batch(gaps):
-    assert gaps["w4a16"]["first_ratio"] == 0.0
+def test_the_ratio_is_exactly_one_on_the_first_update_of_a_rollout_batch(logp_diffs):
+    assert logp_diffs["w4a16"]["first_ratio"] == 0.0
 
 
 def _abort(model: str, folder: str) -> str:
-    # One update a rollout batch and no correction: TRL computes no `old`, and the gap is measured in the loss.
+    # One update a rollout batch and no correction: TRL computes no `old`, and the mismatch is measured in the loss.
     changes = {"steps_per_generation": 1, "vllm_importance_sampling_correction": False}
-    trainer = make_trainer(model, Path(folder), quant_learner=False, mismatch_abort_threshold=0.02, **changes)
+    trainer = make_trainer(model, Path(folder), quantize_learner=False, mismatch_abort_threshold=0.02, **changes)
     try:
         trainer.train()
     except RuntimeError as error:
@@ -79,15 +80,14 @@ def _abort(model: str, folder: str) -> str:
     return "no error"
 
 
-def test_a_gap_above_the_threshold_stops_the_run_with_a_diagnosis(tmp_path):
+def test_a_logp_diff_above_the_threshold_stops_the_run_with_a_diagnosis(tmp_path):
     message = isolated(_abort, save_model(tmp_path / "model"), str(tmp_path / "run"))
     assert "mismatch_abort_threshold=0.02" in message
-    assert "quant_learner=False" in message
+    assert "quantize_learner=False" in message
 
 
-def _evaluation_gap(model: str, folder: str, as_in_training: bool) -> dict[str, float]:
+def _evaluation_logp_diff(model: str, folder: str, as_in_training: bool) -> dict[str, float]:
     from types import SimpleNamespace
-    from unittest.mock import patch
 
     from trl.trainer import utils
 
@@ -104,6 +104,6 @@ def _evaluation_gap(model: str, folder: str, as_in_training: bool) -> dict[str, 
 
 def test_an_evaluation_at_another_temperature_is_scored_at_it(tmp_path):
     model = save_model(tmp_path / "model")
-    name = "eval_mismatch/logp_gap_mean"
-    assert 0 < isolated(_evaluation_gap, model, str(tmp_path / "a"), False)[name] < 1e-6
-    assert isolated(_evaluation_gap, model, str(tmp_path / "b"), True)[name] > 0.1  # control
+    name = "eval_mismatch/logp_diff_mean"
+    assert 0 < isolated(_evaluation_logp_diff, model, str(tmp_path / "a"), False)[name] < 1e-6
+    assert isolated(_evaluation_logp_diff, model, str(tmp_path / "b"), True)[name] > 0.1  # control

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +29,6 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
     The choice of a kernel alone is replaced: on CPU there is none, and none is called. Returns the parameters that got
     no tensor.
     """
-    from unittest.mock import patch
 
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
@@ -60,7 +60,7 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
     from qarl_trl.rollout import _vllm
 
     names = {name.replace(".routed_experts.", "."): name for name, _ in model.named_parameters()}
-    # As in a publish: there are places that only other kinds of checkpoints fill.
+    # As in a weight sync: there are places that only other kinds of checkpoints fill.
     missing = [name for name in names if name not in loaded and not _vllm._RESERVED.search(name)]
     parameters = dict(model.named_parameters())
     experts = {
@@ -86,9 +86,9 @@ def test_vllm_loads_every_expert_of_the_export_into_its_place(kind, scheme, tmp_
     assert isolated(_load_into_vllm, str(tmp_path)) == []
     found = torch.load(tmp_path / "found.pt")
     module = model.model.layers[0].mlp.experts
-    codes = "weight_packed" if scheme == "W4A16" else "weight"
+    quantized = "weight_packed" if scheme == "W4A16" else "weight"
     for fused, ours in (("w13", "gate_up_proj"), ("w2", "down_proj")):
-        for name in (codes, "weight_scale"):
+        for name in (quantized, "weight_scale"):
             expected = module.low_bit(ours).tensors[name].unflatten(0, (len(module.down_proj), -1))
             stored = found[f"{fused}_{name}"]
             stored = stored if stored.shape == expected.shape else stored.transpose(1, 2)  # vLLM 0.26
@@ -108,32 +108,34 @@ def test_the_check_of_the_loader_notices_an_expert_that_is_missing(tmp_path):
     isolated(_load_into_vllm, str(tmp_path), lost)
     found = torch.load(tmp_path / "found.pt")
     expected = (
-        model.model.layers[0].mlp.experts.low_bit("gate_up_proj").codes.chunk(len(found["w13_weight_packed"]))[2]
+        model.model.layers[0].mlp.experts.low_bit("gate_up_proj").quantized.chunk(len(found["w13_weight_packed"]))[2]
     )
     assert not torch.equal(found["w13_weight_packed"][2], expected)
 
 
 def _train(model: str, folder: str) -> tuple[list[float], str]:
-    """Gaps of a run, and what the engine then says of a stream that lacks a matrix of one expert."""
+    """Mismatches of a run, and what the engine then says of a stream that lacks a matrix of one expert."""
     from qarl_trl.rollout._vllm import reload_engine
     from slow.toys import make_trainer
 
     trainer = make_trainer(model, Path(folder), quant_ignore=["lm_head", "re:.*experts.*"], router_aux_loss_coef=0.01)
     trainer.train()
-    gaps = [row["mismatch/logp_gap_mean"] for row in trainer.state.log_history if "mismatch/logp_gap_mean" in row]
+    logp_diffs = [
+        row["mismatch/logp_diff_mean"] for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row
+    ]
     engine = trainer.vllm_generation
     try:
         reload_engine(
             engine.llm, ((n, t) for n, t in engine._iter_named_params() if "0.mlp.experts.2.up_proj" not in n)
         )
     except RuntimeError as error:
-        return gaps, str(error)
-    return gaps, ""
+        return logp_diffs, str(error)
+    return logp_diffs, ""
 
 
 def test_low_bit_attention_beside_experts_in_high_precision_trains_on_the_cpu_engine(tmp_path):
-    """The experts are published one by one, in bfloat16, under the names of the checkpoint."""
-    gaps, message = isolated(_train, save_model(tmp_path / "model", experts=4), str(tmp_path / "run"))
+    """The experts are synced one by one, in bfloat16, under the names of the checkpoint."""
+    logp_diffs, message = isolated(_train, save_model(tmp_path / "model", experts=4), str(tmp_path / "run"))
     assert "kept old values for 1 tensors, first ['model.layers.0.mlp.experts" in message
-    assert len(gaps) == 2
-    assert all(later < 2 * earlier for earlier, later in itertools.pairwise(gaps))  # a stale engine falls behind
+    assert len(logp_diffs) == 2
+    assert all(later < 2 * earlier for earlier, later in itertools.pairwise(logp_diffs))  # a stale engine falls behind

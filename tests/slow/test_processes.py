@@ -11,13 +11,14 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from slow.isolated import isolated_group
-from slow.toys import make_trainer, publish, save_model, stored_tensors
+from slow.toys import make_trainer, save_model, stored_tensors, sync
 
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ FSDP2 = {
     "FSDP_OFFLOAD_PARAMS": "false",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
-# Of test_gap.py: the gap of a bf16 engine and a bf16 learner on transformers' operations.
+# Of test_logp_diff.py: the mismatch of a bf16 engine and a bf16 learner on transformers' operations.
 FLOOR = 0.0102
 
 
@@ -67,13 +68,13 @@ def _trainer(model: str, folder: str, fsdp: bool, **changes: Any) -> Any:
 
 
 def _whole(trainer: Any) -> dict[str, torch.Tensor]:
-    """The masters, put together from their shards."""
+    """The master weights, put together from their shards."""
     parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in parameters}
 
 
 def _coded(trainer: Any) -> int:
-    """Of how many masters FSDP2 gathers codes."""
+    """Of how many master weights FSDP2 gathers quantized values."""
     from qarl_trl.quant.gathers import CodedMaster
 
     with torch.no_grad():
@@ -87,14 +88,14 @@ def _train(model: str, folder: str, fsdp: bool, changes: dict[str, Any]) -> dict
     before = _whole(trainer)
     trainer.train()
     trainer.save_model()
-    sent = publish(trainer.vllm_generation)
+    sent = sync(trainer.vllm_generation)
     rows = trainer.state.log_history
     return {
-        "gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row],
+        "logp_diffs": [row["mismatch/logp_diff_mean"] for row in rows if "mismatch/logp_diff_mean" in row],
         "ratios": [(row["ratio/min"], row["ratio/max"]) for row in rows if "ratio/min" in row],
         "moved": sum(not torch.equal(before[name], p) for name, p in _whole(trainer).items()),
-        "coded": _coded(trainer),
-        "masters": {name: p.numpy() for name, p in _whole(trainer).items()},
+        "packed": _coded(trainer),
+        "master_weights": {name: p.numpy() for name, p in _whole(trainer).items()},
         "sent": {name: tensor.view(torch.uint8).numpy() for name, tensor in sent.items()},
     }
 
@@ -108,7 +109,7 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     [
         (False, 2, 1e-6, "engine"),  # bit for bit, but for the two formulas of a log-softmax
         (False, 1, FLOOR, "engine"),  # half a matrix product in each process, rounded before the halves are added
-        (True, 2, FLOOR, "dequant"),  # as on a GPU: FSDP2 gathers codes, also for the canary
+        (True, 2, FLOOR, "dequant"),  # as on a GPU: FSDP2 gathers quantized values, also for the sync check
         # FSDP2 casts what a block is given to bfloat16, and the engine's residual sums are float32.
         (True, 1, FLOOR, "engine"),
     ],
@@ -118,14 +119,14 @@ def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engi
     if kernel == "dequant":
         changes["learner_ops"] = "stock"
     ranks = isolated_group(_train, 2, save_model(tmp_path / "model"), str(tmp_path / "run"), fsdp, changes)
-    assert _same(ranks[0]["masters"], ranks[1]["masters"])
+    assert _same(ranks[0]["master_weights"], ranks[1]["master_weights"])
     assert _same(ranks[0]["sent"], ranks[1]["sent"])
     stored = stored_tensors(tmp_path / "run")
     assert _same({name: tensor.view(torch.uint8).numpy() for name, tensor in stored.items()}, ranks[0]["sent"])
-    assert ranks[0]["moved"] == len(ranks[0]["masters"])
-    assert ranks[0]["coded"] == (14 if kernel == "dequant" else 0)
+    assert ranks[0]["moved"] == len(ranks[0]["master_weights"])
+    assert ranks[0]["packed"] == (14 if kernel == "dequant" else 0)
     for found in ranks:
-        assert len(found["gaps"]) == 2 and max(found["gaps"]) < most
+        assert len(found["logp_diffs"]) == 2 and max(found["logp_diffs"]) < most
         assert found["ratios"][0] == (1, 1)
         assert found["ratios"][1] != (1, 1)
 
@@ -174,9 +175,9 @@ def test_shards_resume_bit_for_bit(tmp_path):
     half = tmp_path / "straight" / "checkpoint-2"
     again, _ = isolated_group(_resumed, 2, model, str(tmp_path / "again"), str(half), {})
     assert _same(straight, again)
-    masters = stored_tensors(half)
-    assert masters.keys() == straight.keys()
-    assert not _same(straight, {name: tensor.numpy() for name, tensor in masters.items()})  # control
+    master_weights = stored_tensors(half)
+    assert master_weights.keys() == straight.keys()
+    assert not _same(straight, {name: tensor.numpy() for name, tensor in master_weights.items()})  # control
 
     from transformers import AutoModelForCausalLM
 
@@ -217,30 +218,29 @@ def test_uneven_shards_of_experts_resume_bit_for_bit(tmp_path):
     assert not (stored == straight[f"{experts}.down_proj"][2]).all()  # control
 
 
-def _gathered(model: str, folder: str, codes: bool) -> dict[str, Any]:
-    """Masters and losses of a run whose forward gathers codes, or weights; and how many masters are such."""
-    from unittest.mock import patch
+def _gathered(model: str, folder: str, quantized: bool) -> dict[str, Any]:
+    """Master weights and losses of a run whose forward gathers quantized values, or weights; and how many master weights are such."""
 
     changes = {"use_vllm": False, "max_completion_length": 8, "optim_muon": True, "gradient_checkpointing": True}
     trainer = _trainer(model, folder, True, max_steps=2, seed=1, **changes)
-    with patch("qarl_trl.trainer.gather_codes", lambda *_: None) if not codes else nullcontext():
+    with patch("qarl_trl.trainer.gather_quantized", lambda *_: None) if not quantized else nullcontext():
         trainer.train()
     rows = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
     return {
-        "coded": _coded(trainer),
+        "packed": _coded(trainer),
         "rows": rows,
-        "masters": {name: p.numpy() for name, p in _whole(trainer).items()},
+        "master_weights": {name: p.numpy() for name, p in _whole(trainer).items()},
     }
 
 
-def test_a_run_by_gathered_codes_is_a_run_by_gathered_weights(tmp_path):
+def test_a_run_by_gathered_quantized_is_a_run_by_gathered_weights(tmp_path):
     model = save_model(tmp_path / "model", layers=1, experts=4)
-    codes, weights = (
+    quantized, weights = (
         isolated_group(_gathered, 2, model, str(tmp_path / str(form)), form)[0] for form in (True, False)
     )
-    assert (codes["coded"], weights["coded"]) == (4 + 2, 0)
-    assert codes["rows"] == weights["rows"] and len(codes["rows"]) == 2
-    assert _same(codes["masters"], weights["masters"])
+    assert (quantized["packed"], weights["packed"]) == (4 + 2, 0)
+    assert quantized["rows"] == weights["rows"] and len(quantized["rows"]) == 2
+    assert _same(quantized["master_weights"], weights["master_weights"])
 
 
 def _apart(a: dict[str, Any], b: dict[str, Any]) -> float:
@@ -266,7 +266,6 @@ def _gradients(trainer: Any) -> dict[str, Any]:
 
 def _on_nodes(model: str, folder: str, how: str, number: int, steps: int) -> dict[str, Any]:
     """What four processes on `number` nodes train, and what each micro-batch moves and leaves of gradients."""
-    from unittest.mock import patch
 
     import accelerate
     from collectives import MovedBytes
@@ -293,10 +292,10 @@ def _on_nodes(model: str, folder: str, how: str, number: int, steps: int) -> dic
     trainer.save_model()
     return {
         "placements": {str(p.placements) for p in trainer.model.parameters()},
-        "coded": _coded(trainer),
+        "packed": _coded(trainer),
         "parts": parts,
         "bytes": sum(4 * p.numel() for p in trainer.model.parameters()),
-        "masters": {name: p.numpy() for name, p in _whole(trainer).items()},
+        "master_weights": {name: p.numpy() for name, p in _whole(trainer).items()},
     }
 
 
@@ -318,20 +317,22 @@ def test_two_nodes_train_one_model(tmp_path):
     ranks = isolated_group(_two_nodes, 4, model, str(tmp_path))
     once, each, flat, twins = (ranks[0][how] for how in ("once", "each", "flat", "twins"))
     assert (once["placements"], flat["placements"]) == ({"(Replicate(), Shard(dim=0))"}, {"(Shard(dim=0),)"})
-    assert once["coded"] == flat["coded"] == 7  # not gathered weights
-    assert all(_same(once["masters"], other["once"]["masters"]) for other in ranks[1:])
+    assert once["packed"] == flat["packed"] == 7  # not gathered weights
+    assert all(_same(once["master_weights"], other["once"]["master_weights"]) for other in ranks[1:])
     # Sums of bfloat16 (8 bits) in float32 (24) are nearly always exact in any order: 4e-10 measured, 12 of 623,488 entries.
     first = [run["parts"][1]["numbers"] for run in (once, each, flat, twins)]
     assert max(_apart(first[0], first[1]), _apart(first[0], first[2])) < 1e-8
     assert _apart(first[3], first[2]) > 0.1  # control
-    assert _apart(once["masters"], each["masters"]) < 1e-6  # after two updates; bit for bit where it was measured
+    assert (
+        _apart(once["master_weights"], each["master_weights"]) < 1e-6
+    )  # after two updates; bit for bit where it was measured
     own = once["bytes"] // 2
     kept = [[part[name] for name in ("summed", "scattered", "own", "partial", "whole")] for part in once["parts"]]
     assert kept == [[0, own, 0, own, 0], [own, own, own, 0, 0]] * 2
     assert [part["summed"] for part in each["parts"]] == [own] * 4  # control: FSDP2 as it is
     alone = apply_quantization(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), "W4A16")
     stored, start = stored_tensors(tmp_path / "once"), dict(iter_low_bit_weights(alone))
-    alone.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in once["masters"].items()})
+    alone.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in once["master_weights"].items()})
     expected = dict(iter_low_bit_weights(alone))
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
@@ -344,7 +345,7 @@ def _frozen(checkpoint: str, folder: str) -> list[str]:
     )
     trainer.train()
     stored = stored_tensors(checkpoint)
-    return [name for name, tensor in publish(trainer.vllm_generation).items() if not torch.equal(stored[name], tensor)]
+    return [name for name, tensor in sync(trainer.vllm_generation).items() if not torch.equal(stored[name], tensor)]
 
 
 def test_frozen_scales_where_one_process_loads_the_weights(tmp_path):
@@ -360,7 +361,6 @@ def test_frozen_scales_where_one_process_loads_the_weights(tmp_path):
 
 
 def _stopped(model: str, folder: str, how: str) -> str:
-    from unittest.mock import patch
 
     from qarl_trl import _compat
 
@@ -368,7 +368,7 @@ def _stopped(model: str, folder: str, how: str) -> str:
         with patch.object(_compat, "keep_float32", lambda accelerator: None):
             trainer = _trainer(model, folder, True)
     else:
-        trainer = _trainer(model, folder, how == "incomplete publish, FSDP2")
+        trainer = _trainer(model, folder, how == "incomplete sync, FSDP2")
         engine, stream = trainer.vllm_generation, trainer.vllm_generation._iter_named_params
         if trainer.accelerator.process_index == 1:
             wrong = "model.layers.1.mlp.down_proj.weight_packed"
@@ -387,13 +387,13 @@ def test_one_broken_engine_stops_every_process(tmp_path):
     assert "1 of 2" in messages[0]
 
 
-@pytest.mark.parametrize("how", ["incomplete publish", "incomplete publish, FSDP2"])
-def test_a_publish_that_fails_in_one_process_stops_every_process(tmp_path, how):
+@pytest.mark.parametrize("how", ["incomplete sync", "incomplete sync, FSDP2"])
+def test_a_sync_that_fails_in_one_process_stops_every_process(tmp_path, how):
     """Without the word of the other, the first would wait in its next collective for ever."""
     first, second = isolated_group(
         _stopped, 2, save_model(tmp_path / "model"), str(tmp_path / "run"), how, timeout=300
     )
-    assert "The publish failed in 1 of 2 processes" in first
+    assert "The sync failed in 1 of 2 processes" in first
     assert "kept old values for 1 tensors, first ['model.layers.1.mlp.down_proj" in second
 
 

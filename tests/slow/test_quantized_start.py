@@ -12,10 +12,10 @@ from slow.toys import (
     engine_logprobs,
     fresh_engine_logprobs,
     make_trainer,
-    publish,
     save_gptq,
     save_model,
     stored_tensors,
+    sync,
 )
 
 
@@ -27,18 +27,20 @@ def _start(model: str, folder: str, freeze: bool) -> dict[str, Any]:
 
     trainer = make_trainer(model, Path(folder), quant_scheme="checkpoint", quant_freeze_scales=freeze)
     engine = trainer.vllm_generation
-    published = publish(engine)
+    synced = sync(engine)
     first = engine_logprobs(engine.llm)
     start = stored_tensors(model)
-    same = {n for n, t in published.items() if n in start and t.dtype == start[n].dtype and torch.equal(t, start[n])}
+    same = {n for n, t in synced.items() if n in start and t.dtype == start[n].dtype and torch.equal(t, start[n])}
     trainer.train()
     engine.sync_weights()
     return {
-        "names": set(published) == set(start),
-        "other": sorted(set(published) - same),
+        "names": set(synced) == set(start),
+        "other": sorted(set(synced) - same),
         "before": first,
         "after": engine_logprobs(engine.llm),
-        "gaps": [r["mismatch/logp_gap_mean"] for r in trainer.state.log_history if "mismatch/logp_gap_mean" in r],
+        "logp_diffs": [
+            r["mismatch/logp_diff_mean"] for r in trainer.state.log_history if "mismatch/logp_diff_mean" in r
+        ],
         "scales_kept": all(
             torch.equal(m.low_bit().scale, start[f"{n}.weight_scale"]) for n, m in _quantized(trainer.model)
         ),
@@ -66,13 +68,13 @@ def test_with_frozen_scales_the_engine_starts_as_the_checkpoint_bit_for_bit(chec
     # Control: training moves the answers, and the scales stay all the same.
     assert found["after"] != found["before"]
     assert found["scales_kept"]
-    assert max(found["gaps"]) < 1e-6  # measured 1e-7; a learner on other scales is five orders of magnitude off
+    assert max(found["logp_diffs"]) < 1e-6  # measured 1e-7; a learner on other scales is five orders of magnitude off
 
 
 def test_free_scales_start_as_another_model(checkpoint, tmp_path):
-    """Control of the test above: what `quant_freeze_scales=False` publishes is not the checkpoint."""
+    """Control of the test above: what `quant_freeze_scales=False` syncs is not the checkpoint."""
     found = isolated(_start, checkpoint, str(tmp_path / "run"), False)
     assert found["names"]
     assert len([n for n in found["other"] if n.endswith("weight_scale")]) == 14
     assert found["before"] != isolated(fresh_engine_logprobs, checkpoint)
-    assert max(found["gaps"]) < 1e-6  # engine and learner agree on the new model, too
+    assert max(found["logp_diffs"]) < 1e-6  # engine and learner agree on the new model, too

@@ -21,11 +21,11 @@ from .toys import save_model
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_killed_while_it_publishes_saves_and_trains_ends_in_the_same_bits(tmp_path):
+def test_a_run_killed_while_it_syncs_saves_and_trains_ends_in_the_same_bits(tmp_path):
     """With SIGTERM at last, beside an engine. The long form is benchmarks/faults.py."""
     model, folder = save_model(tmp_path / "model", layers=1), tmp_path / "killed"
     straight = run(model, tmp_path / "straight", engine=True)
-    for kill in (("publish", 2, 0.01), ("save", 2, 0.05), ("train", 2, 0.02)):
+    for kill in (("sync", 2, 0.01), ("save", 2, 0.05), ("train", 2, 0.02)):
         found = run(model, folder, engine=True, kill=kill)
         assert found["killed"]
         assert not any(map(damage, folder.glob("checkpoint-*")))

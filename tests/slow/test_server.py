@@ -98,15 +98,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def amid_a_publish(act: Callable[[int], None]) -> None:
-    """In the next publish of this process, `act` on the last file when the server opens it, which waits for it: a lease."""
+def amid_a_sync(act: Callable[[int], None]) -> None:
+    """In the next sync of this process, `act` on the last file when the server opens it, which waits for it: a lease."""
     from qarl_trl.rollout import server
 
     call, server.in_parts = server.ServerClient._call, partial(server.in_parts, limit=1 << 18)
 
     def leased(client: Any, method: str, *args: str) -> list[Any]:
         if method == "qarl_load":
-            files = sorted(Path(client.publish_folder, args[0]).iterdir())
+            files = sorted(Path(client.sync_folder, args[0]).iterdir())
             assert len(files) > 1
             last = os.open(files[-1], os.O_RDWR)
             signal.signal(signal.SIGIO, lambda *_: (act(last), os.close(last)))
@@ -144,7 +144,7 @@ def place(tmp_path_factory) -> dict[str, Any]:
     data.write_text('{"problem": "1+1", "answer": "2"}\n')
     place = {"folder": str(folder), "model": save_model(folder / "model", norms=True), "port": port}
     fields = {"model_name_or_path": place["model"], "dataset_name_or_path": str(data), "report_to": "none"}
-    recipe = settings(folder / "run", **fields, publish_folder=str(folder / "publishes"))
+    recipe = settings(folder / "run", **fields, sync_folder=str(folder / "syncs"))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return place
 
@@ -164,7 +164,7 @@ def over_there(place: dict[str, Any], key: str | None = KEY, **changes: Any) -> 
     if key is not None:
         os.environ["VLLM_API_KEY"] = key
     address = f"http://127.0.0.1:{place['port']}"
-    shared = {"vllm_server_base_url": address, "publish_folder": f"{place['folder']}/publishes"}
+    shared = {"vllm_server_base_url": address, "sync_folder": f"{place['folder']}/syncs"}
     return {"vllm_mode": "server", "vllm_server_timeout": 5.0} | shared | changes
 
 
@@ -186,25 +186,25 @@ def _start(place: dict[str, Any], runs: dict[str, tuple[str, dict[str, Any]]]) -
 
 
 def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[str, Any]:
-    """A short run; its log, what the last publish weighed, and the canary's prompt after the first and the last publish."""
+    """A short run; its log, what the last sync weighed, and the sync check's prompt after the first and the last sync."""
     from qarl_trl.rollout.scores import engine_logps
 
-    changes = {"publish_verify": 1, "steps_per_generation": 1, "max_steps": 2} | (over_there(place) if server else {})
+    changes = {"verify_sync": 1, "steps_per_generation": 1, "max_steps": 2} | (over_there(place) if server else {})
     adapter = random_adapter() if adapted else None
     trainer = make_trainer(place["model"], Path(place["folder"], f"run-{server}"), adapter, **changes)
     randomize_adapter(trainer.model)
     engine = trainer.vllm_generation
-    llm, tokens = engine if server else engine.llm, engine.canary.token_ids
-    random = engine.canary._before  # of a server that an earlier run published to, nothing
+    llm, tokens = engine if server else engine.llm, engine.sync_check.token_ids
+    random = engine.sync_check._before  # of a server that an earlier run synced to, nothing
     engine.sync_weights()
     first = engine_logps(llm, tokens)
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "mismatch/logp_gap_mean" in row]
+    rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
     return {
-        "gaps": [row["mismatch/logp_gap_mean"] for row in rows],
-        "bytes": engine.last_publish.num_bytes,
-        "publishes": engine.num_publishes,
-        "names": engine._published_names,
+        "logp_diffs": [row["mismatch/logp_diff_mean"] for row in rows],
+        "bytes": engine.last_sync.num_bytes,
+        "syncs": engine.num_syncs,
+        "names": engine._synced_names,
         "bf16": sum(2 * p.numel() for p in trainer.model.parameters()),
         "embeddings": sum(
             2 * p.numel() for n, p in trainer.model.named_parameters() if "embed" in n or "lm_head" in n
@@ -212,7 +212,7 @@ def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[s
         "random": None if random is None else random.tolist(),
         "first": first.tolist(),
         "last": engine_logps(llm, tokens).tolist(),
-        "left": [str(path) for path in Path(place["folder"], "publishes").glob("*")],
+        "left": [str(path) for path in Path(place["folder"], "syncs").glob("*")],
     }
 
 
@@ -248,15 +248,15 @@ def _both(place: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_a_run_through_a_server_is_the_colocated_one(server):
     (far, adapted), near = isolated(_both, server), server["near"]
-    assert far["publishes"] >= 3
+    assert far["syncs"] >= 3
     assert far["first"] == near["first"]  # all bits of 62 log-probs of the same weights
     assert far["random"] != far["first"] != far["last"]  # control: they are of the weights
-    assert max(far["gaps"]) < 1e-6 and max(near["gaps"]) < 1e-6  # as tests/slow/test_gap.py
-    # 4.1 bits a weight: codes, and a scale of 16 bits for 128 of them.
+    assert max(far["logp_diffs"]) < 1e-6 and max(near["logp_diffs"]) < 1e-6  # as tests/slow/test_logp_diff.py
+    # 4.1 bits a weight: quantized values, and a scale of 16 bits for 128 of them.
     low_bit = (far["bytes"] - far["embeddings"]) / (far["bf16"] - far["embeddings"])
     assert far["bytes"] == near["bytes"] and 0.25 < low_bit < 0.28
     # LoRA: the merged weights, in the same tensors.
-    assert max(adapted["gaps"]) < 1e-6 and len(adapted["gaps"]) == 2
+    assert max(adapted["logp_diffs"]) < 1e-6 and len(adapted["logp_diffs"]) == 2
     assert adapted["names"] == far["names"] and adapted["bytes"] == far["bytes"]
     assert far["first"] != adapted["first"] != adapted["last"]  # control: with the adapter, which was trained
     assert far["left"] == adapted["left"] == []
@@ -268,18 +268,18 @@ def _pair(place: dict[str, Any]) -> dict[str, Any]:
 
     absent = {"vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.0, "ddp_backend": "gloo"}
     refused = _start(place, {"absent": (KEY, absent), "key": ("wrong", {"ddp_backend": "gloo"})})
-    changes = over_there(place, publish_verify=1, ddp_backend="gloo", steps_per_generation=1, max_steps=2)
+    changes = over_there(place, verify_sync=1, ddp_backend="gloo", steps_per_generation=1, max_steps=2)
     trainer = make_trainer(place["model"], Path(place["folder"], "pair"), **changes)
     trainer.train()
     engine = trainer.vllm_generation
-    rows = [row for row in trainer.state.log_history if "mismatch/logp_gap_max" in row]
+    rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_max" in row]
     if trainer.accelerator.is_main_process:
         engine.vllm_client.version = "another"
     prompt = [2, 3, 4 + trainer.accelerator.process_index]
     return refused | {
         "processes": trainer.accelerator.num_processes,
-        "gaps": [row["mismatch/logp_gap_max"] for row in rows],
-        "masters": digests(trainer),
+        "logp_diffs": [row["mismatch/logp_diff_max"] for row in rows],
+        "master_weights": digests(trainer),
         "stopped": outcome(engine.generate, [prompt] * 4, None, 4),
     }
 
@@ -288,9 +288,9 @@ def test_two_trainers_share_a_server(server):
     first, second = isolated_group(_pair, 2, server)
     assert first["processes"] == second["processes"] == 2
     assert (
-        max(first["gaps"]) < 1e-5 and len(first["gaps"]) >= 2
+        max(first["logp_diffs"]) < 1e-5 and len(first["logp_diffs"]) >= 2
     )  # of all processes: each has the completions of its prompts
-    assert first["masters"] == second["masters"]
+    assert first["master_weights"] == second["master_weights"]
     assert "must hold version 'another'" in first["stopped"]
     # Refusals come to all processes at the same time, as errors that are one line at the start.
     for name, words in {"absent": "No vLLM server answers", "key": "wants a key", "stopped": "'another'"}.items():
@@ -301,36 +301,36 @@ def test_two_trainers_share_a_server(server):
 def _stale(place: dict[str, Any]) -> str:
     from qarl_trl.rollout.server import ServerClient
 
-    changes = over_there(place, publish_verify=1, learning_rate=1e-2)
+    changes = over_there(place, verify_sync=1, learning_rate=1e-2)
     trainer = make_trainer(place["model"], Path(place["folder"], "x"), **changes)
-    send, first = ServerClient._publish_files, []
+    send, first = ServerClient._sync_files, []
 
     def send_the_first(client: Any, stream: Any, version: str) -> None:
         now = [(name, tensor.clone()) for name, tensor in stream]
         first.extend(now if not first else [])
         send(client, first, version)
 
-    ServerClient._publish_files = send_the_first
+    ServerClient._sync_files = send_the_first
     return outcome(trainer.train)
 
 
-def test_old_weights_under_a_new_version_are_caught_by_the_canary(server):
+def test_old_weights_under_a_new_version_are_caught_by_the_sync_check(server):
     found = isolated(_stale, server)
-    assert "After publish 2 the engine's log-probs" in found and "the engine is stale" in found
+    assert "After sync 2 the engine's log-probs" in found and "the engine is stale" in found
 
 
 def _by_vllm(place: dict[str, Any]) -> dict[str, list[float]]:
     """
-    The canary's prompt: of the start, of other weights, and of the start again, through vLLM's own routes; what sampling says.
+    The sync check's prompt: of the start, of other weights, and of the start again, through vLLM's own routes; what sampling says.
 
     The trainer has another path to the folder than the server.
     """
     from qarl_trl.rollout.server import save_part
 
-    folder, mounted = Path(place["folder"], "publishes", "by-hand"), Path(place["folder"], "mounted")
+    folder, mounted = Path(place["folder"], "syncs", "by-hand"), Path(place["folder"], "mounted")
     folder.mkdir(parents=True)
     mounted.symlink_to(folder.parent)
-    changes = over_there(place, publish_verify="off", publish_folder=str(mounted))
+    changes = over_there(place, verify_sync="off", sync_folder=str(mounted))
     trainer = make_trainer(place["model"], Path(place["folder"], "x"), **changes)
     engine, found = trainer.vllm_generation, {}
     client = engine.vllm_client
@@ -355,27 +355,27 @@ def _by_vllm(place: dict[str, Any]) -> dict[str, list[float]]:
     found |= {"again": client.prompt_logps([2, 3, 4, 5]), "after": sample()}
     engine._failed = None
     engine.sync_weights()
-    return found | {"published": sample()}
+    return found | {"synced": sample()}
 
 
 def test_vllms_own_routes_take_a_folder_whose_weights_are_not_the_trainers(server):
     found = isolated(_by_vllm, server)
     assert found["start"] == found["again"] != found["other"]
-    assert found["before"] == found["fits"] == found["published"] == "no error"
+    assert found["before"] == found["fits"] == found["synced"] == "no error"
     assert "of the weights, got None: it was started again" in found["after"]
     assert "refused /v1/completions (400)" in found["long"] and "64" in found["long"]
 
 
-def _dies_amid_a_publish(place: dict[str, Any]) -> None:
-    trainer = make_trainer(place["model"], Path(place["folder"], "x"), publish_verify="off", **over_there(place))
-    amid_a_publish(lambda last: os.kill(os.getpid(), signal.SIGKILL))
+def _dies_amid_a_sync(place: dict[str, Any]) -> None:
+    trainer = make_trainer(place["model"], Path(place["folder"], "x"), verify_sync="off", **over_there(place))
+    amid_a_sync(lambda last: os.kill(os.getpid(), signal.SIGKILL))
     trainer.vllm_generation.sync_weights()
 
 
 def _faults(place: dict[str, Any]) -> dict[str, str]:
     from qarl_trl.rollout.server import ServerClient
 
-    trainer = make_trainer(place["model"], Path(place["folder"], "x"), publish_verify="off", **over_there(place))
+    trainer = make_trainer(place["model"], Path(place["folder"], "x"), verify_sync="off", **over_there(place))
     engine = trainer.vllm_generation
     found = {"left": engine.vllm_client.states()[0]["version"]}
 
@@ -383,46 +383,46 @@ def _faults(place: dict[str, Any]) -> dict[str, str]:
         engine._failed = None  # each fault by itself
         return outcome(lambda: len(engine.generate([[2, 3, 4]] * number, None, 4)[1]) == number or 1 / 0)
 
-    def publish() -> str:
+    def sync() -> str:
         engine._failed = None
         return outcome(engine.sync_weights)
 
-    found["unpublished"] = sample()
-    found |= {"publish": publish(), "ok": sample()}
-    send, ServerClient._publish_files = ServerClient._publish_files, lambda self, stream, version: list(stream)
-    found |= {"lost": publish(), "after": sample()}  # a publish that never gets there
-    ServerClient._publish_files = send
-    publish()
+    found["unsynced"] = sample()
+    found |= {"sync": sync(), "ok": sample()}
+    send, ServerClient._sync_files = ServerClient._sync_files, lambda self, stream, version: list(stream)
+    found |= {"lost": sync(), "after": sample()}  # a weight sync that never gets there
+    ServerClient._sync_files = send
+    sync()
     again = became(place["pid"])  # vLLM's own server, without the way there
     kill_amid_a_generation(place)
     found |= {"killed": sample(1600), "dead": sample()}
     with serving(place, *again) as restarted:
         wait_for(restarted, place)
-        found |= {"restarted": sample(), "republish": publish(), "healthy": sample()}
+        found |= {"restarted": sample(), "resync": sync(), "healthy": sample()}
         stream, missing = engine._iter_named_params, "layers.1.mlp.down_proj.weight_scale"
         engine._iter_named_params = lambda: ((n, t) for n, t in stream() if missing not in n)
-        found |= {"partial": publish(), "mixed": sample()}
+        found |= {"partial": sync(), "mixed": sample()}
         engine._iter_named_params = stream
-        found["spoilt"] = publish()  # vLLM's reload would go on with what that one had buffered
+        found["spoilt"] = sync()  # vLLM's reload would go on with what that one had buffered
     return found
 
 
 def test_no_answer_of_other_weights_is_trained_on(server):
     with pytest.raises(ProcessDied, match="SIGKILL"):
-        isolated(_dies_amid_a_publish, server)
-    (left,) = Path(server["folder"], "publishes").iterdir()
+        isolated(_dies_amid_a_sync, server)
+    (left,) = Path(server["folder"], "syncs").iterdir()
     shutil.rmtree(left)
     found = isolated(_faults, server)
     assert found["left"] == left.name  # the server read on
-    assert "must hold version None" in found["unpublished"]
-    assert {found[name] for name in ("publish", "ok", "lost", "republish", "healthy")} == {"no error"}
+    assert "must hold version None" in found["unsynced"]
+    assert {found[name] for name in ("sync", "ok", "lost", "resync", "healthy")} == {"no error"}
     assert "-2' of the weights, got '" in found["after"] and "-1': it was started again" in found["after"]
     assert "ConnectionError" in found["killed"] and "died or hung up during /v1/completions" in found["killed"]
     assert "ConnectionError" in found["dead"] and "died or hung up during /collective_rpc" in found["dead"]
     assert "got None: it was started again" in found["restarted"]
     assert "kept old values for 1 tensors, first ['model.layers.1.mlp.down_proj.weight_scale']" in found["partial"]
     assert "must hold version None of the weights, got None" in found["mixed"]
-    assert "an earlier publish to this server failed" in found["spoilt"]
+    assert "an earlier sync to this server failed" in found["spoilt"]
 
 
 # Another scheme, several ranks of a server, and a learner in shards ---------------------------------------------------
@@ -441,13 +441,13 @@ def others(place) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def _float8(place: dict[str, Any]) -> dict[str, Any]:
-    """A run, a publish of wrong scales, and one amid which the engine is killed."""
-    changes = {"quant_scheme": "FP8_DYNAMIC", "publish_verify": 1, "steps_per_generation": 1, "max_steps": 2}
+    """A run, a weight sync of wrong scales, and one amid which the engine is killed."""
+    changes = {"quant_scheme": "FP8_DYNAMIC", "verify_sync": 1, "steps_per_generation": 1, "max_steps": 2}
     trainer = make_trainer(place["model"], Path(place["folder"], "x"), **over_there(place, **changes))
     trainer.train()
     engine, rows = trainer.vllm_generation, trainer.state.log_history
     found: dict[str, Any] = {
-        "gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row]
+        "logp_diffs": [row["mismatch/logp_diff_mean"] for row in rows if "mismatch/logp_diff_mean" in row]
     }
     stream = engine._iter_named_params
 
@@ -459,31 +459,31 @@ def _float8(place: dict[str, Any]) -> dict[str, Any]:
     found["wrong"] = sample()
     engine._iter_named_params, engine._failed = stream, None
     pid = rank_of(place)
-    amid_a_publish(lambda last: os.kill(pid, signal.SIGKILL))
+    amid_a_sync(lambda last: os.kill(pid, signal.SIGKILL))
     found |= {"killed": outcome(engine.sync_weights), "after": sample()}
     engine._failed = None
     return found | {"again": sample()}
 
 
-def test_a_server_in_float8_whose_engine_is_killed_amid_a_publish(others):
+def test_a_server_in_float8_whose_engine_is_killed_amid_a_sync(others):
     found = isolated(_float8, others[0], timeout=90)
-    assert len(found["gaps"]) == 2 and max(found["gaps"]) < 1e-6  # measured 9e-8
-    assert "After publish 3 the engine's log-probs" in found["wrong"]  # control
+    assert len(found["logp_diffs"]) == 2 and max(found["logp_diffs"]) < 1e-6  # measured 9e-8
+    assert "After sync 3 the engine's log-probs" in found["wrong"]  # control
     assert "refused /collective_rpc (500): The engine of this server died" in found["killed"]
     assert "nothing may be sampled from it" in found["after"]
     assert "RuntimeError" in found["again"] or "ConnectionError" in found["again"]  # on its way down, or gone
 
 
 @contextmanager
-def keeping_publishes(folder: Path) -> Iterator[None]:
-    """Copy what the server reads, publish by publish."""
+def keeping_syncs(folder: Path) -> Iterator[None]:
+    """Copy what the server reads, sync by sync."""
     from qarl_trl.rollout.server import ServerClient
 
     call = ServerClient._call
 
     def kept(client: Any, method: str, *args: str) -> list[Any]:
         if method == "qarl_load":
-            shutil.copytree(Path(client.publish_folder, args[0]), folder / args[0].rpartition("-")[2])
+            shutil.copytree(Path(client.sync_folder, args[0]), folder / args[0].rpartition("-")[2])
         return call(client, method, *args)
 
     with patch.object(ServerClient, "_call", kept):
@@ -491,18 +491,18 @@ def keeping_publishes(folder: Path) -> Iterator[None]:
 
 
 def _shards(place: dict[str, Any]) -> dict[str, Any]:
-    """One of two FSDP2 processes: a run, a publish that one rank of the server cannot read, and one that is cut short."""
-    changes = {"publish_verify": 1, "steps_per_generation": 1, "max_steps": 2, "vllm_tensor_parallel_size": 2}
+    """One of two FSDP2 processes: a run, a weight sync that one rank of the server cannot read, and one that is cut short."""
+    changes = {"verify_sync": 1, "steps_per_generation": 1, "max_steps": 2, "vllm_tensor_parallel_size": 2}
     trainer = _trainer(place["model"], f"{place['folder']}/shards", True, **over_there(place, **changes))
     engine, main = trainer.vllm_generation, trainer.accelerator.is_main_process
-    with keeping_publishes(Path(place["folder"], "kept")):
+    with keeping_syncs(Path(place["folder"], "kept")):
         trainer.train()
         engine.sync_weights()
     rows, versions, said = trainer.state.log_history, [], []
-    gaps = [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row]
-    masters = {name: p.numpy() for name, p in _whole(trainer).items()}
+    logp_diffs = [row["mismatch/logp_diff_mean"] for row in rows if "mismatch/logp_diff_mean" in row]
+    master_weights = {name: p.numpy() for name, p in _whole(trainer).items()}
 
-    def publish(repair: Callable[[], Any]) -> None:
+    def sync(repair: Callable[[], Any]) -> None:
         engine._failed = None
         said.append(outcome(engine.sync_weights))
         repair()
@@ -517,14 +517,14 @@ def _shards(place: dict[str, Any]) -> dict[str, Any]:
         limit = partial(resource.prlimit, rank_of(place, "Worker_TP1"), resource.RLIMIT_NOFILE)
         before = limit()
         limit((3, before[1]))  # it can open no file more
-    publish(lambda: limit(before) if main else None)
+    sync(lambda: limit(before) if main else None)
     if main:
-        amid_a_publish(lambda last: os.ftruncate(last, 1000))
-    publish(lambda: None)
-    return {"gaps": gaps, "masters": masters, "versions": versions, "said": said}
+        amid_a_sync(lambda last: os.ftruncate(last, 1000))
+    sync(lambda: None)
+    return {"logp_diffs": logp_diffs, "master_weights": master_weights, "versions": versions, "said": said}
 
 
-def test_shards_of_a_learner_publish_to_two_ranks_of_a_server(others):
+def test_shards_of_a_learner_sync_to_two_ranks_of_a_server(others):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -533,9 +533,9 @@ def test_shards_of_a_learner_publish_to_two_ranks_of_a_server(others):
     place = dict(others[1])
     wait_for(place.pop("process"), place)
     first, second = isolated_group(_shards, 2, place, timeout=120)
-    assert first["gaps"] == second["gaps"] and len(first["gaps"]) == 2
-    assert max(first["gaps"]) < FLOOR  # as of a colocated engine of two ranks; measured 0.0069
-    # Each publish is that of one process with the same masters.
+    assert first["logp_diffs"] == second["logp_diffs"] and len(first["logp_diffs"]) == 2
+    assert max(first["logp_diffs"]) < FLOOR  # as of a colocated engine of two ranks; measured 0.0069
+    # Each sync is that of one process with the same master weights.
     alone = apply_quantization(AutoModelForCausalLM.from_pretrained(place["model"], dtype=torch.float32), "W4A16")
     sent = {number: {} for number in (1, 3)}
     for number, tensors in sent.items():
@@ -544,15 +544,15 @@ def test_shards_of_a_learner_publish_to_two_ranks_of_a_server(others):
         expected = dict(iter_low_bit_weights(alone))
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-        alone.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in first["masters"].items()})
+        alone.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in first["master_weights"].items()})
     assert not all(torch.equal(tensor, sent[3][name]) for name, tensor in sent[1].items())  # control: it was trained
-    # One rank missed a publish, then both, each in its own answer.
+    # One rank missed a weight sync, then both, each in its own answer.
     last, other = first["versions"]
     assert last[0].endswith("-4") and last[1] is None and other == [None, None]
     unread, refused, cut, refused_again = first["said"]
     assert "qarl_load failed in 1 of 2 ranks" in unread and "rank 1: FileNotFoundError" in unread
     assert f"must hold version '{last[0]}' of the weights, got" in refused
-    assert "rank 0: SafetensorError" in cut and "rank 1: RuntimeError: an earlier publish to this server failed" in cut
+    assert "rank 0: SafetensorError" in cut and "rank 1: RuntimeError: an earlier sync to this server failed" in cut
     assert "of the weights, got None" in refused_again
-    others_say = ("The publish failed in 1 of 2 processes", "The main process could not ask the server") * 2
+    others_say = ("The sync failed in 1 of 2 processes", "The main process could not ask the server") * 2
     assert all(words in said for words, said in zip(others_say, second["said"], strict=True))

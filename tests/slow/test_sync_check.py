@@ -1,5 +1,5 @@
 """
-The canary on a real engine: how far apart health and faults lie, and what stops a run.
+The sync check on a real engine: how far apart health and faults lie, and what stops a run.
 
 With `-s` the figures are printed, which docs/numerics.md sums up.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from report import folders
+from tools.report import folders
 
 from slow.isolated import isolated
 from slow.toys import make_trainer, prompts, random_adapter, randomize_adapter, save_model
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.slow
 CASES = ["none", "W4A16", "W8A8", "FP8_DYNAMIC", "W4A16 LoRA"]
 # What vLLM keeps in one layer.
 GROUPS = {"qkv": "[qkv]_proj", "o": "o_proj", "gate_up": "(gate|up)_proj", "down": "down_proj"}
-# Honest kernels that differ, as on a GPU; on the engine's operations the gap of a healthy engine is 0.
-STOCK = {"vllm_max_model_length": 192, "max_completion_length": 16, "learner_ops": "stock", "publish_verify": 1}
+# Honest kernels that differ, as on a GPU; on the engine's operations the mismatch of a healthy engine is 0.
+STOCK = {"vllm_max_model_length": 192, "max_completion_length": 16, "learner_ops": "stock", "verify_sync": 1}
 
 
 def _outcome(function: Callable, *args: Any) -> str:
@@ -42,10 +42,10 @@ def _case(model: str, folder: str, case: str) -> dict[str, Any]:
     if lora:
         randomize_adapter(trainer.model)
     torch.manual_seed(0)
-    return {"first": _first_publish(trainer, model, scheme), "later": _later_publishes(trainer)}
+    return {"first": _first_sync(trainer, model, scheme), "later": _later_syncs(trainer)}
 
 
-def _first_publish(trainer: Any, model: str, scheme: str) -> dict[str, dict[str, Any]]:
+def _first_sync(trainer: Any, model: str, scheme: str) -> dict[str, dict[str, Any]]:
     """Readings of a healthy engine, of noisy ones and of faulty ones."""
     import re
 
@@ -55,90 +55,90 @@ def _first_publish(trainer: Any, model: str, scheme: str) -> dict[str, dict[str,
     from qarl_trl.rollout import scores
     from qarl_trl.rollout.sync_check import read_first
 
-    engine, canary = trainer.vllm_generation, trainer.vllm_generation.canary
-    learner, found = canary._score(True), {}
+    engine, sync_check = trainer.vllm_generation, trainer.vllm_generation.sync_check
+    learner, found = sync_check._score(True), {}
 
     def read(
         name: str, by: scores.Scores = learner, noise: torch.Tensor | float = 0.0, answers: torch.Tensor | None = None
     ) -> torch.Tensor:
-        answers = scores.engine_logps(engine.llm, canary.token_ids) + noise if answers is None else answers
-        reading = read_first(answers, by, canary._before)
+        answers = scores.engine_logps(engine.llm, sync_check.token_ids) + noise if answers is None else answers
+        reading = read_first(answers, by, sync_check._before)
         found[name] = asdict(reading) | {
             "wrong": reading.wrong,
-            "suspect": [*by.wrong, "never published"][reading.suspect],
+            "suspect": [*by.wrong, "never synced"][reading.suspect],
         }
         return answers
 
-    read("never published")
+    read("never synced")
     engine.sync_weights()
     residual = read("healthy") - learner.plain
 
-    # Ten times the noise: an engine that rounds ten times as coarsely, and the healthy one's gap, in any order and with any
-    # sign. (The two are not added: with 8-bit activations both hold the learner's own activation codes, which then count twice.)
+    # Ten times the noise: an engine that rounds ten times as coarsely, and the healthy one's mismatch, in any order and with any
+    # sign. (The two are not added: with 8-bit activations both hold the learner's own activation quantized values, which then count twice.)
     seed, rounding = scores.SEED, scores.ROUNDING
     for number in range(10):
         scores.SEED, scores.ROUNDING = seed + number, 10 * rounding
-        read(f"rounding x10, {number}", answers=canary._score(False).noisy)
+        read(f"rounding x10, {number}", answers=sync_check._score(False).noisy)
     scores.SEED, scores.ROUNDING = seed, rounding
     for number in range(50):
         order, sign = torch.randperm(len(residual)), 2 * torch.randint(2, residual.shape) - 1
-        read(f"gap x10, {number}", noise=10 * residual[order] * sign)
+        read(f"mismatch x10, {number}", noise=10 * residual[order] * sign)
 
     # Another scheme: what the learner computes here is what an engine would that got another configuration.
     other = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     apply_quantization(other, "W8A8" if scheme == "W4A16" else "W4A16")
     with torch.autocast("cpu", torch.bfloat16):
-        read("other scheme", scores.learner_logps(other, canary.token_ids, True))
+        read("other scheme", scores.learner_logps(other, sync_check.token_ids, True))
 
-    masters = {n: p for n, p in trainer.model.named_parameters() if "proj" in n and "lora" not in n}
-    kept = {name: p.detach().clone() for name, p in masters.items()}
+    master_weights = {n: p for n, p in trainer.model.named_parameters() if "proj" in n and "lora" not in n}
+    kept = {name: p.detach().clone() for name, p in master_weights.items()}
     patterns = {f"layer {k}.{name}": rf"layers\.{k}\..*{part}" for k in (0, 1, 3) for name, part in GROUPS.items()}
     for where, pattern in (patterns | {"block 1": r"layers\.1\.", "all": ""}).items():
-        names = [name for name in masters if re.search(pattern, name)]
+        names = [name for name in master_weights if re.search(pattern, name)]
         for kind in ("unloaded", "random"):
             with torch.no_grad():
                 for name in names:
                     size = 1e-3 if kind == "unloaded" else kept[name].std().item() * 3**0.5
-                    masters[name].uniform_(-size, size)
+                    master_weights[name].uniform_(-size, size)
             engine.sync_weights()
             read(f"{kind} {where}")
         with torch.no_grad():
             for name in names:
-                masters[name].copy_(kept[name])
+                master_weights[name].copy_(kept[name])
     return found
 
 
-def _later_publishes(trainer: Any) -> dict[str, Any]:
-    """What the checks after publishes say while the learner moves."""
-    engine, canary, found = trainer.vllm_generation, trainer.vllm_generation.canary, {}
+def _later_syncs(trainer: Any) -> dict[str, Any]:
+    """What the checks after syncs say while the learner moves."""
+    engine, sync_check, found = trainer.vllm_generation, trainer.vllm_generation.sync_check, {}
     stream = type(engine)._iter_named_params
 
-    def publish_and_check(name: str, kept: str | None = None) -> None:
-        """Publish, but for tensors of the earlier publish `old` whose names have `kept` in them."""
+    def sync_and_check(name: str, kept: str | None = None) -> None:
+        """Weight sync, but for tensors of the earlier sync `old` whose names have `kept` in them."""
         engine._iter_named_params = lambda: (
             (n, old[n] if kept is not None and kept in n else tensor) for n, tensor in stream(engine)
         )
         engine.sync_weights()
-        found[name] = _outcome(lambda: found.update({f"{name}, reading": asdict(canary.check(engine.llm, 2))}))
+        found[name] = _outcome(lambda: found.update({f"{name}, reading": asdict(sync_check.check(engine.llm, 2))}))
 
-    publish_and_check("healthy")
-    publish_and_check("nothing moved")
+    sync_and_check("healthy")
+    sync_and_check("nothing moved")
     old = {name: tensor.clone() for name, tensor in stream(engine)}
     with torch.no_grad():
         for p in trainer.model.parameters():
             p.add_(0.02 * torch.randn_like(p) * (p.ndim > 1))
-    publish_and_check("stale layer", "layers.1.mlp.")
-    publish_and_check("stale engine", "")
-    publish_and_check("healthy again")
+    sync_and_check("stale layer", "layers.1.mlp.")
+    sync_and_check("stale engine", "")
+    sync_and_check("healthy again")
     return found
 
 
 @pytest.fixture(scope="module", params=CASES)
 def readings(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("canary")
+    folder = tmp_path_factory.mktemp("sync_check")
     found = isolated(_case, save_model(folder / "model", layers=4), str(folder / "run"), request.param)
     for name, row in found["first"].items():
-        figures = row["gap"] / row["before"], row["gap"] / row["yardstick"], row["explained"]
+        figures = row["logp_diff"] / row["before"], row["logp_diff"] / row["noise_floor"], row["explained"]
         print(f"{request.param:11} {name:24}", *(f"{x:8.2f}" for x in figures), "stops" * row["wrong"], row["suspect"])
     return found
 
@@ -146,12 +146,12 @@ def readings(request, tmp_path_factory):
 def test_a_healthy_engine_is_far_from_every_limit(readings):
     row = readings["first"]["healthy"]
     assert not row["wrong"]
-    assert row["gap"] < 0.1 * row["before"]  # measured: 0.01 to 0.064
-    assert row["gap"] < 1.4 * row["yardstick"]
+    assert row["logp_diff"] < 0.1 * row["before"]  # measured: 0.01 to 0.064
+    assert row["logp_diff"] < 1.4 * row["noise_floor"]
     assert row["explained"] <= 0
     for name in ("healthy", "nothing moved", "healthy again"):
         reading = readings["later"][f"{name}, reading"]
-        assert reading["gap"] < 0.5 * reading["limit"]
+        assert reading["logp_diff"] < 0.5 * reading["limit"]
     assert readings["later"]["healthy again, reading"]["followed"] == pytest.approx(1, abs=0.1)
 
 
@@ -162,8 +162,8 @@ def test_ten_times_the_noise_stops_no_run(readings):
     assert max(row["explained"] for row in noisy.values()) < 0.15  # measured: at most 0.14, in 40 draws of W8A8
 
 
-def test_a_publish_that_never_came_stops_the_run(readings):
-    for name in ("never published", "unloaded all", "random all"):
+def test_a_sync_that_never_came_stops_the_run(readings):
+    for name in ("never synced", "unloaded all", "random all"):
         assert readings["first"][name]["wrong"], name
 
 
@@ -188,7 +188,7 @@ def test_one_layer_of_other_weights_is_at_least_a_warning(readings):
 
     random = {name: row for name, row in readings["first"].items() if name.startswith("random")}
     assert len(random) == 14
-    assert all(row["gap"] > USUAL * row["yardstick"] for row in random.values())
+    assert all(row["logp_diff"] > USUAL * row["noise_floor"] for row in random.values())
     assert {name for name, row in random.items() if not row["wrong"]} <= {
         "random layer 3.gate_up",
         "random layer 3.down",
@@ -198,14 +198,14 @@ def test_one_layer_of_other_weights_is_at_least_a_warning(readings):
 def test_an_engine_in_another_scheme_is_at_least_a_warning(request, readings):
     """It stops the run where the engine's scheme is the finer one."""
     row = readings["first"]["other scheme"]
-    assert row["gap"] > 10 * row["yardstick"]
+    assert row["logp_diff"] > 10 * row["noise_floor"]
     if "W4A16" not in request.node.callspec.id:
         assert row["wrong"]
         assert row["suspect"] == "without quantization"
 
 
-def test_one_layer_that_a_later_publish_left_out_stops_the_run(readings):
-    assert "Judged by the first publish of this run" in readings["later"]["stale layer"]
+def test_one_layer_that_a_later_sync_left_out_stops_the_run(readings):
+    assert "Judged by the first sync of this run" in readings["later"]["stale layer"]
 
 
 def test_an_engine_that_did_not_follow_is_called_stale(readings):
@@ -247,15 +247,15 @@ def _train(
     ("changes", "checks"),
     [
         ({}, 1),
-        ({"publish_verify": 1, "quant_learner": False}, 2),
-        ({"publish_verify": "off"}, 0),
+        ({"verify_sync": 1, "quantize_learner": False}, 2),
+        ({"verify_sync": "off"}, 0),
     ],
 )
 def test_a_run_with_a_healthy_engine_is_not_stopped(tmp_path, changes, checks):
-    """Two publishes; with `quant_learner=False` the engine is still compared with the low-bit model."""
+    """Two syncs; with `quantize_learner=False` the engine is still compared with the low-bit model."""
     result = isolated(_train, save_model(tmp_path / "model"), str(tmp_path / "run"), changes, None)
     assert (result["outcome"], result["said"], result["steps"]) == ("passed", [], 4)
-    assert sum("publish/verify_gap" in row for row in result["log"]) == checks
+    assert sum("sync/verify_logp_diff" in row for row in result["log"]) == checks
     if checks == 1:  # what the report's tests draw is what a run logs
         assert set(folders.row(1)) - set(folders.RARE) <= set().union(*result["log"])
 
@@ -263,24 +263,24 @@ def test_a_run_with_a_healthy_engine_is_not_stopped(tmp_path, changes, checks):
 def test_a_run_with_a_broken_layer_stops_before_its_first_step(tmp_path):
     model = save_model(tmp_path / "model")
     result = isolated(_train, model, str(tmp_path / "run"), {}, "model.layers.1.mlp.down_proj")
-    assert "After publish 1 the engine's log-probs of the canary prompt" in result["outcome"]
+    assert "After sync 1 the engine's log-probs of the sync check prompt" in result["outcome"]
     assert "nearer to those of the learner without model.layers.1.mlp" in result["outcome"]
     assert result["steps"] == 0
 
 
 def test_a_model_that_answers_uniformly_is_not_judged_and_says_so(tmp_path):
     model = save_model(tmp_path / "model")
-    result = isolated(_train, model, str(tmp_path / "run"), {"publish_verify": 1}, "uniform")
+    result = isolated(_train, model, str(tmp_path / "run"), {"verify_sync": 1}, "uniform")
     assert (result["outcome"], result["steps"]) == ("passed", 4)
     (said,) = result["said"]
-    assert "publish_verify can tell little about the first publish" in said
+    assert "verify_sync can tell little about the first sync" in said
 
 
-def test_the_publish_of_an_evaluation_counts_for_the_step_that_samples_with_it(tmp_path):
-    """Steps 1 and 3 sample; what step 3 samples with was published by the evaluation after step 2."""
+def test_the_sync_of_an_evaluation_counts_for_the_step_that_samples_with_it(tmp_path):
+    """Steps 1 and 3 sample; what step 3 samples with was synced by the evaluation after step 2."""
     model = save_model(tmp_path / "model")
     result = isolated(_train, model, str(tmp_path / "run"), {"per_device_eval_batch_size": 8}, None, True)
     assert result["outcome"] == "passed"
     assert [row["step"] for row in result["log"] if "eval_reward" in row] == [2, 4]
-    assert [row["step"] for row in result["log"] if "publish/bytes" in row] == [1, 3]
-    assert [row["step"] for row in result["log"] if "quant/code_flip_frac" in row] == [3]
+    assert [row["step"] for row in result["log"] if "sync/bytes" in row] == [1, 3]
+    assert [row["step"] for row in result["log"] if "quant/flip_frac" in row] == [3]

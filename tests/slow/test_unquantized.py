@@ -18,7 +18,7 @@ def _run(model: str, folder: str) -> list[float]:
 
     trainer = make_trainer(model, Path(folder), quant_scheme=None, loss_type="grpo")
     trainer.train()
-    return [row["mismatch/logp_gap_mean"] for row in trainer.state.log_history if "mismatch/logp_gap_mean" in row]
+    return [row["mismatch/logp_diff_mean"] for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
 
 
 def _stock(model: str, folder: str) -> str:
@@ -38,10 +38,10 @@ def _stock(model: str, folder: str) -> str:
 
 
 def test_a_stock_loss_without_quantization_trains_on_the_cpu_engine(tmp_path):
-    gaps = isolated(_run, save_model(tmp_path / "model"), str(tmp_path / "run"))
-    assert len(gaps) == 2
+    logp_diffs = isolated(_run, save_model(tmp_path / "model"), str(tmp_path / "run"))
+    assert len(logp_diffs) == 2
     # A stale engine would show after the first two updates: at this learning rate they move the policy by far more.
-    assert gaps[1] < 2 * gaps[0]
+    assert logp_diffs[1] < 2 * logp_diffs[0]
 
 
 def test_stock_trl_still_fails_at_its_first_sync_there(tmp_path):

@@ -17,17 +17,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from memory.test_formulas import peak_bytes
-from memory.test_rank import example_run
+from tools.plan.test_formulas import peak_bytes
+from tools.plan.test_rank import example_run
 from transformers import TrainerCallback
 
-from qarl_trl.tools.plan import model as meta
-from qarl_trl.tools.plan import rank
 from qarl_trl.quant.model import quantized_modules
 from qarl_trl.quant.names import base_model
+from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan import rank
 from slow.isolated import isolated, isolated_group
 from slow.test_processes import FLOOR, _same
-from slow.toys import make_trainer, publish, random_adapter, save_model, stored_tensors
+from slow.toys import make_trainer, random_adapter, save_model, stored_tensors, sync
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.deepspeed]
@@ -90,7 +90,7 @@ def _parameters(trainer: Any) -> dict[str, Any]:
     return {name: p.clone().numpy() for name, p in readable_parameters(trainer._unwrapped, trainer._dist)}
 
 
-def _masters(trainer: Any) -> dict[str, Any]:
+def _master_weights(trainer: Any) -> dict[str, Any]:
     """What the optimizer steps, in float32, also where the parameters are its bfloat16 copies."""
     if trainer._dist.is_zero3:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -143,7 +143,7 @@ class _NaN(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step < 3:
             return
-        self.found.update(masters=_masters(self.trainer), after=_stream(self.trainer))
+        self.found.update(master_weights=_master_weights(self.trainer), after=_stream(self.trainer))
         if args.process_index == 1:
             norm = base_model(self.trainer._unwrapped).model.norm
             norm.register_full_backward_hook(lambda module, grads, _: (grads[0] * math.nan,))
@@ -163,16 +163,20 @@ def _train(
     for name, p in trainer._unwrapped.named_parameters():
         if "lora_" in name:  # loading the model under ZeRO-3 takes other random numbers
             p.data.copy_(torch.randn(p.shape, generator=generator) * 0.02)
-    found = {"published": _stream(trainer), "start": _parameters(trainer)}
+    found = {"synced": _stream(trainer), "start": _parameters(trainer)}
     calls = _count_calls(trainer)
     trainer.add_callback(_NaN(trainer, found))
     with pytest.raises(RuntimeError) as error:
         trainer.train()
-    return found | {"calls": calls[:-1], "error": str(error.value), "masters after NaN": _masters(trainer)}
+    return found | {
+        "calls": calls[:-1],
+        "error": str(error.value),
+        "master weights after NaN": _master_weights(trainer),
+    }
 
 
 @pytest.mark.parametrize("kind", ["dense", "lora", "experts"])
-def test_zero3_publishes_and_trains_as_ddp(tmp_path, kind):
+def test_zero3_syncs_and_trains_as_ddp(tmp_path, kind):
     """In float32: the same bits, as long as no gradient is clipped or accumulated."""
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
     changes = {"use_vllm": False, "max_completion_length": 8, "learner_ops": "stock"}
@@ -180,22 +184,22 @@ def test_zero3_publishes_and_trains_as_ddp(tmp_path, kind):
     for zero3, pieces in [(False, False), (True, False), (True, True)][: 3 if kind == "dense" else 2]:
         settings = str(tmp_path / f"{zero3}{pieces}"), zero3, kind == "lora", changes, pieces
         first, second = isolated_group(_train, 2, model, *settings, timeout=100)
-        assert _same(first["masters"], second["masters"])
-        assert _same(first["published"], second["published"])
+        assert _same(first["master_weights"], second["master_weights"])
+        assert _same(first["synced"], second["synced"])
         for found in (first, second):  # DeepSpeed steps within the backward, before the Trainer asks for the norm
             assert "a step would make NaN of the weights" in found["error"]
-            assert _same(found["masters after NaN"], first["masters"])
+            assert _same(found["master weights after NaN"], first["master_weights"])
         runs.append(first)
     ddp, zero3, *in_pieces = runs
-    assert _same(ddp["published"], zero3["published"])
-    assert _same(ddp["masters"], zero3["masters"])
+    assert _same(ddp["synced"], zero3["synced"])
+    assert _same(ddp["master_weights"], zero3["master_weights"])
     assert _same(ddp["after"], zero3["after"])
-    assert not _same(ddp["published"], zero3["after"])
+    assert not _same(ddp["synced"], zero3["after"])
     if kind != "lora":
-        assert _same(zero3["after"], _published(model, zero3["masters"]))
+        assert _same(zero3["after"], _synced(model, zero3["master_weights"]))
     assert zero3["calls"] == ddp["calls"]
     for control in in_pieces:  # with DeepSpeed's hooks around each module
-        apart, moved = (_distance(ddp["masters"], run) for run in (control["masters"], ddp["start"]))
+        apart, moved = (_distance(ddp["master_weights"], run) for run in (control["master_weights"], ddp["start"]))
         print("in pieces", apart / moved)
         assert 0 < apart < 3e-4 * moved
 
@@ -225,7 +229,7 @@ def _with_engine(model: str, folder: str, key: bool, verify: str, changes: dict[
     if not key:  # DeepSpeed's own way, of which the run asks for another
         SETTINGS.update(communication_data_type="bf16", data_types={"grad_accum_dtype": "bf16"})
     rounded = _watch_gradients()
-    trainer = _trainer(model, folder, True, True, publish_verify=verify, **changes)
+    trainer = _trainer(model, folder, True, True, verify_sync=verify, **changes)
     calls = _count_calls(trainer)
     with patch.object(cache, "is_partitioned", cache.is_partitioned if key else lambda _: False):
         trainer.train()
@@ -234,9 +238,9 @@ def _with_engine(model: str, folder: str, key: bool, verify: str, changes: dict[
     return {
         "calls": calls[:-1],
         "rounded": rounded,
-        "sent": _bytes(publish(trainer.vllm_generation).items()),
-        "masters": _masters(trainer),
-        "gaps": [row["mismatch/logp_gap_mean"] for row in rows if "mismatch/logp_gap_mean" in row],
+        "sent": _bytes(sync(trainer.vllm_generation).items()),
+        "master_weights": _master_weights(trainer),
+        "logp_diffs": [row["mismatch/logp_diff_mean"] for row in rows if "mismatch/logp_diff_mean" in row],
         "ratios": [(row["ratio/min"], row["ratio/max"]) for row in rows if "ratio/min" in row],
     }
 
@@ -250,20 +254,20 @@ def _kind(kind: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["dense", "lora", "experts"])
-def test_engines_get_what_one_process_makes_of_the_masters(tmp_path, kind):
-    """In bfloat16, where ZeRO-3 hands the layers a copy of the float32 masters."""
+def test_engines_get_what_one_process_makes_of_the_master_weights(tmp_path, kind):
+    """In bfloat16, where ZeRO-3 hands the layers a copy of the float32 master weights."""
     experts, changes = _kind(kind)
     model = save_model(tmp_path / "model", experts=experts)
     run = model, str(tmp_path / "run"), True, "first", changes
     first, second = isolated_group(_with_engine, 2, *run, timeout=120)
-    print("engine", kind, first["calls"], first["gaps"], first["ratios"])
+    print("engine", kind, first["calls"], first["logp_diffs"], first["ratios"])
     assert _same(first["sent"], second["sent"])
     stored = tmp_path / "run" / ("low_bit" if kind == "lora" else "")
     assert _same(first["sent"], _bytes(stored_tensors(stored).items()))
-    assert _same(first["sent"], _published(model, first["masters"], **changes))
-    moved = {n: p * 1.01 for n, p in first["masters"].items()}
-    assert not _same(first["sent"], _published(model, moved, **changes))
-    assert len(first["gaps"]) == 2 and max(first["gaps"]) < FLOOR
+    assert _same(first["sent"], _synced(model, first["master_weights"], **changes))
+    moved = {n: p * 1.01 for n, p in first["master_weights"].items()}
+    assert not _same(first["sent"], _synced(model, moved, **changes))
+    assert len(first["logp_diffs"]) == 2 and max(first["logp_diffs"]) < FLOOR
     assert first["ratios"][0] == (1, 1) != first["ratios"][1]
     assert first["calls"] == {"dense": [14] * 4, "lora": [14, 10] * 2, "experts": [8] * 4}[kind]
     assert first["rounded"] == [False] * 4  # reduced in float32
@@ -277,8 +281,8 @@ def test_the_address_of_a_gathered_parameter_is_no_key_and_bfloat16_rounds_gradi
     assert first["rounded"] == [True] * 4
 
 
-def _published(
-    model: str, masters: dict[str, Any], peft_config: Any = None, quant_ignore: Any = None
+def _synced(
+    model: str, master_weights: dict[str, Any], peft_config: Any = None, quant_ignore: Any = None
 ) -> dict[str, Any]:
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -288,8 +292,10 @@ def _published(
 
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     whole = whole if peft_config is None else get_peft_model(whole, peft_config)
-    assert masters.keys() == {name for name, p in whole.named_parameters() if p.requires_grad}
-    whole.load_state_dict({name: torch.from_numpy(p) for name, p in masters.items()}, strict=peft_config is None)
+    assert master_weights.keys() == {name for name, p in whole.named_parameters() if p.requires_grad}
+    whole.load_state_dict(
+        {name: torch.from_numpy(p) for name, p in master_weights.items()}, strict=peft_config is None
+    )
     return _bytes(iter_low_bit_weights(apply_quantization(whole, "W4A16", ignore=quant_ignore or ["lm_head"])))
 
 
@@ -297,14 +303,14 @@ def _resumed(model: str, folder: str, checkpoint: str | None, adapter: Any) -> d
     changes = {"use_vllm": False, "max_completion_length": 8, "save_strategy": "steps", "save_steps": 2}
     trainer = _trainer(model, folder, True, True, **changes, peft_config=adapter)
     trainer.train(checkpoint)
-    found = {"steps": trainer.state.global_step, "masters": _masters(trainer), "after": _stream(trainer)}
+    found = {"steps": trainer.state.global_step, "master_weights": _master_weights(trainer), "after": _stream(trainer)}
     if checkpoint is None:
-        found |= {"last": _layer_codes(trainer)}
+        found |= {"last": _layer_quantized(trainer)}
         trainer.state.best_model_checkpoint = f"{folder}/checkpoint-2"
         trainer._load_best_model()
-        found |= {"best": _layer_codes(trainer), "stream": _stream(trainer)}
+        found |= {"best": _layer_quantized(trainer), "stream": _stream(trainer)}
         trainer._weights_change()
-        found |= {"anew": _layer_codes(trainer)}
+        found |= {"anew": _layer_quantized(trainer)}
         with pytest.raises(
             RuntimeError, match=r"trains once.*Build a new trainer"
         ):  # without: no attribute 'backward'
@@ -312,25 +318,27 @@ def _resumed(model: str, folder: str, checkpoint: str | None, adapter: Any) -> d
     return found
 
 
-def _layer_codes(trainer: Any) -> dict[str, Any]:
-    """The codes that a forward computes with."""
+def _layer_quantized(trainer: Any) -> dict[str, Any]:
+    """The quantized values that a forward computes with."""
     with torch.no_grad():
         trainer.model_wrapped(input_ids=torch.full((1, 4), 5))
     layers = quantized_modules(trainer._unwrapped)
     return _bytes(
-        (n + slot, w.tensors["weight_packed"]) for n, layer in layers for slot, w in layer._code_cache.last().items()
+        (n + slot, w.tensors["weight_packed"])
+        for n, layer in layers
+        for slot, w in layer._low_bit_cache.last().items()
     )
 
 
 @pytest.mark.parametrize("kind", ["dense", "lora", "experts"])
-def test_a_resumed_run_ends_in_the_same_masters(tmp_path, kind):
+def test_a_resumed_run_ends_in_the_same_master_weights(tmp_path, kind):
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
     folder, adapter = str(tmp_path / "run"), random_adapter() if kind == "lora" else None
     whole = isolated_group(_resumed, 2, model, folder, None, adapter, timeout=120)
     again = str(tmp_path / "again"), f"{folder}/checkpoint-2", adapter
     for one, other in zip(whole, isolated_group(_resumed, 2, model, *again, timeout=120), strict=True):
         assert one["steps"] == other["steps"] == 4
-        assert _same(one["masters"], other["masters"])
+        assert _same(one["master_weights"], other["master_weights"])
         assert _same(one["after"], other["after"])
         assert _same(one["best"], one["anew"]) and not _same(one["best"], one["last"])  # of the loaded weights
         assert _same(one["stream"], _bytes(stored_tensors(f"{folder}/checkpoint-2/low_bit").items()))
@@ -370,14 +378,14 @@ def _held(model: str, folder: str, adapter: Any) -> tuple[dict[str, int], dict[s
     trainer.train()
     held = trainer.deepspeed.optimizer
     state = [t for of_piece in held.optimizer.state.values() for t in of_piece.values() if isinstance(t, torch.Tensor)]
-    weights = [w for _, layer in quantized_modules(trainer._unwrapped) for w in layer._code_cache.last().values()]
+    weights = [w for _, layer in quantized_modules(trainer._unwrapped) for w in layer._low_bit_cache.last().values()]
     items = {
-        "masters": sum(t.nbytes for t in held.fp32_partitioned_groups_flat),
+        "master_weights": sum(t.nbytes for t in held.fp32_partitioned_groups_flat),
         "optimizer state": sum(t.nbytes for t in state),
         "weights to gather": sum(p.ds_tensor.nbytes for p in trainer._unwrapped.parameters()),
         "gradients (kept)": held.grad_partitions_flat_buffer.nbytes,
         "bucket of DeepSpeed": sum(bucket.buffer.nbytes for bucket in held.ipg_buckets.values()),
-        "codes (whole)": sum(w.num_bytes() for w in weights),
+        "quantized values (whole)": sum(w.num_bytes() for w in weights),
     }
     together = sum(size for place, size in _storages().items() if place not in before)
     return items, {"together": together, "step": steps[-1], "gathered": gathered.most}

@@ -188,8 +188,8 @@ def learner_logprobs(model: torch.nn.Module, samples: list[tuple[list[int], list
     return found
 
 
-def publish(engine: Any) -> dict[str, torch.Tensor]:
-    """Publish once; what was sent to the engine."""
+def sync(engine: Any) -> dict[str, torch.Tensor]:
+    """Weight sync once; what was sent to the engine."""
     sent: dict[str, torch.Tensor] = {}
     stream = engine._iter_named_params
     engine._iter_named_params = lambda: ((n, sent.setdefault(n, t)) for n, t in stream())

@@ -12,14 +12,14 @@ from conftest import make_model, make_tokenizer
 from trl import ModelConfig
 
 from qarl_trl import QaRLConfig, cli
+from qarl_trl.export import save_low_bit
+from qarl_trl.quant import apply_quantization
+from qarl_trl.rewards import boxed_format_reward, math_reward
 from qarl_trl.tools.doctor import budget, machine, memory, rewards
 from qarl_trl.tools.doctor.findings import FAIL, OK, SKIPPED, WARN, WIDTH, Finding, render
-from qarl_trl.export import save_low_bit
 from qarl_trl.tools.plan import rank
 from qarl_trl.tools.plan.model import run_of
 from qarl_trl.tools.plan.rank import GIB
-from qarl_trl.quant import apply_quantization
-from qarl_trl.rewards import boxed_format_reward, math_reward
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_every_section_of_a_run_reports_and_fits_the_page(recipe, capsys, monkey
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     cli.main(["doctor", "--config", recipe])
     said = capsys.readouterr().out
-    for title in ("Versions", "Devices", "Settings", "Memory", "Data and rewards", "Log-prob gap"):
+    for title in ("Versions", "Devices", "Settings", "Memory", "Data and rewards", "Log-prob mismatch"):
         assert f"\n{title}" in said
     assert "ok   math_reward  right answers 1.00, wrong ones 0.00; told apart in 9 of 9 rows" in said
     assert "use_vllm: false, so the learner samples itself: not measured" in said
@@ -150,7 +150,7 @@ def arguments(**changes):
         "world_size": 1, "fsdp_plugin_args": None, "parallelism_config": None, "optim_muon": False, "vllm_max_model_length": 100,
         "per_device_train_batch_size": 2, "max_tokens_per_pass": 150, "gradient_checkpointing": True,
         "quant_keep_dequantized": False, "use_vllm": True, "vllm_mode": "colocate", "device": torch.device("cuda"),
-        "vllm_gpu_memory_utilization": 0.25, "export_low_bit": True, "quantized": True, "quant_learner": True,
+        "vllm_gpu_memory_utilization": 0.25, "export_low_bit": True, "quantized": True, "quantize_learner": True,
         "quant_name": "W4A16", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
     }  # fmt: skip
     return SimpleNamespace(**(given | changes))
@@ -178,7 +178,7 @@ def test_memory_is_what_a_plan_counts_at_the_largest_moment(small, monkeypatch):
     _, told = memory.largest_moment(on_gpu, on_gpu=False)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     _, share = memory.largest_moment(on_gpu, on_gpu=False)
-    assert told["engine"] == small.published + 2 * GIB and share["engine"] == 50 * GIB
+    assert told["engine"] == small.synced + 2 * GIB and share["engine"] == 50 * GIB
 
 
 def test_processes_share_the_memory_of_a_cpu_and_too_many_fail(recipe, capsys, monkeypatch):
@@ -208,7 +208,7 @@ def test_a_checkpoint_has_the_size_of_its_files(tmp_path):
     args = QaRLConfig(str(tmp_path), use_vllm=False, bf16=False, use_cpu=True, quant_group_size=32)
     model = make_model(num_hidden_layers=1)
     run = run_of(args, ModelConfig(), model.config, ranks=4, sharded=True, memory=GIB, tokens=8)
-    model.save_pretrained(tmp_path / "masters")
+    model.save_pretrained(tmp_path / "master_weights")
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -237,7 +237,7 @@ MEASURED = budget.Budget(100, 0.006, 0.01, 0.0, 0.0, 0.012, 0.0)
         ({}, {}, OK, "agree as far as kernels let them. mismatch_abort_threshold: 3e-06"),
         ({"aligned": 0.03, "rollout_only": 0.031}, {}, FAIL, "does not compute what the engine does"),
         ({"aligned": 0.03, "activations": 0.02, "rollout_only": 0.031}, {}, WARN, "5.0 times the floor"),
-        ({}, {"quant_learner": False}, WARN, "2.0 times the floor"),
+        ({}, {"quantize_learner": False}, WARN, "2.0 times the floor"),
         ({}, {"quantized": False}, OK, "no scheme"),
     ],
 )

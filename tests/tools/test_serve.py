@@ -22,7 +22,7 @@ def recipe(tmp_path, tiny_model, tiny_tokenizer):
         "dataset_name_or_path": str(tmp_path / "data.jsonl"),
         "reward_funcs": ["boxed_format_reward"],
         "output_dir": str(tmp_path / "run"),
-        "publish_folder": str(tmp_path / "shared"),
+        "sync_folder": str(tmp_path / "shared"),
         "use_cpu": True,
         "report_to": "none",
         "vllm_max_model_length": 64,
@@ -51,7 +51,7 @@ def test_a_recipe_becomes_a_command_of_vllm(capsys, recipe):
         == 4
     )
     assert json.loads(found["--weight-transfer-config"]) == {"backend": "qarl_folder"}
-    assert json.loads(found["--additional-config"]) == {"publish_folder": str(recipe.parent / "shared")}
+    assert json.loads(found["--additional-config"]) == {"sync_folder": str(recipe.parent / "shared")}
     wanted = {
         "--load-format": "dummy",
         "--dtype": "bfloat16",

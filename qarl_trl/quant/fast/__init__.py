@@ -1,7 +1,7 @@
 """The functions of `reference` and `activations` as compiled kernels: byte-identical, quicker, and optional (this folder can be deleted).
 
 Invariant: a kernel is used only after it gave, in this process, on this device and for this scheme, the bytes of the plain
-function: codes of every bfloat16 number below 1e37, and numbers of every code with every scale. Otherwise that is used.
+function: quantized values of every bfloat16 number below 1e37, and numbers of every code with every scale. Otherwise that is used.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from .. import activations, reference
 from ..reference import FP8, FP8_MAX, QParams
-from ..scheme import codes_key, has_global_scale
+from ..scheme import has_global_scale, quantized_key
 
 
 DTYPES = (torch.bfloat16, torch.float32)
 _AGREES: dict[tuple, bool] = {}
 Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
-# Of the quantizers of activations: numbers of a scale (0: a token's), dtype of the codes, whether numbers are divided by the
+# Of the quantizers of activations: numbers of a scale (0: a token's), dtype of the quantized values, whether numbers are divided by the
 # scale or multiplied by its reciprocal, and largest, least and floor of max(max(magnitude, least) / largest, floor). The
 # asymmetric one has a kernel of its own, on a CPU only.
 RULES: dict[Quantizer, tuple[int, torch.dtype, bool, float, float, float]] = {
@@ -48,7 +48,7 @@ def decoder_for(
 
 
 def takes(shape: tuple[int, int], dtype: torch.dtype, scheme: QuantizationScheme) -> bool:
-    """Whether there are kernels for a matrix, and whether its rows and groups are whole words of weights and of codes."""
+    """Whether there are kernels for a matrix, and whether its rows and groups are whole words of weights and of quantized values."""
     multiple = 32 // scheme.weights.num_bits if scheme.format == "pack-quantized" else 2
     width = reference.width_of_scales(shape[1], scheme)
     return dtype in DTYPES and shape[0] * shape[1] > 0 and width % 2 == 0 and shape[1] % multiple == 0
@@ -70,15 +70,15 @@ def quantizer_of(plain: Quantizer, x: Tensor) -> Quantizer:
     return kernel if agrees else plain
 
 
-def activation_decoder(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """What computes [`activations.dequantize_activations`] of contiguous codes: a kernel, or that function itself."""
-    plain, compiled = activations.dequantize_activations, _compiled(codes.device.type)
-    whole = type(codes) is Tensor and codes.is_contiguous() and scale.is_contiguous() and codes.numel() > 0
-    if compiled is None or not whole or dtype not in DTYPES or codes.dtype not in (FP8, torch.int8):
+def activation_decoder(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """What computes [`activations.dequantize_activations`] of contiguous quantized values: a kernel, or that function itself."""
+    plain, compiled = activations.dequantize_activations, _compiled(quantized.device.type)
+    whole = type(quantized) is Tensor and quantized.is_contiguous() and scale.is_contiguous() and quantized.numel() > 0
+    if compiled is None or not whole or dtype not in DTYPES or quantized.dtype not in (FP8, torch.int8):
         return plain
-    if codes.shape[-1] // scale.shape[-1] % 2 or codes.storage_offset() % 2:
+    if quantized.shape[-1] // scale.shape[-1] % 2 or quantized.storage_offset() % 2:
         return plain
-    case = (plain.__name__, codes.device, codes.dtype, dtype)
+    case = (plain.__name__, quantized.device, quantized.dtype, dtype)
     agrees = _agrees(case, compiled.__name__, lambda: _same_numbers(compiled.dequantize_activations, plain, *case[1:]))
     return compiled.dequantize_activations if agrees else plain
 
@@ -94,7 +94,7 @@ def _checked(
     compiled = _compiled(device.type)
     if compiled is None or not takes(shape, dtype, scheme):
         return reference
-    case = (check.__name__, device, dtype, scheme.format, codes_key(scheme.weights))
+    case = (check.__name__, device, dtype, scheme.format, quantized_key(scheme.weights))
     agrees = _agrees(case, compiled.__name__, lambda: check(compiled, scheme, device, dtype))
     return compiled if agrees else reference
 
@@ -127,19 +127,19 @@ def _compiled(device_type: str) -> ModuleType | None:
 def _quantizes_alike(
     compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether `compiled` has the codes, scales and zero points of `reference`."""
+    """Whether `compiled` has the quantized values, scales and zero points of `reference`."""
     weight = sample(dtype).to(device)
     plain = weight.bfloat16()
     found, expected = [*compiled.extremes(weight, scheme)], [*reference.extremes(plain, scheme)]
     for global_scale in _global_scales(scheme, device):
-        codes, qparams = compiled.quantize(weight, scheme, global_scale)
-        found += [codes, *qparams]
-        codes, (scale, zero_point) = reference.quantize(plain, scheme, global_scale)
-        expected += [codes, scale, zero_point]
+        quantized, qparams = compiled.quantize(weight, scheme, global_scale)
+        found += [quantized, *qparams]
+        quantized, (scale, zero_point) = reference.quantize(plain, scheme, global_scale)
+        expected += [quantized, scale, zero_point]
         if zero_point is not None:
             found.append(compiled.pack_zero_points(zero_point))
             expected.append(reference.pack_zero_points(zero_point))
-        for factor in (1.0, 0.25):  # with scales of other weights codes saturate
+        for factor in (1.0, 0.25):  # with scales of other weights quantized values saturate
             scales = (scale.float() * factor).to(scale.dtype).float()
             scales = torch.where(scales > 0, scales, scale.float()).to(scale.dtype)
             args = ((scales, zero_point), scheme, global_scale)
@@ -147,7 +147,7 @@ def _quantizes_alike(
             expected.append(reference.encode(plain, *args))
     found.append(_finite(compiled, weight, scheme))
     expected.append(_finite(reference, plain, scheme))
-    return _same_bytes(found, expected, compiled.__name__, f"{codes_key(scheme.weights)}, {dtype}")
+    return _same_bytes(found, expected, compiled.__name__, f"{quantized_key(scheme.weights)}, {dtype}")
 
 
 def _decodes_alike(compiled: ModuleType, scheme: QuantizationScheme, device: torch.device, dtype: torch.dtype) -> bool:
@@ -156,16 +156,16 @@ def _decodes_alike(compiled: ModuleType, scheme: QuantizationScheme, device: tor
     found, expected = [], []
     for global_scale in _global_scales(scheme, device):
         quantized = *reference.quantize(weight, scheme, global_scale), scheme, weight.shape[1]
-        for case in (every_product(scheme, device), quantized):
+        for case in (every_gemm(scheme, device), quantized):
             for results, module in ((found, compiled), (expected, reference)):
                 results.append(module.decode(*case, dtype, global_scale))
-    return _same_bytes(found, expected, compiled.__name__, f"{codes_key(scheme.weights)}, {dtype}")
+    return _same_bytes(found, expected, compiled.__name__, f"{quantized_key(scheme.weights)}, {dtype}")
 
 
 def _same_activations(
     kernel: Quantizer, plain: Quantizer, compiled: str, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether `kernel` has the codes and scales of `plain`, also of ties, and NaN where that has it."""
+    """Whether `kernel` has the quantized values and scales of `plain`, also of ties, and NaN where that has it."""
     found, expected, samples = [], [], [sample(dtype)]
     for low, high in ((-448.0, 448.0), (-127.0, 127.0), (-128.0, 127.0)):  # a scale of 1
         samples.append(samples[0][:256].clamp(low, high))
@@ -183,17 +183,17 @@ def _same_numbers(
     kernel: Callable[..., Tensor],
     plain: Callable[..., Tensor],
     device: torch.device,
-    codes_dtype: torch.dtype,
+    quantized_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> bool:
     """Whether `kernel` has the numbers of `plain`, of every code with scales of all sizes, and NaN where that has it."""
     scale = torch.cat((sample(torch.float32)[:512, :2].abs(), torch.tensor([[0.0, torch.inf], [torch.nan, 1.0]])))
-    codes = torch.arange(256).repeat(len(scale), 2).to(torch.uint8).view(codes_dtype)
+    quantized = torch.arange(256).repeat(len(scale), 2).to(torch.uint8).view(quantized_dtype)
     found, expected = (
-        [function(codes.to(device), scale.to(device), dtype).float().nan_to_num(-1.0, torch.inf, -torch.inf)]
+        [function(quantized.to(device), scale.to(device), dtype).float().nan_to_num(-1.0, torch.inf, -torch.inf)]
         for function in (kernel, plain)
     )
-    return _same_bytes(found, expected, kernel.__module__, f"{plain.__name__}, {codes_dtype} to {dtype}")
+    return _same_bytes(found, expected, kernel.__module__, f"{plain.__name__}, {quantized_dtype} to {dtype}")
 
 
 def _same_bytes(found: list, expected: list, compiled: str, case: str) -> bool:
@@ -209,18 +209,18 @@ def _same_bytes(found: list, expected: list, compiled: str, case: str) -> bool:
     return False
 
 
-def every_product(scheme: QuantizationScheme, device: torch.device) -> tuple[Tensor, QParams, QuantizationScheme, int]:
+def every_gemm(scheme: QuantizationScheme, device: torch.device) -> tuple[Tensor, QParams, QuantizationScheme, int]:
     """
-    What `decode` takes for every code with every scale, finite and not below zero; rows have 256 codes.
+    What `decode` takes for every code with every scale, finite and not below zero; rows have 256 quantized values.
 
-    With zero points it is every difference of the two. Float8 codes of NaN, which no quantizer writes, are left out, and
+    With zero points it is every difference of the two. Float8 quantized values of NaN, which no quantizer writes, are left out, and
     blocks are of two rows.
     """
     args, zero_point = scheme.weights, None
     if has_global_scale(scheme):
         scale, pairs = torch.arange(0x7F, device=device), torch.arange(0x10, 0x100, 0x22, device=device)
-        codes = pairs.to(torch.uint8).repeat(len(scale), 16)
-        return codes, (scale.to(torch.uint8).view(reference.FP8).unsqueeze(-1).repeat(1, 16), None), scheme, 256
+        quantized = pairs.to(torch.uint8).repeat(len(scale), 16)
+        return quantized, (scale.to(torch.uint8).view(reference.FP8).unsqueeze(-1).repeat(1, 16), None), scheme, 256
     scale = torch.arange(0x7F80, device=device).to(torch.int16).view(torch.bfloat16).unsqueeze(-1)
     row = torch.arange(256, device=device)
     if args.type == QuantizationType.FLOAT:
@@ -231,16 +231,16 @@ def every_product(scheme: QuantizationScheme, device: torch.device) -> tuple[Ten
         zero_point = torch.tensor((-8, 7), dtype=torch.int8, device=device).repeat_interleave(len(scale)).unsqueeze(-1)
         scale = scale.repeat(2, 1)
     rows = row.unsqueeze(0)
-    if args.block_structure is not None:  # two blocks next to each other, each with all codes
+    if args.block_structure is not None:  # two blocks next to each other, each with all quantized values
         scheme = scheme.model_copy(deep=True)
         scheme.weights.block_structure = [2, 128]
         rows, scale = row.view(2, 128).repeat(1, 2), scale.view(-1, 2)
     if scheme.format == "pack-quantized":
         rows = reference.packed(rows, args.num_bits)
     groups = 256 // reference.width_of_scales(256, scheme) // scale.shape[1]
-    codes, scale = rows.repeat(len(scale), 1), scale.repeat(1, groups)
+    quantized, scale = rows.repeat(len(scale), 1), scale.repeat(1, groups)
     zero_point = None if zero_point is None else zero_point.repeat(1, groups)
-    return codes, (scale, zero_point), scheme, 256
+    return quantized, (scale, zero_point), scheme, 256
 
 
 def _finite(quantizer: ModuleType, weight: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -276,7 +276,7 @@ def sample(dtype: torch.dtype) -> Tensor:
         rng = torch.Generator().manual_seed(0)
         noise = torch.randn(256, 256, generator=rng) * torch.logspace(-30, 4, 256).unsqueeze(-1)
         halves = torch.randint(-16, 17, (256, 256), generator=rng) / 2
-        halves[:, ::16] = 7.5  # a scale of 1 where codes have 4 bits
+        halves[:, ::16] = 7.5  # a scale of 1 where quantized values have 4 bits
         weight = torch.cat((patterns, patterns.t(), noise, halves)).bfloat16()
         return weight if dtype == torch.bfloat16 else between(weight).to(dtype)
 

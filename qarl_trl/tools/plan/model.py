@@ -19,7 +19,7 @@ from ...quant.checks import check_shardable
 from ...quant.experts import PROJECTIONS, QuantExperts
 from ...quant.linear import LowBitLayer
 from ...quant.model import quantized_modules
-from .formulas import Layer, code_bytes, kept_bytes
+from .formulas import Layer, kept_bytes, quantized_bytes
 from .rank import Run
 
 
@@ -80,15 +80,15 @@ def run_of(settings: Any, model_args: Any, config: PretrainedConfig, source: Any
         check_shardable(plan)
     model = skeleton(config, dtype, get_peft_config(model_args), plan, settings.trust_remote_code)
     text, kept_whole = config.get_text_config(), settings.accelerator_config.gradient_accumulation_kwargs or {}
-    coded = settings.quant_learner and not settings.quant_keep_dequantized and settings.quant_kernel != "engine"
+    packed = settings.quantize_learner and not settings.quant_keep_dequantized and settings.quant_kernel != "engine"
     return Run(
-        parameters=tuple(parameters(model, settings.optim_muon, coded and dtype == torch.float32)),
-        layer=decoder_layer(model, config, settings.quant_learner),
+        parameters=tuple(parameters(model, settings.optim_muon, packed and dtype == torch.float32)),
+        layer=decoder_layer(model, config, settings.quantize_learner),
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
-        codes=codes(model),
+        quantized=quantized(model),
         kept=kept(model) if settings.quant_keep_dequantized else 0,
-        published=published(model),
+        synced=synced(model),
         reference=settings.beta > 0 and not model_args.use_peft,
         rows=settings.per_device_train_batch_size,
         budget=settings.max_tokens_per_pass,
@@ -112,7 +112,7 @@ def skeleton(
     **how: Any,
 ) -> nn.Module:
     """
-    The model of `config` on the meta device, with masters of `dtype`, peft's `adapter` and the low-bit layers of `plan`.
+    The model of `config` on the meta device, with master weights of `dtype`, peft's `adapter` and the low-bit layers of `plan`.
 
     `how` goes to [`~qarl_trl.quant.apply_quantization`], which raises `ValueError` for what it cannot quantize.
     """
@@ -130,7 +130,7 @@ class Parameter:
     """
     One parameter: `(…)` shape, bytes per entry, the layer that FSDP2 gathers it with ("" outside of them), its optimizer.
 
-    `scheme` is that of the codes which FSDP2 may gather instead of it, if any.
+    `scheme` is that of the quantized values which FSDP2 may gather instead of it, if any.
     """
 
     name: str
@@ -145,13 +145,13 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def parameters(model: nn.Module, muon: bool, coded: bool = True) -> list[Parameter]:
-    """The parameters of `model`, tied ones once, with the optimizer that `optim_muon=muon` gives each; `coded`: with schemes."""
+def parameters(model: nn.Module, muon: bool, packed: bool = True) -> list[Parameter]:
+    """The parameters of `model`, tied ones once, with the optimizer that `optim_muon=muon` gives each; `packed`: with schemes."""
     matrices, experts, _ = split_parameters(model) if muon else ([], {}, [])
     chosen = dict.fromkeys(matrices, "muon") | dict.fromkeys(experts, "experts")
     layers = tuple(f"{name}." for name, module in model.named_modules() if _is_layer(module))
-    quantized = [module for _, module in quantized_modules(model)] if coded else []
-    schemes = {id(getattr(module, name)): module.scheme for module in quantized for name in module.coded_parameters}
+    quantized = [module for _, module in quantized_modules(model)] if packed else []
+    schemes = {id(getattr(module, name)): module.scheme for module in quantized for name in module.packed_parameters}
     return [
         Parameter(
             name,
@@ -180,9 +180,9 @@ def low_bit_weights(model: nn.Module) -> Iterator[tuple[int, int, int, Any]]:
             yield module.out_features, module.in_features, 1, module.scheme
 
 
-def codes(model: nn.Module) -> int:
+def quantized(model: nn.Module) -> int:
     """Bytes of the low-bit weights as the learner keeps them: all experts of a parameter are one."""
-    return sum(code_bytes(rows, columns, scheme) for rows, columns, _, scheme in low_bit_weights(model))
+    return sum(quantized_bytes(rows, columns, scheme) for rows, columns, _, scheme in low_bit_weights(model))
 
 
 def kept(model: nn.Module) -> int:
@@ -190,11 +190,13 @@ def kept(model: nn.Module) -> int:
     return sum(kept_bytes(rows, columns, scheme) for rows, columns, _, scheme in low_bit_weights(model))
 
 
-def published(model: nn.Module) -> int:
-    """Bytes of the checkpoint's tensors, which a publish moves and the engine keeps: low bits, and bfloat16 for the rest."""
+def synced(model: nn.Module) -> int:
+    """Bytes of the checkpoint's tensors, which a weight sync moves and the engine keeps: low bits, and bfloat16 for the rest."""
     low_bit = {id(param) for _, m in quantized_modules(model) for param in _quantized_parameters(m)}
     plain = (p for n, p in model.named_parameters() if id(p) not in low_bit and "lora_" not in n)
-    packed = sum(code_bytes(rows, columns, scheme, pieces) for rows, columns, pieces, scheme in low_bit_weights(model))
+    packed = sum(
+        quantized_bytes(rows, columns, scheme, pieces) for rows, columns, pieces, scheme in low_bit_weights(model)
+    )
     return packed + sum(2 * param.numel() for param in plain)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...quant.gathers import gathers_codes
+from ...quant.gathers import gathers_quantized
 from . import formulas
 
 
@@ -34,7 +34,7 @@ class Run:
     Attributes:
         parameters (`tuple[Parameter, ...]`): Of the policy.
         layer (`Layer`), layers, vocabulary (`int`): Of its forward.
-        codes, kept, published (`int`): All low-bit weights, what `quant_keep_dequantized` adds, a publish.
+        quantized values, kept, synced (`int`): All low-bit weights, what `quant_keep_dequantized` adds, a weight sync.
         reference (`bool`): Whether there is a second, frozen model (beta > 0 without LoRA).
         ranks (`int`), sharded (`bool`), memory (`int`): GPUs (of one copy under HSDP), whether each has a part, bytes of each.
         rows, tokens (`int`): Of a micro-batch, and of the longest row.
@@ -51,9 +51,9 @@ class Run:
     layer: Layer
     layers: int
     vocabulary: int
-    codes: int
+    quantized: int
     kept: int
-    published: int
+    synced: int
     reference: bool
     ranks: int
     sharded: bool
@@ -94,34 +94,39 @@ class Run:
         """Bytes of an entry of its master, its gradient and each moment: DeepSpeed's are float32, whatever it was given."""
         return 4 if self.zero3 else parameter.size
 
-    def own_codes(self, parameter: Parameter) -> int:
+    def own_quantized(self, parameter: Parameter) -> int:
         """Bytes of the low-bit rows that each rank holds of a parameter, and FSDP2 gathers; 0 where it gathers weights."""
         scheme = parameter.scheme
-        if not self.sharded or self.zero3 or scheme is None or not gathers_codes(parameter.shape, self.ranks, scheme):
+        if (
+            not self.sharded
+            or self.zero3
+            or scheme is None
+            or not gathers_quantized(parameter.shape, self.ranks, scheme)
+        ):
             return 0
-        return formulas.code_bytes(math.prod(parameter.shape[:-1]) // self.ranks, parameter.shape[-1], scheme)
+        return formulas.quantized_bytes(math.prod(parameter.shape[:-1]) // self.ranks, parameter.shape[-1], scheme)
 
 
 def resident(run: Run) -> dict[str, int]:
     """Bytes that stay between the steps of a run, from its first update on."""
     own = [(p, run.entries(p)) for p in run.parameters]
-    masters = sum(entries * run.size(p) for p, entries in own)
+    master_weights = sum(entries * run.size(p) for p, entries in own)
     state = sum(_state(p, entries, run.size(p)) for p, entries in own)
-    codes = [
-        (formulas.code_bytes(math.prod(p.shape[:-1]), p.shape[-1], p.scheme), run.own_codes(p))
+    quantized = [
+        (formulas.quantized_bytes(math.prod(p.shape[:-1]), p.shape[-1], p.scheme), run.own_quantized(p))
         for p in run.parameters
-        if run.own_codes(p)
+        if run.own_quantized(p)
     ]
-    items = {"masters": masters, "optimizer state": state}
+    items = {"master_weights": master_weights, "optimizer state": state}
     if run.zero3:
-        items["masters"] = gradients(run)
+        items["master_weights"] = gradients(run)
         items["weights to gather"] = run.compute * sum(entries for _, entries in own)
         items["gradients (kept)"] = gradients(run)
         items["bucket of DeepSpeed"] = 4 * ZERO3_BUCKET
-    items["codes (whole)"] = run.codes - sum(whole for whole, _ in codes)
-    items |= {"codes (own rows)": sum(own for _, own in codes), "kept dequantized": run.kept}
+    items["quantized values (whole)"] = run.quantized - sum(whole for whole, _ in quantized)
+    items |= {"quantized values (own rows)": sum(own for _, own in quantized), "kept dequantized": run.kept}
     if run.reference:
-        items["reference model"] = masters
+        items["reference model"] = master_weights
     if run.ranks > 1 and not run.sharded:
         items["buckets of DDP"] = gradients(run)
     return {name: size for name, size in items.items() if size}
@@ -135,7 +140,7 @@ def _state(parameter: Parameter, entries: int, size: int) -> int:
 
 
 def gradients(run: Run) -> int:
-    """Bytes of the gradients: of the masters' dtype, sharded as they are, from the first backward to the step."""
+    """Bytes of the gradients: of the master weights' dtype, sharded as they are, from the first backward to the step."""
     return sum(run.entries(p) * run.size(p) for p in run.parameters if p.optimizer)
 
 
@@ -190,7 +195,7 @@ def backward_work(run: Run) -> int:
     sums: dict[str, int] = {}
     for p in run.parameters:
         # Two layers gathered, the gradient of one, and that in float32 to be reduced.
-        gathered = run.own_codes(p) * run.ranks or p.entries * run.compute
+        gathered = run.own_quantized(p) * run.ranks or p.entries * run.compute
         sums[p.layer] = sums.get(p.layer, 0) + 2 * gathered + p.entries * (run.compute + 4)
     sums.pop("", 0)
     if run.zero3:  # what its next turn is near for stays gathered
@@ -216,15 +221,15 @@ def step_work(run: Run) -> int:
     return max(adamw, *muon, 0)
 
 
-def publish_work(run: Run) -> int:
-    """Bytes that come and go in a publish: the largest parameter gathered in bfloat16, its copy, and the engine's, if beside."""
+def sync_work(run: Run) -> int:
+    """Bytes that come and go in a weight sync: the largest parameter gathered in bfloat16, its copy, and the engine's, if beside."""
     largest = max(p.entries for p in run.parameters)
     return largest * (2 * run.sharded + 2 + 2 * run.beside)
 
 
 def engine_weights(run: Run) -> int:
     """Bytes of the engine's weights on a rank, by equal parts."""
-    return math.ceil(run.published / run.engine_ranks) if run.utilization else 0
+    return math.ceil(run.synced / run.engine_ranks) if run.utilization else 0
 
 
 def engine_budget(run: Run) -> int:
@@ -235,7 +240,7 @@ def engine_budget(run: Run) -> int:
 def checkpoint_bytes(run: Run) -> int:
     """Bytes of a whole training checkpoint: what is trained (of LoRA the adapter), the optimizer's state, the low-bit model."""
     whole = replace(run, sharded=False, zero3=False)
-    return gradients(whole) + resident(whole).get("optimizer state", 0) + run.published
+    return gradients(whole) + resident(whole).get("optimizer state", 0) + run.synced
 
 
 def cache_tokens(run: Run) -> int:
@@ -246,7 +251,7 @@ def cache_tokens(run: Run) -> int:
 
 
 def moments(run: Run) -> dict[str, dict[str, int]]:
-    """The items of the four largest moments: "rollout", "publish", "backward" and "optimizer step"."""
+    """The items of the four largest moments: "rollout", "sync", "backward" and "optimizer step"."""
     stays = resident(run) | {"reserve (assumed)": RESERVE}
     awake = {"engine": engine_budget(run)} if run.beside else {}
     learning = stays if run.sleep else stays | awake
@@ -255,7 +260,7 @@ def moments(run: Run) -> dict[str, dict[str, int]]:
         found["rollout"] = stays | awake
     if run.utilization:
         weights = {"engine weights": engine_weights(run)} if awake and run.sleep else awake
-        found["publish"] = stays | weights | {"largest parameter": publish_work(run)}
+        found["sync"] = stays | weights | {"largest parameter": sync_work(run)}
     before, after = ({}, {}) if run.zero3 else ({"gradients": accumulated(run)}, {"gradients": gradients(run)})
     found["backward"] = learning | before | activations(run) | {"work of a layer or the head": backward_work(run)}
     found["optimizer step"] = learning | after | {"work of the optimizer": step_work(run)}

@@ -69,7 +69,7 @@ def picture(key: str, title: str, caption: str, draw: Callable[[], Figure]) -> P
 def panels(number: int, names: dict[int, str]) -> tuple[Figure, list[Axes]]:
     """
     A figure of `number` panels with the names of the runs that it shows above them, by their index. Three abreast, or two
-    where that leaves no gap in the last row.
+    where that leaves no mismatch in the last row.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -97,7 +97,7 @@ def plain(text: str, longest: int = 32) -> str:
 
 
 def line(axis: Axes, steps: np.ndarray, values: np.ndarray, index: int, style: str = "-") -> None:
-    """A metric of one run. NaN leaves a gap; a point between two gaps is seen by its marker."""
+    """A metric of one run. NaN leaves a mismatch; a point between two mismatches is seen by its marker."""
     options = look(index) | {"linestyle": style, "fillstyle": STYLES[style]}
     if len(values) > SMOOTHED:
         axis.plot(steps, values, color=options["color"], linewidth=0.6, alpha=0.3)

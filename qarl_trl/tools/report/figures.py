@@ -42,15 +42,15 @@ CHARTS = (
     Chart(
         "overview",
         "Overview",
-        "Reward of the sampled completions and on held-out problems (the quickstart's are greedy); gap between engine and "
+        "Reward of the sampled completions and on held-out problems (the quickstart's are greedy); mismatch between engine and "
         "learner; share of completions, or of tokens in an arm that clips tokens, whose ratio has left the arm's own bounds "
         "(plain TRL: clip_ratio/high_mean and low_mean). Where values span decades the axis is logarithmic, and straight down to a 0.",
         (
             Panel("Reward", "mean reward", {"reward": "sampled", "eval_reward": "held out"}),
             Panel(
-                "Gap between engine and learner",
+                "Mismatch between engine and learner",
                 "nats per token",
-                {"mismatch/logp_gap_mean": "mean", "gap_floor": "bf16 before RL"},
+                {"mismatch/logp_diff_mean": "mean", "logp_diff_floor": "bf16 before RL"},
                 log=True,
             ),
             Panel(
@@ -63,7 +63,12 @@ CHARTS = (
                 },
                 share=True,
             ),
-            Panel("Codes changed between publishes", "share of codes", {"quant/code_flip_frac": ""}, share=True),
+            Panel(
+                "Quantized values changed between syncs",
+                "share of quantized values",
+                {"quant/flip_frac": ""},
+                share=True,
+            ),
             Panel("Entropy (paper Fig. 10)", "nats per token", {"entropy": ""}),
             Panel("Time of an update", "seconds", {"step_time": ""}, log=True),
         ),
@@ -150,29 +155,34 @@ CHARTS = (
         ),
     ),
     Chart(
-        "publish",
-        "Publishes",
-        "Codes that changed since the last publish, by the type of their layer. The canary's gap after a checked publish, beside "
-        "what one rounding per layer does and the gap that stops the run.",
+        "sync",
+        "Synces",
+        "Quantized values that changed since the last sync, by the type of their layer. The sync check's mismatch after a checked sync, beside "
+        "what one rounding per layer does and the mismatch that stops the run.",
         (
-            Panel("Codes changed: attention", "share of codes", {"quant/code_flip_frac/attention": ""}, share=True),
             Panel(
-                "Codes changed: MLP and experts",
-                "share of codes",
-                {"quant/code_flip_frac/mlp": "MLP", "quant/code_flip_frac/experts": "experts"},
+                "Quantized values changed: attention",
+                "share of quantized values",
+                {"quant/flip_frac/attention": ""},
                 share=True,
             ),
             Panel(
-                "Gap on the canary prompt",
+                "Quantized values changed: MLP and experts",
+                "share of quantized values",
+                {"quant/flip_frac/mlp": "MLP", "quant/flip_frac/experts": "experts"},
+                share=True,
+            ),
+            Panel(
+                "Mismatch on the sync check prompt",
                 "nats per token",
                 {
-                    "publish/verify_gap": "gap",
-                    "publish/verify_yardstick": "one rounding",
-                    "publish/verify_allowed": "stops",
+                    "sync/verify_logp_diff": "logp_diff",
+                    "sync/verify_noise_floor": "one rounding",
+                    "sync/verify_allowed": "stops",
                 },
                 log=True,
             ),
-            Panel("Published stream", "bytes", {"publish/bytes": ""}),
+            Panel("Published stream", "bytes", {"sync/bytes": ""}),
         ),
     ),
 )
@@ -189,9 +199,9 @@ def line_charts(runs: Sequence[Run]) -> list[Picture]:
 
 
 def missing(run: Run) -> list[str]:
-    """Metrics of the charts that this run did not log, but for codes of layers that its model does not have."""
-    names = [name for chart in CHARTS for panel in chart.panels for name in panel.metrics if name != "gap_floor"]
-    flips = "quant/code_flip_frac"
+    """Metrics of the charts that this run did not log, but for quantized values of layers that its model does not have."""
+    names = [name for chart in CHARTS for panel in chart.panels for name in panel.metrics if name != "logp_diff_floor"]
+    flips = "quant/flip_frac"
     return [name for name in names if not run.has(name) and not (name.startswith(f"{flips}/") and run.has(flips))]
 
 

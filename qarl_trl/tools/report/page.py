@@ -31,13 +31,23 @@ img { max-width: 100%; height: auto; display: block }
 .dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em }
 .facts, figcaption, .missing { font-size: 13px; opacity: .85 }
 figure { margin: 1em 0 }
-.runs { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 1.5em }
+.runs { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); mismatch: 1.5em }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--soft); padding: .6em; margin: .3em 0; font-size: 12.5px }
 mark { background: var(--mark); color: inherit }
 """
 # The browser itself then loads nothing from elsewhere and runs nothing.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-HEAD = "run", "arm", "updates", "reward, last", "reward, best", "held out, last", "gap, mean", "time", "s an update"
+HEAD = (
+    "run",
+    "arm",
+    "updates",
+    "reward, last",
+    "reward, best",
+    "held out, last",
+    "mismatch, mean",
+    "time",
+    "s an update",
+)
 
 
 def page(runs: Sequence[Run], pictures: Sequence[Picture], examples: dict[str, str], baseline: Run | None) -> str:
@@ -83,7 +93,7 @@ def _cells(run: Run, baseline: Run | None) -> list[str]:
     phases, seconds = run.phases(), run.seconds()
     total = sum(phases.values()) or math.nan
     cells = [run.name, run.arm, str(run.last_step), _last(rewards), best, _last(run.series("eval_reward")[1])]
-    cells.append(_number(run.mean("mismatch/logp_gap_mean"), ".1e"))
+    cells.append(_number(run.mean("mismatch/logp_diff_mean"), ".1e"))
     cells.append(", ".join(f"{phase} {value / total:.0%}" for phase, value in phases.items()))
     cells.append(_number(seconds, ".3g"))
     return cells if baseline is None else [*cells, _number(speed_up(run, baseline), ".2f")]

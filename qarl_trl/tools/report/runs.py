@@ -16,12 +16,12 @@ from .settings import arm, bounds, level, read_settings
 
 # Plain TRL's names for the same or nearly the same, used where ours were not logged.
 TRL_NAMES = {
-    "mismatch/logp_gap_mean": "sampling/sampling_logp_difference/mean",
-    "mismatch/logp_gap_max": "sampling/sampling_logp_difference/max",
+    "mismatch/logp_diff_mean": "sampling/sampling_logp_difference/mean",
+    "mismatch/logp_diff_max": "sampling/sampling_logp_difference/max",
     "ratio/pos_high_frac": "clip_ratio/high_mean",
     "ratio/neg_low_frac": "clip_ratio/low_mean",
 }
-PHASES = ("time/rollout", "time/publish", "time/update")
+PHASES = ("time/rollout", "time/sync", "time/update")
 
 
 @dataclass
@@ -120,8 +120,14 @@ def _quickstart(folder: Path) -> tuple[list[Any], dict[str, Any]]:
     log, summary = _read_json(folder / "log.json", list), _read_json(folder / "quickstart.json", dict)
     last = max((row.get("step", 0) for row in log), default=0)
     for step, accuracy in ((0, "accuracy_before"), (last, "accuracy_after")) if log else ():
-        log.append({"step": step, "eval_reward": summary.get(accuracy), "gap_floor": summary.get("gap_bf16_floor")})
-    return log, {"quant_scheme": summary.get("scheme", "none"), "quant_learner": True}
+        log.append(
+            {
+                "step": step,
+                "eval_reward": summary.get(accuracy),
+                "logp_diff_floor": summary.get("logp_diff_bf16_floor"),
+            }
+        )
+    return log, {"quant_scheme": summary.get("scheme", "none"), "quantize_learner": True}
 
 
 def _read_json(file: Path, kind: type) -> Any:

@@ -14,7 +14,7 @@ from ...metrics.bounds import Bounds, clip_bounds
 FIELDS = (
     "quant_scheme",
     "quant_recipe",
-    "quant_learner",
+    "quantize_learner",
     "loss_type",
     "importance_sampling_level",
     "advantage_filter",
@@ -63,11 +63,11 @@ def arm(settings: dict[str, Any]) -> str:
     if not settings:
         return "settings not found"
     scheme = "llm-compressor recipe" if "quant_recipe" in settings else settings.get("quant_scheme", "none")
-    if "quant_learner" not in settings and scheme == "none":
+    if "quantize_learner" not in settings and scheme == "none":
         words = ["plain TRL"]
     elif scheme == "none":
         words = ["not quantized"]
-    elif settings.get("quant_learner", True):
+    elif settings.get("quantize_learner", True):
         words = [f"{scheme} engine and learner"]
     else:
         words = [f"{scheme} engine, learner not quantized"]

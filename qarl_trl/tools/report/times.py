@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Shades of one hue, apart from the colours of the runs; "step" is TRL's sum where phases were not logged.
-PHASE_COLOURS = {"rollout": "#4B4F73", "publish": "#8A8FBF", "update": "#C5C8E4", "step": "#9A9A9A"}
+PHASE_COLOURS = {"rollout": "#4B4F73", "sync": "#8A8FBF", "update": "#C5C8E4", "step": "#9A9A9A"}
 
 
 def speed_up(run: Run, baseline: Run) -> float:

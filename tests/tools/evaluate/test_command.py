@@ -11,9 +11,9 @@ from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 
 from qarl_trl import cli
+from qarl_trl.export.low_bit import digest
 from qarl_trl.tools.evaluate import sample
 from qarl_trl.tools.evaluate.store import Completion
-from qarl_trl.export.low_bit import digest
 
 
 @pytest.fixture(autouse=True)

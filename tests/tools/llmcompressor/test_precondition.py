@@ -9,10 +9,10 @@ from conftest import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl.cli import run as main
-from qarl_trl.tools.llmcompressor import calibration, command, precondition
-from qarl_trl.tools.llmcompressor.precondition import log_probs, quantization_error, transforms_of_recipe
 from qarl_trl.quant.plan import single_group
 from qarl_trl.quant.scheme import resolve_scheme
+from qarl_trl.tools.llmcompressor import calibration, command, precondition
+from qarl_trl.tools.llmcompressor.precondition import log_probs, quantization_error, transforms_of_recipe
 
 
 pytest.importorskip("llmcompressor")
@@ -76,7 +76,7 @@ def test_the_function_stays_and_the_weights_do_not(folder, method, capsys):
     assert not hasattr(after.config, "quantization_config")
     q = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.allclose(after.state_dict()[q], before.state_dict()[q], rtol=0.1)
-    assert "logp_gap" in capsys.readouterr().out
+    assert "logp_diff" in capsys.readouterr().out
     saved = json.loads((folder / "out" / "tokenizer.json").read_text())
     assert saved["truncation"] is None  # the calibration's --max-length is not in it
 
@@ -116,7 +116,7 @@ def test_the_error_of_a_scheme_is_measured_without_touching_the_model(folder):
     before = {name: p.clone() for name, p in model.named_parameters()}
     found = quantization_error(model, PLAN, texts(folder))
     assert 0.05 < found.weight_error < 0.2  # 4 bits: a step of 2 amax / 15 and an error of step / sqrt(12)
-    assert found.logp_gap_max > found.logp_gap > 1e-4
+    assert found.logp_diff_max > found.logp_diff > 1e-4
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert quantization_error(model, PLAN, texts(folder)) == found
     eight = single_group(resolve_scheme("W8A16"), ["Linear"], ["lm_head"])

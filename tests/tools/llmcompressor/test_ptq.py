@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qarl_trl.cli import run as main
-from qarl_trl.quant.start import load_masters, quantized_source
+from qarl_trl.quant.start import load_master_weights, quantized_source
 
 
 pytest.importorskip("llmcompressor")
@@ -38,14 +38,14 @@ def weights(folder):
 def test_every_method_makes_a_checkpoint_that_training_can_start_from(folder):
     data = ["--dataset", str(folder / "texts.jsonl"), "--num-samples", "8"]
     made = {method: ptq(folder, method, "--method", method, *data) for method in ("rtn", "gptq", "awq")}
-    codes = "model.layers.0.mlp.down_proj.weight_packed"
+    quantized = "model.layers.0.mlp.down_proj.weight_packed"
     for path in made.values():
         source = quantized_source(str(path))
         assert len(source.qparams()) == 14
-        assert torch.isfinite(load_masters(str(path))(torch.tensor([[3, 4, 5]])).logits).all()
+        assert torch.isfinite(load_master_weights(str(path))(torch.tensor([[3, 4, 5]])).logits).all()
     # Control: the methods do not all round alike.
-    assert not torch.equal(weights(made["rtn"])[codes], weights(made["gptq"])[codes])
-    assert not torch.equal(weights(made["rtn"])[codes], weights(made["awq"])[codes])
+    assert not torch.equal(weights(made["rtn"])[quantized], weights(made["gptq"])[quantized])
+    assert not torch.equal(weights(made["rtn"])[quantized], weights(made["awq"])[quantized])
 
 
 def test_round_to_nearest_is_our_own_export(folder):

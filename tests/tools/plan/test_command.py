@@ -13,7 +13,7 @@ from qarl_trl.tools.plan.command import make_parser, read_run
 from qarl_trl.tools.plan.rank import GIB
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes"
 EIGHT = RECIPES / "qwen3-8b-base" / "w4a16_qarl_tbpo.yaml"
 THIRTY = RECIPES / "qwen3-30b-a3b-base" / "w4a16_qarl_tbpo.yaml"
@@ -116,18 +116,18 @@ def found_of(capsys, *argv):
     return code, json.loads(out.out)
 
 
-def test_a_server_has_its_own_gpus_and_the_trainer_publishes_to_it(capsys):
+def test_a_server_has_its_own_gpus_and_the_trainer_syncs_to_it(capsys):
     eight = "--config", EIGHT, "--gpus", 8
     server = *eight, "--vllm_mode", "server", "--max_completion_length", 15000
-    (_, beside), (code, found) = found_of(capsys, *eight), found_of(capsys, *server, "--publish_folder", "f")
+    (_, beside), (code, found) = found_of(capsys, *eight), found_of(capsys, *server, "--sync_folder", "f")
     assert code == 0 and found["served"] and not beside["served"]
     assert set(beside["peaks"]) - set(found["peaks"]) == {"rollout"}  # the learner's GPUs wait
-    for name in ("publish", "engine_weights", "cache_tokens"):
+    for name in ("sync", "engine_weights", "cache_tokens"):
         assert found[name] == beside[name] > 0
-    assert "engine weights" in beside["moments"]["publish"] and "engine weights" not in found["moments"]["publish"]
+    assert "engine weights" in beside["moments"]["sync"] and "engine weights" not in found["moments"]["sync"]
     assert found_of(capsys, *server) == (0, found)  # over NCCL, whatever this machine has
     _, out = plan(capsys, *server, "--vllm_gpu_memory_utilization", 0.1)
-    assert "a publish moves 5.7 GiB" in out.out and "of the server's own 1 x 79 GiB" in out.out
+    assert "a weight sync moves 5.7 GiB" in out.out and "of the server's own 1 x 79 GiB" in out.out
     assert "The engine has no room for one row" in out.out and "would fit" not in out.out
 
 
@@ -173,9 +173,9 @@ def test_what_scaling_says_of_8_and_of_64_gpus_is_what_the_formulas_say():
     left = run.memory - rank.peaks(big)["backward"]
     alone = rank.peaks(replace(big, rows=1))["backward"]
     assert f"with {gib(left)} GiB left" in text and f"({gib(alone)} GiB in the backward)" in text
-    assert f"codes are {gib(rank.resident(big)['codes (own rows)'])} GiB on each" in text
-    assert f"all of them, {gib(run.codes, 0)} GiB" in text
-    assert f"would hold {gib(run.published / 2, 0)} GiB of weights each" in text
+    assert f"quantized values are {gib(rank.resident(big)['quantized (own rows)'])} GiB on each" in text
+    assert f"all of them, {gib(run.quantized, 0)} GiB" in text
+    assert f"would hold {gib(run.synced / 2, 0)} GiB of weights each" in text
     assert f"need {gib(max(rank.peaks(run).values()))} GiB" in text  # under HSDP
     zero3 = rank.peaks(run_of(EIGHT, 8, 79, "--optim_muon", "false", sharding="zero3"))
     assert f"{gib(zero3['rollout'])} GiB in the rollout and {gib(zero3['backward'])} in the" in text
@@ -188,15 +188,15 @@ def test_the_table_of_the_recipes_is_what_the_formulas_say():
     fp8 = run_of(THIRTY.with_stem("fp8_qarl_tbpo"), 8, 139)
     runs = replace(small, sharded=False), eight, thirty
     stay = [rank.resident(run) for run in (*runs, fp8)]
-    codes = [gib(sum(size for name, size in items.items() if "codes" in name)) for items in stay]
+    quantized = [gib(sum(size for name, size in items.items() if "quantized" in name)) for items in stay]
     peaks = [{name: gib(size) for name, size in rank.peaks(run).items()} for run in (*runs, fp8)]
     table = {
-        "masters, gradients, optimizer state": [
-            ", ".join(map(gib, (items["masters"], rank.gradients(run), items["optimizer state"])))
+        "master weights, gradients, optimizer state": [
+            ", ".join(map(gib, (items["master_weights"], rank.gradients(run), items["optimizer state"])))
             for run, items in zip(runs, stay[:3], strict=True)
         ],
         "buckets of DDP": [gib(stay[0]["buckets of DDP"]), "-", "-"],
-        "codes": [*codes[:2], f"{codes[2]} (FP8 {codes[3]})"],
+        "quantized": [*quantized[:2], f"{quantized[2]} (FP8 {quantized[3]})"],
         "activations, work of a layer or the head": [
             f"{gib(rank.activations(run)['activations'])}, {gib(rank.backward_work(run))}" for run in runs
         ],

@@ -8,14 +8,14 @@ from conftest import make_model
 from trl.trainer.utils import add_fused_lm_head
 
 from qarl_trl.learner.attention import use_packed_attention
-from qarl_trl.tools.plan import formulas
-from qarl_trl.tools.plan import model as meta
-from qarl_trl.tools.plan.rank import Run, activations, backward_work
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.model import quantized_modules
 from qarl_trl.quant.quantize import dequantize, quantize_weight
 from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
 from qarl_trl.quant.state_dict import iter_low_bit_weights
+from qarl_trl.tools.plan import formulas
+from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan.rank import Run, activations, backward_work
 
 
 SCHEMES = [(name, size) for name, row in SUPPORTED.items() for size in (row.group_sizes or (None,))]
@@ -27,10 +27,10 @@ def nbytes(tensors):
 
 
 @pytest.mark.parametrize(("name", "group_size"), SCHEMES)
-def test_codes_and_what_is_kept_of_them(name, group_size):
+def test_quantized_and_what_is_kept_of_them(name, group_size):
     scheme, weight = resolve_scheme(name, group_size), torch.randn(384, 256)
     low_bit = quantize_weight(weight, scheme)
-    assert formulas.code_bytes(384, 256, scheme) == low_bit.num_bytes()
+    assert formulas.quantized_bytes(384, 256, scheme) == low_bit.num_bytes()
     if name != "W4AFP8":
         assert formulas.kept_bytes(384, 256, scheme) == dequantize(low_bit).nbytes
 
@@ -50,9 +50,9 @@ def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme
     config = model.config
     skeleton = meta.skeleton(config, torch.float32, plan=scheme)
     stream = list(iter_low_bit_weights(model))
-    assert meta.published(skeleton) == nbytes(t for _, t in stream)
-    real = [w for _, m in quantized_modules(model) for w in m._code_cache.last().values()]
-    assert meta.codes(skeleton) == sum(weight.num_bytes() for weight in real)
+    assert meta.synced(skeleton) == nbytes(t for _, t in stream)
+    real = [w for _, m in quantized_modules(model) for w in m._low_bit_cache.last().values()]
+    assert meta.quantized(skeleton) == sum(weight.num_bytes() for weight in real)
     assert meta.kept(skeleton) == sum(dequantize(weight).nbytes for weight in real)
     found = meta.parameters(skeleton, muon=False)
     assert sum(p.entries * p.size for p in found) == nbytes(model.parameters())
@@ -209,7 +209,7 @@ def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
     def update(tokens, passes):
         torch.cat([forward(model, tokens) for _ in range(passes)]).sum().backward()
 
-    update(64, 1)  # gradients and codes
+    update(64, 1)  # gradients and quantized values
     for tokens, passes in ((1024, 1), (1024, 2)):
         run = example(model, passes, tokens, checkpointing)
         measured = peak_bytes(lambda passes=passes: update(1024, passes))
@@ -229,9 +229,9 @@ def example(model, rows, tokens, checkpointing):
         layer=meta.decoder_layer(model, config, low_bit_forward=True),
         layers=config.num_hidden_layers,
         vocabulary=config.vocab_size,
-        codes=0,
+        quantized=0,
         kept=0,
-        published=0,
+        synced=0,
         reference=False,
         ranks=1,
         sharded=False,

@@ -9,9 +9,9 @@ from slow.toys import save_model
 from test_trainer import make
 
 from qarl_trl import optim
+from qarl_trl.quant.model import quantized_modules
 from qarl_trl.tools.plan import formulas, rank
 from qarl_trl.tools.plan import model as meta
-from qarl_trl.quant.model import quantized_modules
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +21,14 @@ def folders(tmp_path_factory):
 
 
 def counted(trainer):
-    """Bytes of the masters, of the optimizer's state and of the codes of a real trainer."""
+    """Bytes of the master weights, of the optimizer's state and of the quantized values of a real trainer."""
     model, state = trainer.model, trainer.optimizer.optimizer.state
     tensors = [t for of_parameter in state.values() for t in of_parameter.values() if isinstance(t, torch.Tensor)]
-    weights = [w for _, m in quantized_modules(model) for w in m._code_cache.last().values()]
+    weights = [w for _, m in quantized_modules(model) for w in m._low_bit_cache.last().values()]
     return {
-        "masters": sum(p.nbytes for p in model.parameters()),
+        "master_weights": sum(p.nbytes for p in model.parameters()),
         "optimizer state": sum(t.nbytes for t in tensors),
-        "codes (whole)": sum(w.num_bytes() for w in weights),
+        "quantized values (whole)": sum(w.num_bytes() for w in weights),
         "kept dequantized": sum(t.nbytes for w in weights for t in w.prepared.values()),
     }
 
@@ -58,7 +58,7 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, changes):
     skeleton = meta.skeleton(config, torch.float32, adapter, trainer.args.quant_plan())
     muon, keep = trainer.args.optim_muon, trainer.args.quant_keep_dequantized
     run = example_run(
-        skeleton, config, muon, codes=meta.codes(skeleton), kept=meta.kept(skeleton) if keep else 0, half=False
+        skeleton, config, muon, quantized=meta.quantized(skeleton), kept=meta.kept(skeleton) if keep else 0, half=False
     )
     found = {name: size for name, size in counted(trainer).items() if size}
     print("trainer", kind, found, "gradients", max(gradients))
@@ -75,9 +75,9 @@ def example_run(model, config, muon=True, **changes):
         "layer": meta.decoder_layer(model, config, low_bit_forward=True),
         "layers": config.num_hidden_layers,
         "vocabulary": config.vocab_size,
-        "codes": meta.codes(model),
+        "quantized": meta.quantized(model),
         "kept": 0,
-        "published": meta.published(model),
+        "synced": meta.synced(model),
         "reference": False,
         "ranks": 1,
         "sharded": False,
@@ -101,23 +101,23 @@ def eight_billion():
 
 
 def test_8b_by_hand(eight_billion):
-    """8.19 billion float32 masters; Muon for 6.95 billion entries in layers, AdamW for two matrices of 151936 x 4096."""
+    """8.19 billion float32 master weights; Muon for 6.95 billion entries in layers, AdamW for two matrices of 151936 x 4096."""
     hidden = 36 * (4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288)
     rest = 8_190_735_360 - hidden
     tensors = 2 + 1 + 36 * 4
     stays = rank.resident(eight_billion)
-    assert stays["masters"] == 4 * 8_190_735_360
+    assert stays["master_weights"] == 4 * 8_190_735_360
     assert stays["optimizer state"] == 4 * hidden + 8 * rest + 4 * tensors
     packed = hidden // 2 + 2 * hidden // 128 + 16 * 36 * 7
-    assert stays["codes (whole)"] == packed
-    assert eight_billion.published == packed + 2 * rest
+    assert stays["quantized values (whole)"] == packed
+    assert eight_billion.synced == packed + 2 * rest
     sharded = replace(eight_billion, ranks=8, sharded=True)
-    assert rank.resident(sharded)["masters"] == 4 * 8_190_735_360 // 8
-    assert rank.resident(sharded)["codes (own rows)"] == hidden // 16 + 2 * hidden // 1024 + 16 * 36 * 7
+    assert rank.resident(sharded)["master_weights"] == 4 * 8_190_735_360 // 8
+    assert rank.resident(sharded)["quantized values (own rows)"] == hidden // 16 + 2 * hidden // 1024 + 16 * 36 * 7
     uneven = replace(sharded, ranks=3)  # 4096 and 12288 rows, of which only the latter are thirds
     own = 36 * 2 * 4096 * 12288
-    assert rank.resident(uneven)["codes (own rows)"] == own // 6 + 2 * own // 384 + 16 * 36 * 2
-    assert rank.resident(uneven)["codes (whole)"] == packed - (own // 2 + 2 * own // 128 + 16 * 36 * 2)
+    assert rank.resident(uneven)["quantized values (own rows)"] == own // 6 + 2 * own // 384 + 16 * 36 * 2
+    assert rank.resident(uneven)["quantized values (whole)"] == packed - (own // 2 + 2 * own // 128 + 16 * 36 * 2)
     assert rank.activations(sharded)["activations"] // (4 * 18432) == 36 * 4096 * 2 + 8 * 4096 + 4 + 4 * 128 + 26
 
 
@@ -126,7 +126,7 @@ def test_a_reduction_after_the_last_micro_batch_keeps_whole_gradients(eight_bill
     sharded = replace(eight_billion, ranks=8, sharded=True)
     late = replace(sharded, accumulates=True)
     extra = {name: size - rank.peaks(sharded)[name] for name, size in rank.peaks(late).items()}
-    assert extra == {"rollout": 0, "publish": 0, "backward": 4 * 8_190_735_360 * 7 // 8, "optimizer step": 0}
+    assert extra == {"rollout": 0, "sync": 0, "backward": 4 * 8_190_735_360 * 7 // 8, "optimizer step": 0}
     assert dict(rank.changes(late))["sync_each_batch: true (in accelerator_config; the default)"] == sharded
     assert rank.peaks(replace(eight_billion, accumulates=True)) == rank.peaks(eight_billion)  # not under DDP
 
@@ -137,11 +137,11 @@ def test_8b_by_hand_under_zero3(eight_billion):
     zero3 = replace(eight_billion, parameters=parameters, ranks=8, sharded=True, zero3=True)
     stays, own = rank.resident(zero3), 8_190_735_360 // 8
     assert stays["optimizer state"] == 8 * own + 4 * len(parameters)
-    assert stays["masters"] == stays["gradients (kept)"] == 2 * stays["weights to gather"] == 4 * own
-    assert stays["codes (whole)"] == eight_billion.codes and "codes (own rows)" not in stays
+    assert stays["master_weights"] == stays["gradients (kept)"] == 2 * stays["weights to gather"] == 4 * own
+    assert stays["quantized values (whole)"] == eight_billion.quantized and "quantized values (own rows)" not in stays
     assert stays["bucket of DeepSpeed"] == 2 * 10**9  # of float32: `_compat.keep_float32`
     halves = replace(zero3, parameters=tuple(replace(p, size=2) for p in parameters))
-    assert rank.resident(halves) == stays  # float32 masters of a bfloat16 model too
+    assert rank.resident(halves) == stays  # float32 master weights of a bfloat16 model too
     assert "gradients" not in rank.moments(zero3)["backward"]
     fsdp2 = replace(zero3, zero3=False)
     assert max(rank.peaks(zero3).values()) > max(rank.peaks(fsdp2).values())

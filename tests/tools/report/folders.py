@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 from qarl_trl.metrics.token_stats import SCHEMA
 
 
-# What a run with an engine logs for the report's figures; tests/slow/test_canary.py holds it against a real one.
+# What a run with an engine logs for the report's figures; tests/slow/test_sync_check.py holds it against a real one.
 LOGGED = {
-    "quant": ("code_flip_frac", "code_flip_frac/attention", "code_flip_frac/mlp"),
-    "publish": ("bytes", "verify_gap", "verify_yardstick", "verify_allowed"),
+    "quant": ("flip_frac", "flip_frac/attention", "flip_frac/mlp"),
+    "sync": ("bytes", "verify_logp_diff", "verify_noise_floor", "verify_allowed"),
     "mismatch": ("kl_k3", "seq_weight_mean", "seq_weight_min", "seq_weight_max"),
     "ratio": ("kl_k3", "min", "max", "neg_q50", "neg_q99", "pos_high_frac", "neg_low_frac"),
     "ratio/paper": ("pos_high_frac", "neg_low_frac", "neg_high_frac"),
@@ -23,14 +23,14 @@ LOGGED = {
 NAMES = ["reward_std", *(f"{family}/{name}" for family, names in LOGGED.items() for name in names)]
 NAMES = [name.replace("paper/", "paper_") for name in NAMES]
 # What a run logs that has experts, or answers of that kind.
-RARE = ["quant/code_flip_frac/experts", "error_tokens/extreme_corr"]
+RARE = ["quant/flip_frac/experts", "error_tokens/extreme_corr"]
 RARE += ["completions/pos_clipped_ratio", "completions/neg_clipped_ratio"]
 
 
 def row(step, **changes):
     """A log line. The metrics of `NAMES` and `RARE` have values of their own."""
     values = {"step": step, "reward": 0.1 * step, "entropy": 1.0 / step, "step_time": 2.0}
-    values |= {"time/rollout": 1.0, "time/publish": 0.25, "time/update": 0.75, "mismatch/logp_gap_mean": 10.0**-step}
+    values |= {"time/rollout": 1.0, "time/sync": 0.25, "time/update": 0.75, "mismatch/logp_diff_mean": 10.0**-step}
     values |= {"ratio/neg_high_frac": 0.01 * step, "ratio/pos_q50": 1.0, "ratio/pos_q99": 1.0 + 0.01 * step}
     return values | {name: (i + 2) / 40 + 0.001 * step for i, name in enumerate([*NAMES, *RARE])} | changes
 

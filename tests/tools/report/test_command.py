@@ -74,7 +74,7 @@ def test_texts_of_runs_are_escaped_and_secrets_stay_out(report):
 def test_the_table_and_what_a_run_lacks(report):
     text = (report / "report.html").read_text()
     cells = [re.sub("<[^>]*>", "", cell) for cell in re.findall("<td>(.*?)</td>", text)]
-    assert cells[2:9] == ["8", "0.800", "0.800 at 8", "0.300", "1.4e-02", "rollout 50%, publish 12%, update 38%", "2"]
+    assert cells[2:9] == ["8", "0.800", "0.800 at 8", "0.300", "1.4e-02", "rollout 50%, sync 12%, update 38%", "2"]
     assert cells[9] == "0.50" and cells[-1] == "1.00"  # speed-up: 1 s an update over 2 s
     lacking = re.findall('<p class="missing"><b>short</b>: (.*?)</p>', text)
     assert len(lacking) == 1

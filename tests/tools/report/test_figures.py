@@ -18,9 +18,9 @@ from .folders import row, token_rows, write_run, write_tokens
 FIGURES = {
     "overview": [
         ["reward", "eval_reward"],
-        ["mismatch/logp_gap_mean", "gap_floor"],
+        ["mismatch/logp_diff_mean", "logp_diff_floor"],
         ["ratio/pos_high_frac", "ratio/neg_low_frac", "ratio/neg_high_frac"],
-        ["quant/code_flip_frac"],
+        ["quant/flip_frac"],
         ["entropy"],
         ["step_time"],
     ],
@@ -43,14 +43,14 @@ FIGURES = {
         ["completions/clipped_ratio", "completions/pos_clipped_ratio", "completions/neg_clipped_ratio"],
         ["reward_std"],
     ],
-    "publish": [
-        ["quant/code_flip_frac/attention"],
-        ["quant/code_flip_frac/mlp", "quant/code_flip_frac/experts"],
-        ["publish/verify_gap", "publish/verify_yardstick", "publish/verify_allowed"],
-        ["publish/bytes"],
+    "sync": [
+        ["quant/flip_frac/attention"],
+        ["quant/flip_frac/mlp", "quant/flip_frac/experts"],
+        ["sync/verify_logp_diff", "sync/verify_noise_floor", "sync/verify_allowed"],
+        ["sync/bytes"],
     ],
 }
-OF_A_ROLLOUT = ("publish/", "quant/", "mismatch/", "completions/", "reward")
+OF_A_ROLLOUT = ("sync/", "quant/", "mismatch/", "completions/", "reward")
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def kept(monkeypatch):
 
 def log():
     """Of 12 updates, four to a rollout batch, as the quickstart's: rollout metrics in lines 1, 5 and 9."""
-    rows = [row(step, kl=0.003 * step, gap_floor=0.02) for step in range(1, 13)]
+    rows = [row(step, kl=0.003 * step, logp_diff_floor=0.02) for step in range(1, 13)]
     for line in rows:
         if line["step"] % 4 != 1:
             for name in [name for name in line if name.startswith(OF_A_ROLLOUT)]:
@@ -138,7 +138,7 @@ def test_distributions_are_of_one_sign_of_the_advantage(tmp_path, kept):
 
 
 def test_a_report_of_trls_own_trainer_goes_as_far_as_its_log(tmp_path, capsys):
-    """Trained here by a stock `GRPOTrainer`; no engine, so no gap, and none of the trainer's own metrics."""
+    """Trained here by a stock `GRPOTrainer`; no engine, so no mismatch, and none of the trainer's own metrics."""
     size = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 4}
     quiet = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     args = {"output_dir": str(tmp_path / "run"), "steps_per_generation": 2, "logging_steps": 1}
@@ -159,7 +159,7 @@ def test_a_report_of_trls_own_trainer_goes_as_far_as_its_log(tmp_path, capsys):
     assert drawn_files == {"overview", "mismatch", "completions", "time"}
     run = read_run(str(tmp_path / "run"))
     names = {name for panels in FIGURES.values() for panel in panels for name in panel}
-    logged_here = names - {"gap_floor"} - set(figures.missing(run))
+    logged_here = names - {"logp_diff_floor"} - set(figures.missing(run))
     assert logged_here == {
         *("reward", "eval_reward", "reward_std", "entropy", "step_time", "kl"),
         *("ratio/pos_high_frac", "ratio/neg_low_frac"),  # TRL's `clip_ratio/*`
@@ -168,4 +168,4 @@ def test_a_report_of_trls_own_trainer_goes_as_far_as_its_log(tmp_path, capsys):
     text = (tmp_path / "run" / "report.html").read_text()
     assert "Examples of text" in text and text.count("<article>") == 2
     signs = "completions/pos_clipped_ratio, completions/neg_clipped_ratio"
-    assert f"not logged by this run: mismatch/*, ratio/*, quant/*, error_tokens/*, {signs}, publish/*. " in text
+    assert f"not logged by this run: mismatch/*, ratio/*, quant/*, error_tokens/*, {signs}, sync/*. " in text

@@ -44,27 +44,27 @@ def test_series_are_in_order_with_nan_for_what_is_no_number(tmp_path):
     assert np.array_equal(values, [math.nan, math.nan, 3 * 0.1], equal_nan=True)
     assert run.has("reward") and not run.has("eval_reward")
     assert run.mean("entropy") == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
-    assert run.phases() == {"rollout": 1.0, "publish": 0.25, "update": 0.75}
+    assert run.phases() == {"rollout": 1.0, "sync": 0.25, "update": 0.75}
     assert run.seconds() == 2.0
 
 
 def test_a_plain_grpo_log_serves_under_our_names(tmp_path):
     log = [{"step": 1, "sampling/sampling_logp_difference/mean": 0.5, "clip_ratio/low_mean": 0.1, "step_time": 3.0}]
     run = read_run(str(write_run(tmp_path, log)))
-    assert run.mean("mismatch/logp_gap_mean") == 0.5
+    assert run.mean("mismatch/logp_diff_mean") == 0.5
     assert run.mean("ratio/neg_low_frac") == 0.1
     assert run.seconds() == 3.0 and run.phases() == {}
-    both = read_run(str(write_run(tmp_path, [log[0] | {"mismatch/logp_gap_mean": 0.25}])))
-    assert both.mean("mismatch/logp_gap_mean") == 0.25  # control: ours comes first
+    both = read_run(str(write_run(tmp_path, [log[0] | {"mismatch/logp_diff_mean": 0.25}])))
+    assert both.mean("mismatch/logp_diff_mean") == 0.25  # control: ours comes first
 
 
 def test_the_quickstarts_accuracies_become_held_out_rewards(tmp_path):
     (tmp_path / "log.json").write_text(json.dumps([row(1), row(4)]))
-    summary = {"accuracy_before": 0.25, "accuracy_after": 0.75, "gap_bf16_floor": 0.01, "scheme": "W4A16"}
+    summary = {"accuracy_before": 0.25, "accuracy_after": 0.75, "logp_diff_bf16_floor": 0.01, "scheme": "W4A16"}
     (tmp_path / "quickstart.json").write_text(json.dumps(summary))
     run = read_run(str(tmp_path))
     assert [part.tolist() for part in run.series("eval_reward")] == [[0, 4], [0.25, 0.75]]
-    assert run.mean("gap_floor") == 0.01
+    assert run.mean("logp_diff_floor") == 0.01
     assert run.arm == "W4A16 engine and learner"
 
 
@@ -108,7 +108,7 @@ def test_settings_come_from_the_training_arguments(tmp_path):
     assert "hf_secret" in pickle.dumps(trl_args).decode(errors="ignore")  # control: it is in TRL's file
     assert "hf_secret" not in repr(saved(tmp_path, trl_args))
     gspo = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.3}
-    found = saved(tmp_path, config(tmp_path, quant_learner=False, delta=2.5, **gspo))
+    found = saved(tmp_path, config(tmp_path, quantize_learner=False, delta=2.5, **gspo))
     assert arm(found) == "W4A16 engine, learner not quantized, grpo, sequence ratio"
     assert bounds(found) == Bounds(1.3, 0.9, 2.5) and level(found) == "sequence"
     found = saved(tmp_path, GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, loss_type="sapo"))
@@ -140,8 +140,8 @@ def test_a_pickle_in_a_run_is_not_run(tmp_path):
 def test_code_flips_are_drawn_by_the_type_of_their_layer(tmp_path):
     pytest.importorskip("matplotlib")
     shares = {"attention": 0.01, "mlp": 0.02, "experts": 0.04}
-    log = [row(s, **{f"quant/code_flip_frac/{kind}": s * share for kind, share in shares.items()}) for s in (1, 2)]
-    (chart,) = [chart for chart in CHARTS if chart.key == "publish"]
+    log = [row(s, **{f"quant/flip_frac/{kind}": s * share for kind, share in shares.items()}) for s in (1, 2)]
+    (chart,) = [chart for chart in CHARTS if chart.key == "sync"]
     figure = draw_panels(chart.panels[:2], [read_run(str(write_run(tmp_path, log)))])
     found = [[line.get_ydata().tolist() for line in axis.lines] for axis in figure.axes]
     assert found == [[[0.01, 0.02]], [[0.02, 0.04], [0.04, 0.08]]]

@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from qarl_trl.quant import products as plain
+from qarl_trl.quant import gemm as plain_module
 from qarl_trl.quant import resolve_scheme
-from qarl_trl.quant.gemm import DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, plain_product
+from qarl_trl.quant.gemm import DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, plain_gemm
 from qarl_trl.quant.table import SUPPORTED
-from qarl_trl.rollout import products
-from qarl_trl.rollout.gemm import PRODUCTS, EngineProduct, engine_product
+from qarl_trl.rollout import gemm as rollout_gemm
+from qarl_trl.rollout.gemm import GEMMS, EngineGemm, engine_gemm
 
 
 CPU = torch.device("cpu")
 
 
-def kinds(product):
+def kinds(gemm):
     """Class of a product, and of torch's inside the engine's."""
-    return (type(product), type(product.plain)) if isinstance(product, EngineProduct) else (type(product),)
+    return (type(gemm), type(gemm.plain)) if isinstance(gemm, EngineGemm) else (type(gemm),)
 
 
 @pytest.mark.parametrize(
@@ -24,23 +24,23 @@ def kinds(product):
     [
         ("W4A16", "auto", [DequantGemm]),
         ("W4A16", "dequant", [DequantGemm]),
-        ("W4A16", "engine", [EngineProduct, DequantGemm]),
+        ("W4A16", "engine", [EngineGemm, DequantGemm]),
         ("W4A16_ASYM", "auto", [DequantGemm]),
         ("W4A16_ASYM", "dequant", [DequantGemm]),
-        ("W4A16_ASYM", "engine", [EngineProduct, DequantGemm]),
+        ("W4A16_ASYM", "engine", [EngineGemm, DequantGemm]),
         ("W8A16", "auto", [DequantGemm]),
         ("W8A16", "dequant", [DequantGemm]),
         ("FP8_DYNAMIC", "auto", [Fp8Gemm]),
         ("FP8_DYNAMIC", "engine", [Fp8Gemm]),
         ("FP8_BLOCK", "auto", [Fp8BlockGemm]),
         ("W8A8", "auto", [Int8Gemm]),
-        ("W8A8", "engine", [EngineProduct, Int8Gemm]),
-        ("W4A8", "auto", [plain.CpuInt4Int8Gemm]),
-        ("W4A8", "engine", [plain.CpuInt4Int8Gemm]),
+        ("W8A8", "engine", [EngineGemm, Int8Gemm]),
+        ("W4A8", "auto", [plain_module.CpuInt4Int8Gemm]),
+        ("W4A8", "engine", [plain_module.CpuInt4Int8Gemm]),
     ],
 )
-def test_product_by_scheme_and_choice_on_cpu(scheme, choice, expected):
-    assert kinds(PRODUCTS[choice](resolve_scheme(scheme), CPU)) == tuple(expected)
+def test_gemm_by_scheme_and_choice_on_cpu(scheme, choice, expected):
+    assert kinds(GEMMS[choice](resolve_scheme(scheme), CPU)) == tuple(expected)
 
 
 @pytest.mark.parametrize(
@@ -58,22 +58,22 @@ def test_product_by_scheme_and_choice_on_cpu(scheme, choice, expected):
         ("W4A8", "meta", "auto", ["W4A8", "'meta'"]),
     ],
 )
-def test_a_product_that_is_not_there_is_an_error(scheme, device, choice, words):
+def test_a_gemm_that_is_not_there_is_an_error(scheme, device, choice, words):
     with pytest.raises(ValueError) as error:
-        PRODUCTS[choice](resolve_scheme(scheme), torch.device(device))
+        GEMMS[choice](resolve_scheme(scheme), torch.device(device))
     assert all(word in str(error.value) for word in words)
 
 
-def test_every_scheme_has_a_product_on_cpu_and_the_engine_those_of_the_table():
-    assert plain._PRODUCTS.keys() == SUPPORTED.keys()
+def test_every_scheme_has_a_gemm_on_cpu_and_the_engine_those_of_the_table():
+    assert plain_module._GEMMS.keys() == SUPPORTED.keys()
     for name, row in SUPPORTED.items():
         scheme = resolve_scheme(name)
-        assert plain_product(scheme, CPU)
+        assert plain_gemm(scheme, CPU)
         if row.cpu_engine:
-            assert engine_product(scheme, CPU)
+            assert engine_gemm(scheme, CPU)
         else:
             with pytest.raises(ValueError, match="the engine has no kernel"):
-                engine_product(scheme, CPU)
+                engine_gemm(scheme, CPU)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_every_scheme_has_a_product_on_cpu_and_the_engine_those_of_the_table():
 )
 @pytest.mark.parametrize("choice", ["auto", "engine"])
 def test_activations_need_a_gpu_whose_engine_computes_the_same(monkeypatch, scheme, other, enough, expected, choice):
-    monkeypatch.setattr(products, "is_cpu_engine", lambda: False)
+    monkeypatch.setattr(rollout_gemm, "is_cpu_engine", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: other)
     with pytest.raises(ValueError) as error:
-        PRODUCTS[choice](resolve_scheme(scheme), torch.device("cuda"))
+        GEMMS[choice](resolve_scheme(scheme), torch.device("cuda"))
     assert all(word in str(error.value) for word in (scheme, *SUPPORTED[scheme].gpus, str(other), "W4A16"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: enough)
-    assert kinds(PRODUCTS[choice](resolve_scheme(scheme), torch.device("cuda")))[-1] is expected
+    assert kinds(GEMMS[choice](resolve_scheme(scheme), torch.device("cuda")))[-1] is expected
 
 
 @pytest.mark.parametrize(
@@ -110,32 +110,32 @@ def test_activations_need_a_gpu_whose_engine_computes_the_same(monkeypatch, sche
         ("W4AFP8", Int4Fp8Gemm),
     ],
 )
-def test_the_engines_product_on_a_gpu(monkeypatch, scheme, expected):
+def test_the_engines_gemm_on_a_gpu(monkeypatch, scheme, expected):
     assert SUPPORTED[scheme].gpus
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(products, "is_cpu_engine", lambda: False)
-    assert kinds(engine_product(resolve_scheme(scheme), torch.device("cuda"))) == (EngineProduct, expected)
-    monkeypatch.setattr(products, "is_cpu_engine", lambda: True)
+    monkeypatch.setattr(rollout_gemm, "is_cpu_engine", lambda: False)
+    assert kinds(engine_gemm(resolve_scheme(scheme), torch.device("cuda"))) == (EngineGemm, expected)
+    monkeypatch.setattr(rollout_gemm, "is_cpu_engine", lambda: True)
     with pytest.raises(ValueError, match=r"on device 'cuda' needs a vLLM for it.*'auto'"):
-        engine_product(resolve_scheme(scheme), torch.device("cuda"))
+        engine_gemm(resolve_scheme(scheme), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 def test_a_vllm_for_gpus_has_no_kernel_on_cpu(monkeypatch, scheme):
-    monkeypatch.setattr(products, "is_cpu_engine", lambda: False)
+    monkeypatch.setattr(rollout_gemm, "is_cpu_engine", lambda: False)
     with pytest.raises(ValueError, match=r"on device 'cpu' needs a vLLM for it.*'auto'"):
-        engine_product(resolve_scheme(scheme), CPU)
+        engine_gemm(resolve_scheme(scheme), CPU)
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
-def test_the_engines_product_without_vllm_is_an_error(monkeypatch, scheme):
-    monkeypatch.setattr(products, "is_vllm_available", lambda: False)
+def test_the_engines_gemm_without_vllm_is_an_error(monkeypatch, scheme):
+    monkeypatch.setattr(rollout_gemm, "is_vllm_available", lambda: False)
     with pytest.raises(ValueError, match=r"without vLLM.*make install.*'auto'"):
-        engine_product(resolve_scheme(scheme), CPU)
-    assert plain_product(resolve_scheme(scheme), CPU)
+        engine_gemm(resolve_scheme(scheme), CPU)
+    assert plain_gemm(resolve_scheme(scheme), CPU)
 
 
-def test_w4a8_has_no_product_on_gpus(monkeypatch):
+def test_w4a8_has_no_gemm_on_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     with pytest.raises(ValueError, match=r"W4A8 has no kernel on GPUs.*qarl-trl schemes"):
-        plain_product(resolve_scheme("W4A8"), torch.device("cuda"))
+        plain_gemm(resolve_scheme("W4A8"), torch.device("cuda"))
