@@ -169,11 +169,6 @@ class QaRLConfig(GRPOConfig):
         help="Stop the run when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this. "
         "Choose it from the first logged mismatch/logp_diff_mean, for instance three times that.",
     )
-    reward_timeout: float | None = HfArg(
-        default=None,
-        help="Stop the run when the reward functions take longer than this for a rollout batch, in seconds. Unset: no limit, and "
-        "one that hangs keeps all processes waiting until ddp_timeout. Needs training in the main thread of a process.",
-    )
     optim_muon: bool = HfArg(
         default=False,
         help="Use Muon for hidden matrices and routed experts (rate: learning_rate) and AdamW for embeddings, norms, routers "
@@ -517,8 +512,6 @@ def _check_rollout(args: QaRLConfig) -> None:
         )
     if threshold is not None and not threshold > 0:
         raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
-    if args.reward_timeout is not None and not args.reward_timeout > 0:
-        raise ValueError(f"reward_timeout={args.reward_timeout} must be > 0 seconds; unset it for no limit.")
 
 
 def _check_server(args: QaRLConfig) -> None:

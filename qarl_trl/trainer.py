@@ -84,7 +84,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         self._step_of_rollout = -1
         self._passes: PackedPasses | None = None
         self._ratios = RatioMeter(self)
-        self._idle = guards.IdleBatches()
         self._token_stats: TokenStats | None = None
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
@@ -174,8 +173,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             output["importance_sampling_ratio"] = weight.unsqueeze(1)
         if old is not None and self._compares_sampler:  # else see `_measure`
             self._log_mismatch(old, sampling, mask)
-        if self._mode == "train":
-            self._idle.see(self._logs["advantages"], output["num_items_in_batch"])
         if self._token_stats is not None and self._mode == "train":
             self._token_stats.follow(output, self._rewards[: len(inputs)])  # of the main process, which comes first
         return output
@@ -199,10 +196,8 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
-        """TRL's, within `reward_timeout`; their weighted sums, NaN where no function gave one, are kept for `log_token_stats`."""
-        calculate = partial(
-            guards.within, self.args.reward_timeout, partial(super()._calculate_rewards, inputs, *args)
-        )
+        """TRL's, with one error for all processes; the weighted sums, NaN where no function gave one, go to `log_token_stats`."""
+        calculate = partial(super()._calculate_rewards, inputs, *args)
         with _compat.ungathered_rewards():
             rewards = guards.rewards_of_all(calculate, len(inputs), self.reward_func_names, self.accelerator)
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)

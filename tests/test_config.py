@@ -298,7 +298,6 @@ def test_engine_operations_that_cannot_be_had_are_an_error(config):
 CHANGED = {
     "eval_temperature": 0.6,
     "log_token_stats": 8,
-    "reward_timeout": 30.0,
     "quant_scheme": "FP8_DYNAMIC",
     "quant_targets": ["Linear", "re:.*proj$"],
     "quant_ignore": ["lm_head", r"re:.*mlp\.gate$"],

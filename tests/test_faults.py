@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import re
-import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from learner.test_features import rollout
 from slow.toys import distinct_characters, prompts, save_model, settings
@@ -67,9 +61,7 @@ def master_weights(trainer):
 def test_a_gradient_that_is_no_number_stops_before_the_step(make, value):
     trainer = make(save_strategy="steps", save_steps=1, export_low_bit=False)
     trainer.add_callback(SpoilGradient(value))
-    with pytest.raises(
-        RuntimeError, match=f"gradient norm is {value}.*weights hold numbers and are as before"
-    ) as error:
+    with pytest.raises(RuntimeError, match=f"gradient norm is {value}.*All weights are finite and as before") as error:
         trainer.train()
     assert "stopped after 1 updates. The last complete checkpoint: " in error.value.__notes__[0]
     assert error.value.__notes__[0].endswith("checkpoint-1.")
@@ -185,7 +177,6 @@ def test_completions_that_no_function_rewards_teach_nothing(make, nothing):
     before = master_weights(trainer)
     trainer.train()
     assert all(torch.equal(p, before[name]) for name, p in master_weights(trainer).items())
-    assert trainer._idle.count == 1
 
 
 def test_rewards_in_a_tensor_are_those_of_a_list(make):
@@ -196,60 +187,6 @@ def test_rewards_in_a_tensor_are_those_of_a_list(make):
         found.append(master_weights(trainer)["model.norm.weight"])
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])  # control
-
-
-def test_a_reward_function_that_hangs_is_stopped_where_it_hangs(make):
-    trainer = make(rewarded(lambda r: time.sleep(60)), reward_timeout=0.5)
-    start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"longer than reward_timeout=0\.5 s"):
-        trainer.train()
-    assert time.monotonic() - start < 55
-
-
-def test_a_time_limit_that_passes_within_one_call_is_seen_after_it():
-    """In a context manager the interruption came between block and exit, as a Ctrl-C that nobody had pressed."""
-    with pytest.raises(TimeoutError):
-        guards.within(0.05, lambda: re.match(r"(a+)+$", "a" * 22 + "b"))  # 0.4 s and more, which hold Python's lock
-
-
-def test_a_time_limit_holds_where_a_shell_left_ctrl_c_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with pytest.raises(TimeoutError):
-            guards.within(0.05, lambda: time.sleep(20))
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_a_time_limit_is_refused_outside_of_the_main_thread():
-    with ThreadPoolExecutor(1) as threads:
-        refused = threads.submit(guards.within, 1, lambda: 1)
-    with pytest.raises(ValueError, match="main thread"):
-        refused.result()
-    assert guards.within(1, lambda: 1) == 1
-
-
-def test_a_time_limit_leaves_the_rest_alone():
-    assert guards.within(0.05, lambda: 1) == 1
-    time.sleep(0.1)
-    assert guards.within(None, lambda: 1) == 1
-    with pytest.raises(KeyboardInterrupt):
-        guards.within(60, _raising(KeyboardInterrupt()))
-    with pytest.raises(KeyError):
-        guards.within(60, _raising(KeyError()))
-
-
-def _raising(error):
-    def call():
-        raise error
-
-    return call
-
-
-@pytest.mark.parametrize("seconds", [0, -1.0])
-def test_a_limit_of_no_time_is_refused(tmp_path, seconds):
-    with pytest.raises(ValueError, match="must be > 0 seconds"):
-        QaRLConfig(**settings(tmp_path, use_vllm=False, reward_timeout=seconds))
 
 
 class TwoProcesses:
@@ -281,37 +218,6 @@ def test_both_processes_learn_that_the_rewards_of_one_failed():
         guards.rewards_of_all(lambda: healthy, 2, ["f"], one)
     whole = guards.rewards_of_all(lambda: healthy, 2, ["f"], TwoProcesses(healthy, first=True))
     assert whole.shape == (4, 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "idle"),
-    [
-        ({"reward": rewarded(lambda r: [1.0] * len(r))}, 2),
-        ({"ends": False, "mask_truncated_completions": True}, 2),
-        ({"ends": False}, 0),
-        ({}, 0),
-    ],
-)
-def test_rollout_batches_without_a_signal_are_counted(make, changes, idle):
-    trainer = make(**changes)
-    trainer.train()
-    assert trainer._idle.count == idle
-
-
-def test_every_tenth_idle_batch_in_a_row_is_said(caplog):
-    PartialState()  # the logger asks it which process this is
-    idle = guards.IdleBatches()
-    with caplog.at_level(logging.WARNING):
-        for batch in range(25):
-            idle.see([0.0, 0.0], 10 if batch < 15 else 0)
-        idle.see([0.0, 1.0], 10)
-        for _ in range(9):
-            idle.see([0.0, 0.0], 10)
-    assert [r.getMessage().removeprefix("[RANK 0] ").split(":")[0] for r in caplog.records] == [
-        "The last 10 rollout batches taught nothing",
-        "The last 20 rollout batches taught nothing",
-    ]
-    assert "all advantages are 0" in caplog.text and "all completions were cut off" in caplog.text
 
 
 def test_a_second_train_begins_with_a_rollout_of_its_own(make):

@@ -16,11 +16,11 @@ ATTENTION = "qarl_packed_sdpa"
 
 
 class LostSequences(RuntimeError):
-    """The layers of a model did not hand on where the sequences of a packed row start."""
+    """A model's layers did not pass on `sequence_lengths` to their attention."""
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Let a `model` on transformers' sdpa pay for the squares of its sequences, not of the row; with a mask it stays stock sdpa."""
+    """Let a `model` on transformers' sdpa attend within each sequence of a packed row; with a mask it stays stock sdpa."""
     causal_lm = transformers_model(model)
     if causal_lm.config._attn_implementation == "sdpa":
         causal_lm.set_attn_implementation(ATTENTION)
@@ -32,7 +32,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def sequence_arguments(model: nn.Module, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """What the attention implementation of `model` is told about a packed row: keyword arguments of the forward."""
+    """Keyword arguments of the forward that tell the attention of `model` where the sequences of a packed row lie."""
     if "flash" not in (transformers_model(model).config._attn_implementation or ""):
         return {"sequence_lengths": tuple(lengths)}  # numbers: a tensor would be read back in every layer
     starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
@@ -54,16 +54,17 @@ def _attention(
     if sequence_lengths is None:
         if unmasked and attention_mask is not None:
             raise LostSequences(
-                "Positions start anew within a row, but the attention was not told where (sequence_lengths): it would reach "
-                "across."
+                "Positions start anew within a row, but the attention did not get sequence_lengths: it would reach across "
+                "sequences."
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    # split, not slices: the backward of each slice would fill a gradient of the whole row, S sequences times T tokens.
+    parts = zip(*(t.split(sequence_lengths, dim=2) for t in (query, key, value)), strict=True)
     outputs, start = [], 0
-    for length in sequence_lengths:
+    for (q, k, v), length in zip(parts, sequence_lengths, strict=True):
         here = slice(start, start + length)
         mask = None if unmasked else attention_mask[:, :, here, here]
-        parts = (t[:, :, here] for t in (query, key, value))
-        outputs.append(sdpa_attention_forward(module, *parts, mask, **kwargs)[0])
+        outputs.append(sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0])
         start += length
     return torch.cat(outputs, dim=1), None
 

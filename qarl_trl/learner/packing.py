@@ -37,10 +37,10 @@ def pack(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, rows: S
     real = attention_mask[chosen].bool()
     row, column = real.nonzero(as_tuple=True)
     position = (real.cumsum(1) - 1)[row, column]
-    logp_diffs = column - position != real.int().argmax(1)[row]
+    holes = column - position != real.int().argmax(1)[row]
     row = chosen[row]
-    if logp_diffs.any():
-        raise ValueError(f"Row {int(row[logp_diffs][0])} has padding between its tokens; it must be outside of them.")
+    if holes.any():
+        raise ValueError(f"Row {int(row[holes][0])} has padding between its tokens; it must be outside of them.")
     ids, first = input_ids[row, column], input_ids.shape[1] - logits_to_keep
     # Nothing of its own sequence says what a first token should be.
     wanted = (column >= first) & (position > 0)

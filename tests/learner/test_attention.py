@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import sdpa_mask
 
 from qarl_trl.learner import attention
@@ -33,6 +35,30 @@ def test_a_row_that_starts_anew_without_lengths_is_an_error(tiny_model):
     assert (
         model(input_ids=ids, position_ids=positions, use_cache=False, sequence_lengths=(3, 3)).logits.isfinite().all()
     )
+
+
+def test_the_backward_costs_the_same_for_many_short_sequences_as_for_few():
+    """Slices of a row would each get a gradient of the whole row: 16 times the elements for 16 times the sequences (F8)."""
+
+    def written(lengths):
+        query, key, value = (torch.randn(1, 2, 64, 8).requires_grad_() for _ in range(3))
+        output, _ = attention._attention(torch.nn.Module(), query, key, value, torch.empty(1, 1, 0, 0), lengths)
+        with CountOutputs() as count:
+            output.sum().backward()
+        return count.elements
+
+    assert written((4,) * 16) < 1.5 * written((16,) * 4)
+
+
+class CountOutputs(TorchDispatchMode):
+    """Elements that all operations in the block wrote."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        self.elements += sum(t.numel() for t in tree_leaves(output) if isinstance(t, torch.Tensor))
+        return output
 
 
 def test_no_square_of_the_row_is_made(tiny_model, monkeypatch):
