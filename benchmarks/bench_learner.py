@@ -6,7 +6,7 @@ master weights, and at most 0.6 byte per weight of extra memory.
 "cached" is one forward and backward whose quantized values exist already, as in every micro-batch after the first. "step, n" is
 what an optimizer step pays: quantize once, then n forwards and backwards, the first of which also
 makes what a kernel keeps beside the quantized values. Extra memory is what stays alive between
-steps (quantized values, scales, a kernel's own layout, and with `quant_keep_dequantized`, "kept", the dequantized weight); what autograd keeps for one backward is given beside that of the plain
+steps (quantized values, scales, a kernel's own layout); what autograd keeps for one backward is given beside that of the plain
 layer, which keeps a bf16 copy of each weight under autocast.
 """
 
@@ -27,11 +27,9 @@ from qarl_trl.rollout.gemm import GEMMS
 
 
 BASE = "bf16"
-KEPT = "W4A16 dequant, kept"
 ARMS = {  # name: (scheme, quant_kernel)
     BASE: None,
     "W4A16 dequant": ("W4A16", "dequant"),
-    KEPT: ("W4A16", "dequant"),
     "W4A16 engine": ("W4A16", "engine"),
     "FP8_DYNAMIC": ("FP8_DYNAMIC", "auto"),
 }
@@ -69,8 +67,7 @@ class Arm:
         self.model, self.x, self.grad = copy.deepcopy(model), x, grad
         if ARMS[name] is not None:
             scheme, kernel = ARMS[name]
-            keep = name == KEPT
-            apply_quantization(self.model, scheme, ignore=(), gemm=GEMMS[kernel], keep_dequantized=keep)
+            apply_quantization(self.model, scheme, ignore=(), gemm=GEMMS[kernel])
         self.layers = [module for _, module in quantized_modules(self.model)]
 
     def forget_quantized(self) -> None:

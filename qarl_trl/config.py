@@ -108,12 +108,6 @@ class QaRLConfig(GRPOConfig):
         help="Run the learner's forward on the low-bit weights. False keeps it in bfloat16 while the engine samples in "
         "low bits: the quantized-rollout baseline of the paper.",
     )
-    quant_keep_dequantized: bool = HfArg(
-        default=False,
-        help="Keep what a low-bit weight is multiplied as from its first use to the next optimizer step, instead of "
-        "dequantizing in every forward, recomputation and backward. Costs 2 bytes per quantized weight (W4AFP8: 1), twice with "
-        "LoRA and a reference (beta > 0). The engine's kernels (quant_kernel) need it in the backward only.",
-    )
     quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",
         help="GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the rollout "
@@ -401,10 +395,6 @@ def _check_one_source(args: QaRLConfig) -> None:
 def _check_quantized(args: QaRLConfig) -> None:
     if not args.quant_targets:
         raise ValueError("quant_targets is empty: nothing would be quantized. Use ['Linear'], or quant_scheme: none.")
-    if args.quant_keep_dequantized and not args.quantize_learner:
-        raise ValueError(
-            "quant_keep_dequantized=True came with quantize_learner=False, whose forward dequantizes nothing. Leave one of them out."
-        )
     if args.fp16:
         raise ValueError("fp16=True: the engine computes in bfloat16 and the learner must too. Use bf16=True.")
     if args.use_transformers_continuous_batching:

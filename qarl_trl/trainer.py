@@ -350,7 +350,6 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
         **fields,
         gemm=GEMMS[args.learner_kernel],
         quantize_forward=args.quantize_learner,
-        keep_dequantized=args.quant_keep_dequantized,
         qparams=source.qparams() if args.quant_freeze_scales else None,
     )
     if args.quant_freeze_scales and as_stored and _compat.loads_weights():

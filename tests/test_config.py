@@ -124,10 +124,6 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
         ({"bf16_full_eval": True}, ["bf16_full_eval=True", "Set bf16_full_eval=False"]),
         ({"fp16_full_eval": True}, ["fp16_full_eval=True", "Set fp16_full_eval=False"]),
         (
-            {"quant_keep_dequantized": True, "quantize_learner": False},
-            ["quantize_learner=False", "Leave one of them out"],
-        ),
-        (
             {"push_to_hub": True, "hub_strategy": "all_checkpoints"},
             ["hub_strategy='all_checkpoints'", "hub_master_weights"],
         ),
@@ -303,7 +299,6 @@ CHANGED = {
     "quant_ignore": ["lm_head", r"re:.*mlp\.gate$"],
     "quantize_learner": False,
     "quant_kernel": "auto",
-    "quant_keep_dequantized": False,  # excludes a learner in high precision
     "learner_ops": "stock",
     "quant_group_size": None,
     "quant_recipe": None,  # excludes the scheme fields; it has a test of its own

@@ -101,7 +101,7 @@ class QuantExperts(LowBitLayer, nn.Module):
     A module of experts of transformers after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
     Its parameters, names and `state_dict` are those it had. `frozen_qparams` are those of all experts of a parameter, one
-    above the other. While a parameter multiplies, all its experts are dequantized: one layer's, and kept only with `keep_dequantized`.
+    above the other. While a parameter multiplies, all its experts are dequantized: one layer's, and nothing is kept.
     """
 
     packed_parameters = tuple(PROJECTIONS)

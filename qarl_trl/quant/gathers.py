@@ -42,10 +42,10 @@ def gather_quantized(layers: Iterable[LowBitLayer], ranks: int, device: torch.de
     Let FSDP2, which is about to cut the parameters of `layers` for `ranks` processes, gather quantized values of them.
 
     Not of adapted layers, of master weights that are not float32, where rows are uneven or depend on those of another process, where
-    the product on `device` keeps something made of the quantized values, or with `keep_dequantized`: those weights it gathers, as ever.
+    the product on `device` keeps something made of the quantized values: those weights it gathers, as ever.
     """
     for layer in layers:
-        if not layer.quantized_forward or layer.keep_dequantized or layer.gemm_for(layer.scheme, device).prepares:
+        if not layer.quantized_forward or layer.gemm_for(layer.scheme, device).prepares:
             continue
         packed = {
             name: weight

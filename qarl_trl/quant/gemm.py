@@ -20,7 +20,7 @@ from .activations import (
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from .quantize import LowBitWeight, dequantize, kept
+from .quantize import LowBitWeight, dequantize
 from .scheme import effective_group_size, support_of
 from .table import gpu_generation
 
@@ -144,9 +144,6 @@ class Int4Fp8Gemm(Fp8Gemm):
     """
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
-        return kept(weight, "float8_table", lambda: self._table(weight))
-
-    def _table(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
         scale, channel_scale = quantize_tokens_fp8(weight.scale)
         # An eighth of it, so that the largest entry, 8 scales, is a float8 number.
         scale, channel_scale = (scale.float() / 8).to(FP8), channel_scale * 8

@@ -7,7 +7,6 @@ export; the layer has exactly the parameters, names and `state_dict` of the `nn.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class LowBitMatmul(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = grad_master = grad_bias = None
         if ctx.needs_input_grad[0]:
-            # Dequantized again unless `keep_dequantized`: a matrix per layer is a second copy of the model.
+            # Dequantized again: a matrix kept for each layer would be a second copy of the model.
             grad_x = (grad @ ctx.gemm.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             x = ctx.gemm.input_from(ctx.saved_tensors, grad.dtype)
@@ -78,7 +77,6 @@ class LowBitLayer:
             sync and the export: the quantized-rollout baseline of the paper.
         frozen_qparams (`dict[str, QParams]`): Scale and zero point that a weight keeps, by parameter; empty where they
             follow the weight. No parameters and no buffers, so that the `state_dict` stays what it was.
-        keep_dequantized (`bool`): Whether the dequantized weight is kept for as long as the quantized values.
         merged_with (`tuple[LowBitLayer, ...]`): The other layers that an engine merges with this one, where the scheme
             has a global scale that they must share.
         high_precision_class (`type`): The class that the module had.
@@ -88,7 +86,6 @@ class LowBitLayer:
     scheme: QuantizationScheme
     gemm_for: ProductChoice
     quantized_forward: bool
-    keep_dequantized: bool
     frozen_qparams: dict[str, QParams]
     merged_with: tuple[LowBitLayer, ...]
     high_precision_class: type[nn.Module]
@@ -101,15 +98,13 @@ class LowBitLayer:
         scheme: QuantizationScheme,
         gemm: ProductChoice,
         quantized_forward: bool,
-        keep_dequantized: bool,
         qparams: Mapping[str, QParams],
     ) -> None:
         """Make `module` a layer of this class, in place."""
         module.high_precision_class = type(module)
         module.__class__ = cls
         module.scheme, module.gemm_for = scheme, gemm
-        module.quantized_forward, module.keep_dequantized = quantized_forward, keep_dequantized
-        module.frozen_qparams, module.merged_with = dict(qparams), ()
+        module.quantized_forward, module.frozen_qparams, module.merged_with = quantized_forward, dict(qparams), ()
 
     def restore(self) -> None:
         """Undo `convert`."""
@@ -137,10 +132,8 @@ class LowBitLayer:
                 )
             largest = torch.stack([largest_magnitude(w, self.scheme) for w in weights]).max()
         if isinstance(weight, DTensor):
-            low_bit = quantize_shards(weight, self.scheme, qparams)
-        else:
-            low_bit = quantize_weight(weight.flatten(0, -2), self.scheme, qparams, largest)
-        return replace(low_bit, keep_dequantized=self.keep_dequantized)
+            return quantize_shards(weight, self.scheme, qparams)
+        return quantize_weight(weight.flatten(0, -2), self.scheme, qparams, largest)
 
     def qparams_of(self, parameter: str, device: torch.device) -> QParams | None:
         """The `frozen_qparams` of a parameter, on `device` from then on."""

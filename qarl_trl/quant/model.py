@@ -37,7 +37,6 @@ def apply_quantization(
     group_size: int | None = None,
     gemm: ProductChoice = plain_gemm,
     quantize_forward: bool = True,
-    keep_dequantized: bool = False,
     qparams: Mapping[str, QParams] | None = None,
 ) -> nn.Module:
     """
@@ -56,7 +55,6 @@ def apply_quantization(
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
         product: From scheme and device to what multiplies; the engine's products are in `qarl_trl.rollout.gemm`.
         quantize_forward: `False` keeps the forward in high precision.
-        keep_dequantized: Dequantize once for all uses of the quantized values: 2 bytes a weight.
         qparams: Frozen scale and zero point of every quantized layer, by its name. Without it they follow the weights.
 
     Raises:
@@ -74,10 +72,10 @@ def apply_quantization(
     merged = list(_with_one_scale(model, {id(module): layer_scheme for _, module, layer_scheme in linears}))
     for name, module, layer_scheme in experts:
         frozen = {} if qparams is None else stacked_qparams(name, module, qparams)
-        QuantExperts.convert(module, layer_scheme, gemm, quantize_forward, keep_dequantized, frozen)
+        QuantExperts.convert(module, layer_scheme, gemm, quantize_forward, frozen)
     for name, module, layer_scheme in linears:
         frozen = {} if qparams is None else {"weight": qparams[name]}
-        _low_bit_class(module).convert(module, layer_scheme, gemm, quantize_forward, keep_dequantized, frozen)
+        _low_bit_class(module).convert(module, layer_scheme, gemm, quantize_forward, frozen)
     for layers in merged:
         for layer in layers:
             layer.merged_with = tuple(other for other in layers if other is not layer)

@@ -7,7 +7,6 @@ weight, as compressed-tensors would round it (paper Sec. 3.1, `W_low-bit = Quant
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -41,13 +40,11 @@ class LowBitWeight:
             or `(out / 128, in / 128)` for blocks. NVFP4A16: `weight_packed` uint8 `(out, in / 2)`, `weight_scale`
             float8_e4m3fn `(out, in / 16)`, `weight_global_scale` float32 `(1,)`.
         scheme (`QuantizationScheme`): How they were made.
-        keep_dequantized (`bool`): Whether the dequantized matrix is kept in `prepared` once it was made.
         prepared (`dict[str, Any]`): Where a kernel keeps a repacked form for as long as these quantized values live.
     """
 
     tensors: dict[str, Tensor]
     scheme: QuantizationScheme
-    keep_dequantized: bool = False
     prepared: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -148,23 +145,8 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     The matrix `(out, in)` that the low-bit tensors stand for, bit for bit as compressed-tensors decompresses it.
 
     Quantized values (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to
-    `dtype`. With `weight.keep_dequantized` it is made once, kept in bfloat16, and must not be written to.
+    `dtype`.
     """
-    if weight.keep_dequantized:
-        return kept(weight, "dequantized", lambda: _decoded(weight, torch.bfloat16)).to(dtype)
-    return _decoded(weight, dtype)
-
-
-def kept(weight: LowBitWeight, name: str, make: Callable[[], Any]) -> Any:
-    """`make()`, or where the weight keeps what it is multiplied by, what that gave for these quantized values."""
-    if not weight.keep_dequantized:
-        return make()
-    if name not in weight.prepared:
-        weight.prepared[name] = make()
-    return weight.prepared[name]
-
-
-def _decoded(weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
     (rows, columns), tensors, zero_point = weight.shape, weight.tensors, None
     if "weight_zero_point" in tensors:
         zero_point = reference.unpack_zero_points(tensors["weight_zero_point"], rows)

@@ -1,26 +1,14 @@
 """`dequantize` of `qarl_trl.quant.quantize`: the numbers that quantized values stand for, and how often they are computed."""
 
-import copy
-import weakref
-
 import pytest
 import references
 import torch
-from conftest import make_model
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from qarl_trl.quant import apply_quantization, quantize_weight, quantized_modules, resolve_scheme
-from qarl_trl.quant import quantize as quantize_module
-from qarl_trl.quant.gemm import Int4Fp8Gemm
+from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.quantize import dequantize
-from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from quant.schemes import (
     ALL_SCHEMES,
-    NAMES,
-    NVFP4,
     SCHEMES,
-    WEIGHT_ONLY,
     decompressed,
     low_bit_of,
     normal,
@@ -111,101 +99,3 @@ def test_the_dequantized_weight_is_near_the_master(scheme, group_size, error):
     weight = normal(128, 256)
     found = relative_error(dequantize(quantize_weight(weight, resolve_scheme(scheme, group_size))), weight)
     assert 0.7 * error < found < error
-
-
-# How often ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """The shapes of what was dequantized, one for each time."""
-    shapes, decoded, table = [], quantize_module._decoded, Int4Fp8Gemm._table
-    monkeypatch.setattr(
-        quantize_module, "_decoded", lambda weight, dtype: shapes.append(weight.shape) or decoded(weight, dtype)
-    )
-    monkeypatch.setattr(Int4Fp8Gemm, "_table", lambda self, weight: shapes.append(weight.shape) or table(self, weight))
-    return shapes
-
-
-def layers(scheme, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128))
-    return apply_quantization(model, scheme, **options)
-
-
-def batch(model, x, dtype=torch.bfloat16, recomputed=True):
-    """One micro-batch: what comes out, and the gradients so far."""
-    x = x.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        y = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
-    y.float().square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scheme", [*NAMES, NVFP4])
-def test_a_kept_matrix_is_made_once_a_step_with_the_same_results(made, scheme, dtype):
-    x = normal(8, 128)
-    fresh, keeping = layers(scheme), layers(scheme, keep_dequantized=True)
-    expected = [batch(fresh, x, dtype), batch(fresh, 2 * x, dtype)]
-    # Forward, recomputation and backward of two micro-batches; where activations are quantized, mostly the backward's alone.
-    times = 6 if scheme in (*WEIGHT_ONLY, NVFP4, "W4AFP8") else 2
-    assert len(made) == 2 * times
-    made.clear()
-    found = [batch(keeping, x, dtype), batch(keeping, 2 * x, dtype)]
-    assert sorted(made) == [(128, 256), (256, 128)]
-    for a, b in zip(found, expected, strict=True):
-        assert all(map(same_bytes, a, b))
-    other = layers(scheme, keep_dequantized=True)
-    with torch.no_grad():
-        other[0].weight.neg_()
-    assert not same_bytes(batch(other, x, dtype)[0], expected[0][0])  # control
-
-
-def test_it_is_kept_in_two_bytes_a_weight_and_freed_with_the_quantized(made):
-    model, x = layers("W4A16", keep_dequantized=True), normal(8, 128)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    batch(model, x)
-    kept = [layer.last_low_bit.prepared["dequantized"] for _, layer in quantized_modules(model)]
-    assert sum(t.nbytes for t in kept) == 2 * sum(layer.weight.numel() for _, layer in quantized_modules(model))
-    before, alive = kept[0].clone(), [weakref.ref(t) for t in kept]
-    del kept
-    assert all(ref() is not None for ref in alive)  # control: for as long as the quantized values live
-    optimizer.step()
-    for _, layer in quantized_modules(model):
-        layer.low_bit()  # as a weight sync does
-    assert all(ref() is None for ref in alive)
-    made.clear()
-    batch(model, x)
-    after = model[0].last_low_bit
-    assert len(made) == 2
-    assert not torch.equal(after.prepared["dequantized"], before)  # control: the step changed it
-    assert torch.equal(after.prepared["dequantized"], dequantize(quantize_weight(model[0].weight, model[0].scheme)))
-
-
-def test_without_it_nothing_is_kept(made):
-    model = layers("W4A16")
-    batch(model, normal(8, 128))
-    assert all(not layer.last_low_bit.prepared for _, layer in quantized_modules(model))
-    twin = copy.deepcopy(layers("W4A16", keep_dequantized=True))
-    made.clear()
-    batch(twin, normal(8, 128))
-    assert len(made) == 2  # a copy keeps too
-
-
-def test_experts_keep_one_matrix_a_parameter(made):
-    def model(**options):
-        return apply_quantization(make_model("qwen3_moe"), "W4A16", ignore=[*DEFAULT_IGNORE, "re:.*attn.*"], **options)
-
-    tokens = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 3]])
-    losses, gradients = [], []
-    for options, times in (({}, 2), ({"keep_dequantized": True}, 1)):
-        made.clear()
-        ours = model(**options)
-        logits = ours(tokens).logits
-        logits.square().sum().backward()
-        losses.append(logits.detach())
-        gradients.append([p.grad for p in ours.parameters() if p.grad is not None])
-        assert len(made) == times * 2 * sum(1 for _ in quantized_modules(ours))
-    assert torch.equal(*losses)
-    assert all(map(torch.equal, *gradients))

@@ -230,8 +230,7 @@ def test_quantized_are_gathered_where_each_process_can_make_its_own():
         assert packed(apply_quantization(make_model(**dense), scheme), ranks) == count, (scheme, ranks)
     for scheme in ("W4A8", "NVFP4A16"):  # prepared by its kernel; a global scale
         assert packed(apply_quantization(make_model(**dense), scheme)) == 0
-    for how in ({"keep_dequantized": True}, {"quantize_forward": False}):
-        assert packed(apply_quantization(make_model(**dense), "W4A16", **how)) == 0
+    assert packed(apply_quantization(make_model(**dense), "W4A16", quantize_forward=False)) == 0
     assert packed(apply_quantization(make_model(dtype=torch.bfloat16, **dense), "W4A16")) == 0
     adapted = get_peft_model(make_model(**dense), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     assert packed(apply_quantization(adapted, "W4A16")) == 5

@@ -149,7 +149,7 @@ def arguments(**changes):
     given = {
         "world_size": 1, "fsdp_plugin_args": None, "parallelism_config": None, "optim_muon": False, "vllm_max_model_length": 100,
         "per_device_train_batch_size": 2, "max_tokens_per_pass": 150, "gradient_checkpointing": True,
-        "quant_keep_dequantized": False, "use_vllm": True, "vllm_mode": "colocate", "device": torch.device("cuda"),
+        "use_vllm": True, "vllm_mode": "colocate", "device": torch.device("cuda"),
         "vllm_gpu_memory_utilization": 0.25, "export_low_bit": True, "quantized": True, "quantize_learner": True,
         "quant_name": "W4A16", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
     }  # fmt: skip

@@ -46,13 +46,6 @@ def quantized_bytes(rows: int, columns: int, scheme: QuantizationScheme, pieces:
     return 4 * rows * math.ceil(columns * weights.num_bits / 32) + 2 * scales + zero_points + 16 * pieces
 
 
-def kept_bytes(rows: int, columns: int, scheme: QuantizationScheme) -> int:
-    """Bytes of what `quant_keep_dequantized` keeps beside the quantized values: a bfloat16 matrix, or W4AFP8's table in float8."""
-    if support_of(scheme).name == "W4AFP8":
-        return rows * columns + 4 * rows
-    return 2 * rows * columns
-
-
 def optimizer_bytes(entries: int, size: int, tensors: int, optimizer: str) -> int:
     """State of `entries` in `tensors` parameters: "muon" has a momentum, "adamw" two moments and a float32 count of steps."""
     return entries * size if optimizer == "muon" else 2 * entries * size + 4 * tensors

@@ -19,7 +19,7 @@ from ...quant.checks import check_shardable
 from ...quant.experts import PROJECTIONS, QuantExperts
 from ...quant.linear import LowBitLayer
 from ...quant.model import quantized_modules
-from .formulas import Layer, kept_bytes, quantized_bytes
+from .formulas import Layer, quantized_bytes
 from .rank import Run
 
 
@@ -80,14 +80,13 @@ def run_of(settings: Any, model_args: Any, config: PretrainedConfig, source: Any
         check_shardable(plan)
     model = skeleton(config, dtype, get_peft_config(model_args), plan, settings.trust_remote_code)
     text, kept_whole = config.get_text_config(), settings.accelerator_config.gradient_accumulation_kwargs or {}
-    packed = settings.quantize_learner and not settings.quant_keep_dequantized and settings.quant_kernel != "engine"
+    packed = settings.quantize_learner and settings.quant_kernel != "engine"
     return Run(
         parameters=tuple(parameters(model, settings.optim_muon, packed and dtype == torch.float32)),
         layer=decoder_layer(model, config, settings.quantize_learner),
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         quantized=quantized(model),
-        kept=kept(model) if settings.quant_keep_dequantized else 0,
         synced=synced(model),
         reference=settings.beta > 0 and not model_args.use_peft,
         rows=settings.per_device_train_batch_size,
@@ -183,11 +182,6 @@ def low_bit_weights(model: nn.Module) -> Iterator[tuple[int, int, int, Any]]:
 def quantized(model: nn.Module) -> int:
     """Bytes of the low-bit weights as the learner keeps them: all experts of a parameter are one."""
     return sum(quantized_bytes(rows, columns, scheme) for rows, columns, _, scheme in low_bit_weights(model))
-
-
-def kept(model: nn.Module) -> int:
-    """Bytes that `quant_keep_dequantized` adds."""
-    return sum(kept_bytes(rows, columns, scheme) for rows, columns, _, scheme in low_bit_weights(model))
 
 
 def synced(model: nn.Module) -> int:

@@ -34,7 +34,7 @@ class Run:
     Attributes:
         parameters (`tuple[Parameter, ...]`): Of the policy.
         layer (`Layer`), layers, vocabulary (`int`): Of its forward.
-        quantized values, kept, synced (`int`): All low-bit weights, what `quant_keep_dequantized` adds, a weight sync.
+        quantized values, synced (`int`): All low-bit weights, a weight sync.
         reference (`bool`): Whether there is a second, frozen model (beta > 0 without LoRA).
         ranks (`int`), sharded (`bool`), memory (`int`): GPUs (of one copy under HSDP), whether each has a part, bytes of each.
         rows, tokens (`int`): Of a micro-batch, and of the longest row.
@@ -52,7 +52,6 @@ class Run:
     layers: int
     vocabulary: int
     quantized: int
-    kept: int
     synced: int
     reference: bool
     ranks: int
@@ -124,7 +123,7 @@ def resident(run: Run) -> dict[str, int]:
         items["gradients (kept)"] = gradients(run)
         items["bucket of DeepSpeed"] = 4 * ZERO3_BUCKET
     items["quantized values (whole)"] = run.quantized - sum(whole for whole, _ in quantized)
-    items |= {"quantized values (own rows)": sum(own for _, own in quantized), "kept dequantized": run.kept}
+    items |= {"quantized values (own rows)": sum(own for _, own in quantized)}
     if run.reference:
         items["reference model"] = master_weights
     if run.ranks > 1 and not run.sharded:
@@ -296,8 +295,6 @@ def changes(run: Run) -> Iterator[tuple[str, Run]]:
         yield "per_device_train_batch_size: 1 (and more gradient_accumulation_steps)", replace(run, rows=1)
     if run.ranks > 1 and not run.sharded:
         yield "--sharding fsdp2 (recipes/accelerate/fsdp2.yaml)", replace(run, sharded=True)
-    if run.kept:
-        yield "quant_keep_dequantized: false", replace(run, kept=0)
     if run.replicas > 1:
         yield "--replicas 1", replace(run, ranks=run.ranks * run.replicas, sharded=True, replicas=1)
     elif run.sharded or run.ranks == 1:

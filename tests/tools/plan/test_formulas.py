@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 from qarl_trl.learner.attention import use_packed_attention
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.model import quantized_modules
-from qarl_trl.quant.quantize import dequantize, quantize_weight
+from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
 from qarl_trl.quant.state_dict import iter_low_bit_weights
 from qarl_trl.tools.plan import formulas
@@ -27,20 +27,9 @@ def nbytes(tensors):
 
 
 @pytest.mark.parametrize(("name", "group_size"), SCHEMES)
-def test_quantized_and_what_is_kept_of_them(name, group_size):
+def test_quantized_bytes(name, group_size):
     scheme, weight = resolve_scheme(name, group_size), torch.randn(384, 256)
-    low_bit = quantize_weight(weight, scheme)
-    assert formulas.quantized_bytes(384, 256, scheme) == low_bit.num_bytes()
-    if name != "W4AFP8":
-        assert formulas.kept_bytes(384, 256, scheme) == dequantize(low_bit).nbytes
-
-
-def test_what_w4afp8_keeps_is_its_table():
-    from qarl_trl.quant.gemm import Int4Fp8Gemm
-
-    scheme = resolve_scheme("W4AFP8")
-    low_bit = quantize_weight(torch.randn(384, 256), scheme)
-    assert formulas.kept_bytes(384, 256, scheme) == nbytes(Int4Fp8Gemm().operand(low_bit))
+    assert formulas.quantized_bytes(384, 256, scheme) == quantize_weight(weight, scheme).num_bytes()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
@@ -53,7 +42,6 @@ def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme
     assert meta.synced(skeleton) == nbytes(t for _, t in stream)
     real = [w for _, m in quantized_modules(model) for w in m._low_bit_cache.last().values()]
     assert meta.quantized(skeleton) == sum(weight.num_bytes() for weight in real)
-    assert meta.kept(skeleton) == sum(dequantize(weight).nbytes for weight in real)
     found = meta.parameters(skeleton, muon=False)
     assert sum(p.entries * p.size for p in found) == nbytes(model.parameters())
 
@@ -230,7 +218,6 @@ def example(model, rows, tokens, checkpointing):
         layers=config.num_hidden_layers,
         vocabulary=config.vocab_size,
         quantized=0,
-        kept=0,
         synced=0,
         reference=False,
         ranks=1,

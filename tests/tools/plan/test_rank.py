@@ -29,7 +29,6 @@ def counted(trainer):
         "master_weights": sum(p.nbytes for p in model.parameters()),
         "optimizer state": sum(t.nbytes for t in tensors),
         "quantized values (whole)": sum(w.num_bytes() for w in weights),
-        "kept dequantized": sum(t.nbytes for w in weights for t in w.prepared.values()),
     }
 
 
@@ -37,7 +36,7 @@ def counted(trainer):
     ("kind", "changes"),
     [
         ("dense", {}),
-        ("dense", {"optim_muon": True, "quant_keep_dequantized": True}),
+        ("dense", {"optim_muon": True}),
         ("experts", {"optim_muon": True}),
         ("dense", {"lora": True}),
     ],
@@ -56,10 +55,8 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, changes):
     trainer.train()
     config = meta.read_config(folders[kind])
     skeleton = meta.skeleton(config, torch.float32, adapter, trainer.args.quant_plan())
-    muon, keep = trainer.args.optim_muon, trainer.args.quant_keep_dequantized
-    run = example_run(
-        skeleton, config, muon, quantized=meta.quantized(skeleton), kept=meta.kept(skeleton) if keep else 0, half=False
-    )
+    muon = trainer.args.optim_muon
+    run = example_run(skeleton, config, muon, quantized=meta.quantized(skeleton), half=False)
     found = {name: size for name, size in counted(trainer).items() if size}
     print("trainer", kind, found, "gradients", max(gradients))
     assert rank.resident(run) == found
@@ -76,7 +73,6 @@ def example_run(model, config, muon=True, **changes):
         "layers": config.num_hidden_layers,
         "vocabulary": config.vocab_size,
         "quantized": meta.quantized(model),
-        "kept": 0,
         "synced": meta.synced(model),
         "reference": False,
         "ranks": 1,
@@ -163,7 +159,6 @@ def test_the_second_rollout_of_8b_on_one_h200_is_what_does_not_fit(eight_billion
         ({"checkpointing": False}, "backward"),
         ({"sleep": False}, "backward"),
         ({"reference": True}, "rollout"),
-        ({"kept": 10**9}, "optimizer step"),
         ({"rows": 8}, "backward"),
         ({"utilization": 0.6}, "rollout"),
         ({"ranks": 8}, "rollout"),  # the buckets of DDP
