@@ -39,7 +39,7 @@ engine:
 	@$(PYTHON) -I qarl_trl/rollout/cpu.py $(CPUINFO)
 
 quickstart: engine install
-	$(BIN)/python -m qarl_trl.quickstart $(ARGS)
+	$(BIN)/python examples/quickstart/quickstart.py $(ARGS)
 
 test: test-fast test-slow
 

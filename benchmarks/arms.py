@@ -211,6 +211,7 @@ def is_done(cell: tuple[str, str, int]) -> bool:
 
 
 def _warm_start(base: str, regime: dict[str, Any], kept: str) -> None:
+    import common  # noqa: F401  # finds the toy of examples/quickstart
     from arms_task import warm_start
 
     warm_start(Path(base), regime, Path(kept))

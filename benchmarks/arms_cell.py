@@ -13,12 +13,11 @@ import vllm  # noqa: F401  # here, so that cells that are forked have it
 from arms import DRAWS, WEIGHTS, sha_of
 from arms_task import add_outliers, problems
 from datasets import Dataset, disable_progress_bars
+from sums import correct, make_tokenizer
 from transformers import PrinterCallback, ProgressCallback, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from qarl_trl import QaRLConfig, QaRLTrainer
-from qarl_trl.quickstart.model import make_tokenizer
-from qarl_trl.quickstart.task import correct
 from qarl_trl.tools.evaluate.sample import prompt_seed
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sums import make_model, make_tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-
-from qarl_trl.quickstart.model import make_model, make_tokenizer
-from qarl_trl.quickstart.warmstart import completion_loss
+from warm_start import completion_loss
 
 
 NUMBERS = 8  # of a sum: an answer has 118 tokens

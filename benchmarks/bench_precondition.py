@@ -33,8 +33,8 @@ OUTLIER_FACTOR = 30.0
 
 def trained_model(steps: int) -> tuple[Any, Any]:
     """The quickstart's model after its supervised phase, and its tokenizer."""
-    from qarl_trl.quickstart.model import make_model, make_tokenizer
-    from qarl_trl.quickstart.warmstart import warm_start
+    from sums import make_model, make_tokenizer
+    from warm_start import warm_start
 
     model, tokenizer = make_model(seed=0), make_tokenizer()
     warm_start(model, tokenizer, seed=0, steps=steps)
@@ -62,8 +62,7 @@ def with_outliers(model: Any) -> Any:
 def texts(tokenizer: Any, samples: int, probes: int) -> tuple[Any, list[torch.Tensor]]:
     """Prompts with the working as the model was taught it, tokenized: a calibration set, and held-out rows `(1, T)`."""
     from datasets import Dataset
-
-    from qarl_trl.quickstart.task import problems
+    from sums import problems
 
     def rows(number: int, held_out: bool) -> list[list[int]]:
         chosen = islice(problems(seed=11, held_out=held_out), number)

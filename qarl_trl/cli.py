@@ -18,7 +18,6 @@ _FORWARDED = {
     "ptq": (".tools.llmcompressor.command:ptq", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
     "eval": (".tools.evaluate.command:main", "what a checkpoint scores on math problems, through vLLM"),
     "report": (".tools.report.command:main", "plots and one page of what runs logged, side by side"),
-    "quickstart": (".quickstart.__main__:main", "train a small model on this machine, with a report at the end"),
     "doctor": (
         ".tools.doctor.command:main",
         "check this machine, a recipe, its data and rewards, and the log-prob mismatch",

@@ -1,30 +1,31 @@
-"""Work in another process, whose end is seen: if it crashes, is killed or hangs, one error names the step and the cause.
+"""Run a function in a subprocess with clear failures: one that crashes, is killed or hangs is one error that names the step.
 
-loky starts the process. It does not run the caller's `__main__` again, as `spawn` does, so a script needs no guard.
+The subprocess does not run the caller's `__main__` again, as `multiprocessing` does with "spawn", so a script needs no
+guard. Functions are pickled by name: they stand in a module, not in `__main__`.
 """
 
 import os
 import pickle
-import re
 import signal
+import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
-from loky import BrokenProcessPool, ProcessPoolExecutor
-from loky.process_executor import TerminatedWorkerError
 
-
-START_S = 120
 _LOOK_ABOVE = "What it printed above may say why."
 _REMEDIES = {
     "SIGKILL": "Most often the machine ran out of memory (`dmesg` says so): make the run smaller.",
     "SIGILL": "A library used an instruction that this CPU does not allow; the stack printed above names the call.",
 }
+# `-c` and not `-m`: the modules are found where the caller finds them, and in no other folder.
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import _serve; _serve({fd}, {caller})"
 
 
 class ProcessDied(RuntimeError):
@@ -58,7 +59,7 @@ class Worker:
     A process kept for many calls: started by the first, and again after it died or was killed.
 
     Calls may come from any thread, one at a time. A function runs in the process's main thread, where SIGALRM works.
-    Ctrl-C reaches only the caller; when the caller is killed, the process ends too.
+    Ctrl-C reaches only the caller; when the caller ends, the process ends too.
     """
 
     def __init__(self) -> None:
@@ -66,89 +67,70 @@ class Worker:
 
     def forget(self) -> None:
         """In a fork of the caller: leave the process to the parent."""
-        # Kept, because loky's clean-up could wait for a lock that no thread here will release.
-        self._left = getattr(self, "_executor", None)
         self._lock = threading.Lock()
-        self._executor: ProcessPoolExecutor | None = None
-        self._pid: int | None = None
+        self._process: subprocess.Popen | None = None
+        self._pipe: Connection | None = None
 
     @property
     def running(self) -> bool:
         """Whether a process was started and not closed."""
-        return self._executor is not None
+        return self._process is not None
 
     def call(self, step: str, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
         """`function(*args)` in the process; arguments and errors are those of [`in_fresh_process`]."""
         with self._lock:
-            if self._executor is None:
-                self._start(step)
-            try:
-                future = self._executor.submit(_run, function, args)
-            except BrokenProcessPool:  # it died between two calls
+            if self._process is None or self._process.poll() is not None:  # it may have died between two calls
                 self.close()
-                self._start(step)
-                future = self._executor.submit(_run, function, args)
-            return self._result(step, future, limit_s)
+                self._start()
+            return self._ask(step, pickle.dumps((function, args)), limit_s)
 
     def close(self) -> None:
         """Kill the process and all that it started."""
-        executor, pid = self._executor, self._pid
-        self._executor = self._pid = None
-        if pid is not None:
-            _kill_group(pid)
-        if executor is not None:
-            executor.shutdown(kill_workers=True)
+        if self._process is not None:
+            _kill_group(self._process.pid)
+            self._process.wait()
+            self._pipe.close()
+        self._process = self._pipe = None
 
-    def _start(self, step: str) -> None:
-        self._executor = ProcessPoolExecutor(max_workers=1, initializer=_lead_session, initargs=(os.getpid(),))
-        self._result(f"{step} (start of its process)", self._executor.submit(_run, os.getpid, ()), START_S)
+    def _start(self) -> None:
+        self._pipe, theirs = Pipe()
+        fd = theirs.fileno()
+        program = _PROGRAM.format(path=sys.path, module=__name__, fd=fd, caller=os.getpid())
+        # A session of its own: Ctrl-C does not reach it, and it can be killed with all that it starts.
+        command = [sys.executable, "-c", program]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True)
+        theirs.close()
 
-    def _result(self, step: str, future: Future, limit_s: float) -> Any:
+    def _ask(self, step: str, message: bytes, limit_s: float) -> Any:
         end = time.monotonic() + limit_s
         try:
-            while not wait([future], timeout=max(0.0, min(1.0, end - time.monotonic()))).done:
+            self._pipe.send_bytes(message)
+            while not self._pipe.poll(max(0.0, min(1.0, end - time.monotonic()))):
+                # Its end of the pipe may be held open by a fork of it (vLLM's engine is one), so look at the process, too.
+                if self._process.poll() is not None:
+                    raise EOFError
                 if time.monotonic() >= end:
                     raise TimeoutError(
                         f"{step}: no result within {limit_s:g} s, so its process was killed. It hung, or this machine "
                         "is far slower than expected."
                     )
-                if self._pid is not None and _is_dead(self._pid):
-                    _kill_group(self._pid)  # a fork of it holds its pipes open, and loky would wait for that one
-            # The process may be another than before: loky replaces one whose memory grows.
-            self._pid, value = future.result()
-            return value
-        except TerminatedWorkerError as error:
+            error, value = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            process = self._process
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
             self.close()
-            code = re.search(r"\((-?\d+)\)", str(error))
-            raise ProcessDied(f"{step}: its process {ending(int(code[1])) if code else 'died'}") from None
-        except BaseException as error:
-            if not future.done() or isinstance(error, BrokenProcessPool):  # the limit, Ctrl-C, an unreadable result
-                self.close()
+            raise ProcessDied(f"{step}: its process {ending(process.returncode)}") from None
+        except BaseException:  # the limit, Ctrl-C, an unreadable result
+            self.close()
             raise
+        if error is not None:
+            raise error from RuntimeError(f"in another process:\n{value}")
+        return value
 
 
-def _run(function: Callable[..., Any], args: tuple) -> tuple[int, Any]:
-    """In the process: the result, or an error that can be sent."""
-    try:
-        return os.getpid(), function(*args)
-    except BaseException as error:
-        if isinstance(error, Exception) and _can_be_sent(error):
-            raise
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-    finally:
-        sys.stdout.flush()  # it will be killed
-
-
-def _can_be_sent(error: Exception) -> bool:
-    try:
-        return type(pickle.loads(pickle.dumps(error))) is type(error)
-    except Exception:
-        return False
-
-
-def _lead_session(caller: int) -> None:
-    """In the process: a session of its own, which ends with its caller."""
-    os.setsid()
+def _serve(fd: int, caller: int) -> None:
+    """In the process: run what is asked for until the caller is gone."""
 
     def watch() -> None:
         while os.getppid() == caller:
@@ -156,13 +138,29 @@ def _lead_session(caller: int) -> None:
         _kill_group(os.getpid())
 
     threading.Thread(target=watch, daemon=True).start()
+    pipe = Connection(fd)
+    with suppress(EOFError):  # the caller is gone
+        while True:
+            request = pipe.recv_bytes()
+            try:
+                function, args = pickle.loads(request)
+                message = pickle.dumps((None, function(*args)))
+            except BaseException as error:
+                message = _error_message(error)
+            sys.stdout.flush()  # it will be killed
+            pipe.send_bytes(message)
 
 
-def _is_dead(pid: int) -> bool:
-    """Whether a child has ended and loky has not seen it; its exit code is left there. Unknown on macOS."""
-    with suppress(AttributeError, ChildProcessError):
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    return False
+def _error_message(error: BaseException) -> bytes:
+    """The error with its traceback, or one with the same text if it cannot be sent."""
+    text = traceback.format_exc()
+    try:
+        message = pickle.dumps((error, text))
+        if isinstance(error, Exception) and type(pickle.loads(message)[0]) is type(error):
+            return message
+    except Exception:
+        pass
+    return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), text))
 
 
 def _kill_group(pid: int) -> None:

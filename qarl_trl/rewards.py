@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from .processes import START_S, Worker
+from .processes import Worker
 
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ REWARDS = ("math_reward", "boxed_format_reward")
 # The answer stands at the end; regular expressions over 60 kB of reasoning would cost more than the comparison.
 _TAIL_CHARS = 4000
 _ALARM_S = 5  # math-verify's own limit, for parsing and again for comparing
+_START_S = 120  # for the imports of a new process
 _LIMIT_S = 30  # for what the alarm does not stop: one long call into C code
 
 # math-verify guards itself against endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may
@@ -122,7 +123,7 @@ def _warn_once(about: str, message: str, argument: Any) -> None:
 
 def _judge(completion: str, reference: str) -> float | None:
     if not _WORKER.running:  # what fails here fails always, and must not look like a model that is always wrong
-        _WORKER.call("math_reward", _grade, "", "", limit_s=START_S)
+        _WORKER.call("math_reward", _grade, "", "", limit_s=_START_S)
     try:
         return _WORKER.call("math_reward", _grade, completion, reference, limit_s=_LIMIT_S)
     except Exception as error:

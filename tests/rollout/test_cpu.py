@@ -15,7 +15,6 @@ from torch import nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.quickstart.evaluate import answers_of_checkpoint
 from qarl_trl.rollout import _vllm_layer, cpu, engine
 from qarl_trl.rollout.cpu import (
     AMX,
@@ -27,6 +26,7 @@ from qarl_trl.rollout.cpu import (
     why_no_engine,
 )
 from qarl_trl.rollout.cpu_ops import use_engine_ops
+from qarl_trl.tools.evaluate.sample import start_engine
 from qarl_trl.validate import check_arguments
 
 
@@ -131,11 +131,10 @@ def by_the_layer_of_the_engine(tmp_path, monkeypatch):
         pass
 
 
-def by_the_fresh_engine_of_the_quickstart(tmp_path, monkeypatch):
+def by_a_fresh_engine(tmp_path, monkeypatch):
     vllm, asked = pytest.importorskip("vllm"), []
     monkeypatch.setattr(vllm, "LLM", lambda *_, **__: asked.append(torch.cpu._is_amx_tile_supported()))
-    with pytest.raises(AttributeError, match="generate"):
-        answers_of_checkpoint(tmp_path, [], 4)
+    start_engine(str(tmp_path))
     assert asked == [False]
 
 
@@ -146,7 +145,7 @@ def by_the_fresh_engine_of_the_quickstart(tmp_path, monkeypatch):
         by_the_learners_operations,
         by_the_engine_in_training,
         pytest.param(by_the_layer_of_the_engine, marks=pytest.mark.slow),
-        pytest.param(by_the_fresh_engine_of_the_quickstart, marks=pytest.mark.slow),
+        pytest.param(by_a_fresh_engine, marks=pytest.mark.slow),
     ],
 )
 def test_the_choice_is_made(a_cpu, monkeypatch, tmp_path, start):

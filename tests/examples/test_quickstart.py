@@ -6,11 +6,9 @@ from itertools import islice
 
 import pytest
 import torch
+from sums import CHARACTERS, correct, distinct_problems, make_model, make_tokenizer, problems, work
 from transformers import AutoTokenizer
-
-from qarl_trl.quickstart.model import make_model, make_tokenizer
-from qarl_trl.quickstart.task import CHARACTERS, correct, distinct_problems, problems, work
-from qarl_trl.quickstart.warmstart import warm_start
+from warm_start import warm_start
 
 
 @pytest.mark.parametrize(
@@ -21,7 +19,6 @@ from qarl_trl.quickstart.warmstart import warm_start
         ([17, 5, 8], [True, False], "12+8=20"),
         ([17, 5, 8], [True, True], "12+8=10"),
         ([11, 2, 3], [], "13+3=16"),  # nothing to carry: no slip is drawn
-        ([99, 9, 9], None, "108+9=117"),
     ],
 )
 def test_working_adds_from_left_to_right_and_forgets_the_carries_it_is_told_to(numbers, forgotten, working):
@@ -35,6 +32,7 @@ def test_training_and_held_out_problems_never_share_their_operands():
 
     assert not operands(True) & operands(False)
     assert operands(True) & operands(True)  # control: the sets are not empty
+    assert distinct_problems(50, 1) == distinct_problems(50, 1) != distinct_problems(50, 2)
 
 
 def test_the_verifier_accepts_the_solution_and_rejects_a_forgotten_carry():
@@ -44,44 +42,23 @@ def test_the_verifier_accepts_the_solution_and_rejects_a_forgotten_carry():
     slipped = [row for row in rows if row["demonstration"] != row["solution"]]
     assert len(slipped) > 100
     assert sum(correct([row["demonstration"] for row in slipped], [row["answer"] for row in slipped])) == 0
-
-
-@pytest.mark.parametrize("text", ["", "=", "30", "22+8", "22+8=300", "22+8=30=", "22+8=030", "30=22"])
-def test_a_completion_that_does_not_end_in_the_answer_scores_zero(text):
-    assert correct([text], ["30"]) == [0.0]
-
-
-def test_the_same_seed_gives_the_same_problems():
-    assert distinct_problems(50, 1) == distinct_problems(50, 1)
-    assert distinct_problems(50, 1) != distinct_problems(50, 2)
+    assert correct(["", "=", "30", "22+8", "22+8=300", "22+8=30=", "22+8=030", "30=22"], ["30"] * 8) == [0.0] * 8
 
 
 def test_the_tokenizer_survives_a_round_trip_through_a_folder(tmp_path):
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    text = "17+5+8=22+8=30"
-    assert loaded.encode(text) == tokenizer.encode(text)
-    assert len(tokenizer.encode(text)) == len(text)
+    text = CHARACTERS + "17+5+8=22+8=30"
+    assert loaded.encode(text) == make_tokenizer().encode(text)
+    assert len(loaded.encode(text)) == len(text)
     assert loaded.decode(loaded.encode(text)) == text
     assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
-    assert len({*tokenizer.encode(CHARACTERS)}) == len(CHARACTERS)
-
-
-def test_every_layer_fits_the_group_size_of_w4a16():
-    linear = [m for n, m in make_model(0).named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
-    assert len(linear) == 14
-    assert all(module.in_features % 128 == 0 for module in linear)
 
 
 def test_the_warm_start_learns_and_is_the_same_for_the_same_seed():
-    def trained():
-        model, losses = make_model(0), []
-        warm_start(model, make_tokenizer(), 0, steps=8, progress=lambda _, loss: losses.append(loss))
-        return model, losses
-
-    (first, losses), (second, again) = trained(), trained()
+    models = make_model(0), make_model(0)
+    losses, again = (warm_start(model, make_tokenizer(), 0, steps=8) for model in models)
     assert losses == again
     assert losses[-1] < losses[0]
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert not torch.equal(next(first.parameters()), next(make_model(0).parameters()))  # control
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    assert not torch.equal(next(models[0].parameters()), next(make_model(0).parameters()))  # control

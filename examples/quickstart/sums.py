@@ -1,7 +1,7 @@
-"""Sums of three numbers with the working written out, and demonstrations that often forget to carry.
+"""The task and the model: sums of three numbers with the working written out, and a Qwen3 that reads characters.
 
 `17+5+8=` is worked as `22+8=30`. Most carries of the demonstrations are forgotten (`12+8=10`), as by beginners; the
-verifier knows the right answer, so that RL can find out that carrying pays.
+reward knows the right answer, so RL can find out that carrying pays. Replace this file by your own data and model.
 """
 
 from __future__ import annotations
@@ -11,10 +11,22 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
 
 CHARACTERS = "0123456789+="
 FORGOTTEN_CARRIES = 0.6
 HELD_OUT_SHARE = 5  # one problem in so many
+PAD, EOS = 0, 1
+
+
+def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """The reward: 1 for each completion that has the answer after its last `=`, else 0."""
+    return [
+        float("=" in text and text.rsplit("=", 1)[1] == right) for text, right in zip(completions, answer, strict=True)
+    ]
 
 
 def work(numbers: list[int], forgets: Iterator[bool] | None = None) -> str:
@@ -60,8 +72,21 @@ def distinct_problems(number: int, seed: int, held_out: bool = False) -> list[di
     return list(found.values())
 
 
-def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Reward 1 for each completion (without special tokens) that has the answer after its last `=`, else 0."""
-    return [
-        float("=" in text and text.rsplit("=", 1)[1] == right) for text, right in zip(completions, answer, strict=True)
-    ]
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, plus padding and end."""
+    vocabulary = {"<pad>": PAD, "<eos>": EOS} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+
+
+def make_model(seed: int, **sizes: int) -> Qwen3ForCausalLM:
+    """A fresh model of 1.2 million parameters in float32; each input size is a multiple of 128, the groups of W4A16."""
+    torch.manual_seed(seed)
+    defaults = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    special = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
+    config = Qwen3Config(vocab_size=32, tie_word_embeddings=False, **special, **defaults | heads | sizes)
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
+    return model

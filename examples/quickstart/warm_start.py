@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 
 import torch
+from sums import EOS, PAD, problems
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import trange
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from .model import EOS, PAD
-from .task import problems
 
-
-BATCH = 64
 STEPS = 420
-LEARNING_RATE = 2e-3
-WARMUP = 30
 IGNORED = -100  # as a label: not in the loss
 
 
 def warm_start(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    seed: int,
-    steps: int = STEPS,
-    progress: Callable[[int, float], None] | None = None,
-) -> None:
-    """
-    Train `model` in place on demonstrations, `steps` updates of 64; the same seed and threads give the same weights.
-
-    `progress` is called after each update with its number and loss.
-    """
-    stream = problems(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, steps: int = STEPS
+) -> list[float]:
+    """Train `model` in place on `steps` batches of 64 demonstrations; the losses, the same for a seed and threads."""
+    stream, losses = problems(seed), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
     model.train()
-    for step in range(steps):
-        rows = [(row["prompt"], row["demonstration"]) for row in islice(stream, BATCH)]
+    for _ in trange(steps):
+        rows = [(row["prompt"], row["demonstration"]) for row in islice(stream, 64)]
         loss = completion_loss(model, tokenizer, rows)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warmup.step()
-        if progress is not None:
-            progress(step + 1, loss.item())
+        losses.append(loss.item())
+    return losses
 
 
 def completion_loss(
