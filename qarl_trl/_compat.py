@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import inspect
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -127,32 +126,6 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
         return {name: permuted(value) for name, value in batch.items()}
 
     return patch.object(_grpo_trainer(), "shuffle_sequence_dict", shuffle)
-
-
-@contextmanager
-def at_temperature(trainer: Any, temperature: float) -> Iterator[None]:
-    """
-    Let TRL's trainer sample at another temperature than in training, and score at the same.
-
-    TRL has one temperature, which it fixes when it is built: in what generates, and in the head that computes log-probs
-    (`trl.trainer.utils.add_fused_lm_head`), whose function is looked up in its module at every call.
-    """
-    trl_utils = import_module("trl.trainer.utils")
-    function = trl_utils._ChunkedLogProbFunction
-    place = [*inspect.signature(function.forward).parameters].index("temperature") - 1  # after the context
-
-    def apply(*args: Any) -> Any:
-        return function.apply(*args[:place], temperature, *args[place + 1 :])
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(trl_utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=apply)))
-        if trainer.use_vllm:
-            stack.enter_context(patch.object(trainer.vllm_generation, "temperature", temperature))
-        else:
-            stack.enter_context(patch.object(trainer.generation_config, "temperature", temperature))
-            # Also the model's own, from which transformers takes what it finds at its default in the other.
-            stack.enter_context(patch.dict(trainer.generation_kwargs, temperature=temperature))
-        yield
 
 
 def ungathered_rewards() -> AbstractContextManager:

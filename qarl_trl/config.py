@@ -1,12 +1,13 @@
 """`QaRLConfig`: the settings of the method, on top of TRL's `GRPOConfig` (paper Sec. 3 and Table 2).
 
-What would silently bias the method is refused here, before a model loads.
+A setting that would silently bias the method is refused here, before a model loads. What depends on the model or the data is
+refused in `validate.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -27,17 +28,29 @@ from .rollout.cpu_ops import unsupported
 logger = get_logger(__name__)
 
 TBPO = "tbpo"
-# What TRL applies to negative advantages alone.
-FOR_NEGATIVE_ADVANTAGES = (
-    *("delta", "off_policy_mask_threshold", "sapo_temperature_neg", "vespo_k_neg", "vespo_lambda_neg"),
-)
 STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-# Fields of a few values. TRL would notice a wrong one after the first rollout, or never.
+# Fields of a few values. argparse checks them on the command line, and nothing does in a script or a recipe.
 CHOICES = {
     "loss_type": (TBPO, *STOCK_LOSSES),
     "advantage_filter": ("none", "positive"),
     "quant_kernel": ("auto", "dequant", "engine"),
     "learner_ops": ("auto", "stock", "engine"),
+}
+# The least value of whole numbers with which a run would train nothing, or divide by 0.
+AT_LEAST = {
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
+    **dict.fromkeys(("steps_per_generation", "num_iterations", "max_completion_length", "max_tokens_per_pass"), 1),
+    "log_token_stats": 0,
+    "max_steps": -1,
+}
+# Switches of TRL and transformers that do not go with low-bit layers or TBPO, each with the reason.
+UNFIT = {
+    "fp16": "the engine computes in bfloat16 and the learner must too, so set bf16: true",
+    "bf16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
+    "fp16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
+    "use_transformers_continuous_batching": "it casts the master weights to bfloat16, which loses small updates",
+    "use_liger_kernel": "it computes with layers and a loss of its own, so neither low-bit layers nor TBPO would run",
+    "enable_jit_checkpoint": "it saves within a step, which no resume continues exactly; SIGTERM saves at the end of a step",
 }
 # Set by TRL from its own fields, or by the rollout so that engine and learner agree.
 OWNED_ENGINE_ARGUMENTS = (
@@ -47,8 +60,7 @@ OWNED_ENGINE_ARGUMENTS = (
 )
 # `quant_scheme` that stands for the scheme, targets and ignore list of a quantized `model`.
 FROM_CHECKPOINT = "checkpoint"
-SCHEME_FIELDS = ("quant_scheme", "quant_group_size", "quant_targets", "quant_ignore")
-# Of the engine's sampling parameters: what leaves the distribution of a token alone, and the values that do.
+# Of the engine's sampling parameters: those that leave the distribution of a token alone, and the values at which others do.
 HARMLESS_SAMPLING = (
     *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "detokenize"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
@@ -58,6 +70,26 @@ NEUTRAL_SAMPLING = {
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens"), (0,)),
     "top_k": (0, -1),
 }
+# Earlier names of fields, and fields that are gone, with what to do instead.
+OLD_NAMES = {
+    "publish_verify": "It is called verify_sync.",
+    "publish_folder": "It is called sync_folder.",
+    "quant_learner": "It is called quantize_learner.",
+    "quant_targets": "All linear layers are quantized but those of quant_ignore; for other targets give a quant_recipe.",
+    "quant_keep_dequantized": "It made no step faster.",
+    "eval_temperature": "Evaluate saved models with `qarl-trl eval --temperature`.",
+    "reward_timeout": "Give the reward function a limit of its own; between processes ddp_timeout is one.",
+    "muon_adamw_learning_rate": "AdamW has the same learning_rate as Muon.",
+    **dict.fromkeys(("hub_masters", "hub_master_weights"), "Push a training checkpoint yourself with `hf upload`."),
+    **dict.fromkeys(("muon_momentum", "muon_ns_steps", "muon_adjust_lr"), "It is a constant of qarl_trl/optim.py."),
+}
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse (`ValueError`) earlier names of fields, which a recipe, a command line or a script may still hold."""
+    for name in names:
+        if name in OLD_NAMES:
+            raise ValueError(f"{name} is no field of QaRLConfig any more. {OLD_NAMES[name]}")
 
 
 @dataclass
@@ -85,18 +117,15 @@ class QaRLConfig(GRPOConfig):
         help="Weights along the input dimension that share one scale: 32, 64, 128, or -1 for one scale per output channel. "
         "Unset: the scheme's own (128 for W4A16).",
     )
-    quant_targets: list[str] = HfArg(
-        default_factory=lambda: ["Linear"],
-        help="Modules to quantize: class names, module names, or patterns starting with 're:'.",
-    )
     quant_ignore: list[str] = HfArg(
         default_factory=lambda: list(DEFAULT_IGNORE),
-        help="Modules left in high precision, same syntax. Default: lm_head and MoE routers.",
+        help="Linear layers left in high precision: class names, module names, or patterns starting with 're:'. Default: lm_head "
+        "and MoE routers.",
     )
     quant_recipe: str | None = HfArg(
         default=None,
-        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of quant_scheme, quant_group_size, "
-        "quant_targets and quant_ignore. It may give several groups of layers schemes of their own.",
+        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of quant_scheme, quant_group_size "
+        "and quant_ignore. It may give other targets, and several groups of layers schemes of their own.",
     )
     quant_freeze_scales: bool = HfArg(
         default=False,
@@ -148,11 +177,6 @@ class QaRLConfig(GRPOConfig):
         help="'positive' sets negative advantages to 0, so that only completions better than their group's mean teach "
         "(positive-only GRPO, paper Fig. 8). They still count in the mean, and in entropy and KL terms.",
     )
-    eval_temperature: float | None = HfArg(
-        default=None,
-        help="Sampling temperature of evaluation during training, > 0; the learner scores at the same one. Unset: temperature. The "
-        "paper evaluates at 0.6 (Sec. 4).",
-    )
     log_token_stats: int = HfArg(
         default=0,
         help="Completions per rollout batch, of the main process, whose every token is written to "
@@ -167,16 +191,6 @@ class QaRLConfig(GRPOConfig):
         default=False,
         help="Use Muon for hidden matrices and routed experts (rate: learning_rate) and AdamW for embeddings, norms, routers "
         "and the head. The paper's optimizer (Sec. 4, Table 2).",
-    )
-    muon_adamw_learning_rate: float | None = HfArg(
-        default=None, help="Learning rate of the AdamW part with optim_muon. Unset: learning_rate."
-    )
-    muon_momentum: float = HfArg(default=0.95, help="Momentum of Muon (Nesterov).")
-    muon_ns_steps: int = HfArg(default=5, help="Newton-Schulz iterations of Muon.")
-    muon_adjust_lr: Literal["original", "match_rms_adamw"] = HfArg(
-        default="match_rms_adamw",
-        help="How Muon scales the rate by a matrix's shape: 'match_rms_adamw' makes the update as large as AdamW's, so AdamW "
-        "learning rates carry over; 'original' follows Keller Jordan's.",
     )
     verify_sync: str = HfArg(
         default="first",
@@ -193,17 +207,6 @@ class QaRLConfig(GRPOConfig):
         default=None,
         help="More arguments for vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
         "needs no compiler.",
-    )
-    hub_master_weights: str | None = HfArg(
-        default=None,
-        help="Branch of the Hub repository for the master weights (with LoRA: the adapter) of every checkpoint that is pushed; the "
-        "main branch holds the low-bit model alone. hub_strategy 'checkpoint' and 'all_checkpoints' push whole training "
-        "checkpoints there, into last-checkpoint/ or checkpoint-N/. Unset: master weights are not pushed.",
-    )
-    resume_from_checkpoint: str | None = HfArg(
-        default=None,
-        help="Of a recipe, as of `QaRLTrainer.train`. 'true': the newest complete checkpoint of output_dir; 'auto': the same, "
-        "and the start where there is none; or the path of one.",
     )
     export_low_bit: bool = HfArg(
         default=True, help="Also write the low-bit model into the sub-folder low_bit/ of every training checkpoint."
@@ -247,15 +250,15 @@ class QaRLConfig(GRPOConfig):
 
     def engine_ops_for(self, config: PretrainedConfig) -> bool:
         """Whether the learner runs a model of this `config` on the engine's operations; `ValueError` if it must and cannot."""
-        if self.learner_ops == "stock" or not self._beside_cpu_engine:
+        # Without quantization, or with quantize_learner=False, the run is a baseline, whose learner is TRL's.
+        automatic = self._beside_cpu_engine and self.quantized and self.quantize_learner
+        if self.learner_ops == "stock" or (self.learner_ops == "auto" and not automatic):
             return False
-        if self.learner_ops == "auto" and not (self.quantized and self.quantize_learner):
-            return False  # the baselines are TRL's learner
         reason = self._other_roundings() or unsupported(config)
         if reason is None:
             return True
         if self.learner_ops == "engine":
-            raise ValueError(f"learner_ops='engine' cannot be had: {reason}. Use learner_ops='auto' or 'stock'.")
+            raise ValueError(f"learner_ops='engine' is not possible: {reason}. Use learner_ops='auto' or 'stock'.")
         logger.warning("Learner and CPU engine round at different places, because %s.", reason)
         return False
 
@@ -265,8 +268,9 @@ class QaRLConfig(GRPOConfig):
         defaults = {"enforce_eager": True, "compilation_config": None, "kv_cache_dtype": "auto"}
         changed = [name for name, default in defaults.items() if engine.get(name, default) != default]
         reasons = {
+            f"use_vllm={self.use_vllm} on device {self.device.type!r} has no CPU engine": not self._beside_cpu_engine,
             "bf16 is off, so the learner computes in float32": not self.bf16,
-            "quant_kernel='dequant' is not the engine's product": self.quantized and self.quant_kernel == "dequant",
+            "quant_kernel='dequant' is not the engine's GEMM": self.quantized and self.quant_kernel == "dequant",
             "quantize_learner=False multiplies by other weights": self.quantized and not self.quantize_learner,
             "cast_lm_head_to_fp32 gives the learner another output layer": self.cast_lm_head_to_fp32,
             f"vllm_engine_kwargs sets {', '.join(changed)}": bool(changed),
@@ -287,58 +291,60 @@ class QaRLConfig(GRPOConfig):
             return read_recipe(self.quant_recipe)
         if self.from_checkpoint:
             return source
-        scheme = resolve_scheme(self.quant_scheme, self.quant_group_size)
-        return single_group(scheme, self.quant_targets, self.quant_ignore)
+        return single_group(resolve_scheme(self.quant_scheme, self.quant_group_size), ["Linear"], self.quant_ignore)
+
+    def __new__(cls, *_: Any, **given: Any) -> QaRLConfig:
+        check_names(given)  # before Python says "unexpected keyword argument"
+        return super().__new__(cls)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled into training_args.bin beside every checkpoint, which people upload.
         return {name: None if name.endswith("_token") else value for name, value in self.__dict__.items()}
 
     def __post_init__(self) -> None:
+        _check_numbers(self)  # before TRL divides by them
         super().__post_init__()
-        _check_secrets(self)
-        _check_hub(self)
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
-        _check_objective(self)
+        try:
+            _ = self.trust_band  # every loss is measured by it
+        except ValueError as error:
+            raise ValueError(f"tbpo_{error}") from None
         if self.loss_type == TBPO:
             _check_tbpo(self)
         if self.quantized:
             _check_one_source(self)
-            self.quant_plan()
-            _check_quantized(self)
-        elif self.quant_freeze_scales:
-            raise ValueError("quant_freeze_scales=True with quantization off: set quant_scheme: checkpoint.")
+            self.quant_plan()  # refuses schemes and recipes that it cannot read
+            _check_hub(self)
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
-            if self.use_liger_kernel:
-                raise ValueError(
-                    "use_liger_kernel=True computes with layers and a loss of its own, so neither the low-bit forward "
-                    "nor TBPO would run. Set use_liger_kernel=False."
-                )
-        if self.enable_jit_checkpoint:
-            raise ValueError(
-                "enable_jit_checkpoint=True saves within a step, which no resume continues exactly. Remove it: SIGTERM saves "
-                "at the end of the step anyway."
-            )
-        _check_rollout(self)
+            for name, why in UNFIT.items():
+                if getattr(self, name):
+                    raise ValueError(f"{name}=True must be off: {why}.")
+        _check_engine(self)
+        self.verify_sync = _checked_verify(self.verify_sync)
         _check_passes(self)
-        _check_muon(self)
-
-
-def _check_objective(args: QaRLConfig) -> None:
-    try:
-        _ = args.trust_band  # every loss is measured by it
-    except ValueError as error:
-        raise ValueError(f"tbpo_{error}") from None
-    if args.advantage_filter == "positive":
-        own = ("off_policy_mask_threshold", "tbpo_delta_low", "tbpo_delta_high")  # `delta` is TBPO's to set
-        if unused := changed_fields(args, own if args.loss_type == TBPO else FOR_NEGATIVE_ADVANTAGES):
+        if self.optim_muon and (self.deepspeed or getattr(self, "deepspeed_plugin", None)):
             raise ValueError(
-                f"advantage_filter='positive' leaves no negative advantage, and {unused} acts on nothing else. Remove one "
-                "of the two."
+                "optim_muon=True with DeepSpeed: ZeRO leaves Muon no whole matrix. Use DDP or FSDP2, or optim_muon=False."
             )
+
+
+def _check_numbers(args: QaRLConfig) -> None:
+    for f in fields(args):
+        value = getattr(args, f.name)
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{f.name} must be a number, got NaN.")
+    for name, least in AT_LEAST.items():
+        value = getattr(args, name)
+        if value is not None and not (isinstance(value, int) and value >= least):
+            raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}.")
+    if args.max_steps == 0 or (args.max_steps < 0 and not args.num_train_epochs > 0):
+        raise ValueError(
+            f"max_steps={args.max_steps} with num_train_epochs={args.num_train_epochs} trains nothing. Set max_steps to a number of "
+            "updates, or leave it at -1 and set num_train_epochs above 0."
+        )
 
 
 def _check_tbpo(args: QaRLConfig) -> None:
@@ -379,89 +385,34 @@ def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:
 
 def _check_one_source(args: QaRLConfig) -> None:
     """A recipe, a checkpoint or the scheme fields: one of them says what is quantized."""
-    own = "quant_recipe" if args.quant_recipe is not None else args.from_checkpoint and "quant_scheme: checkpoint"
-    changed = [*changed_fields(args, SCHEME_FIELDS)]
-    if args.quant_recipe is None and args.from_checkpoint:
-        changed.remove("quant_scheme")
-    if own and changed:
-        raise ValueError(f"{own} says which layers are quantized and how, and so do {changed}. Leave one out.")
-    if args.quant_recipe is not None and args.quant_freeze_scales:
-        raise ValueError(
-            "quant_freeze_scales=True keeps what the checkpoint has, and a quant_recipe would change it. Use quant_scheme: "
-            "checkpoint."
-        )
-
-
-def _check_quantized(args: QaRLConfig) -> None:
-    if not args.quant_targets:
-        raise ValueError("quant_targets is empty: nothing would be quantized. Use ['Linear'], or quant_scheme: none.")
-    if args.fp16:
-        raise ValueError("fp16=True: the engine computes in bfloat16 and the learner must too. Use bf16=True.")
-    if args.use_transformers_continuous_batching:
-        raise ValueError(
-            "use_transformers_continuous_batching casts master weights to bfloat16, which loses small updates. Use use_vllm=True."
-        )
-    cast = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)]
-    if cast:
-        raise ValueError(
-            f"{cast[0]}=True makes every evaluation outside of train() cast the float32 master weights, for good. Set {cast[0]}=False: "
-            "evaluations compute in bfloat16 as training does."
-        )
-    init_kwargs = args.model_init_kwargs or {}
-    foreign = [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if init_kwargs.get(k)]
-    if foreign:
-        raise ValueError(
-            f"model_init_kwargs sets {foreign}, and master weights must be in high precision. Remove it, or set quant_scheme='none'."
-        )
-    device_map = init_kwargs.get("device_map")
-    several = isinstance(device_map, dict) and len(set(device_map.values())) > 1
-    if several or device_map in ("balanced", "sequential"):
-        raise ValueError(
-            f"device_map={device_map!r} replaces forwards to spread the model over devices, so the low-bit ones would "
-            "not run. Use one device a process (accelerate launch with DDP or FSDP2)."
-        )
-
-
-def _check_secrets(args: QaRLConfig) -> None:
-    for field in ("model_init_kwargs", "vllm_engine_kwargs"):
-        tokens = [key for key, value in (getattr(args, field) or {}).items() if "token" in key and type(value) is str]
-        if tokens:
-            raise ValueError(
-                f"{field} sets {tokens}: it would be in logs and checkpoints. Remove it, and set HF_TOKEN or run `hf auth login`."
-            )
+    changed = changed_fields(args, ("quant_scheme", "quant_group_size", "quant_ignore"))
+    if args.quant_recipe is not None:
+        own = "quant_recipe"
+    elif args.from_checkpoint:
+        own = f"quant_scheme={changed.pop('quant_scheme')!r}"
+    else:
+        return
+    if changed:
+        raise ValueError(f"{own} says which layers are quantized and how, and so do {[*changed]}. Leave one out.")
 
 
 def _check_hub(args: QaRLConfig) -> None:
-    strategy = args.hub_strategy
-    if args.hub_master_weights is not None:
-        own = args.hub_master_weights not in ("main", args.hub_revision)
-        if not (own and args.quantized and args.push_to_hub and strategy != "end"):
-            raise ValueError(
-                f"hub_master_weights={args.hub_master_weights!r} must be a branch of its own, got quant_scheme={args.quant_name!r}, push_to_hub={args.push_to_hub}, "
-                f"hub_strategy={str(strategy.value)!r}, hub_revision={args.hub_revision!r}. It needs quantization, push_to_hub=True "
-                "and a hub_strategy that pushes checkpoints: 'every_save', 'checkpoint' or 'all_checkpoints'."
-            )
-    elif args.quantized and args.push_to_hub and strategy in ("checkpoint", "all_checkpoints"):
+    """What is pushed during training is the low-bit model of a checkpoint."""
+    if args.push_to_hub and args.hub_strategy in ("checkpoint", "all_checkpoints"):
         raise ValueError(
-            f"hub_strategy={str(strategy.value)!r} pushes training checkpoints, and the main branch holds the low-bit model. "
-            "Set hub_master_weights to a branch for them, or hub_strategy to 'every_save' or 'end'."
+            f"hub_strategy={args.hub_strategy.value!r} pushes training checkpoints, and the repository holds the low-bit model. Set hub_strategy "
+            "to 'every_save' or 'end'."
         )
-    if args.quantized and args.push_to_hub and not args.export_low_bit:
-        raise ValueError(
-            "push_to_hub=True with export_low_bit=False: what is pushed during training is the low-bit model of a "
-            "checkpoint. Set export_low_bit=True."
-        )
+    if args.push_to_hub and not args.export_low_bit:
+        raise ValueError("push_to_hub=True pushes what export_low_bit=False does not write. Set export_low_bit=True.")
 
 
 def _check_sampling(args: QaRLConfig) -> None:
     """The engine's log-probs are those of the distribution it samples from; the learner's are not (trl issue 6789)."""
     if not args.weighs_mismatch:
         return
-    extra = args.generation_kwargs or {}
-    if "temperature" in extra:
-        raise ValueError("Set `temperature` itself: inside generation_kwargs the learner would not know of it.")
     given = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-    given |= {"vllm_structured_outputs_regex": args.vllm_structured_outputs_regex} | extra
+    given |= {"vllm_structured_outputs_regex": args.vllm_structured_outputs_regex} | (args.generation_kwargs or {})
     biased = {
         name: value
         for name, value in given.items()
@@ -470,84 +421,43 @@ def _check_sampling(args: QaRLConfig) -> None:
     if biased:
         raise ValueError(
             f"{biased} changes the distribution that is sampled from, and with it the mismatch weight. Use top_p=1.0, "
-            f"top_k=0, min_p=0.0, no penalties, and in generation_kwargs only {', '.join(HARMLESS_SAMPLING)}; or set "
-            "vllm_importance_sampling_correction=False."
+            f"top_k=0, min_p=0.0, no penalties, temperature as a field of its own, and in generation_kwargs only "
+            f"{', '.join(HARMLESS_SAMPLING)}; or set vllm_importance_sampling_correction=False."
         )
 
 
-def _check_rollout(args: QaRLConfig) -> None:
+def _check_engine(args: QaRLConfig) -> None:
     if args.use_vllm:
         _compat.require_vllm()
-    if args.learner_ops == "engine" and not args._beside_cpu_engine:
-        raise ValueError(
-            f"learner_ops='engine' needs a CPU engine, got use_vllm={args.use_vllm} on device "
-            f"{args.device.type!r}. Use learner_ops='auto' or 'stock'."
-        )
-    _check_server(args)
+    for field in ("model_init_kwargs", "vllm_engine_kwargs"):
+        tokens = [key for key, value in (getattr(args, field) or {}).items() if "token" in key and type(value) is str]
+        if tokens:
+            raise ValueError(
+                f"{field} sets {tokens}: it would be in logs and checkpoints. Remove it, and set HF_TOKEN or run `hf auth login`."
+            )
     owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
         raise ValueError(
             f"vllm_engine_kwargs sets {owned}, which the trainer sets itself. Remove them: they come from quant_scheme "
             "and from the fields of the same name that start with vllm_."
         )
-    if args.log_token_stats < 0:
-        raise ValueError(f"log_token_stats={args.log_token_stats} must be >= 0 completions; 0 writes none.")
-    _check_eval_temperature(args)
-    args.verify_sync = _checked_verify(args.verify_sync)
     threshold = args.mismatch_abort_threshold
-    if threshold is not None and not args.use_vllm:
+    if threshold is not None and not (args.use_vllm and threshold > 0):
         raise ValueError(
-            f"mismatch_abort_threshold={threshold} needs use_vllm=True, without which there is no engine to compare with. "
-            "Set it, or unset the threshold."
+            f"mismatch_abort_threshold={threshold} must be > 0 nats per token, with use_vllm=True (got {args.use_vllm}): without an "
+            "engine there is nothing to compare. Unset it to never abort."
         )
-    if threshold is not None and not threshold > 0:
-        raise ValueError(f"mismatch_abort_threshold={threshold} must be > 0 nats per token; unset it to never abort.")
-
-
-def _check_server(args: QaRLConfig) -> None:
-    server, folder = args.use_vllm and args.vllm_mode == "server", args.sync_folder
-    room, answer = args.vllm_max_model_length, args.max_completion_length
-    if server and room and answer and answer >= room:
-        raise ValueError(
-            f"max_completion_length={answer} must be below vllm_max_model_length={room} with vllm_mode='server': a server refuses "
-            "a prompt that leaves less room than that."
-        )
-    if folder is not None and not server:
-        raise ValueError(
-            f"sync_folder={folder!r} needs use_vllm=True and vllm_mode='server', got use_vllm={args.use_vllm} and "
-            f"vllm_mode={args.vllm_mode!r}: a colocated engine is given the tensors. Remove it."
-        )
-
-
-def _check_eval_temperature(args: QaRLConfig) -> None:
-    value = args.eval_temperature
-    if value is None:
-        return
-    if not 0 < value < math.inf:
-        raise ValueError(
-            f"eval_temperature={value} must be > 0 and finite: a log-prob is of a distribution, and greedy decoding has none. "
-            "`qarl-trl eval` scores a saved model at temperature 0."
-        )
-    if "temperature" in (args.generation_kwargs or {}):
-        raise ValueError(f"eval_temperature={value} and a temperature in generation_kwargs: set `temperature` itself.")
 
 
 def _check_passes(args: QaRLConfig) -> None:
-    budget = args.max_tokens_per_pass
-    if budget is None:
-        return
-    if budget < 1:
-        raise ValueError(f"max_tokens_per_pass={budget} must be at least 1, or unset for padded rows.")
     longest = (args.vllm_max_model_length if args.use_vllm else None) or 0
     # A completion alone has a prompt before it.
     needed = longest or (args.max_completion_length or 0) + 1
-    if budget < needed:
-        limit = (
-            f"vllm_max_model_length={longest}" if longest else f"max_completion_length={args.max_completion_length}"
-        )
+    if args.max_tokens_per_pass is not None and args.max_tokens_per_pass < needed:
+        limit = "vllm_max_model_length" if longest else "max_completion_length"
         raise ValueError(
-            f"max_tokens_per_pass={budget} cannot hold one sequence, which may have {needed} tokens by {limit}. Raise it to at "
-            f"least {needed}, or lower {limit.split('=')[0]}."
+            f"max_tokens_per_pass={args.max_tokens_per_pass} cannot hold one sequence, which may have {needed} tokens by "
+            f"{limit}={getattr(args, limit)}. Raise it to at least {needed}, or lower {limit}."
         )
 
 
@@ -560,14 +470,3 @@ def _checked_verify(value: Any) -> str | int:
     if value in ("off", "first") or (type(value) is int and value >= 1):
         return value
     raise ValueError(f"verify_sync={value!r} must be 'off', 'first' or a number of syncs >= 1.")
-
-
-def _check_muon(args: QaRLConfig) -> None:
-    if args.optim_muon and (args.deepspeed or getattr(args, "deepspeed_plugin", None)):
-        raise ValueError(
-            "optim_muon=True with DeepSpeed: ZeRO leaves Muon no whole matrix. Use DDP or FSDP2, or optim_muon=False."
-        )
-    if args.muon_ns_steps < 1 or not 0 <= args.muon_momentum < 1:
-        raise ValueError(
-            f"muon_ns_steps={args.muon_ns_steps} must be >= 1 and muon_momentum={args.muon_momentum} in [0, 1)."
-        )

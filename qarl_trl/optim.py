@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Jordan et al. (2024): Nesterov momentum and Newton-Schulz iterations, as the defaults of torch's Muon.
+MOMENTUM, NS_STEPS = 0.95, 5
+# Moonshot AI's scaling by a matrix's shape (Liu et al., 2025): the update is as large as AdamW's, so that rates of AdamW for RL,
+# as the paper's 1e-6, carry over.
+ADJUST_LR = "match_rms_adamw"
 # What `Trainer.get_decay_parameter_names` leaves without weight decay (a test holds the two together).
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 # `gate_proj`, an ordinary hidden matrix, is not meant.
@@ -204,9 +209,9 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
         [{"params": [params[name] for name in matrices]}],
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
-        momentum=args.muon_momentum,
-        ns_steps=args.muon_ns_steps,
-        adjust_lr_fn=args.muon_adjust_lr,
+        momentum=MOMENTUM,
+        ns_steps=NS_STEPS,
+        adjust_lr_fn=ADJUST_LR,
     )
     groups = [
         {"params": [params[name] for name in experts if experts[name] == count], "projections": count}
@@ -218,7 +223,7 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
             {"params": [params[name] for name in others if name in decay], "weight_decay": args.weight_decay},
             {"params": [params[name] for name in others if name not in decay], "weight_decay": 0.0},
         ],
-        lr=args.learning_rate if args.muon_adamw_learning_rate is None else args.muon_adamw_learning_rate,
+        lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
     )

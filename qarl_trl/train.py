@@ -101,6 +101,9 @@ def parse(
         os.environ["HF_HUB_OFFLINE"], any_device = "1", True
     if any_device:
         options += without_gpu(recipe, options)
+    from .config import check_names  # after `env:` is set
+
+    check_names([*recipe, *(option.removeprefix("--").partition("=")[0] for option in options)])
     with tempfile.TemporaryDirectory() as folder:  # TrlParser reads a file, and knows no `base:`
         if given.config is not None:
             whole = Path(folder, "recipe.yaml")

@@ -6,7 +6,6 @@ A table of contents: each override hands over to the module that holds the idea.
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,8 +162,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         """TRL's, with filtered advantages, the mismatch weight of TBPO in place of TRL's (Eq. 5), and the mismatch logged."""
         if self._mode == "train":
             self._step_of_rollout = self.state.global_step
-        with self._temperature():
-            output = super()._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(inputs)
         output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
         old, sampling = output.get("old_per_token_logps"), output.get("sampling_per_token_logps")
         mask = loss_mask(output)
@@ -203,12 +201,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
         self._rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)
         return rewards
-
-    def _temperature(self) -> AbstractContextManager:
-        """In evaluation: sampling, and scoring what was sampled, at `eval_temperature`."""
-        if self._mode == "train" or self.args.eval_temperature is None:
-            return nullcontext()
-        return _compat.at_temperature(self, self.args.eval_temperature)
 
     # Loss -----------------------------------------------------------------------------------------------------------
 
@@ -249,8 +241,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's, and what is measured of the ratio; that it equals `loss.tbpo_loss` is shown in tests/test_loss.py."""
-        with self._temperature():
-            loss = super()._compute_loss(model, inputs)
+        loss = super()._compute_loss(model, inputs)
         logps, self._current_logps = self._current_logps, None
         if logps is None:
             raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
@@ -340,14 +331,9 @@ def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, 
 
 
 def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
-    plan, fields = args.quant_plan(None if source is None else source.plan()), {}
-    if args.quant_recipe is None and not args.from_checkpoint:
-        plan = args.quant_scheme
-        fields = {"targets": args.quant_targets, "ignore": args.quant_ignore, "group_size": args.quant_group_size}
     apply_quantization(
         model,
-        plan,
-        **fields,
+        args.quant_plan(None if source is None else source.plan()),
         gemm=GEMMS[args.learner_kernel],
         quantize_forward=args.quantize_learner,
         qparams=source.qparams() if args.quant_freeze_scales else None,

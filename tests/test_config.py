@@ -1,4 +1,4 @@
-"""`QaRLConfig`: defaults of the paper, what is refused and in which words, and the command line."""
+"""`QaRLConfig`: defaults of the paper, which settings are refused, and the command line."""
 
 from dataclasses import MISSING, fields
 
@@ -8,13 +8,15 @@ from transformers import MistralConfig, Qwen3Config
 from trl import GRPOConfig, TrlParser
 
 from qarl_trl import QaRLConfig, _compat
-from qarl_trl.config import STOCK_LOSSES, logger
+from qarl_trl.config import AT_LEAST, OLD_NAMES, STOCK_LOSSES, UNFIT, logger
 from qarl_trl.loss import TrustBand
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
+from qarl_trl.train import parse
 
 
 OWN = sorted({f.name for f in fields(QaRLConfig)} - {f.name for f in fields(GRPOConfig)})
 VLLM = {"use_vllm": True}
+NAN = float("nan")
 
 
 @pytest.fixture
@@ -29,128 +31,72 @@ def config(tmp_path):
     return make
 
 
-def test_defaults_are_those_of_the_paper(config):
+def test_defaults_are_those_of_the_paper_and_sample_from_the_distribution_that_the_learner_scores(config):
     args = config()
-    assert (args.quant_scheme, args.quant_group_size, args.quantize_learner, args.quant_kernel) == (
-        "W4A16",
-        None,
-        True,
-        "auto",
-    )
-    assert (args.loss_type, args.optim_muon) == ("tbpo", False)
+    assert (args.quant_scheme, args.quantize_learner, args.loss_type) == ("W4A16", True, "tbpo")
     assert args.trust_band == TrustBand(epsilon_high=4e-4, delta_low=3e-4, delta_high=7e-4, mismatch_cap=2.0)
-    assert (args.quant_targets, args.quant_ignore) == (["Linear"], list(DEFAULT_IGNORE))
-    assert args.mismatch_abort_threshold is None
+    assert args.quant_plan().ignore == list(DEFAULT_IGNORE)
     assert args.export_low_bit
-
-
-def test_defaults_sample_from_the_distribution_that_the_learner_scores(config):
-    args = config()
     assert (args.top_p, args.min_p, args.repetition_penalty, args.temperature) == (1.0, None, 1.0, 1.0)
     assert args.top_k in (0, -1, None)
     assert args.vllm_importance_sampling_correction
-    assert config(**VLLM).quantized
 
 
-# Refusals -----------------------------------------------------------------------------------------------------------
+# Refusals: the name of the field that each must show. ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "name"),
     [
-        # What came, and what to do.
-        ({"quant_scheme": "W3A16"}, ["quant_scheme='W3A16'", "W4A16", "FP8_DYNAMIC", "'none'"]),
-        ({"quant_scheme": "bitsandbytes"}, ["quant_scheme='bitsandbytes'", "'none'"]),
-        ({"quant_group_size": 48}, ["quant_group_size=48", "(32, 64, 128, -1)"]),
-        ({"quant_scheme": "FP8_DYNAMIC", "quant_group_size": 128}, ["quant_group_size=128", "leave it unset"]),
-        ({"quant_targets": []}, ["quant_targets is empty", "['Linear']"]),
-        ({"quant_kernel": "marlin"}, ["quant_kernel='marlin'", "'dequant'"]),
-        ({"learner_ops": "vllm"}, ["learner_ops='vllm'", "'auto', 'stock', 'engine'"]),
-        ({"learner_ops": "engine"}, ["learner_ops='engine'", "use_vllm=False", "'auto' or 'stock'"]),
-        ({"eval_temperature": 0.0}, ["eval_temperature=0.0", "must be > 0", "greedy"]),
-        (
-            {"eval_temperature": 0.6, "generation_kwargs": {"temperature": 1.0}},
-            ["eval_temperature=0.6", "generation_kwargs"],
-        ),
-        ({"log_token_stats": -1}, ["log_token_stats=-1", ">= 0"]),
-        ({"loss_type": "tpbo"}, ["loss_type='tpbo'", "'tbpo'", "dr_grpo"]),
-        ({"tbpo_epsilon_high": 0.0}, ["tbpo_epsilon_high=0.0", "must be > 0"]),
-        ({"tbpo_delta_low": -3e-4}, ["tbpo_delta_low=-0.0003", "must be > 0"]),
-        ({"tbpo_delta_low": 0.0, "loss_type": "grpo"}, ["tbpo_delta_low=0.0", "must be > 0"]),  # measured in every run
-        ({"tbpo_delta_low": 1.5}, ["tbpo_delta_low=1.5", "must be < 1"]),
-        ({"tbpo_delta_high": float("nan")}, ["tbpo_delta_high=nan", "must be > 0"]),
-        ({"tbpo_mismatch_cap": 1.0}, ["tbpo_mismatch_cap=1.0", "> 1"]),
-        ({"tbpo_delta_high": 1e-4}, ["tbpo_delta_high=0.0001", "at least tbpo_epsilon_high=0.0004", "two-sided clip"]),
-        ({"advantage_filter": "negative"}, ["advantage_filter='negative'", "'none', 'positive'"]),
-        (
-            {"advantage_filter": "positive", "tbpo_delta_low": 1e-3},
-            ["{'tbpo_delta_low': 0.001}", "no negative advantage"],
-        ),
-        (
-            {"advantage_filter": "positive", "loss_type": "grpo", "delta": 2.0, "off_policy_mask_threshold": 0.1},
-            ["'delta': 2.0", "'off_policy_mask_threshold': 0.1", "Remove one"],
-        ),
-        ({"tbpo_epsilon_high": float("inf")}, ["at least tbpo_epsilon_high=inf"]),
-        ({"epsilon": 0.1}, ["{'epsilon': 0.1}", "tbpo_epsilon_high", "stock loss_type"]),
-        ({"delta": 2.0}, ["{'delta': 2.0}", "tbpo_delta_high"]),
-        ({"vllm_importance_sampling_mode": "token_mask"}, ["token_mask", "tbpo_mismatch_cap"]),
-        (VLLM | {"top_p": 0.9}, ["{'top_p': 0.9}", "top_p=1.0", "vllm_importance_sampling_correction=False"]),
-        (VLLM | {"top_k": 50}, ["{'top_k': 50}", "top_k=0"]),
-        (VLLM | {"min_p": 0.1}, ["{'min_p': 0.1}", "min_p=0.0"]),
-        (VLLM | {"repetition_penalty": 1.1}, ["{'repetition_penalty': 1.1}", "no penalties"]),
-        (VLLM | {"generation_kwargs": {"top_p": 0.5}}, ["{'top_p': 0.5}"]),
-        (VLLM | {"generation_kwargs": {"presence_penalty": 1.0}}, ["presence_penalty"]),
-        (VLLM | {"generation_kwargs": {"min_tokens": 4}}, ["{'min_tokens': 4}", "only seed, stop"]),
-        (VLLM | {"generation_kwargs": {"logit_bias": {3: 5.0}}}, ["logit_bias"]),
-        (VLLM | {"generation_kwargs": {"bad_words": ["no"]}}, ["bad_words"]),
-        (VLLM | {"generation_kwargs": {"a_parameter_of_tomorrow": 1}}, ["a_parameter_of_tomorrow"]),
-        (VLLM | {"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex"]),
-        (VLLM | {"generation_kwargs": {"temperature": 0.7}}, ["Set `temperature` itself"]),
-        (VLLM | {"sync_folder": "f"}, ["sync_folder='f'", "vllm_mode='server'", "Remove it"]),
-        (
-            VLLM | {"vllm_mode": "server", "sync_folder": "f", "vllm_max_model_length": 256},
-            ["max_completion_length=512 must be below vllm_max_model_length=256"],
-        ),
-        ({"sync_folder": "f"}, ["sync_folder='f'", "use_vllm=False"]),
-        (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, ["['quantization']", "quant_scheme"]),
-        (VLLM | {"vllm_engine_kwargs": {"dtype": "float16"}}, ["['dtype']", "Remove them"]),
-        ({"use_liger_kernel": True}, ["use_liger_kernel=True", "use_liger_kernel=False"]),
-        ({"use_transformers_continuous_batching": True}, ["continuous_batching", "use_vllm=True"]),
-        ({"model_init_kwargs": {"load_in_4bit": True}}, ["['load_in_4bit']", "quant_scheme='none'"]),
-        ({"model_init_kwargs": {"quantization_config": {"a": 1}}}, ["['quantization_config']", "Remove it"]),
-        ({"model_init_kwargs": {"device_map": "balanced"}}, ["device_map='balanced'", "one device a process"]),
-        ({"model_init_kwargs": {"device_map": {"a": 0, "b": 1}}}, ["device_map={'a': 0, 'b': 1}", "FSDP2"]),
-        ({"fp16": True}, ["fp16=True", "bf16=True"]),
-        ({"bf16_full_eval": True}, ["bf16_full_eval=True", "Set bf16_full_eval=False"]),
-        ({"fp16_full_eval": True}, ["fp16_full_eval=True", "Set fp16_full_eval=False"]),
-        (
-            {"push_to_hub": True, "hub_strategy": "all_checkpoints"},
-            ["hub_strategy='all_checkpoints'", "hub_master_weights"],
-        ),
-        ({"hub_master_weights": "master_weights"}, ["hub_master_weights='master_weights'", "push_to_hub=False"]),
-        (
-            {"push_to_hub": True, "hub_master_weights": "master_weights", "hub_strategy": "end"},
-            ["hub_master_weights", "'end'"],
-        ),
-        ({"push_to_hub": True, "hub_master_weights": "main"}, ["hub_master_weights='main'", "a branch of its own"]),
-        (
-            {"push_to_hub": True, "hub_master_weights": "m", "quant_scheme": "none"},
-            ["hub_master_weights='m'", "quant_scheme='none'"],
-        ),
-        ({"push_to_hub": True, "export_low_bit": False}, ["export_low_bit=False", "export_low_bit=True"]),
-        ({"mismatch_abort_threshold": 0.1}, ["mismatch_abort_threshold", "use_vllm=True"]),
-        (VLLM | {"mismatch_abort_threshold": 0.0}, ["mismatch_abort_threshold=0.0", "unset it"]),
-        (VLLM | {"mismatch_abort_threshold": float("nan")}, ["mismatch_abort_threshold=nan", "> 0"]),
-        ({"muon_momentum": 1.0}, ["muon_momentum=1.0", "[0, 1)"]),
-        ({"muon_ns_steps": 0}, ["muon_ns_steps=0", ">= 1"]),
+        ({"quant_scheme": "W3A16"}, "quant_scheme"),
+        ({"quant_group_size": 48}, "quant_group_size"),
+        ({"quant_scheme": "FP8_DYNAMIC", "quant_group_size": 128}, "quant_group_size"),
+        ({"quant_kernel": "marlin"}, "quant_kernel"),
+        ({"learner_ops": "vllm"}, "learner_ops"),
+        ({"loss_type": "ppo"}, "loss_type"),
+        ({"advantage_filter": "negative"}, "advantage_filter"),
+        ({"tbpo_epsilon_high": 0.0}, "tbpo_epsilon_high"),
+        ({"tbpo_delta_low": 0.0, "loss_type": "grpo"}, "tbpo_delta_low"),  # measured in every run
+        ({"tbpo_mismatch_cap": 1.0}, "tbpo_mismatch_cap"),
+        ({"tbpo_delta_high": 1e-4}, "tbpo_delta_high"),  # below epsilon_high, where TRL's clip is not TBPO's
+        ({"epsilon": 0.1}, "epsilon"),
+        ({"delta": 2.0}, "delta"),
+        ({"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_mode"),
+        (VLLM | {"top_p": 0.9}, "top_p"),
+        (VLLM | {"top_k": 50}, "top_k"),
+        (VLLM | {"min_p": 0.1}, "min_p"),
+        (VLLM | {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (VLLM | {"generation_kwargs": {"top_p": 0.5}}, "top_p"),
+        (VLLM | {"generation_kwargs": {"temperature": 0.7}}, "temperature"),
+        (VLLM | {"generation_kwargs": {"min_tokens": 4}}, "min_tokens"),
+        (VLLM | {"generation_kwargs": {"a_parameter_of_tomorrow": 1}}, "a_parameter_of_tomorrow"),
+        (VLLM | {"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
+        (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, "vllm_engine_kwargs"),
+        *(({name: True}, name) for name in UNFIT),
+        ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, "hub_strategy"),
+        ({"push_to_hub": True, "export_low_bit": False}, "export_low_bit"),
+        ({"mismatch_abort_threshold": 0.1}, "mismatch_abort_threshold"),
+        (VLLM | {"mismatch_abort_threshold": 0.0}, "mismatch_abort_threshold"),
+        ({"max_tokens_per_pass": 512, "max_completion_length": 512}, "max_tokens_per_pass"),
+        (VLLM | {"max_tokens_per_pass": 512, "vllm_max_model_length": 1024}, "vllm_max_model_length"),
+        *(({"verify_sync": value}, "verify_sync") for value in ("always", 0, -1, "0", True, 1.5, None)),
+        # Nothing would be trained.
+        ({"max_steps": 0}, "max_steps"),
+        ({"num_train_epochs": 0.0}, "num_train_epochs"),
+        *(({name: least - 1}, name) for name, least in AT_LEAST.items()),
+        *(({name: value}, name) for name in AT_LEAST for value in ("two", 1.5)),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words):
-    with pytest.raises(ValueError) as error:
+def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_name(config, settings, name):
+    with pytest.raises(ValueError, match=name):
         config(**settings)
-    missing = [word for word in words if word not in str(error.value)]
-    assert not missing, str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(f.name for f in fields(QaRLConfig) if isinstance(f.default, float)))
+def test_no_field_takes_a_nan(config, name):
+    with pytest.raises(ValueError, match=f"{name} must be a number"):
+        config(**{name: NAN})
 
 
 @pytest.mark.parametrize(
@@ -164,8 +110,6 @@ def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words
         {"top_p": 0.9},  # sampled by the learner itself
         VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},  # plain TRL stays plain TRL
         VLLM | {"vllm_mode": "server", "sync_folder": "f"},
-        VLLM | {"vllm_mode": "server", "sync_folder": "f", "quant_scheme": "none"},
-        {"quant_scheme": None, "use_liger_kernel": False, "model_init_kwargs": {"load_in_4bit": True}},
         {"quant_scheme": " None "},
         {"quant_scheme": "fp8_dynamic"},
         {"quant_group_size": -1},
@@ -176,12 +120,9 @@ def test_a_setting_that_would_bias_the_method_is_refused(config, settings, words
             "delta": 2.0,
             "tbpo_delta_high": 1e-4,
         },  # bounds of the loss that is used
-        {"model_init_kwargs": {"device_map": {"": 0}}},
-        {"model_init_kwargs": {"device_map": None, "dtype": "float32"}},
         VLLM | {"mismatch_abort_threshold": 0.1},
         {"push_to_hub": True, "hub_strategy": "every_save"},
-        {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_master_weights": "master_weights"},
-        VLLM | {"vllm_engine_kwargs": {"enforce_eager": True}},
+        *({"loss_type": name} for name in STOCK_LOSSES),
     ],
     ids=lambda value: ",".join(value),
 )
@@ -192,11 +133,7 @@ def test_what_biases_nothing_is_accepted(config, settings):
 @pytest.mark.parametrize(
     ("settings", "updates"),
     [
-        (VLLM, "steps_per_generation=1 x num_iterations=1 / gradient_accumulation_steps=1 = 1 update"),
-        (
-            {"gradient_accumulation_steps": 4},
-            "steps_per_generation=4 x num_iterations=1 / gradient_accumulation_steps=4 = 1",
-        ),
+        ({"gradient_accumulation_steps": 4}, "= 1 update"),
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "= 0.5 update"),
         ({"steps_per_generation": 8}, None),
         ({"num_iterations": 2}, None),
@@ -206,13 +143,8 @@ def test_what_biases_nothing_is_accepted(config, settings):
 def test_a_band_that_can_never_bind_is_named_with_the_arithmetic(config, caplog, settings, updates):
     logger.warning_once.cache_clear()
     config(**settings)
-    if updates is None:
-        assert "no trust band can bind" not in caplog.text
-        return
-    assert updates in caplog.text and "no trust band can bind" in caplog.text
-    caplog.clear()
-    config(**settings)
-    assert not caplog.text  # said once
+    assert ("no trust band can bind" in caplog.text) == (updates is not None)
+    assert updates is None or updates in caplog.text
 
 
 def test_vllm_must_be_installed_before_a_model_loads(config, monkeypatch):
@@ -225,13 +157,31 @@ def test_vllm_must_be_installed_before_a_model_loads(config, monkeypatch):
 def test_muon_refuses_deepspeed(config, monkeypatch):
     monkeypatch.setattr(GRPOConfig, "__post_init__", lambda self: None)  # it would load DeepSpeed
     config(loss_type="grpo", optim_muon=False, deepspeed="zero3.json")
-    with pytest.raises(ValueError, match=r"optim_muon=True with DeepSpeed.*FSDP2"):
+    with pytest.raises(ValueError, match="optim_muon=True with DeepSpeed"):
         config(loss_type="grpo", optim_muon=True, deepspeed="zero3.json")
 
 
-@pytest.mark.parametrize("loss_type", ["tbpo", *STOCK_LOSSES])
-def test_every_loss_of_trl_is_accepted(config, loss_type):
-    assert config(loss_type=loss_type).loss_type == loss_type
+# Old names ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_old_name_is_refused_with_what_to_do_instead_in_a_script_a_recipe_and_on_the_command_line(config, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    for name, instead in OLD_NAMES.items():
+        assert name not in OWN
+        recipe.write_text(f"{name}: 1\n")
+        calls = (
+            lambda name=name: config(**{name: 1}),
+            lambda: parse(["--config", str(recipe)]),
+            lambda name=name: parse([f"--{name}", "1"]),
+            lambda name=name: parse([f"--{name}=1"]),
+        )
+        for call in calls:
+            with pytest.raises(ValueError) as error:
+                call()
+            assert name in str(error.value) and instead in str(error.value)
+
+
+# Kernel and operations of the learner -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -239,7 +189,6 @@ def test_every_loss_of_trl_is_accepted(config, loss_type):
     [
         (VLLM, "engine"),
         ({}, "auto"),  # no engine to agree with
-        (VLLM | {"quant_scheme": "FP8_DYNAMIC"}, "engine"),
         (VLLM | {"quant_scheme": "none"}, "auto"),
         (VLLM | {"quant_kernel": "dequant"}, "dequant"),
     ],
@@ -268,34 +217,35 @@ def test_beside_a_cpu_engine_a_low_bit_learner_takes_its_operations(config, sett
         assert not args.engine_ops_for(MistralConfig())
 
 
-def test_engine_operations_that_cannot_be_had_are_an_error(config):
-    args = config(bf16=True, learner_ops="engine", **VLLM)
-    with pytest.raises(ValueError, match="'mistral' is none of .*learner_ops='auto' or 'stock'"):
-        args.engine_ops_for(MistralConfig())
-    for settings, reason in (
-        ({"bf16": False}, "bf16 is off"),
-        ({"quant_kernel": "dequant"}, "quant_kernel='dequant'"),
-        ({"quantize_learner": False}, "quantize_learner=False"),
-        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
-        ({"vllm_engine_kwargs": {"enforce_eager": False}}, "vllm_engine_kwargs sets enforce_eager"),
-        ({"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "vllm_engine_kwargs sets kv_cache_dtype"),
-        ({"vllm_model_impl": "transformers"}, "vllm_model_impl"),
-    ):
-        args = config(**{"bf16": True, "learner_ops": "engine"} | VLLM | settings)
-        with pytest.raises(ValueError, match=reason):
-            args.engine_ops_for(Qwen3Config())
-        args.learner_ops = "auto"
-        assert not args.engine_ops_for(Qwen3Config())
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_vllm": False},
+        {"bf16": False},
+        {"quant_kernel": "dequant"},
+        {"quantize_learner": False},
+        {"cast_lm_head_to_fp32": True},
+        {"vllm_engine_kwargs": {"enforce_eager": False}},
+        {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
+        {"vllm_model_impl": "transformers"},
+    ],
+    ids=str,
+)
+def test_engine_operations_that_cannot_be_had_are_an_error(config, settings):
+    args = config(**{"bf16": True, "learner_ops": "engine"} | VLLM | settings)
+    words = next(iter(settings)).split("_")[0]
+    with pytest.raises(ValueError, match=f"learner_ops='engine' is not possible: .*{words}"):
+        args.engine_ops_for(Qwen3Config())
+    args.learner_ops = "auto"
+    assert not args.engine_ops_for(Qwen3Config())
 
 
 # Command line -------------------------------------------------------------------------------------------------------
 
 
 CHANGED = {
-    "eval_temperature": 0.6,
     "log_token_stats": 8,
     "quant_scheme": "FP8_DYNAMIC",
-    "quant_targets": ["Linear", "re:.*proj$"],
     "quant_ignore": ["lm_head", r"re:.*mlp\.gate$"],
     "quantize_learner": False,
     "quant_kernel": "auto",
@@ -307,19 +257,14 @@ CHANGED = {
     "tbpo_delta_low": 0.04,
     "tbpo_delta_high": 0.07,
     "tbpo_mismatch_cap": 1.5,
-    "advantage_filter": "none",  # the other excludes the bounds of negative advantages
+    "advantage_filter": "positive",
     "mismatch_abort_threshold": 0.05,
     "max_tokens_per_pass": 4096,
     "optim_muon": True,
-    "muon_adamw_learning_rate": 2e-6,
-    "muon_momentum": 0.9,
-    "muon_ns_steps": 4,
-    "muon_adjust_lr": "original",
     "vllm_engine_kwargs": {"enforce_eager": True},
-    "sync_folder": None,  # needs vllm_mode: server
+    "sync_folder": "folder",
     "verify_sync": 4,
     "export_low_bit": False,
-    "hub_master_weights": None,  # needs pushes, which exclude export_low_bit: False
 }
 ALWAYS = {"use_cpu": True, "bf16": False, "use_vllm": True, "report_to": "none"}
 
@@ -328,11 +273,7 @@ def flags(settings):
     for name, value in settings.items():
         if value is not None:
             yield f"--{name}"
-            yield from (str(v) for v in value) if isinstance(value, list) else [_text(value)]
-
-
-def _text(value):
-    return yaml.safe_dump(value, default_flow_style=True).strip() if isinstance(value, dict) else str(value)
+            yield from (str(v) for v in value) if isinstance(value, list) else [str(value)]
 
 
 @pytest.mark.parametrize("source", ["flags", "file"])
@@ -340,8 +281,9 @@ def test_every_own_field_survives_command_line_and_recipe(tmp_path, source):
     assert sorted(CHANGED) == OWN  # a field without an entry above would not be tested
     settings = {"output_dir": str(tmp_path)} | ALWAYS | CHANGED
     if source == "flags":
-        given = settings | {"vllm_engine_kwargs": None}
-        arguments = [*flags(given), "--vllm_engine_kwargs", '{"enforce_eager": true}']
+        arguments = [
+            *flags(settings | {"vllm_engine_kwargs": None}), "--vllm_engine_kwargs", '{"enforce_eager": true}'
+        ]  # fmt: skip
     else:
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
         arguments = ["--config", str(tmp_path / "recipe.yaml")]
@@ -354,12 +296,6 @@ def test_sync_verify_takes_what_yaml_and_command_lines_make_of_it(config, given,
     assert config(verify_sync=given).verify_sync == kept
 
 
-@pytest.mark.parametrize("given", ["always", 0, -1, "0", True, 1.5, None])
-def test_another_sync_verify_is_refused(config, given):
-    with pytest.raises(ValueError, match="verify_sync=.* must be 'off', 'first' or a number"):
-        config(verify_sync=given)
-
-
 @pytest.fixture
 def recipe(tmp_path):
     """An llm-compressor recipe."""
@@ -368,22 +304,13 @@ def recipe(tmp_path):
     return str(path)
 
 
-def test_a_recipe_replaces_the_scheme_fields(config, recipe, tmp_path):
+def test_a_recipe_replaces_the_scheme_fields(config, recipe):
     args = config(quant_recipe=recipe)
     assert args.quantized
     assert args.quant_plan().ignore == ["lm_head"]
-    command = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--quant_recipe", recipe]
-    (args,) = TrlParser(QaRLConfig).parse_args_and_config(command)
-    assert args.quant_recipe == recipe
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"quant_scheme": "FP8_DYNAMIC"}, {"quant_scheme": "none"}, {"quant_group_size": 32}, {"quant_ignore": []}],
-)
-def test_a_recipe_beside_scheme_fields_is_refused(config, recipe, given):
-    with pytest.raises(ValueError, match=f"quant_recipe says which.*{next(iter(given))}.*Leave one out"):
-        config(quant_recipe=recipe, **given)
+    for given in ({"quant_scheme": "FP8_DYNAMIC"}, {"quant_scheme": "none"}, {"quant_ignore": []}):
+        with pytest.raises(ValueError, match=f"quant_recipe says which.*{next(iter(given))}"):
+            config(quant_recipe=recipe, **given)
 
 
 def test_an_unusable_recipe_is_refused_before_anything_loads(config, tmp_path):
@@ -400,17 +327,8 @@ def test_the_scheme_of_the_checkpoint_is_left_open(config):
     assert args.quant_plan() is None
     source = config().quant_plan()
     assert args.quant_plan(source) is source
-    with pytest.raises(ValueError, match=r"checkpoint says which.*\['quant_group_size'\]"):
+    with pytest.raises(ValueError, match=r"checkpoint' says which.*\['quant_group_size'\]"):
         config(quant_scheme="checkpoint", quant_group_size=32)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"), [({"quant_scheme": "none"}, "quantization off"), ({"quant_recipe": True}, "keeps what the")]
-)
-def test_frozen_scales_need_a_checkpoint_that_decides(config, recipe, given, message):
-    given = {name: recipe if value is True else value for name, value in given.items()}
-    with pytest.raises(ValueError, match=f"quant_freeze_scales=True.*{message}"):
-        config(quant_freeze_scales=True, **given)
 
 
 @pytest.mark.parametrize("written", ["none", "null"])
@@ -422,19 +340,13 @@ def test_a_recipe_turns_quantization_off_by_none_and_by_null(tmp_path, written):
     assert not args.quantized
 
 
-def test_the_help_of_the_command_line_renders(capsys):
+def test_the_help_of_the_command_line_renders_every_field(capsys):
     with pytest.raises(SystemExit) as exit_code:
         TrlParser(QaRLConfig).parse_args(["--help"])
     assert exit_code.value.code == 0
     shown = capsys.readouterr().out
     assert all(f"--{name}" in shown for name in OWN)
-
-
-@pytest.mark.parametrize("name", [*OWN, "loss_type"])
-def test_every_own_field_has_a_help_text(name):
-    field = next(f for f in fields(QaRLConfig) if f.name == name)
-    text = field.metadata["help"]
-    assert len(text) > 20
-    assert "%" not in text.replace("%%", "")  # argparse formats it
-    assert text.endswith(".")
-    assert field.default is not MISSING or field.default_factory is not MISSING
+    for field in fields(QaRLConfig):
+        if field.name in OWN:
+            assert field.metadata["help"].endswith(".") and len(field.metadata["help"]) > 20
+            assert field.default is not MISSING or field.default_factory is not MISSING

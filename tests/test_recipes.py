@@ -197,7 +197,7 @@ def test_a_key_of_an_ablation_overrides_its_base_and_the_command_line_overrides_
 )
 def test_a_base_that_is_no_whole_recipe_is_refused(tmp_path, base, error, words):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"base: {ROOT / 'recipes' / base}\nquant_learner: true\n")
+    recipe.write_text(f"base: {ROOT / 'recipes' / base}\nquantize_learner: true\n")
     with pytest.raises(error, match=words):
         parse(["--config", str(recipe), *ON_CPU])
 

@@ -48,7 +48,7 @@ PAPER = {
 }
 # The settings that a card shows: numbers and names that decide the result, nothing that may hold an address.
 SETTINGS = (
-    *("quant_scheme", "quant_group_size", "quant_targets", "quant_ignore", "quant_freeze_scales", "quantize_learner"),
+    *("quant_scheme", "quant_group_size", "quant_ignore", "quant_freeze_scales", "quantize_learner"),
     *("quant_kernel", "learner_ops", "max_tokens_per_pass", "loss_type", "advantage_filter", "tbpo_epsilon_high"),
     *("tbpo_delta_low", "tbpo_delta_high", "tbpo_mismatch_cap", "epsilon", "epsilon_high", "delta", "beta"),
     *("scale_rewards", "importance_sampling_level", "vllm_importance_sampling_mode", "mask_truncated_completions"),
@@ -57,7 +57,7 @@ SETTINGS = (
     *("vllm_max_model_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "use_vllm"),
     *("bf16", "seed", "max_steps", "num_train_epochs"),
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "optim_muon"),
-    *("muon_adamw_learning_rate", "muon_momentum", "muon_ns_steps", "muon_adjust_lr", "adam_beta1", "adam_beta2"),
+    *("adam_beta1", "adam_beta2"),
 )
 LOGGED = {
     "mismatch/logp_diff_mean": "mean abs(learner - engine) of the sampled tokens",
@@ -120,8 +120,6 @@ def training_facts(trainer: QaRLTrainer) -> dict[str, Any]:
         "mismatch": {text: f"{float(value):.2g}" for text, value in last.items() if value is not None},
         "code": f"qarl_trl {__version__}{_commit()}, "
         + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("trl", "transformers", "torch")),
-        "master_weights": args.hub_master_weights,
-        "master_weights_in": trainer.hub_model_id,
     }
 
 
@@ -144,8 +142,6 @@ def model_card(folder: Path, repo: str | None = None) -> ModelCard:
     if "config_groups" not in (quantized := config.get("quantization_config") or {}):
         raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
     facts = _stored(folder)
-    if repo != facts.get("master_weights_in"):  # pushed to another repository, which has no such branch
-        facts.pop("master_weights", None)
     schemes = [QuantizationScheme.model_validate(group) for group in quantized["config_groups"].values()]
     names = [_name(scheme) for scheme in schemes]
     base_id, trained = facts.get("base_id"), bool(facts.get("steps"))

@@ -35,7 +35,7 @@ class SharingMixin:
             write_card(self._low_bit_output, self.hub_model_id, **self._named_in_card)
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """The Trainer's, with the branches of `hub_revision` and `hub_master_weights`."""
+        """The Trainer's, with the branch of `hub_revision`."""
         if self.is_world_process_zero():
             if self.hub_model_id is None:
                 for left in Path(self.args.output_dir).glob(f"{STAGING}*"):  # by a process that was killed

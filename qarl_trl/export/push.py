@@ -161,7 +161,7 @@ class Repository:
 def repository_of(args: Any, token: str | None = None) -> Repository:
     """The repository of a run with these settings (a `QaRLConfig`); errors as of [`Repository`]."""
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    return Repository(name, token or args.hub_token, args.hub_private_repo, args.hub_revision, args.hub_master_weights)
+    return Repository(name, token or args.hub_token, args.hub_private_repo, args.hub_revision)
 
 
 def model_files(folder: Path) -> dict[str, Path]:

@@ -206,7 +206,7 @@ def whole_experts(model: nn.Module, matched: list[Matched]) -> tuple[list[Matche
             continue
         if left:
             raise ValueError(
-                f"{len(layers) - len(left)} of the {len(layers)} expert layers of {name!r} match quant_targets and not "
+                f"{len(layers) - len(left)} of the {len(layers)} expert layers of {name!r} match the targets and not "
                 f"quant_ignore, {len(left)} (first: {left[0]!r}) do not. An engine runs all experts of a layer in one "
                 "kernel: quantize all of them, or ignore all with 're:.*experts.*'."
             )

@@ -171,32 +171,6 @@ def test_a_run_pushes_the_low_bit_model_and_keeps_master_weights_at_home(hub, mo
     assert not list(tmp_path.glob(".push-*"))
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "every_save",
-        pytest.param("checkpoint", marks=pytest.mark.slow),
-        pytest.param("all_checkpoints", marks=pytest.mark.slow),
-    ],
-)
-def test_master_weights_go_to_a_branch_of_their_own(hub, model, tmp_path, strategy):
-    trainer = pushing(
-        model, tmp_path, hub_strategy=strategy, hub_master_weights="master_weights", hub_always_push=True
-    )
-    trainer.train()
-    assert same(hub.files("me/toy"), tmp_path / "checkpoint-4" / "low_bit")
-    found = hub.files("me/toy", "master_weights")
-    stored = (tmp_path / "checkpoint-4" / "model.safetensors").read_bytes()
-    if strategy == "every_save":
-        assert same(found, tmp_path / "checkpoint-4")  # nothing of the low-bit model is among them
-        return
-    folders = {name.partition("/")[0] for name in found} - {".gitattributes"}
-    assert folders == ({"last-checkpoint"} if strategy == "checkpoint" else {"checkpoint-2", "checkpoint-4"})
-    last = "last-checkpoint" if strategy == "checkpoint" else "checkpoint-4"
-    assert found[f"{last}/model.safetensors"] == stored
-    assert f"{last}/optimizer.pt" in found
-
-
 def test_at_the_end_alone_nothing_is_pushed_before(hub, model, tmp_path):
     trainer = pushing(model, tmp_path, hub_strategy="end")
     trainer.train()
@@ -206,12 +180,11 @@ def test_at_the_end_alone_nothing_is_pushed_before(hub, model, tmp_path):
 
 
 def test_with_lora_the_root_is_the_merged_model(hub, model, tmp_path):
-    trainer = pushing(model, tmp_path, adapter(), hub_master_weights="adapter", hub_always_push=True)
+    trainer = pushing(model, tmp_path, adapter(), hub_always_push=True)
     trainer.train()
     trainer.push_to_hub()
     assert same(hub.files("me/toy"), tmp_path / "low_bit")
-    assert "adapter_model.safetensors" in hub.files("me/toy", "adapter")
-    assert "model.safetensors" not in hub.files("me/toy", "adapter")
+    assert "adapter_model.safetensors" not in hub.files("me/toy")
 
 
 def test_a_push_that_fails_does_not_stop_training_and_is_said(hub, model, tmp_path, caplog):
@@ -260,16 +233,14 @@ def test_what_cannot_be_pushed_to_is_refused_before_the_model_loads(hub, model, 
 
 def test_no_token_is_in_what_is_saved_logged_or_pushed(hub, model, tmp_path, caplog, capfd):
     caplog.set_level("DEBUG", logger="qarl_trl")
-    trainer = pushing(
-        model, tmp_path, hub_token=WRITER, hub_strategy="checkpoint", hub_master_weights="master_weights"
-    )
+    trainer = pushing(model, tmp_path, hub_token=WRITER)
     assert trainer.args.hub_token == WRITER
     trainer.train()
     trainer.push_to_hub()
     saved = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert any(file.name == "training_args.bin" for file in saved)
     assert not [file for file in saved if WRITER.encode() in file.read_bytes()]
-    pushed = [*hub.files("me/toy").values(), *hub.files("me/toy", "master_weights").values()]
+    pushed = hub.files("me/toy").values()
     assert not [content for content in pushed if WRITER.encode() in content]
     printed = capfd.readouterr()
     assert WRITER not in caplog.text + printed.out + printed.err + str(trainer.args.to_dict())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -84,26 +83,3 @@ def test_a_logp_diff_above_the_threshold_stops_the_run_with_a_diagnosis(tmp_path
     message = isolated(_abort, save_model(tmp_path / "model"), str(tmp_path / "run"))
     assert "mismatch_abort_threshold=0.02" in message
     assert "quantize_learner=False" in message
-
-
-def _evaluation_logp_diff(model: str, folder: str, as_in_training: bool) -> dict[str, float]:
-    from types import SimpleNamespace
-
-    from trl.trainer import utils
-
-    from slow.toys import prompts
-
-    trainer = make_trainer(model, Path(folder), temperature=1.0, eval_temperature=0.5, per_device_eval_batch_size=32)
-    scored = utils._ChunkedLogProbFunction
-    if as_in_training:  # the head that TRL built, whatever `at_temperature` puts in its place
-        original = SimpleNamespace(forward=scored.forward, apply=lambda *a: scored.apply(*a[:4], 1.0, *a[5:]))
-        with patch.object(utils, "_ChunkedLogProbFunction", original):
-            return trainer.evaluate(prompts(32))
-    return trainer.evaluate(prompts(32))
-
-
-def test_an_evaluation_at_another_temperature_is_scored_at_it(tmp_path):
-    model = save_model(tmp_path / "model")
-    name = "eval_mismatch/logp_diff_mean"
-    assert 0 < isolated(_evaluation_logp_diff, model, str(tmp_path / "a"), False)[name] < 1e-6
-    assert isolated(_evaluation_logp_diff, model, str(tmp_path / "b"), True)[name] > 0.1  # control
