@@ -1,4 +1,4 @@
-"""Pictures of docs/results.md and docs/metrics.md from the committed cells, drawn as `qarl-trl report` draws runs."""
+"""Pictures of docs/results.md and docs/metrics.md from the committed cells, with the panels of `qarl-trl report`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ import math
 import statistics
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from arms import REGIMES, file_of
 from arms_table import read
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from qarl_trl.tools.report.draw import COLOURS, picture
-from qarl_trl.tools.report.figures import Panel, draw_panels
+from qarl_trl.tools.report.plots import COLOURS, STYLES, Panel, draw
 from qarl_trl.tools.report.runs import Run
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SHOWN = ("bf16 GRPO", "QaRL TBPO", "QaRL GSPO", "rollout-only TBPO", "rollout-only GRPO")
-GAP = Panel("Mismatch between engine and learner", "nats per token", {"mismatch/logp_diff_mean": ""}, log=True)
-REWARD = Panel("Sampled reward", "mean reward", {"reward": ""})
-ENTROPY = Panel("Entropy", "nats per token", {"entropy": ""})
-ERRORS = Panel("Error tokens", "share of tokens", {"error_tokens/frac": ""})
-RATIO = Panel("Sequence ratio r", "r", {"ratio/max": "largest", "ratio/neg_q99": "A<0, 99 %", "ratio/min": "smallest"})
+MISMATCH = Panel("Mismatch between engine and learner", "nats per token", ("mismatch/logp_diff_mean",), log=True)
+REWARD = Panel("Sampled reward", "mean reward", ("reward",))
+ENTROPY = Panel("Entropy", "nats per token", ("entropy",))
+ERRORS = Panel("Error tokens", "share of tokens", ("error_tokens/frac",))
+RATIO = Panel("Sequence ratio r: largest, A<0 99 %, smallest", "r", ("ratio/max", "ratio/neg_q99", "ratio/min"))
 
 
 def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) -> Run:
@@ -40,11 +38,23 @@ def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) 
     return Run(name, Path(), list(rows.values()))
 
 
+def draw_panels(panels: tuple[Panel, ...], runs: list[Run], columns: int) -> Figure:
+    """A figure of some panels, with the names of the runs above them."""
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(10, 2.9 * rows + 0.4), layout="constrained")
+    handles = [Line2D([], [], color=colour) for colour in COLOURS[: len(runs)]]
+    figure.legend(handles, [run.name for run in runs], loc="outside upper center", ncols=3, frameon=False)
+    for index, panel in enumerate(panels):
+        axis = figure.add_subplot(rows, columns, index + 1, title=panel.title)
+        draw(axis, panel, dict(zip(panel.metrics, STYLES, strict=False)), runs)
+    return figure
+
+
 def draw_arms(regime: str) -> Figure:
     """Reward, mismatch, entropy and error tokens of the arms of a regime; thin lines are seeds."""
-    panels, cells = (REWARD, GAP, ENTROPY, ERRORS), [read(regime, arm) for arm in SHOWN]
+    panels, cells = (REWARD, MISMATCH, ENTROPY, ERRORS), [read(regime, arm) for arm in SHOWN]
     runs = [mean_run(f"{arm} ({len(of)} seeds)", of, panels) for arm, of in zip(SHOWN, cells, strict=True)]
-    figure = draw_panels(panels, runs)
+    figure = draw_panels(panels, runs, columns=2)
     for axis, panel in zip(figure.axes, panels, strict=True):
         axis.set_xlabel(f"rollout batch ({REGIMES[regime]['updates']} updates each)")
         for colour, of in zip(COLOURS, cells, strict=False):
@@ -61,9 +71,9 @@ def draw_arms(regime: str) -> Figure:
 
 def draw_one(regime: str, arm: str, seed: int) -> Figure:
     """Reward, mismatch and ratios of one run, as docs/metrics.md shows them: the axes are the same in both pictures."""
-    panels = (REWARD, GAP, RATIO)
+    panels = (REWARD, MISMATCH, RATIO)
     cell = json.loads(file_of(regime, arm, seed).read_text())
-    figure = draw_panels(panels, [mean_run(f"{arm}, seed {seed}", [cell], panels)])
+    figure = draw_panels(panels, [mean_run(f"{arm}, seed {seed}", [cell], panels)], columns=3)
     figure.axes[0].set_ylim(0, 1)
     figure.axes[1].set(yscale="log", ylim=(1e-8, 1))
     for axis in figure.axes:
@@ -72,10 +82,10 @@ def draw_one(regime: str, arm: str, seed: int) -> Figure:
 
 
 if __name__ == "__main__":
-    for name, draw in {
+    for name, figure in {
         "results": partial(draw_arms, "hard"),
         "results_hot": partial(draw_arms, "hot"),
         "metrics_healthy": partial(draw_one, "hard", "QaRL TBPO", 0),
         "metrics_collapsed": partial(draw_one, "stale", "rollout-only GRPO", 0),
     }.items():
-        (DOCS / f"{name}.png").write_bytes(picture(name, "", "", draw).light)
+        figure().savefig(DOCS / f"{name}.png", dpi=100)

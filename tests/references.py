@@ -582,31 +582,3 @@ def ratio_metrics(rows, own, paper, by_sequence):
         gemm = table[1][1] * table[0][0] - table[1][0] * table[0][1]
         found["error_tokens/extreme_corr"] = gemm / math.sqrt(math.prod(edges))
     return found
-
-
-# Report -------------------------------------------------------------------------------------------------------------
-
-
-def ratio_tails(rows, sign, edges, fewest):
-    """(middle, 1 %, 99 %) of the tokens' ratios in each group of old probabilities; not of first updates."""
-    groups = [[] for _ in edges[1:]]
-    for row in rows:
-        if row["step"] != row["rollout_step"] and row["advantage"] * sign > 0:
-            for old, current, counts in zip(row["old_logps"], row["current_logps"], row["mask"], strict=True):
-                if counts:
-                    place = sum(math.exp(old) >= edge for edge in edges[1:-1])
-                    groups[place].append(math.exp(current - old))
-    found = []
-    for low, high, group in zip(edges[:-1], edges[1:], groups, strict=True):
-        if len(group) >= fewest:
-            found.append((math.sqrt(low * high), *(quantile(group, share) for share in (0.01, 0.99))))
-    return found
-
-
-def moving_average_reference(values, width):
-    """Mean of the finite values at most `width` places away."""
-    found = []
-    for i in range(len(values)):
-        near = [v for v in values[max(0, i - width) : i + width + 1] if math.isfinite(v)]
-        found.append(sum(near) / len(near) if near else math.nan)
-    return found

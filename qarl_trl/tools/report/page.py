@@ -1,140 +1,113 @@
-"""The page: one HTML file without scripts, whose pictures are in it. Every text of a run is escaped here or in texts.py."""
+"""The page: one HTML file without scripts, whose pictures are in it. Every text of a run is escaped here or in examples.py."""
 
 from __future__ import annotations
 
 import base64
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 import numpy as np
 
-from .draw import COLOURS, Picture
-from .figures import missing
+from .examples import examples
+from .plots import COLOURS, Panel, png, shown_panels
 from .runs import Run
-from .times import speed_up
+from .settings import differing
+from .verdict import headline, verdict
 
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #24292f; --paper: #fff; --soft: #f3f5f7; --line: #d5dae0; --mark: #ffd6c9 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #d6dae0; --paper: #15181d; --soft: #1f242b; --line: #3a4049; --mark: #8a2f12 }
-}
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1040px; margin: 2em auto; padding: 0 1em }
+body { font: 15px/1.5 system-ui, sans-serif; color: #24292f; max-width: 1240px; margin: 1em auto; padding: 0 1em }
 h1, h2 { line-height: 1.2 }
-h2 { margin-top: 2em; border-top: 1px solid var(--line); padding-top: 1em }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 370px), 1fr)); gap: 1.5em; margin: 1em 0 }
+.grid > * { margin: 0; min-width: 0 }
 .wide { overflow-x: auto }
-table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums }
-th, td { text-align: left; padding: .35em .8em; border-bottom: 1px solid var(--line); vertical-align: top; white-space: nowrap }
-td:nth-child(2), td:nth-child(8) { white-space: normal; min-width: 8em }
-img { max-width: 100%; height: auto; display: block }
-.dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em }
-.facts, figcaption, .missing { font-size: 13px; opacity: .85 }
-figure { margin: 1em 0 }
-.runs { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); mismatch: 1.5em }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--soft); padding: .6em; margin: .3em 0; font-size: 12.5px }
-mark { background: var(--mark); color: inherit }
+table { border-collapse: collapse; font-size: 14px }
+th, td { text-align: left; padding: .3em .8em .3em 0; border-bottom: 1px solid #d5dae0; overflow-wrap: anywhere }
+img { width: 100%; height: auto; display: block }
+h3 { display: inline-block; margin: 0 1em 0 0; font-size: 15px; overflow-wrap: anywhere }
+ul { list-style: none; padding: 0; margin: .3em 0 }
+li { padding-left: 1.5em; text-indent: -1.5em; margin-bottom: .3em }
+i, code, .note { font-size: 13px; color: #57606a; overflow-wrap: anywhere }
+.dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .4em }
+pre { max-height: 20em; overflow-y: auto; white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f5f7; padding: .6em; font-size: 12.5px }
+mark { background: #ffd6c9 }
 """
-# The browser itself then loads nothing from elsewhere and runs nothing.
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-HEAD = (
-    "run",
-    "arm",
-    "updates",
-    "reward, last",
-    "reward, best",
-    "held out, last",
-    "mismatch, mean",
-    "time",
-    "s an update",
-)
+MARKS = {"good": "✓", "look": "▲", "bad": "✗", "unknown": "?"}
 
 
-def page(runs: Sequence[Run], pictures: Sequence[Picture], examples: dict[str, str], baseline: Run | None) -> str:
-    """
-    The whole report.
-
-    Args:
-        runs (`Sequence[Run]`): In the order of their colours.
-        pictures (`Sequence[Picture]`): In the order of the page.
-        examples (`dict[str, str]`): HTML of each run's examples of text, by its name.
-        baseline (`Run` or `None`): What speed-ups are over.
-    """
+def page(runs: Sequence[Run]) -> str:
+    """The whole report as HTML, the runs in the order of their colours."""
     title = escape(", ".join(run.name for run in runs))
-    parts = [f"<h1>Report: {title}</h1>", _table(runs, baseline), *map(_missing, runs)]
-    for picture in pictures:
-        parts += [f"<h2>{escape(picture.title)}</h2>", _figure(picture)]
-        if picture.key == "error_tokens" and any(examples.values()):
-            parts.append(_texts(runs, examples))
-    if not any(picture.key == "error_tokens" for picture in pictures) and any(examples.values()):
-        parts.append(_texts(runs, examples))
+    panels, constant = shown_panels(runs)
+    names = [_name(run, colour) for run, colour in zip(runs, COLOURS, strict=False)]
+    parts = ["<h1>qarl-trl report</h1>", _grid(map(_verdict, runs, names)), "<h2>Plots</h2>"]
+    note = "A point is a rollout batch. docs/metrics.md explains each metric."
+    parts.append(f'<p class="note">{note}</p>{"".join(names)}')
+    parts.append(_grid(_figure(panel, styles, runs) for panel, styles in panels))
+    if constant:
+        values = [f"<code>{name}</code> {value:.4g}" for name, value in constant.items()]
+        parts.append(f"<p>Constant: {', '.join(values)}</p>")
+    parts += ["<h2>Runs</h2>", _table(runs, names)]
+    texts = {name: text for run, name in zip(runs, names, strict=True) if (text := examples(run))}
+    if texts:
+        parts.append("<h2>Examples</h2><p>With the most error tokens, marked; without any, best and worst.</p>")
+        parts.append(_grid(f"<section>{name}{text}</section>" for name, text in texts.items()))
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>qarl-trl report: {title}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{STYLE}</style>\n</head>\n<body>\n'
         + "\n".join(parts)
         + "\n</body>\n</html>\n"
     )
 
 
-def _table(runs: Sequence[Run], baseline: Run | None) -> str:
-    head = HEAD if baseline is None else (*HEAD, f"faster than {baseline.name}")
-    rows = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    for run, colour in zip(runs, COLOURS, strict=False):
-        name, *cells = _cells(run, baseline)
-        dot = f'<span class="dot" style="background: {colour}"></span>'
-        rows.append(f"<td>{dot}{escape(name)}</td>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells))
-    return '<div class="wide"><table>' + "\n".join(f"<tr>{row}</tr>" for row in rows) + "</table></div>"
+def _grid(parts: Iterable[str]) -> str:
+    return '<div class="grid">' + "\n".join(parts) + "</div>"
 
 
-def _cells(run: Run, baseline: Run | None) -> list[str]:
-    steps, rewards = run.series("reward")
-    best = f"{np.nanmax(rewards):.3f} at {steps[np.nanargmax(rewards)]:.0f}" if run.has("reward") else ""
-    phases, seconds = run.phases(), run.seconds()
-    total = sum(phases.values()) or math.nan
-    cells = [run.name, run.arm, str(run.last_step), _last(rewards), best, _last(run.series("eval_reward")[1])]
-    cells.append(_number(run.mean("mismatch/logp_diff_mean"), ".1e"))
-    cells.append(", ".join(f"{phase} {value / total:.0%}" for phase, value in phases.items()))
-    cells.append(_number(seconds, ".3g"))
-    return cells if baseline is None else [*cells, _number(speed_up(run, baseline), ".2f")]
+def _name(run: Run, colour: str) -> str:
+    return f'<h3><span class="dot" style="background: {colour}"></span>{escape(run.name)}</h3>'
 
 
-def _last(values: np.ndarray) -> str:
-    finite = values[np.isfinite(values)]
-    return f"{finite[-1]:.3f}" if len(finite) else ""
+def _verdict(run: Run, name: str) -> str:
+    findings = verdict(run)
+    lines = [f"<li>{MARKS[f.level]} {escape(f.text)}. <i>{escape(f.advice)}</i></li>" for f in findings]
+    return f"<section>{name}<b>{headline(findings)}</b><ul>{''.join(lines)}</ul></section>"
 
 
-def _number(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else ""
-
-
-def _missing(run: Run) -> str:
-    """What a run lacks, once; a family of metrics of which it has none is one entry."""
-    absent, text = missing(run), ""
-    families = {name.split("/")[0] for name in absent if "/" in name}
-    logged = {name.split("/")[0] for row in run.log for name in row}
-    shown = dict.fromkeys(
-        f"{family}/*" if (family := name.split("/")[0]) in families - logged else name for name in absent
-    )
-    if shown:
-        text += f"not logged by this run: {', '.join(shown)}. "
-    if run.unreadable:
-        text += f"cannot be read and left out: {', '.join(run.unreadable)}."
-    return f'<p class="missing"><b>{escape(run.name)}</b>: {escape(text)}</p>' if text else ""
-
-
-def _figure(picture: Picture) -> str:
-    light, dark = (base64.b64encode(image).decode() for image in (picture.light, picture.dark))
+def _figure(panel: Panel, styles: dict[str, str], runs: Sequence[Run]) -> str:
+    """A picture, and below it the names of its metrics as a tracker shows them."""
+    keys = []
+    for name, style in (styles | dict.fromkeys(panel.floors, "dotted")).items():
+        logged = sorted({run.logged_name(name) for run in runs if len(run.values(name))})
+        keys += [f"{style} <code>{' or '.join(logged)}</code>"] if logged else []
+    image = base64.b64encode(png(panel, styles, runs)).decode()
     return (
-        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
-        f'<img alt="{escape(picture.title)}" src="data:image/png;base64,{light}"></picture>'
-        f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
+        f'<figure><b>{panel.title}</b><img alt="{panel.title}" src="data:image/png;base64,{image}">'
+        f'<figcaption class="note">{", ".join(keys)}</figcaption></figure>'
     )
 
 
-def _texts(runs: Sequence[Run], examples: dict[str, str]) -> str:
-    columns = [
-        f"<section><h3>{escape(run.name)}</h3>{examples[run.name]}</section>" for run in runs if examples[run.name]
-    ]
-    which = "With the most error tokens, marked where the run has its tokenizer; without any, best and worst of the last update."
-    return f'<h2>Examples of text</h2><p class="facts">{which}</p><div class="runs">{"".join(columns)}</div>'
+def _table(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """What was reached, and the settings that differ, a column for each run."""
+    rows = {"": names, "updates": [str(max(row["step"] for row in run.log)) for run in runs]}
+    rows["reward, best"] = [_best(run) for run in runs]
+    rows["held out, last"] = [_number(run.values("eval_reward")[-1:]) for run in runs]
+    rows["mismatch, mean"] = [_number(run.values("mismatch/logp_diff_mean")) for run in runs]
+    rows["seconds an update"] = [_seconds(run) for run in runs]
+    rows |= {f"<code>{escape(name)}</code>": list(map(escape, row)) for name, row in differing(runs).items()}
+    lines = [f"<tr><th>{name}</th><td>{'</td><td>'.join(row)}</td></tr>" for name, row in rows.items() if any(row)]
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+
+
+def _number(values: np.ndarray) -> str:
+    return f"{values.mean():.3g}" if len(values) else ""
+
+
+def _best(run: Run) -> str:
+    steps, values = run.series("reward")
+    return f"{values.max():.3g} at {steps[values.argmax()]:.0f}" if len(values) else ""
+
+
+def _seconds(run: Run) -> str:
+    parts = {name: run.values(f"time/{name}") for name in ("rollout", "sync", "update")}
+    return ", ".join(f"{name} {values.mean():.3g}" for name, values in parts.items() if len(values))

@@ -1,140 +1,124 @@
-"""A run's folder, read: its log, its settings, and where its texts are."""
+"""A run's folder, read: its log, one point per rollout batch, and its settings."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .settings import arm, bounds, level, read_settings
+from .settings import read_settings
 
 
 # Plain TRL's names for the same or nearly the same, used where ours were not logged.
 TRL_NAMES = {
     "mismatch/logp_diff_mean": "sampling/sampling_logp_difference/mean",
-    "mismatch/logp_diff_max": "sampling/sampling_logp_difference/max",
     "ratio/pos_high_frac": "clip_ratio/high_mean",
     "ratio/neg_low_frac": "clip_ratio/low_mean",
+    "time/update": "step_time",
 }
-PHASES = ("time/rollout", "time/sync", "time/update")
 
 
 @dataclass
 class Run:
-    """One run. `log` has a row for each log line, with its `step`; `unreadable` are files that were left out."""
+    """One run. `log` has a row for each log line, with its `step`."""
 
     name: str
     folder: Path
     log: list[dict[str, Any]]
     settings: dict[str, Any] = field(default_factory=dict)
-    unreadable: list[str] = field(default_factory=list)
 
-    @property
-    def arm(self) -> str:
-        """In words."""
-        return arm(self.settings)
+    @cached_property
+    def points(self) -> list[dict[str, float]]:
+        """
+        The log with one row per rollout batch, at the step of its first update.
 
-    def edges(self, names: Sequence[str], clipped: str) -> list[float]:
-        """Those bounds of its clip that exist, if it clips at this level: "sequence" or "token"."""
-        found = bounds(self.settings)
-        return [getattr(found, name) for name in names if found.exist[name] and level(self.settings) == clipped]
+        The ratio of a batch is 1 at its first update and leaves 1 with each further one, so that a point per update draws a
+        saw-tooth. A batch has the mean over its log lines, or the extreme for names that end in `min` or `max`.
+        Evaluations keep a row of their own.
+        """
+        batches: list[list[dict[str, Any]]] = []
+        evaluations: list[list[dict[str, Any]]] = []
+        for row in sorted(self.log, key=lambda row: row["step"]):
+            if any(name.startswith("eval_") for name in row):
+                evaluations.append([row])
+            elif "reward" in row or not batches:  # TRL logs the reward in the line of the update that samples
+                batches.append([row])
+            else:
+                batches[-1].append(row)
+        return [_combine(rows) for rows in batches + evaluations]
 
-    @property
-    def last_step(self) -> int:
-        """Optimizer steps up to the last log line."""
-        return max(row["step"] for row in self.log)
+    def logged_name(self, name: str) -> str:
+        """The name under which this run logged a metric: ours or TRL's."""
+        logged = any(name in row for row in self.points)
+        return name if logged else TRL_NAMES.get(name, name)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a metric, in order; NaN and infinity are NaN, and both are empty if it was not logged."""
-        for known in (name, TRL_NAMES.get(name)):
-            rows = [(row["step"], row[known]) for row in self.log if isinstance(row.get(known), (int, float))]
-            if rows:
-                steps, values = np.array(sorted(rows, key=lambda row: row[0]), dtype=float).T
-                return steps, np.where(np.isfinite(values), values, math.nan)
-        return np.array([]), np.array([])
+        """Steps and finite values of a metric, `(N,)` each, in order; empty if it was not logged."""
+        logged = self.logged_name(name)
+        found = sorted((row["step"], row[logged]) for row in self.points if logged in row)
+        steps, values = np.array(found, dtype=float).reshape(-1, 2).T
+        return steps, values
 
-    def has(self, name: str) -> bool:
-        """Whether there is a number to show."""
-        return bool(np.isfinite(self.series(name)[1]).any())
+    def values(self, name: str) -> np.ndarray:
+        """Values of [`series`]."""
+        return self.series(name)[1]
 
-    def mean(self, name: str) -> float:
-        """Over its log lines; NaN if there is none."""
-        values = self.series(name)[1]
-        return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
 
-    def phases(self) -> dict[str, float]:
-        """Mean seconds of an update in each phase; empty if they were not logged."""
-        return {name.removeprefix("time/"): self.mean(name) for name in PHASES if self.has(name)}
-
-    def seconds(self) -> float:
-        """Mean seconds of an update: the sum of the phases, else TRL's `step_time`; NaN if neither was logged."""
-        return sum(self.phases().values()) or self.mean("step_time")
-
-    def parquet_files(self, kind: str) -> list[Path]:
-        """Files `KIND/KIND_<step>.parquet` in the order of their steps."""
-        return sorted((self.folder / kind).glob(f"{kind}_*.parquet"), key=lambda file: (len(file.name), file.name))
+def _combine(rows: list[dict[str, Any]]) -> dict[str, float]:
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                columns.setdefault(name, []).append(value)
+    combine = {"min": min, "max": max}
+    point = {name: combine.get(name[-3:], np.mean)(values) for name, values in columns.items()}
+    return point | {"step": rows[0]["step"]}
 
 
 def read_run(given: str) -> Run:
     """
-    Read `FOLDER` or `NAME=FOLDER`.
+    Read `FOLDER` or `NAME=FOLDER`: a `trainer_state.json`, at the top or in a `checkpoint-*`, or a `log.json`.
 
     Raises:
-        ValueError: If it is missing, no run, or has logged nothing.
+        ValueError: If the folder is missing, has no log, or logged nothing.
     """
-    is_named = "=" in given and not Path(given).expanduser().exists()
-    name, _, path = given.partition("=") if is_named else ("", "", given)
+    named = "=" in given and not Path(given).expanduser().exists()
+    name, _, path = given.partition("=") if named else ("", "", given)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")
-    if (folder / "quickstart.json").is_file() and (folder / "log.json").is_file():
-        log, settings = _quickstart(folder)
-    else:
-        log, settings = _newest_log(folder), {}
-    log = [row for row in log if isinstance(row, dict) and isinstance(row.get("step"), int) and len(row) > 1]
+    log = [
+        row for row in _read_log(folder) if isinstance(row, dict) and isinstance(row.get("step"), int) and len(row) > 1
+    ]
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
-    return Run(name or folder.resolve().name, folder, log, read_settings(folder) or settings)
+    return Run(name or folder.resolve().name, folder, log, read_settings(folder))
 
 
-def _newest_log(folder: Path) -> list[Any]:
-    """`log_history` of the `trainer_state.json` that is furthest on: at the top, or in a checkpoint."""
-    files = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
-    if not files:
+def _read_log(folder: Path) -> list[Any]:
+    states = [
+        _read_json(file)
+        for file in (*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json"))
+    ]
+    logs = [state.get("log_history") for state in states if isinstance(state, dict)]
+    if (folder / "log.json").is_file():  # `trainer.state.log_history` alone
+        logs.append(_read_json(folder / "log.json"))
+    logs = [log for log in logs if isinstance(log, list)]
+    if not logs:
         raise ValueError(
-            f"{folder} is no run: it needs a trainer_state.json, at the top or in a checkpoint-*, or the quickstart's "
-            "log.json and quickstart.json. `trainer.save_state()` writes one."
+            f"{folder} is no run: it must hold a trainer_state.json (`trainer.save_state()` writes one), at the top or in a "
+            "checkpoint-*, or a log.json."
         )
-    states = [_read_json(file, dict) for file in files]
-    log = max(states, key=lambda state: state.get("global_step") or 0).get("log_history")
-    return log if isinstance(log, list) else []
+    return max(logs, key=len)  # of several checkpoints the one that is furthest on
 
 
-def _quickstart(folder: Path) -> tuple[list[Any], dict[str, Any]]:
-    """The quickstart's log; its held-out accuracies become `eval_reward`, its floor a line of two points."""
-    log, summary = _read_json(folder / "log.json", list), _read_json(folder / "quickstart.json", dict)
-    last = max((row.get("step", 0) for row in log), default=0)
-    for step, accuracy in ((0, "accuracy_before"), (last, "accuracy_after")) if log else ():
-        log.append(
-            {
-                "step": step,
-                "eval_reward": summary.get(accuracy),
-                "logp_diff_floor": summary.get("logp_diff_bf16_floor"),
-            }
-        )
-    return log, {"quant_scheme": summary.get("scheme", "none"), "quantize_learner": True}
-
-
-def _read_json(file: Path, kind: type) -> Any:
+def _read_json(file: Path) -> Any:
     try:
-        found = json.loads(file.read_text())
+        return json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, kind):
-        raise ValueError(f"{file} is no log: must hold a {kind.__name__}, got a {type(found).__name__}.")
-    return found

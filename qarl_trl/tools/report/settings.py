@@ -1,31 +1,20 @@
-"""What a run was: its arm and the edges of its clip, read from `training_args.bin` without running anything in it."""
+"""A run's settings from its `training_args.bin`, read without running anything that is pickled in it."""
 
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from ...metrics.bounds import Bounds, clip_bounds
+from typing import TYPE_CHECKING, Any
 
 
-# What the report may show of a run's settings; all others, hub_token among them, are dropped as they are read.
-FIELDS = (
-    "quant_scheme",
-    "quant_recipe",
-    "quantize_learner",
-    "loss_type",
-    "importance_sampling_level",
-    "advantage_filter",
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "tbpo_epsilon_high",
-    "tbpo_delta_low",
-    "tbpo_delta_high",
-    "tbpo_mismatch_cap",
-)
+if TYPE_CHECKING:
+    from .runs import Run
+
+SHOWN = ("quant_scheme", "quantize_learner", "loss_type", "learning_rate")  # also where all runs have the same
+WHERE = ("output_dir", "logging_dir", "run_name", "hub_model_id")  # says nothing about the training
 
 
 class _Inert:
@@ -44,7 +33,7 @@ class _Reader(pickle.Unpickler):
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """`FIELDS` of the newest `training_args.bin` in `folder` or its checkpoints; empty if there is none to be read."""
+    """Plain values, secrets redacted, of the newest `training_args.bin` in `folder` or its checkpoints; empty without one."""
     files = [*folder.glob("training_args.bin"), *folder.glob("checkpoint-*/training_args.bin")]
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         try:
@@ -54,42 +43,26 @@ def read_settings(folder: Path) -> dict[str, Any]:
                     found = vars(_Reader(data).load())
         except Exception:  # whatever a foreign pickle raises
             continue
-        return {name: found[name] for name in FIELDS if isinstance(found.get(name), (bool, int, float, str))}
+        plain = (bool, int, float, str, list, dict, type(None))
+        return redact({name: value for name, value in found.items() if isinstance(value, plain) and name not in WHERE})
     return {}
 
 
-def arm(settings: dict[str, Any]) -> str:
-    """In words: precision, loss and level of its ratio."""
-    if not settings:
-        return "settings not found"
-    scheme = "llm-compressor recipe" if "quant_recipe" in settings else settings.get("quant_scheme", "none")
-    if "quantize_learner" not in settings and scheme == "none":
-        words = ["plain TRL"]
-    elif scheme == "none":
-        words = ["not quantized"]
-    elif settings.get("quantize_learner", True):
-        words = [f"{scheme} engine and learner"]
-    else:
-        words = [f"{scheme} engine, learner not quantized"]
-    words.append(settings.get("loss_type", ""))
-    if words[-1] != "tbpo" and settings.get("importance_sampling_level") == "sequence":
-        words.append("sequence ratio")
-    if settings.get("advantage_filter", "none") != "none":
-        words.append(f"{settings['advantage_filter']} advantages only")
-    return ", ".join(filter(None, words))
+def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Settings that not all runs share, and `SHOWN`: a text for each run, empty where its settings are not known."""
+    names = dict.fromkeys((*SHOWN, *sorted({name for run in runs for name in run.settings})))
+    rows = {name: [str(run.settings[name]) if name in run.settings else "" for run in runs] for name in names}
+    return {name: row for name, row in rows.items() if len(set(row)) > 1 or (name in SHOWN and any(row))}
 
 
-def bounds(settings: dict[str, Any]) -> Bounds:
-    """The edges of the arm's clip (paper eq. 6 for TBPO, else TRL's `epsilon`, `epsilon_high`, `delta`)."""
-    loss, low = settings.get("loss_type"), settings.get("epsilon")
-    if loss == "tbpo":
-        high, below, above = (settings[f"tbpo_{name}"] for name in ("epsilon_high", "delta_low", "delta_high"))
-        return Bounds(1 + high, 1 - below, 1 + above)
-    if low is None:  # not known
-        return Bounds()
-    return clip_bounds(loss, low, settings.get("epsilon_high", low), settings.get("delta"))
+_SECRET = re.compile(r"token|key|secret|password|credential|authorization|header", re.IGNORECASE)
 
 
-def level(settings: dict[str, Any]) -> str:
-    """At which the arm clips: "sequence" or "token"."""
-    return "sequence" if settings.get("loss_type") == "tbpo" else settings.get("importance_sampling_level", "token")
+def redact(value: Any) -> Any:
+    """The value with what stands under a secret's name, at any depth, replaced."""
+    if isinstance(value, dict):
+        return {
+            name: "(redacted)" if found and _SECRET.search(str(name)) else redact(found)
+            for name, found in value.items()
+        }
+    return [redact(part) for part in value] if isinstance(value, list) else value

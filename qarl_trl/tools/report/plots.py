@@ -1,0 +1,116 @@
+"""The plots, as a table of metrics and one function that draws a panel. Runs are colours, metrics are line styles."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .runs import Run
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers, without those that vanish on white; and a grey.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
+STYLES = {"solid": "-", "dashed": "--", "dotted": ":"}
+# A metric that moves by less is constant: float32 rounding, such as a KL of 1e-14, is not a signal.
+NOISE = 1e-9
+RELATIVE_NOISE = 1e-6
+# Log-probs in float32 resolve about 1e-7 nats: a log axis ends below that and spans at least three decades.
+LOG_BOTTOM, LOG_SPAN = 1e-8, 1e3
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`metrics` in the order of `STYLES`; `floors` are horizontal lines at a metric's mean."""
+
+    title: str
+    unit: str
+    metrics: tuple[str, ...]
+    log: bool = False
+    floors: tuple[str, ...] = ()
+
+
+PANELS = (
+    Panel("Reward", "mean reward", ("reward", "eval_reward")),
+    Panel(
+        "Log-prob mismatch, engine and learner",
+        "nats per token",
+        ("mismatch/logp_diff_mean",),
+        log=True,
+        floors=("sync/verify_noise_floor",),
+    ),
+    Panel(
+        "Clipped: beyond the bounds of the loss",
+        "share of completions",
+        ("ratio/pos_high_frac", "ratio/neg_low_frac", "ratio/neg_high_frac"),
+    ),
+    Panel("Extremes of the sequence ratio", "learner now / at rollout", ("ratio/max", "ratio/min")),
+    Panel("Quantized values that a sync changed", "share", ("quant/flip_frac",)),
+    Panel("Entropy", "nats per token", ("entropy",)),
+    Panel("Length of answers", "tokens", ("completions/mean_length",)),
+    Panel("Answers cut off, tokens in loops", "share", ("completions/clipped_ratio", "error_tokens/frac")),
+    Panel("Time of an update", "seconds", ("time/update", "time/rollout", "time/sync")),
+)
+
+
+def is_constant(runs: Sequence[Run], name: str) -> bool:
+    """Whether a metric has one value in all runs, but for rounding."""
+    values = np.concatenate([run.values(name) for run in runs])
+    return bool(len(values)) and np.ptp(values) <= max(NOISE, RELATIVE_NOISE * np.abs(values).max())
+
+
+def shown_panels(runs: Sequence[Run]) -> tuple[list[tuple[Panel, dict[str, str]]], dict[str, float]]:
+    """The panels to draw, each with its metrics that vary and their line styles; and the constant ones with their value."""
+    panels, constant = [], {}
+    for panel in PANELS:
+        styles = {}
+        for name, style in zip(panel.metrics, STYLES, strict=False):
+            if is_constant(runs, name):
+                constant[name] = next(float(run.values(name)[0]) for run in runs if len(run.values(name)))
+            elif any(len(run.values(name)) for run in runs):
+                styles[name] = style
+        if styles:
+            panels.append((panel, styles))
+    return panels, constant
+
+
+def png(panel: Panel, styles: dict[str, str], runs: Sequence[Run]) -> bytes:
+    """One panel as a picture that is readable at 380 pixels of width."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(4.2, 2.6), layout="constrained")
+        draw(figure.add_subplot(), panel, styles, runs)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=200)
+    return file.getvalue()
+
+
+def draw(axis: Axes, panel: Panel, styles: dict[str, str], runs: Sequence[Run]) -> None:
+    """Draw the metrics of `styles` of each run that has them. Text of a run is not drawn: the page escapes it."""
+    from matplotlib.ticker import MaxNLocator
+
+    for colour, run in zip(COLOURS, runs, strict=False):
+        for name, style in styles.items():
+            steps, values = run.series(name)
+            values = np.maximum(values, LOG_BOTTOM) if panel.log else values
+            marker = "o" if len(values) < 12 else None  # single points, as of few evaluations, need one
+            axis.plot(steps, values, STYLES[style], color=colour, linewidth=1.2, marker=marker, markersize=3)
+        for name in panel.floors:
+            if len(values := run.values(name)):
+                axis.axhline(values.mean(), color=colour, linewidth=1, linestyle=STYLES["dotted"])
+    axis.set(xlabel="update", ylabel=panel.unit)
+    axis.grid(color="#e4e7eb")
+    axis.set_axisbelow(True)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if panel.log:
+        axis.set_yscale("log")
+        low, high = axis.get_ylim()
+        axis.set_ylim(max(LOG_BOTTOM, min(low, high / LOG_SPAN)), high)

@@ -1,0 +1,133 @@
+"""The page: what is drawn, that no text of a run gets out of its place, and what the command refuses."""
+
+import base64
+import io
+import re
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+from slow.toys import distinct_characters, prompts, save_model
+from trl import GRPOConfig, GRPOTrainer
+
+from qarl_trl import cli
+from qarl_trl.tools.report.examples import examples, marked
+from qarl_trl.tools.report.plots import COLOURS, PANELS, draw, shown_panels
+from qarl_trl.tools.report.runs import Run, read_run
+
+from .folders import log, write_run, write_tokens
+
+
+EVIL = "<script>document.body.innerHTML = 'owned'</script>"
+
+
+def drawn(runs):
+    """Steps and values of the lines of each panel, by its title."""
+    found = {}
+    for panel, styles in shown_panels(runs)[0]:
+        axis = Figure().add_subplot()
+        draw(axis, panel, styles, runs)
+        found[panel.title] = [np.stack([line.get_xdata(), line.get_ydata()]).tolist() for line in axis.lines]
+    return found
+
+
+def test_every_panel_draws_what_was_logged(tmp_path):
+    run = Run("a", tmp_path, [*log(updates=2), {"step": 0, "eval_reward": 0.5}, {"step": 16, "eval_reward": 0.75}])
+    found, constant = drawn([run]), shown_panels([run])[1]
+    assert constant == {"ratio/min": 1 - 1 / 64, "ratio/max": 1 + 1 / 64}
+    varying = [panel for panel in PANELS if not set(panel.metrics) & set(constant)]
+    assert list(found) == [panel.title for panel in varying]
+    for panel in varying:
+        lines = [np.stack(run.series(name)).tolist() for name in panel.metrics]
+        lines += [[[0, 1], [run.values(name).mean()] * 2] for name in panel.floors]
+        assert found[panel.title] == lines
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, "noise"])
+def test_constants_and_rounding_are_not_drawn(tmp_path, value):
+    rows = log()
+    for row in rows:
+        row["entropy"] = 1e-14 * row["step"] if value == "noise" else value
+    panels, constant = shown_panels([Run("a", tmp_path, rows)])
+    assert "Entropy" not in [panel.title for panel, _ in panels] and "entropy" in constant
+    other = Run("b", tmp_path, log(entropy=2.0))  # control: constant in each run, but not the same
+    assert "Entropy" in [panel.title for panel, _ in shown_panels([Run("a", tmp_path, rows), other])[0]]
+
+
+def test_the_page_holds_its_pictures_and_escapes_every_text(tmp_path):
+    hostile = write_tokens(write_run(tmp_path / "a$b$<script>", log()), [(EVIL, 1.0, [4, 5]), ("fine", -1.0, [])])
+    plain = write_run(tmp_path / "_short", [{"step": 1, "reward": 0.25, "step_time": 1.0}])
+    cli.main(["report", str(hostile), str(plain), "--output_dir", str(tmp_path / "out")])
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "<script" not in text and str(tmp_path) not in text
+    assert text.count("&lt;script&gt;document.body") == 2  # prompt and completion
+    assert "a$b$&lt;script&gt;" in text and "fine" not in text
+    images = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    assert len(images) == len(re.findall(r"(?:src|href)\s*=", text))  # nothing is loaded from elsewhere
+    assert len(images) == len(PANELS) - 1  # the extremes are constant
+    for image in images:
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB")).astype(int)
+        colour = [int(COLOURS[0][i : i + 2], 16) for i in (1, 3, 5)]
+        assert (abs(pixels - colour).max(-1) < 24).sum() > 100
+    assert "dotted <code>sync/verify_noise_floor</code>" in text  # names as in the tracker
+    assert "solid <code>step_time or time/update</code>" in text
+
+
+class Letters:
+    def decode(self, ids, skip_special_tokens):
+        return "".join("ab<c&d"[i] for i in ids)
+
+
+def test_error_tokens_are_marked_in_escaped_text(tmp_path):
+    row = {"token_ids": [0, 1, 2, 3, 4, 5], "error_mask": [False, False, True, True, True, False], "completion": "<x>"}
+    assert marked(row, Letters()) == "ab<mark>&lt;c&amp;</mark>d"
+    assert marked(row, None) == "&lt;x&gt;"
+    rows = [("bad", 1.0, [0]), ("worse", 1.0, [0, 1]), ("good", 1.0, [])]
+    text = examples(Run("a", write_tokens(tmp_path, rows), []))
+    assert "good" not in text and text.index("worse") < text.index("bad")
+    file = next((tmp_path / "token_stats").iterdir())
+    file.write_bytes(file.read_bytes()[:100])  # as while it is being written
+    assert examples(Run("a", tmp_path, [])) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{}/nowhere"], "no such folder: .*nowhere"),
+        (["{}/a", "{}/b/a"], "two runs are named 'a'"),
+        (["{}/sft"], "nothing that the report shows was logged by sft"),
+        ([f"{i}={{}}/a" for i in range(len(COLOURS) + 1)], "7 runs fit"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, capsys, arguments, message):
+    write_run(tmp_path / "a", log(1))
+    write_run(tmp_path / "b" / "a", log(1))
+    write_run(tmp_path / "sft", [{"step": 1, "loss": 2.0}])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["report", *(argument.format(tmp_path) for argument in arguments)])
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and re.search(f"^qarl-trl report: .*{message}", lines[0])
+    assert not list(tmp_path.rglob("report*"))
+
+
+def test_a_report_of_trls_own_trainer(tmp_path):
+    """Trained here by a stock `GRPOTrainer`; no engine, so no mismatch, and none of the trainer's own metrics."""
+    size = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 4}
+    quiet = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    args = GRPOConfig(
+        str(tmp_path / "run"), steps_per_generation=2, logging_steps=1, log_completions=True, **size, **quiet
+    )
+    model = save_model(tmp_path / "model", layers=1)
+    trainer = GRPOTrainer(model, distinct_characters, args, train_dataset=prompts())
+    trainer.train()
+    trainer.save_state()
+    cli.main(["report", str(tmp_path / "run")])
+    run = read_run(str(tmp_path / "run"))
+    assert [row["step"] for row in run.points] == [1, 3]
+    logged = {run.logged_name(name) for panel in PANELS for name in panel.metrics if len(run.values(name))}
+    assert {"reward", "entropy", "step_time", "clip_ratio/low_mean", "completions/mean_length"} <= logged
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "<code>step_time</code>" in text and text.count("<pre>") == 4
+    assert "no log-prob mismatch was logged" in text

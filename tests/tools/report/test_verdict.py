@@ -1,0 +1,70 @@
+"""The verdict on made-up and on committed runs: healthy ones and collapsed ones are told apart."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qarl_trl.tools.report.runs import Run
+from qarl_trl.tools.report.verdict import headline, verdict
+
+from .folders import log
+
+
+ARMS = Path(__file__).parents[3] / "benchmarks" / "results" / "arms"
+
+
+def levels(rows):
+    return {finding.level: finding for finding in verdict(Run("a", Path(), rows))}
+
+
+def test_a_healthy_run():
+    findings = verdict(Run("a", Path(), log()))
+    assert headline(findings) == "healthy" and {finding.level for finding in findings} == {"good"}
+    assert any("at the noise floor" in finding.text for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "text"),
+    [
+        ({"mismatch/logp_diff_mean": 0.2, "mismatch/kl_k3": 0.02}, "bad", "a KL of 0.02"),
+        ({"mismatch/logp_diff_mean": 0.2, "sync/verify_noise_floor": 0.02}, "look", "10.0 noise floors"),
+        ({"quant/flip_frac": 0.0}, "bad", "changes 0.00%"),
+        ({"quant/flip_frac": 0.4}, "bad", "changes 40.00%"),
+        ({"ratio/neg_low_frac": 0.4}, "look", "40% (A < 0, below)"),
+        ({"ratio/pos_high_frac": 0.9}, "bad", "90% (A > 0, above)"),
+        ({"frac_reward_zero_std": 0.9}, "look", "all rewards are equal in 90%"),
+        ({"completions/clipped_ratio": 0.5}, "look", "50% of the answers are cut off"),
+        ({"error_tokens/frac": 0.05}, "look", "5.0% of the tokens"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_to_do(changes, level, text):
+    finding = levels(log(**changes))[level]
+    assert text in finding.text and finding.advice
+
+
+def test_trends_are_of_quarters_and_not_of_short_runs():
+    rows = log(batches=12)
+    for row in rows:
+        batch = (row["step"] - 1) // 4
+        if "reward" in row:
+            row |= {"reward": 0.1 * batch if batch < 8 else 0.0, "mismatch/logp_diff_mean": 0.02 * (batch + 1)}
+    texts = [finding.text for finding in verdict(Run("a", Path(), rows)) if finding.level == "bad"]
+    assert any("it fell" in text for text in texts) and any("it grows" in text for text in texts)
+    assert "bad" not in levels(rows[:28])  # control: 7 batches
+
+
+def test_without_a_log_of_it_nothing_is_claimed():
+    found = verdict(Run("a", Path(), [{"step": 1, "reward": 0.5}]))
+    assert [finding.level for finding in found] == ["unknown", "unknown"]
+
+
+@pytest.mark.parametrize(("arm", "wrong"), [("qarl_tbpo", False), ("bf16_grpo", False), ("rollout-only_grpo", True)])
+def test_committed_runs(arm, wrong):
+    """Regime "stale": the rollout-only arm collapses (docs/results.md)."""
+    cell = json.loads((ARMS / "stale" / f"{arm}.0.json").read_text())["log"]
+    rows = [
+        {"step": step} | {name: values[step] for name, values in cell.items() if values[step] is not None}
+        for step in range(len(cell["reward"]))
+    ]
+    assert headline(verdict(Run(arm, Path(), rows))) == ("something is wrong" if wrong else "healthy")
