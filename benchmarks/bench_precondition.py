@@ -82,8 +82,7 @@ def main() -> None:
         samples=(128, 8, "calibration rows"),
         probes=(128, 8, "held-out rows that are measured"),
     )
-    from qarl_trl.quant.plan import single_group
-    from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
+    from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
     from qarl_trl.tools.llmcompressor.precondition import log_probs, quantization_error
 
     model, tokenizer = trained_model(args.steps)

@@ -91,8 +91,7 @@ def main() -> None:
     from sums import problems
 
     from qarl_trl.quant import apply_quantization
-    from qarl_trl.quant.plan import single_group
-    from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
+    from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
     from qarl_trl.quant.start import load_master_weights, quantized_source
     from qarl_trl.tools.llmcompressor.calibration import run_oneshot
     from qarl_trl.tools.llmcompressor.precondition import log_probs

@@ -19,9 +19,8 @@ from trl import GRPOConfig
 
 from . import _compat
 from .loss import TrustBand
-from .quant.plan import single_group
 from .quant.recipe import read_recipe
-from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme
+from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme, single_group
 from .rollout.cpu_ops import unsupported
 
 

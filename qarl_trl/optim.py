@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import get_parameter_names
 
-from .quant.checks import EXPERTS_LAYOUT
 from .quant.experts import PROJECTIONS, expert_modules
+from .quant.layers import EXPERTS_LAYOUT
 
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from . import _compat
 from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target
 from .export.push import repository_of
-from .quant.checks import NO_HUB_KERNELS, check_shardable
 from .quant.experts import QuantExperts, num_experts
+from .quant.layers import NO_HUB_KERNELS, check_shardable
 from .quant.model import apply_quantization, quantized_modules
-from .quant.plan import describe_scheme, match, resolve_config
+from .quant.scheme import describe_scheme, resolve_config, scheme_for
 from .quant.start import QuantizedSource, quantized_source
 from .rollout.gemm import GEMMS
 from .rollout.support import check_engine, check_shards
@@ -256,16 +256,16 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     stored = source.layers  # reads the headers of all files
     plan = resolve_config(args.quant_plan(source.plan()))
     check_plan(plan, args)
-    chosen = {name: scheme for name, _, scheme in match(((n, nn.Linear(1, 1, device="meta")) for n in stored), plan)}
-    differing = [n for n in stored if n not in chosen or describe_scheme(stored[n]) != describe_scheme(chosen[n])]
+    chosen = {name: scheme_for(name, nn.Linear(1, 1, device="meta"), plan) for name in stored}
+    words = {name: describe_scheme(scheme) if scheme else "not quantized" for name, scheme in chosen.items()}
+    differing = [name for name, scheme in stored.items() if describe_scheme(scheme) != words[name]]
     if args.quant_freeze_scales:
         source.qparams()
     if differing:
         first = differing[0]
-        here = describe_scheme(chosen[first]) if first in chosen else "not quantized"
         text = (
             f"{len(differing)} layers of {name} will be quantized otherwise than they are (first: {first!r}, stored as "
-            f"{describe_scheme(stored[first])}, here {here})"
+            f"{describe_scheme(stored[first])}, here {words[first]})"
         )
         if args.quant_freeze_scales:
             raise ValueError(f"{text}, so their scales cannot be frozen. Use quant_scheme: checkpoint.")

@@ -28,7 +28,7 @@ from ..quant.experts import QuantExperts, expert_modules
 from ..quant.linear import LowBitLayer
 from ..quant.model import quantized_modules
 from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
-from ..quant.plan import MINMAX
+from ..quant.scheme import MINMAX
 from ..quant.state_dict import iter_low_bit_weights
 from ..quant.zero import shape_of
 

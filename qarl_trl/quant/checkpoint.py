@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from .plan import MINMAX
 from .reference import QParams
+from .scheme import MINMAX
 
 
 # What `from_pretrained` and `snapshot_download` both take.

@@ -6,13 +6,11 @@ linear layer per expert and projection, whose rows are quantized independently: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.utils import match_targets
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
@@ -20,7 +18,7 @@ from transformers import PretrainedConfig
 from .gathers import gathered_quantized, whole_weights
 from .gemm import Product
 from .grouped import grouped_gemm, stacked
-from .linear import LowBitLayer, QParams
+from .linear import LowBitLayer
 from .names import checkpoint_modules
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
@@ -31,9 +29,6 @@ from .zero import shape_of
 # The projections that the rows of each parameter hold, by the names llm-compressor writes for every architecture. vLLM
 # reads them, also where the original checkpoint has others (Mixtral's w1, w3, w2).
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-# Name, module and scheme of a layer to quantize.
-Matched = tuple[str, nn.Module, QuantizationScheme]
 
 
 def num_experts(config: PretrainedConfig) -> int:
@@ -166,24 +161,6 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def checkpoint_layers(model: nn.Module, ignore: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
-    """
-    The modules of `model` with experts as a checkpoint has them: one `Linear` per expert and projection.
-
-    Targets and ignore lists are matched against these, as in llm-compressor. In addition, an ignore pattern that names
-    the module of experts (`model.layers.0.mlp.experts`) or its class means all of it.
-    """
-    experts = dict(expert_modules(model))
-    for name, module in checkpoint_modules(model):
-        if name not in experts:
-            yield name, getattr(module, "base_layer", module)  # what decides about an adapted layer
-        elif not match_targets(name, module, list(ignore)):
-            for parameter, projections in PROJECTIONS.items():
-                _, rows, in_features = shape_of(getattr(module, parameter))
-                layer = nn.Linear(in_features, rows // len(projections), bias=False, device="meta")
-                yield from ((layer_name, layer) for layer_name in layer_names(name, module, parameter))
-
-
 def layer_names(name: str, module: nn.Module, *parameters: str) -> list[str]:
     """Names of the layers of `parameters` in a checkpoint, in the order of the rows: `name.0.gate_proj`, ..."""
     return [
@@ -192,40 +169,6 @@ def layer_names(name: str, module: nn.Module, *parameters: str) -> list[str]:
         for expert in range(shape_of(getattr(module, parameter))[0])
         for projection in PROJECTIONS[parameter]
     ]
-
-
-def whole_experts(model: nn.Module, matched: list[Matched]) -> tuple[list[Matched], list[Matched]]:
-    """Split what matched among `checkpoint_layers` into modules of experts, each in one scheme, and other layers."""
-    schemes = {name: scheme for name, _, scheme in matched}
-    experts: list[Matched] = []
-    for name, module in expert_modules(model):
-        layers = layer_names(name, module, *PROJECTIONS)
-        found = [schemes.pop(layer, None) for layer in layers]
-        left = [layer for layer, scheme in zip(layers, found, strict=True) if scheme is None]
-        if len(left) == len(layers):
-            continue
-        if left:
-            raise ValueError(
-                f"{len(layers) - len(left)} of the {len(layers)} expert layers of {name!r} match the targets and not "
-                f"quant_ignore, {len(left)} (first: {left[0]!r}) do not. An engine runs all experts of a layer in one "
-                "kernel: quantize all of them, or ignore all with 're:.*experts.*'."
-            )
-        if any(scheme is not found[0] for scheme in found):
-            raise ValueError(
-                f"The expert layers of {name!r} are in several groups of the recipe, and an engine runs all experts of a "
-                "layer in one kernel. Give them one scheme."
-            )
-        experts.append((name, module, found[0]))
-    return experts, [entry for entry in matched if entry[0] in schemes]
-
-
-def stacked_qparams(name: str, module: nn.Module, qparams: Mapping[str, QParams]) -> dict[str, QParams]:
-    """Frozen scales and zero points of the experts `name`, given by layer, as one pair for each parameter."""
-    stacked = {}
-    for parameter in PROJECTIONS:
-        scales, zero_points = zip(*(qparams[layer] for layer in layer_names(name, module, parameter)), strict=True)
-        stacked[parameter] = torch.cat(scales), None if zero_points[0] is None else torch.cat(zero_points)
-    return stacked
 
 
 def checkpoint_tensors(

@@ -6,26 +6,17 @@ module tree stay as they were, because only `module.__class__` changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
 
-from .checks import check_layers, check_model, check_qparams
-from .experts import QuantExperts, checkpoint_layers, stacked_qparams, whole_experts
+from .experts import QuantExperts
 from .gemm import ProductChoice, plain_gemm
+from .layers import check_layers, check_model, match_layers, merged_by_engines
 from .linear import LowBitLayer, QParams, QuantLinear
-from .names import checkpoint_modules
-from .plan import match, resolve_config, single_group
-from .scheme import DEFAULT_IGNORE, has_global_scale, resolve_scheme
-
-
-MERGED_BY_ENGINES = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("w1", "w3"),
-)
+from .scheme import DEFAULT_IGNORE, has_global_scale, resolve_config, resolve_scheme, single_group
 
 
 def apply_quantization(
@@ -53,7 +44,7 @@ def apply_quantization(
         targets: Class names, module names, or `re:` patterns, as in compressed-tensors.
         ignore: Modules left alone, same syntax. Defaults to `lm_head` and routers, as in `QaRLConfig`.
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
-        product: From scheme and device to what multiplies; the engine's products are in `qarl_trl.rollout.gemm`.
+        gemm: From scheme and device to what multiplies; the engine's are in `qarl_trl.rollout.gemm`.
         quantize_forward: `False` keeps the forward in high precision.
         qparams: Frozen scale and zero point of every quantized layer, by its name. Without it they follow the weights.
 
@@ -65,20 +56,17 @@ def apply_quantization(
     else:
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
     check_model(model)
-    experts, linears = _matched(model, plan, qparams)
+    layers = match_layers(model, plan)
+    check_layers(model, layers, gemm, qparams)
+    for _, module, layer_scheme, weights in layers:
+        frozen = {} if qparams is None else {key: _stacked(qparams, names) for key, names in weights.items()}
+        _low_bit_class(module).convert(module, layer_scheme, gemm, quantize_forward, frozen)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
-    check_layers(model, experts, linears, gemm, frozen=qparams is not None)
-    merged = list(_with_one_scale(model, {id(module): layer_scheme for _, module, layer_scheme in linears}))
-    for name, module, layer_scheme in experts:
-        frozen = {} if qparams is None else stacked_qparams(name, module, qparams)
-        QuantExperts.convert(module, layer_scheme, gemm, quantize_forward, frozen)
-    for name, module, layer_scheme in linears:
-        frozen = {} if qparams is None else {"weight": qparams[name]}
-        _low_bit_class(module).convert(module, layer_scheme, gemm, quantize_forward, frozen)
-    for layers in merged:
-        for layer in layers:
-            layer.merged_with = tuple(other for other in layers if other is not layer)
+    for _, _, merged in merged_by_engines(model) if any(map(has_global_scale, plan.config_groups.values())) else ():
+        for layer in merged:
+            if isinstance(layer, LowBitLayer) and has_global_scale(layer.scheme):
+                layer.merged_with = tuple(other for other in merged if other is not layer)
     return model
 
 
@@ -94,47 +82,20 @@ def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LowBitLayer))
 
 
-def _matched(model: nn.Module, plan: QuantizationConfig, qparams: Mapping[str, QParams] | None) -> tuple[list, list]:
-    """The experts and the linear layers that `plan` quantizes, each with name, module and scheme."""
-    found = match(checkpoint_layers(model, plan.ignore or ()), plan)
-    if qparams is not None:
-        check_qparams({name for name, _, _ in found}, set(qparams))
-    experts, linears = whole_experts(model, found)
-    modules = dict(checkpoint_modules(model))  # adapter layers, in the place of what they wrap
-    return experts, [(name, modules[name], scheme) for name, _, scheme in linears]
-
-
-def merged_by_engines(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], list[nn.Module]]]:
-    """Layers that vLLM loads into one matrix: name of their parent, their own names, the layers."""
-    for parent_name, parent in model.named_modules():
-        for names in MERGED_BY_ENGINES:
-            layers = [getattr(parent, name, None) for name in names]
-            if None not in layers:
-                yield parent_name, names, layers
-
-
-def _with_one_scale(model: nn.Module, schemes: Mapping[int, QuantizationScheme]) -> Iterator[list[nn.Module]]:
-    """Merged layers whose scheme has a global scale, which they share; `schemes` by the `id` of the layer."""
-    for parent_name, names, layers in merged_by_engines(model):
-        found = [schemes.get(id(layer)) for layer in layers]
-        shared = [scheme is not None and has_global_scale(scheme) for scheme in found]
-        if any(shared) and not all(shared):
-            raise ValueError(
-                f"Of {names} in {parent_name!r} only some would be quantized with a global scale, and the engine merges "
-                "them into one layer. Quantize or ignore all of them."
-            )
-        if any(shared):
-            yield layers
-
-
-def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:
-    if not hasattr(module, "base_layer"):
-        return QuantLinear
-    from .lora import LoraQuantLinear
-
-    return LoraQuantLinear
-
-
 def bypassed_layers(model: nn.Module) -> list[str]:
     """Names of the layers whose low-bit forward was never used, though they have one."""
     return [name for name, layer in quantized_modules(model) if layer.quantized_forward and not layer.has_run]
+
+
+def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:
+    if hasattr(module, "base_layer"):
+        from .lora import LoraQuantLinear  # imports peft, which nothing else needs
+
+        return LoraQuantLinear
+    return QuantLinear if isinstance(module, nn.Linear) else QuantExperts
+
+
+def _stacked(qparams: Mapping[str, QParams], names: Sequence[str]) -> QParams:
+    """Scales and zero points of the layers `names`, one above the other, as a parameter holds their rows."""
+    scales, zero_points = zip(*(qparams[name] for name in names), strict=True)
+    return torch.cat(scales), None if zero_points[0] is None else torch.cat(zero_points)

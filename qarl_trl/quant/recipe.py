@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from compressed_tensors.quantization import QuantizationConfig
 
-from .plan import MINMAX, resolve_config
+from .scheme import MINMAX, resolve_config
 
 
 TRANSFORMS = ("SmoothQuantModifier", "AWQModifier", "SpinQuantModifier", "QuIPModifier")

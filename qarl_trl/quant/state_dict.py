@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,10 +18,6 @@ from .linear import LowBitLayer
 from .names import base_model, checkpoint_name, checkpoint_renaming, is_peft_model, plain_name
 from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
-
-
-if TYPE_CHECKING:
-    from trl.distributed import DistributedBackend
 
 
 @dataclass
@@ -87,11 +83,11 @@ def iter_low_bit_weights(
             yield rename(name), buffer.detach().clone()
 
 
-def readable_parameters(model: nn.Module, dist: DistributedBackend) -> Iterator[tuple[str, Tensor]]:
+def readable_parameters(model: nn.Module, dist: Any) -> Iterator[tuple[str, Tensor]]:
     """
     Every parameter of the unwrapped `model` under its plain name, one at a time: gathered under ZeRO-3, as it is otherwise.
 
-    Gathering is collective: every process has to iterate.
+    `dist` is TRL's `DistributedBackend`. Gathering is collective: every process has to iterate.
     """
     for name, param in model.named_parameters():
         with dist.gather_params([param]):

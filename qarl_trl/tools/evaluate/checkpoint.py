@@ -13,8 +13,7 @@ from transformers import PretrainedConfig
 
 from ...export.low_bit import READ_BY_ENGINE
 from ...quant.names import checkpoint_renaming
-from ...quant.plan import describe_scheme
-from ...quant.scheme import support_of
+from ...quant.scheme import describe_scheme, support_of
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import check_engine_cpu
 from ...rollout.support import missing_in_engine

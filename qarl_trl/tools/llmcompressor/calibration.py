@@ -16,9 +16,8 @@ from datasets import Dataset
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import load_rows
-from ...quant.plan import single_group
 from ...quant.recipe import read_recipe
-from ...quant.scheme import DEFAULT_IGNORE, resolve_scheme
+from ...quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
 
 
 # The first that exists is a whole text; otherwise the parts that exist are joined in this order.

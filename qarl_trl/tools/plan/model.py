@@ -15,8 +15,8 @@ from trl import get_peft_config
 
 from ...optim import split_parameters
 from ...quant import apply_quantization
-from ...quant.checks import check_shardable
 from ...quant.experts import PROJECTIONS, QuantExperts
+from ...quant.layers import check_shardable
 from ...quant.linear import LowBitLayer
 from ...quant.model import quantized_modules
 from .formulas import Layer, quantized_bytes

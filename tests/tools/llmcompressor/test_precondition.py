@@ -9,8 +9,7 @@ from conftest import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl.cli import run as main
-from qarl_trl.quant.plan import single_group
-from qarl_trl.quant.scheme import resolve_scheme
+from qarl_trl.quant.scheme import resolve_scheme, single_group
 from qarl_trl.tools.llmcompressor import calibration, command, precondition
 from qarl_trl.tools.llmcompressor.precondition import log_probs, quantization_error, transforms_of_recipe
 
