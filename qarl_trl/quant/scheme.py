@@ -50,15 +50,15 @@ def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = No
     if isinstance(scheme, str):
         name = ALIASES.get(scheme.strip().upper(), scheme.strip().upper())
         if name not in SUPPORTED:
-            raise ValueError(f"quant_scheme must be one of {sorted(SUPPORTED)} or 'none', got {scheme!r}.")
+            raise ValueError(f"quant_scheme={scheme!r} must be one of {sorted(SUPPORTED)}, or 'none'.")
         resolved = preset_name_to_scheme(name, targets=["Linear"])
     else:
         resolved = scheme.model_copy(deep=True)
     row = support_of(resolved)
     if group_size is not None:
         if group_size not in row.group_sizes:
-            choice = f"one of {row.group_sizes} (-1: per channel)" if row.group_sizes else "unset"
-            raise ValueError(f"quant_group_size must be {choice} with the scheme {row.name}, got {group_size}.")
+            choice = f"choose one of {row.group_sizes} (-1: per channel)" if row.group_sizes else "leave it unset"
+            raise ValueError(f"quant_group_size={group_size} does not fit the scheme {row.name}: {choice}.")
         resolved.weights = _in_groups(resolved.weights, group_size)
     resolved.format = CompressionFormat(row.format)
     return resolved
