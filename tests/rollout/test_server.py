@@ -6,18 +6,19 @@ import threading
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors.torch import load_file
 from trl.generation import vllm_client
 from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.v1.worker.gpu_worker import Worker
 
-from qarl_trl.rollout import _vllm, _vllm_server
-from qarl_trl.rollout._vllm_server import WorkerExtension, tensors_of
-from qarl_trl.rollout.server import ServerClient, differences, engine_facts, in_parts, needed_of_server, save_part
+from qarl_trl.rollout import _vllm, server
+from qarl_trl.rollout._vllm_server import WorkerExtension, tensors_of, weights_of
+from qarl_trl.rollout.server import ServerClient, differences, engine_facts, needed_of_server, save_parts
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -46,17 +47,17 @@ class Stub(BaseHTTPRequestHandler):
 
 @contextmanager
 def client_of(answers, folder=None, **kwargs):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
-    server.answers = {"/v1/models": {"data": [{"id": "m"}]}, "/get_world_size": {"world_size": 1}} | answers
-    server.asked = []
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    stub = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    stub.answers = {"/v1/models": {"data": [{"id": "m"}]}, "/get_world_size": {"world_size": 1}} | answers
+    stub.asked = []
+    threading.Thread(target=stub.serve_forever, args=(0.02,), daemon=True).start()
     try:
-        client = ServerClient(folder, base_url=f"http://127.0.0.1:{server.server_address[1]}", **kwargs)
-        client.asked, client.answers = server.asked, server.answers
+        client = ServerClient(folder, base_url=f"http://127.0.0.1:{stub.server_address[1]}", **kwargs)
+        client.asked, client.answers = stub.asked, stub.answers
         yield client
     finally:
-        server.shutdown()
-        server.server_close()
+        stub.shutdown()
+        stub.server_close()
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def test_something_else_at_the_address_is_no_server_and_a_slash_too_many_does_no
 def test_the_key_goes_with_every_request_and_a_wrong_one_is_named(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     with client_of({"/weights": lambda body: (401, {})}) as client:
-        with pytest.raises(PermissionError, match="wants a key: set VLLM_API_KEY"):
+        with pytest.raises(PermissionError, match="wants another key: set VLLM_API_KEY"):
             client._get(f"{client.base_url}/weights")
         assert {key for path, _, key in client.asked if path != "/health"} == {"Bearer sesame"}
 
@@ -234,7 +235,7 @@ def test_a_sync_arrives_in_order_and_its_files_are_removed(tmp_path):
     with client_of(load(tmp_path, {}, got), tmp_path) as client:
         client.sync(TENSORS.items(), None, "cpu")
         (asked,) = [body for path, body, _ in client.asked if path == "/collective_rpc"]
-        assert asked["args"] == [client.version, json.dumps([list(TENSORS)])]
+        assert asked["args"] == [client.version, PARTS]
         assert "/reset_encoder_cache" in [path for path, *_ in client.asked]
         assert client.version.endswith("-1")
         assert [name for name, _ in got] == list(TENSORS)
@@ -261,113 +262,95 @@ def test_a_sync_that_the_server_refuses_leaves_nothing_to_sample_from(tmp_path):
         assert client.version is None
 
 
-def test_parts_end_at_their_size_and_hold_views_of_one_storage():
+def test_parts_end_at_their_size_and_hold_views_of_one_storage(tmp_path):
     whole = torch.arange(8)
-    parts = list(in_parts([("a", whole[:4]), ("b", whole[4:]), ("c", whole)], limit=64))
-    assert [list(part) for part in parts] == [["a", "b"], ["c"]]
-    assert torch.equal(torch.cat([parts[0]["a"], parts[0]["b"]]), parts[1]["c"])
+    parts = save_parts([("b", whole[:4]), ("a", whole[4:]), ("c", whole)], tmp_path, limit=64)
+    assert parts == [["b", "a"], ["c"]]  # in order, which the files do not keep
+    first, second = (load_file(tmp_path / f"{number}.safetensors") for number in (0, 1))
+    assert torch.equal(torch.cat([first["b"], first["a"]]), second["c"])
+
+
+def test_a_full_folder_is_said_with_its_name_and_the_server_is_not_asked(tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with client_of(load(tmp_path, {}, []), tmp_path) as client, patch.object(server, "save_file", full):
+        with pytest.raises(RuntimeError, match=f"sync_folder '{tmp_path}'.*No space left.*Make room"):
+            client.sync(TENSORS.items(), None, "cpu")
+        assert "/collective_rpc" not in [path for path, *_ in client.asked]
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_the_server_reads_its_folder_only_and_all_that_was_named(tmp_path):
     inside, names = tmp_path / "shared" / "run-1", list(TENSORS)
     inside.mkdir(parents=True)
-    save_part(dict(TENSORS), inside / "0.safetensors")
+    assert save_parts(TENSORS.items(), inside) == [names]
     root = str(tmp_path / "shared")
     assert [name for name, _ in tensors_of(root, "run-1", [names])] == names
     for elsewhere in ("run-2", "..", "../shared/..", str(tmp_path), "."):
         with pytest.raises(ValueError, match="give trainer and server the same folder"):
-            list(tensors_of(root, elsewhere, [names]))
-    with pytest.raises(SafetensorError, match="does not contain tensor c"):
-        list(tensors_of(root, "run-1", [[*names, "c"]]))
-    with pytest.raises(FileNotFoundError):
-        list(tensors_of(root, "run-1", [names, names]))
+            tensors_of(root, elsewhere, [names])
+    with pytest.raises(ValueError, match="lacks 1 tensors of the sync, first 'c'"):
+        tensors_of(root, "run-1", [[*names, "c"]])
+    with pytest.raises(ValueError, match=r"cannot read .*1\.safetensors"):
+        tensors_of(root, "run-1", [names, names])
     part = inside / "0.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(SafetensorError):
-        list(tensors_of(root, "run-1", [names]))
+    with pytest.raises(ValueError, match=r"cannot read .*0\.safetensors"):
+        tensors_of(root, "run-1", [names])
 
 
-def worker_of(backend, monkeypatch, receive):
-    """vLLM's worker with its session of an update and our methods, without device and model; `receive` takes the weights."""
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """vLLM's worker with our methods, without device and model; its reload fails where `worker.fails`."""
     worker = object.__new__(type("Extended", (Worker, WorkerExtension), {}))
-    worker.vllm_config, worker._weight_update_active, worker._weight_update_is_draft = VllmConfig(), False, False
-    worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
-    transfer = WeightTransferConfig(backend=backend)
-    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
-        transfer, worker.vllm_config, torch.device("cpu"), None
-    )
-    monkeypatch.setattr(_vllm, "reload_model", lambda model, vllm_config, reload: reload())
-    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
-        monkeypatch.setattr(_vllm_server, name, lambda *args: None)
-    monkeypatch.setattr(worker.weight_transfer_engine, "receive_weights", receive)
+    model, worker.seen, worker.fails = torch.nn.Linear(1, 1), [], False
+    worker.vllm_config = SimpleNamespace(additional_config={"sync_folder": str(tmp_path)}, model_config=None)
+    worker.model_runner = SimpleNamespace(get_model=lambda: model, reset_lora_state=lambda: None)
+    worker._weight_update_active = worker._weight_update_is_draft = False
+
+    def reload(model, vllm_config, run):
+        worker.seen.append(weights_of(model).version)
+        if worker.fails:
+            raise RuntimeError("The engine kept old values")
+
+    monkeypatch.setattr(_vllm, "reload_model", reload)
+    (tmp_path / "run-1").mkdir()
+    save_parts(TENSORS.items(), tmp_path / "run-1")
     return worker
 
 
-def raised(answer):
-    """What a worker tells of an error, as the trainer raises it."""
-    if answer is not None:
-        raise RuntimeError(answer["error"])
+PARTS = json.dumps([list(TENSORS)])
 
 
-FOLDER, NCCL = {"folder": "run-2", "parts": [["a"]]}, {"names": [], "dtype_names": [], "shapes": []}
-SENDERS = {
-    "a weight sync": lambda worker: raised(worker.qarl_load("run-2", '[["a"]]')),
-    "vLLM's routes": lambda worker: [
-        worker.start_weight_update(),
-        worker.update_weights(FOLDER),
-        worker.finish_weight_update(),
-    ],
-}
-
-
-@pytest.mark.parametrize("fails", [True, False])
-@pytest.mark.parametrize("sender", SENDERS)
-def test_weights_have_a_version_only_after_a_whole_sync(monkeypatch, sender, fails):
-    seen = []
-
-    def receive(info):
-        seen.append(worker.weight_transfer_engine.version)
-        if fails and len(seen) == 2:
-            raise RuntimeError("The engine kept old values")
-
-    worker = worker_of("qarl_folder", monkeypatch, receive)
-    worker.qarl_load("run-1", "[]")
-    assert worker.weight_transfer_engine.version == "run-1"
-    with pytest.raises(RuntimeError, match="kept old") if fails else nullcontext():
-        SENDERS[sender](worker)
-    named = "run-2" if sender == "a weight sync" and not fails else None
-    assert worker.weight_transfer_engine.version == named
-    # A folder, its begin over NCCL, and vLLM's own routes.
-    for begin in (
-        SENDERS["vLLM's routes"],
-        lambda worker: raised(worker.qarl_load("run-3", "[]")),
-        lambda worker: raised(worker.qarl_mark("")),
-    ):
-        worker._weight_update_active = False
-        with pytest.raises(RuntimeError, match="start it again") if fails else nullcontext():
-            begin(worker)
-    assert seen == [None] * (2 if fails else 4) and worker.weight_transfer_engine.version is None
-
-
-def test_a_sender_that_dies_within_its_update_leaves_a_server_that_can_go_on(monkeypatch):
-    worker = worker_of("qarl_folder", monkeypatch, lambda info: None)
-    assert not worker.weight_transfer_engine.touched
-    for updates in range(2):
-        worker.start_weight_update()
-        for _ in range(updates):
-            worker.update_weights(FOLDER)
-        worker.qarl_load("run-1", "[]")
-        assert worker.weight_transfer_engine.version == "run-1" and worker.weight_transfer_engine.touched
+def test_weights_have_a_version_only_after_a_whole_sync(worker):
+    weights = weights_of(worker.model_runner.get_model())
+    assert not weights.touched
+    assert worker.qarl_load("run-1", PARTS) is None and weights.version == "run-1"
+    # A folder that lacks something leaves the weights and their version, and the next sync goes on (review D7).
+    assert "lacks 1 tensors" in worker.qarl_load("run-1", json.dumps([[*TENSORS, "c"]]))["error"]
+    assert "no folder" in worker.qarl_load("run-3", PARTS)["error"]
+    assert weights.version == "run-1" and worker.qarl_load("run-1", PARTS) is None
+    # What fails amid the reload may have left a mix.
+    worker.fails = True
+    assert "kept old" in worker.qarl_load("run-1", PARTS)["error"] and weights.version is None
+    worker.fails = False
+    for begin in (lambda: worker.qarl_load("run-1", PARTS), lambda: worker.qarl_mark("")):
+        assert "start it again" in begin()["error"]
+    assert worker.seen == [None] * 3 and weights.version is None and weights.touched
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_a_sync_over_nccl_is_one_update_between_two_marks(monkeypatch, another):
+def test_a_sync_over_nccl_is_one_update_between_two_marks(worker, monkeypatch, another):
     """TRL's client, vLLM's session and our backend; only the group of GPUs is left out."""
-    sent, versions = [], []
-    worker = worker_of("qarl_nccl", monkeypatch, lambda info: versions.append(worker.weight_transfer_engine.version))
-    monkeypatch.setattr(
-        vllm_client, "packed_nccl_broadcast_producer", lambda iterator, **kwargs: sent.extend(iterator)
+    sent, order, model = [], [], worker.model_runner.get_model()
+    worker.vllm_config = VllmConfig()
+    config = WeightTransferConfig(backend="qarl_nccl")
+    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+        config, worker.vllm_config, torch.device("cpu"), model
     )
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", lambda iterator, **_: sent.extend(iterator))
+    monkeypatch.setattr(server, "_wait_for_device", lambda: order.append(len(sent)))
 
     def route(name):
         def answer(body):
@@ -389,39 +372,12 @@ def test_a_sync_over_nccl_is_one_update_between_two_marks(monkeypatch, another):
         metadata = [(name, "int32", [8]) for name in TENSORS]
         with pytest.raises(RuntimeError, match="must be one update.*got 2") if another else nullcontext():
             client.sync(TENSORS.items(), metadata, "cpu")
-        assert client.version == worker.weight_transfer_engine.version == (None if another else f"{client._run}-1")
-    assert [name for name, _ in sent] == list(TENSORS) and versions == [None] * (2 if another else 1)
+        assert client.version == weights_of(model).version == (None if another else f"{client._run}-1")
+    assert [name for name, _ in sent] == list(TENSORS) and worker.seen == [None] * (2 if another else 1)
+    assert order == [0, len(TENSORS)]  # the device is waited for before and after (review F9)
 
 
-@pytest.mark.parametrize("backend", ["qarl_folder", "qarl_nccl"])
-def test_vllm_makes_the_transport_that_serve_names(monkeypatch, backend):
-    config = SimpleNamespace(parallel_config=None, model_config="config", additional_config={"sync_folder": "root"})
-    loaded: list = []
-    model = SimpleNamespace(load_weights=loaded.append)
-    monkeypatch.setattr(_vllm, "reload_model", lambda model, vllm_config, reload: reload())
-    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
-        monkeypatch.setattr(_vllm_server, name, lambda *args, name=name: loaded.append((name, *args)))
-    monkeypatch.setattr(_vllm_server, "tensors_of", lambda *args: args)
-    found = WeightTransferEngineFactory.create_engine(
-        WeightTransferConfig(backend=backend), config, torch.device("cpu"), model
-    )
-    found.start_weight_update()
-    if backend == "qarl_folder":
-        found.init_transfer_engine(found.parse_init_info({}))
-        found.update_weights({"folder": "run-1", "parts": [["a"]]})
-        received = ("root", "run-1", [["a"]])
-    else:  # all but the group of GPUs
-        received = []
-        monkeypatch.setattr(found, "receive_weights", lambda info: loaded.append(info.names))
-        found.update_weights({"names": received, "dtype_names": [], "shapes": []})
-    found.finish_weight_update()
-    assert loaded == [
-        ("initialize_layerwise_reload", model),
-        received,
-        ("finalize_layerwise_reload", model, "config"),
-    ]
-    with pytest.raises(ValueError, match="Invalid update_info"):
-        found.update_weights({"wrong": 1})
+NCCL = {"names": [], "dtype_names": [], "shapes": []}
 
 
 def test_what_is_sent_and_not_acknowledged_is_given_up_as_soon_as_an_idle_wait():

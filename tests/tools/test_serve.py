@@ -3,12 +3,14 @@
 import json
 import os
 import shlex
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 from qarl_trl.rollout._vllm_cpu import share_cores
-from qarl_trl.tools.serve import check_key, main, options
+from qarl_trl.rollout.server_guard import find_key
+from qarl_trl.tools.serve import main, options
 from qarl_trl.train import parse
 
 
@@ -50,7 +52,7 @@ def test_a_recipe_becomes_a_command_of_vllm(capsys, recipe):
         json.loads(found["--hf-overrides"])["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"]
         == 4
     )
-    assert json.loads(found["--weight-transfer-config"]) == {"backend": "qarl_folder"}
+    assert "--weight-transfer-config" not in found  # vLLM's own routes for weights stay closed
     assert json.loads(found["--additional-config"]) == {"sync_folder": str(recipe.parent / "shared")}
     wanted = {
         "--load-format": "dummy",
@@ -105,12 +107,19 @@ def test_values_as_the_command_line_has_them():
     assert list(options(given)) == ["--a-b", "1", "--c", "--no-d", "--f", '{"g": [1]}', "--h", "i"]
 
 
-def test_other_machines_need_a_key(monkeypatch):
+def test_other_machines_need_a_key_of_the_user(recipe, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    for host in ("127.0.0.1", "localhost", "127.8.9.1"):
-        check_key(host)
     for host in ("0.0.0.0", "10.0.0.1", "example.org"):
         with pytest.raises(ValueError, match=f"--host {host} is open to other machines: export VLLM_API_KEY"):
-            check_key(host)
-    monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    check_key("0.0.0.0")
+            main(["--config", str(recipe), "--host", host])
+
+
+def test_a_server_always_has_a_key(capsys, recipe, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    shared = str(recipe.parent / "shared")
+    for said in (True, False):  # made once, and found by a second start
+        with patch.dict(os.environ):
+            start = main(["--config", str(recipe)])
+            key = os.environ["VLLM_API_KEY"]
+        assert find_key(shared) == key and start.func is os.execv
+        assert (f"VLLM_API_KEY={key}" in capsys.readouterr().out) is said
