@@ -22,7 +22,7 @@ from collectives import MovedBytes
 from slow.isolated import isolated_group
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
-from qarl_trl.quant.gathers import gather_quantized
+from qarl_trl.quant.linear import gather_quantized
 
 
 SCHEMES = ("W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8")
@@ -92,7 +92,7 @@ def passes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
         with MovedBytes() as counted:
             loss = run(arm)
         results.append([loss.detach(), *(p.grad.to_local() for p in model.parameters())])
-        weights = [w for _, layer in quantized_modules(model) for w in layer._low_bit_cache.last().values()]
+        weights = [w for _, layer in quantized_modules(model) for w in layer.last_low_bits().values()]
         moved[arm], held[arm] = counted.gathered, sum(w.num_bytes() for w in weights)
     if not all(map(torch.equal, *results)):
         raise RuntimeError("The losses or the gradients differ.")

@@ -1,14 +1,14 @@
-"""When quantized values are computed again: the low-bit weights of a layer, for as long as they are valid."""
+"""When a layer quantizes again: its low-bit weights, for as long as they are valid."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdRef
 
 from .zero import is_partitioned
 
@@ -21,6 +21,9 @@ def _count_step(*_: Any) -> None:
     _optimizer_steps += 1
 
 
+# Steps of every optimizer in the process count, because a layer cannot tell whose step changed it: fused and sharded optimizers
+# write through aliases (a shard's `to_local()`, the flat float32 copy of ZeRO-3) whose version counters a parameter does not
+# share. A step that was somebody else's costs one quantization; a step that was missed would be a stale weight.
 register_optimizer_step_post_hook(_count_step)
 
 
@@ -28,27 +31,24 @@ class LowBitCache:
     """
     What a layer quantized last, by slot (an adapter's or a parameter's name).
 
-    It is computed again when, since the last call,
+    It is quantized again when, since the last call,
 
-    - any optimizer of the process has made a step, unless no source needs a gradient. Fused and sharded optimizers write
-      through aliases whose version counters a parameter does not share, so the parameter itself cannot tell;
-    - a source was written in place, is another tensor or has another storage (not asked of shards, whose storage comes and
-      goes). The storage alone does not tell: FSDP frees a parameter that a rank has not loaded yet, and may put the whole one
-      in its place, and ZeRO-3 puts it at another address for each forward;
+    - any optimizer of the process has made a step, unless no source needs a gradient;
+    - a source was written in place, is another tensor or has another storage, unless it is a shard;
     - something else that the result depends on has changed;
 
-    and whenever shards are read, because those may have been loaded without an optimizer step.
+    and whenever shards are given, because those may have been loaded without an optimizer step.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[tuple, list[weakref.ref[Tensor]], Any]] = {}
+        self._entries: dict[str, tuple[tuple, Any]] = {}
         self._sharded = False
 
     def get(
         self,
         slot: str,
         own: Sequence[Tensor],
-        gathered: Sequence[Tensor] | None,
+        given: Sequence[Tensor] | None,
         quantize: Callable[..., Any],
         others: tuple = (),
     ) -> Any:
@@ -58,29 +58,31 @@ class LowBitCache:
         Args:
             slot (`str`): Where to keep the result.
             own (`Sequence[Tensor]`): The layer's parameters as they are now.
-            gathered (`Sequence[Tensor]`, *optional*): The same in full or as shards, which are quantized instead.
-            quantize (`Callable`): Makes the quantized values.
+            given (`Sequence[Tensor]`, *optional*): The same in full or as shards, which are quantized instead.
+            quantize (`Callable`): Makes the low-bit weight.
             others (`tuple`, *optional*): What else the result depends on.
         """
-        if any(map(is_partitioned, own)) or (gathered is not None and not all(map(_is_alias, gathered, own))):
+        # Once a layer was seen in shards it stays so: in its forward FSDP shows it a whole parameter like any other.
+        if any(map(is_partitioned, own)) or (given is not None and not all(map(_is_alias, given, own))):
             self._sharded = True
+        # Frozen weights outlive steps. Of shards address and version say nothing: FSDP frees and gathers a parameter again under
+        # the same version, ZeRO-3 puts it at another address for each forward. Of whole weights they do not say enough: FSDP may
+        # gather a parameter where one was that this rank had not loaded, hence the object itself.
         step = _optimizer_steps if any(tensor.requires_grad for tensor in own) else None
-        identity = () if self._sharded else tuple((tensor.data_ptr(), tensor._version) for tensor in own)
-        key = (step, others, identity)
-        its_key, tensors, _ = self._entries.get(slot, (None, [], None))
-        same = self._sharded or all(last() is tensor for last, tensor in zip(tensors, own, strict=False))
-        if its_key != key or not same or (self._sharded and gathered):
-            self._entries.pop(slot, None)  # frees the old quantized values before the new ones are made
-            result = quantize(*(own if gathered is None else gathered))
-            self._entries[slot] = key, [weakref.ref(tensor) for tensor in own], result
-        return self._entries[slot][2]
+        objects = () if self._sharded else tuple((WeakIdRef(t), t.data_ptr(), t._version) for t in own)
+        key, (last_key, result) = (step, others, objects), self._entries.get(slot, (None, None))
+        if key != last_key or (self._sharded and given is not None):
+            self._entries.pop(slot, None)
+            del result  # both, so that the old values are freed before the new ones are made
+            self._entries[slot] = key, quantize(*(own if given is None else given))
+        return self._entries[slot][1]
 
     def last(self) -> dict[str, Any]:
         """What `get` returned last for each slot."""
-        return {slot: result for slot, (_, _, result) in self._entries.items()}
+        return {slot: result for slot, (_, result) in self._entries.items()}
 
     def clear(self) -> None:
-        """Free the quantized values."""
+        """Free the low-bit weights."""
         self._entries.clear()
 
 

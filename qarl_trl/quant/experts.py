@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
 
-from .gathers import gathered_quantized, whole_weights
-from .gemm import Product
+from .gathers import whole_weights
+from .gemm import Gemm
 from .grouped import grouped_gemm, stacked
 from .linear import LowBitLayer
 from .names import checkpoint_modules
@@ -69,7 +69,7 @@ class LowBitExpertsMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, master: Tensor, offsets: Tensor, weight: LowBitWeight, gemm: Product) -> Tensor:
+    def forward(ctx, x: Tensor, master: Tensor, offsets: Tensor, weight: LowBitWeight, gemm: Gemm) -> Tensor:
         y, saved = grouped_gemm(gemm, x, weight, offsets)
         ctx.weight, ctx.gemm, ctx.master_dtype = weight, gemm, master.dtype
         ctx.save_for_backward(offsets, *saved)
@@ -103,10 +103,7 @@ class QuantExperts(LowBitLayer, nn.Module):
 
     def low_bit(self, name: str, weight: Tensor | None = None) -> LowBitWeight:
         """The low-bit weight `(experts * out, in)` of a parameter, or of `weight` in its place, whole or a `DTensor`."""
-        if (low_bit := gathered_quantized(self, name, weight)) is not None:
-            return low_bit
-        gathered = None if weight is None else (weight,)
-        return self._low_bit_cache.get(name, (getattr(self, name),), gathered, lambda w: self._quantize(w, name))
+        return self.low_bit_of(name, weight)
 
     def low_bit_layers(self, name: str, weight: Tensor | None = None) -> list[LowBitWeight]:
         """`low_bit` as a checkpoint has it, views of the same storage: per expert those of `PROJECTIONS[name]`."""
@@ -116,10 +113,6 @@ class QuantExperts(LowBitLayer, nn.Module):
     def sources(self) -> tuple[str, ...]:
         """None that belong together: each parameter is quantized by itself."""
         return ()
-
-    def last_low_bits(self) -> dict[str, LowBitWeight]:
-        """What `low_bit` returned last, by parameter, without looking at the master weights."""
-        return self._low_bit_cache.last()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """
@@ -138,7 +131,7 @@ class QuantExperts(LowBitLayer, nn.Module):
         return weighted[places].view(*top_k_index.shape, hidden_states.shape[1]).sum(dim=1).to(hidden_states.dtype)
 
     def _matmul(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
-        x, gemm = self._compute_input(x), self._get_gemm(x.device)
+        x, gemm = x.to(self._compute_dtype(x)), self._get_gemm(x.device)
         with torch.autocast(x.device.type, enabled=False):
             return LowBitExpertsMatmul.apply(x, getattr(self, name), offsets, self.low_bit(name), gemm)
 

@@ -1,7 +1,8 @@
 """FSDP2 gathers the quantized values of a weight instead of the weight, and no process keeps those of the others.
 
 torch asks a shard that has `fsdp_pre_all_gather` what to gather, and its `fsdp_post_all_gather` what to make of it
-(`torch.distributed.fsdp._fully_shard._fsdp_param`: "extensions", as torchao's float8 weights use them).
+(`torch.distributed.fsdp._fully_shard._fsdp_param`: "extensions", as torchao's float8 weights use them). The two are methods of
+a class, because FSDP2 makes new tensors of a parameter (`new_zeros`, `narrow`, `detach`), which lose attributes and keep their class.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .quantize import LowBitWeight
-from .shards import own_rows, quantize_own, quantize_shards, unit_of, whole
+from .shards import own_rows, unit_of, whole
 
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
-
-    from .linear import LowBitLayer
 
 
 _aten = torch.ops.aten
@@ -37,97 +35,9 @@ def gathers_quantized(shape: Sequence[int], ranks: int, scheme: QuantizationSche
     return ranks > 1 and shape[0] % ranks == 0 and unit_of(shape, ranks, scheme) is not None
 
 
-def gather_quantized(layers: Iterable[LowBitLayer], ranks: int, device: torch.device) -> None:
+class MasterShard(Tensor):
     """
-    Let FSDP2, which is about to cut the parameters of `layers` for `ranks` processes, gather quantized values of them.
-
-    Not of adapted layers, of master weights that are not float32, where rows are uneven or depend on those of another process, where
-    the product on `device` keeps something made of the quantized values: those weights it gathers, as ever.
-    """
-    for layer in layers:
-        if not layer.quantized_forward or layer.gemm_for(layer.scheme, device).prepares:
-            continue
-        packed = {
-            name: weight
-            for name, weight in layer.named_parameters(recurse=False)
-            # accelerate writes master weights of another dtype anew, by `param.data = ...`.
-            if name in layer.packed_parameters and type(weight) is nn.Parameter and weight.dtype == torch.float32
-            if gathers_quantized(weight.shape, ranks, layer.scheme)
-        }
-        for name, weight in packed.items():
-            master = CodedMaster(weight.detach(), name)
-            setattr(layer, name, nn.Parameter(master, requires_grad=weight.requires_grad))
-        if packed:
-            layer.register_load_state_dict_pre_hook(_load_packed)
-
-
-@torch.no_grad()
-def own_quantized(layer: LowBitLayer, parameter: str, anew: bool = False) -> LowBitWeight:
-    """
-    The low-bit rows of this process, of a parameter with gathered quantized values; made once per optimizer step, or `anew`.
-
-    Not every write to a shard moves a version: `weight.detach().to_local()` has its own, and a checkpoint is loaded through it.
-    """
-    weight, slot = getattr(layer, parameter), "" if parameter == "weight" else parameter
-    qparams, own = layer.qparams_of(parameter, weight.device), weight.to_local()
-    quantize = partial(quantize_own, scheme=layer.scheme, qparams=qparams)
-    others = own.data_ptr(), own._version, weight._version
-    return layer._low_bit_cache.get(slot, (weight,), (weight,) if anew else None, quantize, others)
-
-
-@torch.no_grad()
-def gathered_quantized(layer: LowBitLayer, parameter: str, weight: Tensor | None) -> LowBitWeight | None:
-    """The low-bit weight of a parameter (or of `weight` in its place, made anew) with gathered quantized values; `None` of another."""
-    own, anew = getattr(layer, parameter), weight is not None
-    weight = weight if anew else own
-    if isinstance(weight, GatheredCodes):
-        return weight.low_bit
-    if not _is_packed(own) or not isinstance(weight, DTensor):
-        return None
-    same = weight.to_local().data_ptr() == own.to_local().data_ptr()
-    qparams = layer.qparams_of(parameter, weight.device)
-    return quantize_shards(weight, layer.scheme, qparams, own_quantized(layer, parameter, anew) if same else None)
-
-
-@contextmanager
-def whole_weights(layer: LowBitLayer) -> Iterator[None]:
-    """
-    Inside, weights of which FSDP2 has gathered the quantized values alone are whole, in bfloat16: for a forward in high precision.
-
-    Collective. `RuntimeError` where they would need a gradient, which the master weights would not get.
-    """
-    quantized = {name: w for name in layer.packed_parameters if isinstance(w := getattr(layer, name), GatheredCodes)}
-    if torch.is_grad_enabled() and any(weight.requires_grad for weight in quantized.values()):
-        raise RuntimeError(
-            "A high-precision forward of weights whose quantized values FSDP2 gathers has no gradient. Run it under torch.no_grad(), or "
-            "train with quantize_learner=False."
-        )
-    vars(layer).update({name: whole(weight.shard) for name, weight in quantized.items()})  # found before parameters
-    try:
-        yield
-    finally:
-        for name in quantized:
-            del vars(layer)[name]
-
-
-def _is_packed(weight: Tensor) -> bool:
-    return isinstance(weight, DTensor) and isinstance(weight.to_local(), CodedMaster)
-
-
-@torch.no_grad()
-def _load_packed(layer: LowBitLayer, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Shards that take the place of a `CodedMaster` (`assign=True`, as accelerate loads) become one."""
-    for name in getattr(layer, "packed_parameters", ()):  # none after `restore`
-        given = state_dict.get(prefix + name)
-        if isinstance(given, DTensor) and _is_packed(getattr(layer, name)):
-            packed, mesh, placements = CodedMaster(own_rows(given), name), given.device_mesh, given.placements
-            size, stride = given.shape, given.stride()
-            state_dict[prefix + name] = DTensor.from_local(packed, mesh, placements, shape=size, stride=stride)
-
-
-class CodedMaster(Tensor):
-    """
-    A master, whole or the rows of this process, of which FSDP2 gathers quantized values; to all else it is the tensor it was made of.
+    A master weight, whole or the rows of this process, of which FSDP2 gathers quantized values; otherwise the tensor it was made of.
 
     Attributes:
         plain (`Tensor`): That tensor, in the same memory.
@@ -139,7 +49,7 @@ class CodedMaster(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, plain: Tensor, parameter: str) -> CodedMaster:
+    def __new__(cls, plain: Tensor, parameter: str) -> MasterShard:
         master = Tensor._make_subclass(cls, plain)
         master.plain, master.parameter = plain, parameter
         return master
@@ -156,38 +66,43 @@ class CodedMaster(Tensor):
     def _same_memory(self) -> Tensor:
         if self.data_ptr() != self.plain.data_ptr():
             raise RuntimeError(
-                f"A master {self.parameter!r} whose quantized values FSDP2 gathers was given other memory (`param.data = ...`). "
-                "Write to it in place, or load it with `load_state_dict(assign=True)`."
+                f"The master weight {self.parameter!r}, of which FSDP2 gathers quantized values, was given other memory "
+                "(`param.data = ...`). Write to it in place, or load it with `load_state_dict(assign=True)`."
             )
         return self.plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CodedMaster:
-        copied = type(self)(self.plain.detach().clone(), self.parameter)
-        copied.requires_grad_(self.requires_grad)
-        if isinstance(self, nn.Parameter):
-            copied = nn.Parameter(copied, self.requires_grad)
-        return memo.setdefault(id(self), copied)
+        return self.plain.__reduce_ex__(protocol)  # a checkpoint of shards holds plain tensors
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: LowBitLayer, mp_policy: Any
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """The packed quantized values and the scales of these rows, and what they are of."""
+        """
+        What FSDP2 sends of these rows: their low-bit tensors. And what `fsdp_post_all_gather` needs to know of them.
+
+        Called before every forward and backward of `module`, the `LowBitLayer` that holds the parameter; the rows are quantized
+        at the first call of a step. What is gathered must have the same sizes in every process and every call, because FSDP2
+        keeps the buffers: so uneven rows cannot be sent, and NaN is sent as it is (`quantize_own`) where an error of this
+        process alone would leave the others waiting.
+        """
         if not gathers_quantized(outer_size, mesh.size(), module.scheme):
             raise RuntimeError(
                 f"Quantized values of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes: each must "
                 "have equally many rows that depend on none of another's. Shard the model with as many as `gather_quantized` was told."
             )
-        own = own_quantized(module, self.parameter)
+        own = module.own_low_bit(self.parameter)
         tensors = {name: tensor for name, tensor in own.tensors.items() if name != "weight_shape"}
+        # Before the gather the module's parameter is the `DTensor` of all shards, which `whole_weights` may want later.
         return tuple(tensors.values()), (own, tuple(tensors), outer_size, getattr(module, self.parameter))
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """What stands for the whole weight in the forward: a new one, or `out`, given its quantized values again."""
+        """
+        The parameter of the forward: a new `GatheredWeight`, or `out`, the one from last time, which is given the values again.
+
+        The memory of `outputs` is FSDP2's, which frees it after each forward and backward; so it is told of no tensors of our own.
+        """
         own, names, size, shard = metadata
         tensors = dict(zip(names, outputs, strict=True))
         if "weight_shape" in own.tensors:
@@ -196,22 +111,25 @@ class CodedMaster(Tensor):
         if out is not None:
             out.held[:] = weight, shard
             return None
-        return GatheredCodes(size, dtype, outputs[0].device, [weight, shard]), ()
+        return GatheredWeight(size, dtype, outputs[0].device, [weight, shard]), ()
 
 
-class GatheredCodes(Tensor):
+class GatheredWeight(Tensor):
     """
-    Stands for a whole weight, of which only the quantized values are there, as the leaf that receives the gradient.
+    Placeholder parameter that holds packed weights: the leaf that receives the gradient of a whole weight that is nowhere.
+
+    Any operation on it is an error. A plain tensor without memory would crash, or compute with garbage.
 
     Attributes:
-        held (`list`): The quantized values, until FSDP2 frees them, and the `DTensor` they are of.
+        held (`list`): The low-bit weight, and the `DTensor` of the master weights that it was made of. A list, so that what autograd
+            and FSDP2 detach of the parameter holds what the parameter holds.
     """
 
     held: list[Any]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device, held: list[Any]) -> GatheredCodes:
+    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device, held: list[Any]) -> GatheredWeight:
         weight = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         weight.held = held
         return weight
@@ -219,10 +137,6 @@ class GatheredCodes(Tensor):
     @property
     def low_bit(self) -> LowBitWeight:
         return self.held[0]
-
-    @property
-    def shard(self) -> DTensor:
-        return self.held[1]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -235,3 +149,50 @@ class GatheredCodes(Tensor):
             f"{func} wants the weight {tuple(weight.shape)}, of which FSDP2 has gathered the quantized values alone. Only the layer's "
             "forward can use them; read parameters as `DTensor`s, outside of it."
         )
+
+
+@torch.no_grad()  # or `to_local` gives a view
+def is_packed(weight: Tensor) -> bool:
+    """Whether FSDP2 has cut `weight` and gathers quantized values of it."""
+    return isinstance(weight, DTensor) and isinstance(weight.to_local(), MasterShard)
+
+
+def pack_parameters(module: nn.Module, names: Iterable[str]) -> None:
+    """Let FSDP2 gather quantized values of these parameters of a `LowBitLayer`, which it is about to cut."""
+    for name in names:
+        weight = getattr(module, name)
+        master = nn.Parameter(MasterShard(weight.detach(), name), requires_grad=weight.requires_grad)
+        setattr(module, name, master)
+    module.register_load_state_dict_pre_hook(_load_packed)
+
+
+@torch.no_grad()
+def _load_packed(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Shards that take the place of a `MasterShard` (`assign=True`, as accelerate loads) become one."""
+    for name, own in module.named_parameters(recurse=False):
+        given = state_dict.get(prefix + name)
+        if isinstance(given, DTensor) and is_packed(own):
+            packed, mesh, placements = MasterShard(own_rows(given), name), given.device_mesh, given.placements
+            size, stride = given.shape, given.stride()
+            state_dict[prefix + name] = DTensor.from_local(packed, mesh, placements, shape=size, stride=stride)
+
+
+@contextmanager
+def whole_weights(module: nn.Module) -> Iterator[None]:
+    """
+    Inside, weights of which FSDP2 has gathered the quantized values alone are whole, in bfloat16: for a forward in high precision.
+
+    Collective. `RuntimeError` where they would need a gradient, which the master weights would not get.
+    """
+    gathered = {name: w for name, w in module.named_parameters(recurse=False) if isinstance(w, GatheredWeight)}
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in gathered.values()):
+        raise RuntimeError(
+            "A high-precision forward of weights whose quantized values FSDP2 gathers has no gradient. Run it under torch.no_grad(), or "
+            "train with quantize_learner=False."
+        )
+    vars(module).update({name: whole(weight.held[1]) for name, weight in gathered.items()})  # found before parameters
+    try:
+        yield
+    finally:
+        for name in gathered:
+            del vars(module)[name]

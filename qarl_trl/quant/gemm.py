@@ -36,7 +36,7 @@ Bias = Tensor | None  # `(out,)`
 Saved = tuple[Tensor, ...]
 
 
-class Product:
+class Gemm:
     """
     `y = x @ W_low_bit^T + b` as the rollout engine computes it, and what the backward needs of it.
 
@@ -62,10 +62,10 @@ class Product:
 
 
 # Chooses the product of a scheme on a device, or raises ValueError.
-ProductChoice = Callable[[QuantizationScheme, torch.device], Product]
+GemmChoice = Callable[[QuantizationScheme, torch.device], Gemm]
 
 
-class DequantGemm(Product):
+class DequantGemm(Gemm):
     """
     Weight-only schemes: the quantized values are dequantized layer by layer into a GEMM in the compute dtype.
 
@@ -93,7 +93,7 @@ def restored(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (plain if fast is None else fast.activation_decoder(quantized, scale, dtype))(quantized, scale, dtype)
 
 
-class ActivationGemm(Product):
+class ActivationGemm(Gemm):
     """Base of the products that quantize activations: they keep the quantized values of the input instead of the input."""
 
     quantize: Callable[
@@ -224,7 +224,7 @@ class CpuInt4Int8Gemm(ActivationGemm):
         return (y if one_group else add_bias(y, bias)).to(torch.bfloat16)
 
 
-_GEMMS: dict[str, type[Product]] = {
+_GEMMS: dict[str, type[Gemm]] = {
     **dict.fromkeys(("W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16"), DequantGemm),
     "FP8_DYNAMIC": Fp8Gemm,
     "FP8_BLOCK": Fp8BlockGemm,
@@ -234,7 +234,7 @@ _GEMMS: dict[str, type[Product]] = {
 }
 
 
-def plain_gemm(scheme: QuantizationScheme, device: torch.device) -> Product:
+def plain_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
     """Torch's own product for `scheme` on `device`; `ValueError` where it has none that is also the engine's."""
     support = support_of(scheme)
     if device.type == "cuda" and not support.gpus:
@@ -254,7 +254,7 @@ def plain_gemm(scheme: QuantizationScheme, device: torch.device) -> Product:
     return _GEMMS[support.name]()
 
 
-def dequant_gemm(scheme: QuantizationScheme, device: torch.device) -> Product:
+def dequant_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
     """[`plain_gemm`] of a scheme that leaves activations alone; `ValueError` for another."""
     support = support_of(scheme)
     if support.activations != "none":

@@ -1,6 +1,6 @@
 """One product for all experts: their matrices lie one above the other in one low-bit weight, the rows are sorted by expert.
 
-On a CPU every form gives the bits that `Product.forward` gives for each expert by itself.
+On a CPU every form gives the bits that `Gemm.forward` gives for each expert by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import memoize_last
-from .gemm import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int8Gemm, Product, Saved, restored
+from .gemm import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Gemm, Int8Gemm, Saved, restored
 from .quantize import LowBitWeight
 
 
@@ -28,7 +28,7 @@ def multiply(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 
 
 @singledispatch
-def grouped_gemm(gemm: Product, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
+def grouped_gemm(gemm: Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
     """
     `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, by the class of the product; and what it saves.
 

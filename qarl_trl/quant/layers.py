@@ -11,7 +11,7 @@ from compressed_tensors.utils import match_targets
 from torch import nn
 
 from .experts import PROJECTIONS, expert_modules, layer_names
-from .gemm import ProductChoice, dequant_gemm, plain_gemm
+from .gemm import GemmChoice, dequant_gemm, plain_gemm
 from .linear import LowBitLayer
 from .names import base_model, checkpoint_modules, is_peft_model
 from .scheme import effective_group_size, has_global_scale, scheme_for
@@ -150,7 +150,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_layers(
-    model: nn.Module, layers: list[Matched], gemm: ProductChoice, frozen: Collection[str] | None = None
+    model: nn.Module, layers: list[Matched], gemm: GemmChoice, frozen: Collection[str] | None = None
 ) -> None:
     """Refuse (`ValueError`) `layers` that cannot be quantized as asked; `frozen`: the layers of a checkpoint with frozen scales."""
     if is_peft_model(model):

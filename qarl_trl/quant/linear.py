@@ -6,7 +6,8 @@ export; the layer has exactly the parameters, names and `state_dict` of the `nn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,22 +17,24 @@ from torch.distributed.tensor import DTensor
 
 from .activations import memoize_last
 from .cache import LowBitCache
-from .gathers import gathered_quantized, whole_weights
-from .gemm import Product, ProductChoice
+from .gathers import GatheredWeight, gathers_quantized, is_packed, pack_parameters, whole_weights
+from .gemm import Gemm, GemmChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .reference import QParams
 from .scheme import effective_group_size, support_of
-from .shards import quantize_shards
+from .shards import quantize_own, quantize_shards
 from .zero import is_partitioned
 
 
-# Scale and zero point.
+# From the gradient of the output `(tokens, out)`, the input `(tokens, in)` and the sources of the weight to their gradients.
+Chain = Callable[..., tuple[Tensor, ...]]
 
 
 class LowBitMatmul(torch.autograd.Function):
     """
     `y = x @ Q(W)^T + b` with the straight-through estimator: the gradient of `Q(W)` is given to `W` unchanged.
 
+    `sources` are what `W` is made of: the master weight alone, or with a `chain` what that gives gradients to (LoRA's factors).
     `x` is cast to `dtype` in here, where layers with the same input can share the cast.
     """
 
@@ -39,40 +42,46 @@ class LowBitMatmul(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,
-        master: Tensor,
         bias: Tensor | None,
         weight: LowBitWeight,
-        gemm: Product,
+        gemm: Gemm,
         dtype: torch.dtype,
+        chain: Chain | None,
+        *sources: Tensor,
     ) -> Tensor:
         ctx.input_dtype, x = x.dtype, memoize_last(Tensor.to, x, dtype)
         y, saved = gemm.forward(x, weight, None if bias is None else bias.to(x.dtype))
-        ctx.weight, ctx.gemm, ctx.master_dtype = weight, gemm, master.dtype
+        ctx.weight, ctx.gemm, ctx.chain, ctx.master_dtype = weight, gemm, chain, sources[0].dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(*saved)
+        # The master weight is not saved: its gradient does not need it, and it may be written to before the backward.
+        ctx.num_saved = len(saved)
+        ctx.save_for_backward(*saved, *(sources if chain else ()))
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x = grad_master = grad_bias = None
+        tensors = ctx.saved_tensors  # asked for once: under checkpointing each time would compute the forward again
+        saved, sources = tensors[: ctx.num_saved], tensors[ctx.num_saved :]
+        grad_x = grad_bias = None
+        grads: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 6)
         if ctx.needs_input_grad[0]:
             # Dequantized again: a matrix kept for each layer would be a second copy of the model.
             grad_x = (grad @ ctx.gemm.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
-            x = ctx.gemm.input_from(ctx.saved_tensors, grad.dtype)
-            grad_master = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.master_dtype)
-        if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype)
-        return grad_x, grad_master, grad_bias, None, None, None
+        if any(ctx.needs_input_grad[6:]):
+            x, rows = ctx.gemm.input_from(saved, grad.dtype).flatten(0, -2), grad.flatten(0, -2)
+            grads = ctx.chain(rows, x, *sources) if ctx.chain else ((rows.t() @ x).to(ctx.master_dtype),)
+        return grad_x, grad_bias, None, None, None, None, *grads
 
 
 class LowBitLayer:
     """
-    What every low-bit layer shares: its scheme, its quantized values and its product.
+    What every low-bit layer shares: its scheme, its low-bit weights and its gemm.
 
     Attributes:
         scheme (`QuantizationScheme`): The scheme of the low-bit weight.
-        gemm_for (`ProductChoice`): Chooses the product that multiplies, at the first forward.
+        gemm_for (`GemmChoice`): Chooses the gemm at the first forward.
         quantized_forward (`bool`): `False` leaves the forward in high precision while `low_bit` still serves the
             sync and the export: the quantized-rollout baseline of the paper.
         frozen_qparams (`dict[str, QParams]`): Scale and zero point that a weight keeps, by parameter; empty where they
@@ -84,7 +93,7 @@ class LowBitLayer:
     """
 
     scheme: QuantizationScheme
-    gemm_for: ProductChoice
+    gemm_for: GemmChoice
     quantized_forward: bool
     frozen_qparams: dict[str, QParams]
     merged_with: tuple[LowBitLayer, ...]
@@ -96,7 +105,7 @@ class LowBitLayer:
         cls,
         module: nn.Module,
         scheme: QuantizationScheme,
-        gemm: ProductChoice,
+        gemm: GemmChoice,
         quantized_forward: bool,
         qparams: Mapping[str, QParams],
     ) -> None:
@@ -117,12 +126,46 @@ class LowBitLayer:
         raise NotImplementedError
 
     def low_bit(self, *sources: Tensor | None) -> LowBitWeight:
-        """The layer's low-bit weight, from the [`~qarl_trl.quant.cache.CodeCache`] while that is valid."""
+        """The layer's low-bit weight, from the [`~qarl_trl.quant.cache.LowBitCache`] while that is valid."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def low_bit_of(self, parameter: str, weight: Tensor | None = None) -> LowBitWeight:
+        """
+        The low-bit weight of one of its parameters, or of `weight` in the place of that, whole or a `DTensor`.
+
+        `ValueError` when it holds NaN or infinity.
+        """
+        own = getattr(self, parameter)
+        source = own if weight is None else weight
+        if isinstance(source, GatheredWeight):  # in a forward under FSDP2
+            return source.low_bit
+        if is_packed(own) and isinstance(source, DTensor):  # outside of one: only this process's rows are kept
+            rows = None
+            if source.to_local().data_ptr() == own.to_local().data_ptr():
+                rows = self.own_low_bit(parameter, anew=weight is not None)
+            return quantize_shards(source, self.scheme, self._qparams_of(parameter, source.device), rows)
+        others = tuple((layer.weight.data_ptr(), layer.weight._version) for layer in self.merged_with)
+        given, quantize = None if weight is None else (weight,), partial(self._quantize, parameter=parameter)
+        return self._low_bit_cache.get(parameter, (own,), given, quantize, others)
+
+    @torch.no_grad()
+    def own_low_bit(self, parameter: str, anew: bool = False) -> LowBitWeight:
+        """
+        The low-bit rows of this process, of a parameter that FSDP2 has cut; made once per optimizer step, or `anew`.
+
+        `anew` for what leaves the learner, since not every write to a shard moves a version: `weight.detach().to_local()` has
+        its own, and a checkpoint is loaded through it.
+        """
+        weight = getattr(self, parameter)
+        own = weight.to_local()
+        quantize = partial(quantize_own, scheme=self.scheme, qparams=self._qparams_of(parameter, weight.device))
+        others = own.data_ptr(), own._version, weight._version
+        return self._low_bit_cache.get(parameter, (weight,), (weight,) if anew else None, quantize, others)
 
     def _quantize(self, weight: Tensor, parameter: str = "weight") -> LowBitWeight:
         weight = weight.detach()
-        qparams, largest = self.qparams_of(parameter, weight.device), None
+        qparams, largest = self._qparams_of(parameter, weight.device), None
         if self.merged_with:
             weights = (weight, *(layer.weight for layer in self.merged_with))
             if any(isinstance(w, DTensor) or is_partitioned(w) for w in weights):
@@ -135,7 +178,7 @@ class LowBitLayer:
             return quantize_shards(weight, self.scheme, qparams)
         return quantize_weight(weight.flatten(0, -2), self.scheme, qparams, largest)
 
-    def qparams_of(self, parameter: str, device: torch.device) -> QParams | None:
+    def _qparams_of(self, parameter: str, device: torch.device) -> QParams | None:
         """The `frozen_qparams` of a parameter, on `device` from then on."""
         qparams = self.frozen_qparams.get(parameter)
         if qparams is not None and qparams[0].device != device:
@@ -147,19 +190,23 @@ class LowBitLayer:
         """Whether the low-bit forward was used since quantization."""
         return "_gemm" in self.__dict__
 
+    def last_low_bits(self) -> dict[str, LowBitWeight]:
+        """What was quantized last, without looking at the master weights: by parameter, or by adapter ("": none)."""
+        return self._low_bit_cache.last()
+
     @property
     def last_low_bit(self) -> LowBitWeight:
-        """What `low_bit` returned last, without looking at the master."""
-        return self._low_bit_cache.last()[self._slot]
+        """What `low_bit` returned last, of a layer with one weight."""
+        return self.last_low_bits()[self._slot]
 
     def forget(self) -> None:
-        """Free the quantized values; the next use quantizes again."""
+        """Free the low-bit weights; the next use quantizes again."""
         self._low_bit_cache.clear()
 
     @property
     def _slot(self) -> str:
-        """Which of several weights the layer computes with: an adapter's name, or "" for the master itself."""
-        return ""
+        """Under which name of `last_low_bits` the layer computes now."""
+        return "weight"
 
     @property
     def _low_bit_cache(self) -> LowBitCache:
@@ -170,13 +217,16 @@ class LowBitLayer:
         device_type = input.device.type
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype
 
-    def _compute_input(self, input: Tensor) -> Tensor:
-        return input.to(self._compute_dtype(input))
-
-    def _get_gemm(self, device: torch.device) -> Product:
+    def _get_gemm(self, device: torch.device) -> Gemm:
         if not self.has_run:
             self._gemm = self.gemm_for(self.scheme, device)
         return self._gemm
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, chain: Chain | None, *sources: Tensor) -> Tensor:
+        """`LowBitMatmul` by the low-bit weight of now, in the dtype that autocast asks for."""
+        dtype, gemm = self._compute_dtype(x), self._get_gemm(x.device)
+        with torch.autocast(x.device.type, enabled=False):
+            return LowBitMatmul.apply(x, bias, self.low_bit(), gemm, dtype, chain, *sources)
 
     def extra_repr(self) -> str:
         group_size = effective_group_size(self.scheme)
@@ -202,22 +252,32 @@ class QuantLinear(LowBitLayer, nn.Linear):
         return ("weight",)
 
     def low_bit(self, weight: Tensor | None = None) -> LowBitWeight:
-        """
-        The layer's low-bit weight.
-
-        Args:
-            weight (`Tensor`, *optional*): The master weight `(out, in)` to read instead of `self.weight`, whole or a `DTensor`.
-        """
-        if (low_bit := gathered_quantized(self, "weight", weight)) is not None:
-            return low_bit
-        others = tuple((layer.weight.data_ptr(), layer.weight._version) for layer in self.merged_with)
-        gathered = None if weight is None else (weight,)
-        return self._low_bit_cache.get(self._slot, (self.weight,), gathered, self._quantize, others)
+        """The low-bit weight of the master weight, or of `weight` `(out, in)` in its place, whole or a `DTensor`."""
+        return self.low_bit_of("weight", weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.quantized_forward:
-            with whole_weights(self):
-                return super().forward(input)
-        dtype, gemm = self._compute_dtype(input), self._get_gemm(input.device)
-        with torch.autocast(input.device.type, enabled=False):
-            return LowBitMatmul.apply(input, self.weight, self.bias, self.low_bit(), gemm, dtype)
+        if self.quantized_forward:
+            return self._multiply(input, self.bias, None, self.weight)
+        with whole_weights(self):
+            return super().forward(input)
+
+
+def gather_quantized(layers: Iterable[LowBitLayer], ranks: int, device: torch.device) -> None:
+    """
+    Let FSDP2, which is about to cut the parameters of `layers` for `ranks` processes, gather quantized values of them.
+
+    Not of adapted layers, of master weights that are not float32, where rows are uneven or depend on those of another process, or
+    where the gemm on `device` keeps something made of the quantized values: those weights it gathers, as ever.
+    """
+    for layer in layers:
+        if not layer.quantized_forward or layer.gemm_for(layer.scheme, device).prepares:
+            continue
+        names = [
+            name
+            for name, weight in layer.named_parameters(recurse=False)
+            # accelerate writes master weights of another dtype anew, by `param.data = ...`.
+            if name in layer.packed_parameters and type(weight) is nn.Parameter and weight.dtype == torch.float32
+            if gathers_quantized(weight.shape, ranks, layer.scheme)
+        ]
+        if names:
+            pack_parameters(layer, names)

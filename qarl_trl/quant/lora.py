@@ -7,6 +7,7 @@ is no merge to undo and nothing that drifts (paper Sec. 3.1, step 2, with `theta
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from .activations import memoize_last
-from .gemm import Product
-from .linear import LowBitLayer, LowBitMatmul
+from .linear import LowBitLayer
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
@@ -46,47 +45,17 @@ def merged_weight(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float
         return (lora_B.float() @ lora_A.float()).mul_(scaling).add_(weight)
 
 
-class LoraMatmul(torch.autograd.Function):
+def factor_gradients(scaling: float, grad: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor]:
     """
-    `y = x Q(W + s B A)^T + b`, straight through: the gradient of `Q(.)` is given to `W + s B A` unchanged, hence by the chain
-    rule to A and B. It goes through the rank, so the `(out, in)` gradient itself is never made.
+    The gradients of `lora_A` and `lora_B` from that of the output `(tokens, out)` and the input `(tokens, in)`.
+
+    Straight through: the gradient of `Q(W + s B A)` is given to `W + s B A` unchanged, hence by the chain rule to A and B. It goes
+    through the rank, so the `(out, in)` gradient itself is never made.
     """
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        lora_A: Tensor,
-        lora_B: Tensor,
-        bias: Tensor | None,
-        scaling: float,
-        weight: LowBitWeight,
-        gemm: Product,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.input_dtype, x = x.dtype, memoize_last(Tensor.to, x, dtype)
-        y, saved = gemm.forward(x, weight, None if bias is None else bias.to(x.dtype))
-        ctx.weight, ctx.gemm, ctx.scaling = weight, gemm, scaling
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(lora_A, lora_B, *saved)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        lora_A, lora_B, *saved = ctx.saved_tensors
-        grad_x = grad_A = grad_B = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad @ ctx.gemm.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            x = ctx.gemm.input_from(tuple(saved), grad.dtype).flatten(0, -2)
-            scaled = grad.flatten(0, -2) * ctx.scaling
-            # The values that were merged, not the master weights they were rounded from.
-            used_A, used_B = (t.to(MASTER_CAST_DTYPE).to(grad.dtype) for t in (lora_A, lora_B))
-            grad_A = ((scaled @ used_B).t() @ x).to(lora_A.dtype)
-            grad_B = (scaled.t() @ (x @ used_A.t())).to(lora_B.dtype)
-        if ctx.needs_input_grad[3]:
-            grad_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype)
-        return grad_x, grad_A, grad_B, grad_bias, None, None, None, None
+    scaled = grad * scaling
+    # The values that were merged, not the master weights they were rounded from.
+    used_A, used_B = (t.to(MASTER_CAST_DTYPE).to(grad.dtype) for t in (lora_A, lora_B))
+    return ((scaled @ used_B).t() @ x).to(lora_A.dtype), (scaled.t() @ (x @ used_A.t())).to(lora_B.dtype)
 
 
 class LoraQuantLinear(LowBitLayer, lora.Linear):
@@ -125,14 +94,13 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         adapter, base = self._slot, self.base_layer.weight
         if not adapter:
             return self._low_bit_cache.get(adapter, (base,), None if weight is None else (weight,), self._quantize)
-        own = (base, self.lora_A[adapter].weight, self.lora_B[adapter].weight)
-        gathered = None if weight is None else (weight, lora_A, lora_B)
-        scaling = self.scaling[adapter]
+        own, scaling = (base, *self._factors(adapter)), self.scaling[adapter]
+        given = None if weight is None else (weight, lora_A, lora_B)
 
         def quantize(*sources: Tensor) -> LowBitWeight:
             return self._quantize(merged_weight(*map(whole, sources), scaling))
 
-        return self._low_bit_cache.get(adapter, own, gathered, quantize, others=(scaling,))
+        return self._low_bit_cache.get(adapter, own, given, quantize, others=(scaling,))
 
     @property
     def _slot(self) -> str:
@@ -146,17 +114,17 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
             )
         return active[0] if active else ""
 
+    def _factors(self, adapter: str) -> tuple[Tensor, Tensor]:
+        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
+
     # Without peft's other arguments: adapters chosen per sample have no single merged weight.
     def forward(self, x: Tensor) -> Tensor:
         if not self.quantized_forward:
             return super().forward(x)
-        base, gemm, adapter = self.base_layer, self._get_gemm(x.device), self._slot
-        dtype = self._compute_dtype(x)
-        with torch.autocast(x.device.type, enabled=False):
-            if adapter:
-                factors = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-                return LoraMatmul.apply(x, *factors, base.bias, self.scaling[adapter], self.low_bit(), gemm, dtype)
-            return LowBitMatmul.apply(x, base.weight, base.bias, self.low_bit(), gemm, dtype)
+        base, adapter = self.base_layer, self._slot
+        if not adapter:
+            return self._multiply(x, base.bias, None, base.weight)
+        return self._multiply(x, base.bias, partial(factor_gradients, self.scaling[adapter]), *self._factors(adapter))
 
 
 def check_lora_config(config: Any) -> None:

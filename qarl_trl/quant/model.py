@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch import nn
 
 from .experts import QuantExperts
-from .gemm import ProductChoice, plain_gemm
+from .gemm import GemmChoice, plain_gemm
 from .layers import check_layers, check_model, match_layers, merged_by_engines
 from .linear import LowBitLayer, QParams, QuantLinear
 from .scheme import DEFAULT_IGNORE, has_global_scale, resolve_config, resolve_scheme, single_group
@@ -26,7 +26,7 @@ def apply_quantization(
     ignore: Sequence[str] = DEFAULT_IGNORE,
     *,
     group_size: int | None = None,
-    gemm: ProductChoice = plain_gemm,
+    gemm: GemmChoice = plain_gemm,
     quantize_forward: bool = True,
     qparams: Mapping[str, QParams] | None = None,
 ) -> nn.Module:

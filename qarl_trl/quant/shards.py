@@ -104,7 +104,7 @@ def _quantize_rows(weight: DTensor, scheme: QuantizationScheme, qparams: QParams
 def own_rows(weight: DTensor) -> Tensor:
     """What this process holds of a cut weight, as a plain tensor."""
     own = weight.to_local().detach()
-    return getattr(own, "plain", own)  # of a `CodedMaster`
+    return getattr(own, "plain", own)  # of a `MasterShard`
 
 
 def unit_of(shape: Sequence[int], ranks: int, scheme: QuantizationScheme) -> int | None:

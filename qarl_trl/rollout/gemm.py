@@ -8,13 +8,13 @@ from torch import Tensor
 from trl.import_utils import is_vllm_available
 
 from ..quant.activations import memoize_last
-from ..quant.gemm import ActivationGemm, Product, ProductChoice, Saved, dequant_gemm, plain_gemm
+from ..quant.gemm import ActivationGemm, Gemm, GemmChoice, Saved, dequant_gemm, plain_gemm
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import support_of
 from ._vllm_cpu import is_cpu_engine
 
 
-class EngineGemm(Product):
+class EngineGemm(Gemm):
     """
     The product by the engine's own layer, on the tensors that are synced; the backward is that of `plain`, torch's.
 
@@ -23,7 +23,7 @@ class EngineGemm(Product):
 
     prepares = True
 
-    def __init__(self, plain: Product) -> None:
+    def __init__(self, plain: Gemm) -> None:
         self.plain = plain
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
@@ -46,7 +46,7 @@ class EngineGemm(Product):
         return self.plain.matrix_from(weight, dtype)
 
 
-def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Product:
+def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
     """The engine's own product for `scheme` on `device`; `ValueError` when the engine there has none, or is missing."""
     support, plain = support_of(scheme), plain_gemm(scheme, device)
     if not {"cpu": support.cpu_engine, "cuda": bool(support.gpus)}.get(device.type, False):
@@ -70,4 +70,4 @@ def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Product:
 
 
 # By the values of `quant_kernel`.
-GEMMS: dict[str, ProductChoice] = {"auto": plain_gemm, "dequant": dequant_gemm, "engine": engine_gemm}
+GEMMS: dict[str, GemmChoice] = {"auto": plain_gemm, "dequant": dequant_gemm, "engine": engine_gemm}

@@ -349,7 +349,7 @@ def test_first_quantized_below_an_adapter_are_compared_without_it(tiny_model, tm
     apply_quantization(model, source.plan(), qparams=source.qparams())
     layer = model.base_model.model.model.layers[1].mlp.up_proj
     check_first_quantized(model, source)
-    assert not layer._low_bit_cache.last()  # the quantized values of the base are not kept beside those of the policy
+    assert not layer.last_low_bits()  # the quantized values of the base are not kept beside those of the policy
     assert not torch.equal(layer.low_bit().quantized, source.quantized("model.layers.1.mlp.up_proj"))
 
     with torch.no_grad():  # control

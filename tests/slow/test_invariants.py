@@ -49,23 +49,20 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _record_forward(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     """The low-bit tensors that each layer's matrix product really gets, by one forward."""
 
-    from qarl_trl.quant import linear, lora, quantized_modules
+    from qarl_trl.quant import linear, quantized_modules
 
     modules = [(name.removeprefix("base_model.model."), module) for name, module in quantized_modules(model)]
     seen: dict[str, dict[str, torch.Tensor]] = {}
 
-    def spying(original: Any) -> Any:
-        def spy(*args: Any) -> torch.Tensor:
-            weight = next(arg for arg in args if hasattr(arg, "tensors"))
-            seen[next(name for name, module in modules if module.low_bit() is weight)] = dict(weight.tensors)
-            return original(*args)
+    original = linear.LowBitMatmul.apply
 
-        return spy
+    def spy(*args: Any) -> torch.Tensor:
+        weight = args[2]
+        seen[next(name for name, module in modules if module.low_bit() is weight)] = dict(weight.tensors)
+        return original(*args)
 
-    dense, adapted = linear.LowBitMatmul, lora.LoraMatmul
     with (
-        patch.object(dense, "apply", spying(dense.apply)),
-        patch.object(adapted, "apply", spying(adapted.apply)),
+        patch.object(linear.LowBitMatmul, "apply", spy),
         torch.no_grad(),
         torch.autocast("cpu", torch.bfloat16),
     ):

@@ -23,7 +23,7 @@ def _beside(layer: Any, x: torch.Tensor) -> torch.Tensor:
     from qarl_trl.quant import quantize_weight
 
     kernel = layer._get_gemm(x.device)
-    x, adapter = layer._compute_input(x), layer._slot
+    x, adapter = x.to(layer._compute_dtype(x)), layer._slot
     if "_base_quantized" not in layer.__dict__:
         layer.__dict__["_base_quantized"] = quantize_weight(layer.base_layer.weight, layer.scheme)
     y, _ = kernel.forward(x, layer.__dict__["_base_quantized"])

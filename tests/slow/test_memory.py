@@ -63,7 +63,7 @@ def _shards(model: str, folder: str, muon: bool) -> dict[str, int]:
     trainer.add_callback(gradients)
     trainer.train()
     state = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values()]
-    weights = [w for _, layer in quantized_modules(trainer.model) for w in layer._low_bit_cache.last().values()]
+    weights = [w for _, layer in quantized_modules(trainer.model) for w in layer.last_low_bits().values()]
     return {
         "quantized values (own rows)": sum(w.num_bytes() for w in weights),
         "master_weights": sum(p.to_local().nbytes for p in trainer.model.parameters()),

@@ -75,11 +75,11 @@ def _whole(trainer: Any) -> dict[str, torch.Tensor]:
 
 def _coded(trainer: Any) -> int:
     """Of how many master weights FSDP2 gathers quantized values."""
-    from qarl_trl.quant.gathers import CodedMaster
+    from qarl_trl.quant.gathers import MasterShard
 
     with torch.no_grad():
         return sum(
-            isinstance(p.to_local() if hasattr(p, "to_local") else p, CodedMaster) for p in trainer.model.parameters()
+            isinstance(p.to_local() if hasattr(p, "to_local") else p, MasterShard) for p in trainer.model.parameters()
         )
 
 

@@ -324,9 +324,7 @@ def _layer_quantized(trainer: Any) -> dict[str, Any]:
         trainer.model_wrapped(input_ids=torch.full((1, 4), 5))
     layers = quantized_modules(trainer._unwrapped)
     return _bytes(
-        (n + slot, w.tensors["weight_packed"])
-        for n, layer in layers
-        for slot, w in layer._low_bit_cache.last().items()
+        (n + slot, w.tensors["weight_packed"]) for n, layer in layers for slot, w in layer.last_low_bits().items()
     )
 
 
@@ -378,7 +376,7 @@ def _held(model: str, folder: str, adapter: Any) -> tuple[dict[str, int], dict[s
     trainer.train()
     held = trainer.deepspeed.optimizer
     state = [t for of_piece in held.optimizer.state.values() for t in of_piece.values() if isinstance(t, torch.Tensor)]
-    weights = [w for _, layer in quantized_modules(trainer._unwrapped) for w in layer._low_bit_cache.last().values()]
+    weights = [w for _, layer in quantized_modules(trainer._unwrapped) for w in layer.last_low_bits().values()]
     items = {
         "master_weights": sum(t.nbytes for t in held.fp32_partitioned_groups_flat),
         "optimizer state": sum(t.nbytes for t in state),

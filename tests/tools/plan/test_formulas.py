@@ -40,7 +40,7 @@ def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme
     skeleton = meta.skeleton(config, torch.float32, plan=scheme)
     stream = list(iter_low_bit_weights(model))
     assert meta.synced(skeleton) == nbytes(t for _, t in stream)
-    real = [w for _, m in quantized_modules(model) for w in m._low_bit_cache.last().values()]
+    real = [w for _, m in quantized_modules(model) for w in m.last_low_bits().values()]
     assert meta.quantized(skeleton) == sum(weight.num_bytes() for weight in real)
     found = meta.parameters(skeleton, muon=False)
     assert sum(p.entries * p.size for p in found) == nbytes(model.parameters())
