@@ -26,6 +26,7 @@ from .learner import guards
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .loss import TrustBand, filter_advantages, loss_mask, mismatch_weight
+from .metrics.bounds import Bounds, clip_bounds
 from .metrics.clock import StepClock, WeightFlips
 from .metrics.error_tokens import find_error_tokens, unfinished, written_tokens
 from .metrics.mismatch import check_mismatch, mismatch_metrics
@@ -82,7 +83,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         self._current_logps: Tensor | None = None
         self._step_of_rollout = -1
         self._passes: PackedPasses | None = None
-        self._ratios = RatioMeter(self)
         self._token_stats: TokenStats | None = None
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
@@ -111,7 +111,11 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             self._clip_to(args.trust_band)
         if args.max_tokens_per_pass is not None:
             self._passes = self._packed_passes(args.max_tokens_per_pass)
-        self.add_callback(StepClock(self))
+        own = clip_bounds(self.loss_type, self.epsilon_low, self.epsilon_high, self.args.delta)
+        by_sequence = self.importance_sampling_level == "sequence"
+        self._ratios = RatioMeter(own, Bounds.of_band(args.trust_band), by_sequence, self.accelerator.gather)
+        engine = self.vllm_generation if self.use_vllm else None
+        self.add_callback(StepClock(engine, self._log_value, self._flips, self._check_layers_ran))
         if args.log_token_stats and self.is_world_process_zero():
             folder, tokenizer = Path(args.output_dir) / "token_stats", self._tokenizer
             self._token_stats = TokenStats(folder, args.log_token_stats, tokenizer, args.tbpo_mismatch_cap)
@@ -256,7 +260,10 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     def _measure(self, logps: Tensor, inputs: dict[str, Any]) -> None:
         written = written_tokens(inputs, self._tokenizer.pad_token_id)
         errors = find_error_tokens(inputs["completion_ids"], written)
-        self._ratios.measure(logps, inputs, errors, unfinished(inputs["completion_ids"], written, self._ends))
+        fresh = self._mode == "train" and self.state.global_step == self._step_of_rollout
+        cut = unfinished(inputs["completion_ids"], written, self._ends)
+        for name, value in self._ratios.measure(logps, inputs, errors, cut, fresh).items():
+            self._log_value(name, value)
         if self._compares_sampler and "old_per_token_logps" not in inputs:
             # TRL computes no `old` where no update comes between it and the loss: `logps` is of the weights that sampled.
             mask = loss_mask(inputs)
@@ -298,6 +305,9 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             if name.endswith(("min", "max")) and name.startswith(("ratio/", "mismatch/")):
                 values[:] = [min(values) if name.endswith("min") else max(values)]
         super().log(logs, start_time)
+
+    def _flips(self) -> dict[str, float]:
+        return self._weight_flips.update(quantized_modules(self._unwrapped))
 
     def _log_value(self, name: str, value: float) -> None:
         self._metrics[self._mode][name].append(value)

@@ -1,10 +1,10 @@
-"""What an optimizer step spends its time on, and how many quantized values it changes."""
+"""Time of an optimizer step by part, and the share of quantized weights that it changes."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +13,11 @@ from transformers import TrainerCallback
 
 from ..quant.experts import QuantExperts
 from ..quant.linear import LowBitLayer
-from ..quant.model import quantized_modules
 from ..quant.quantize import LowBitWeight
 
 
 if TYPE_CHECKING:
     from ..config import QaRLConfig
-    from ..trainer import QaRLTrainer
 
 FLIPS = "quant/flip_frac"
 # By what the names of modules hold, as transformers' families write them.
@@ -102,32 +100,42 @@ def _differing_quantized(a: Tensor, b: Tensor, pairs: bool) -> int:
 
 
 class StepClock(TrainerCallback):
-    """Splits each optimizer step into rollout, sync and update, and checks after the first that the hooks ran."""
+    """
+    Splits each optimizer step into rollout, weight sync and update.
 
-    def __init__(self, trainer: QaRLTrainer) -> None:
-        self._trainer = trainer
+    Args:
+        engine (`LowBitVLLMGeneration`, *optional*): Counts the seconds of rollouts and weight syncs.
+        log (`Callable`): Takes a metric's name and value.
+        flips (`Callable`): Metrics of the quantized weights that changed, after a weight sync.
+        after_first (`Callable`): Called after the first step.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        log: Callable[[str, float], None],
+        flips: Callable[[], dict[str, float]],
+        after_first: Callable[[], None],
+    ) -> None:
+        self._engine, self._log, self._flips, self._after_first = engine, log, flips, after_first
         self._start = time.perf_counter()
-        self._checked = False
+        self._stepped = False
 
     def on_step_begin(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
         self._start = time.perf_counter()
-        if self._trainer.use_vllm:  # what an evaluation generated does not belong to this step
-            self._trainer.vllm_generation.reset_clock()
+        if self._engine is not None:  # what an evaluation generated does not belong to this step
+            self._engine.reset_clock()
 
     def on_step_end(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self._trainer
-        total = time.perf_counter() - self._start
-        rollout = sync = 0.0
-        if trainer.use_vllm:
-            engine = trainer.vllm_generation
-            rollout, sync = engine.rollout_seconds, engine.sync_seconds
-            if rollout and engine.last_sync:  # of this step, or of an evaluation just before it
-                trainer._log_value("sync/bytes", float(engine.last_sync.num_bytes))
-                for name, share in trainer._weight_flips.update(quantized_modules(trainer._unwrapped)).items():
-                    trainer._log_value(name, share)
-        trainer._log_value("time/rollout", rollout)
-        trainer._log_value("time/sync", sync)
-        trainer._log_value("time/update", total - rollout - sync)
-        if not self._checked:
-            self._checked = True
-            trainer._check_layers_ran()
+        total, engine = time.perf_counter() - self._start, self._engine
+        rollout, sync = (0.0, 0.0) if engine is None else (engine.rollout_seconds, engine.sync_seconds)
+        if rollout and engine.last_sync:  # of this step, or of an evaluation just before it
+            self._log("sync/bytes", float(engine.last_sync.num_bytes))
+            for name, share in self._flips().items():
+                self._log(name, share)
+        self._log("time/rollout", rollout)
+        self._log("time/sync", sync)
+        self._log("time/update", total - rollout - sync)
+        if not self._stepped:
+            self._stepped = True
+            self._after_first()

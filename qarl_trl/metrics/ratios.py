@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
 from ..loss import loss_mask, sequence_log_ratio
-from .bounds import Bounds, clip_bounds
+from .bounds import Bounds
 
-
-if TYPE_CHECKING:
-    from ..trainer import QaRLTrainer
 
 # Two passes of one model over one batch shape agree to float32 rounding.
 FIRST_RATIO_TOLERANCE = 1e-6
@@ -22,42 +20,48 @@ logger = get_logger(__name__)
 
 
 class RatioMeter:
-    """Logs `ratio/*`, `error_tokens/*` and unfinished answers of each micro-batch of a trainer; see docs/metrics.md."""
+    """
+    Measures `ratio/*`, `error_tokens/*` and unfinished answers of each micro-batch; see docs/metrics.md.
 
-    def __init__(self, trainer: QaRLTrainer) -> None:
-        self._trainer = trainer
+    Args:
+        own (`Bounds`): Where the loss of this run stops following a ratio.
+        paper (`Bounds`): Those of TBPO, for comparison.
+        by_sequence (`bool`): Whether the loss has one ratio for each sequence, not for each token.
+        gather (`Callable`): Rows of all processes, one after the other.
+    """
+
+    def __init__(self, own: Bounds, paper: Bounds, by_sequence: bool, gather: Callable[[Tensor], Tensor]) -> None:
+        self.own, self.paper, self.by_sequence, self._gather = own, paper, by_sequence, gather
         self._warned = False
 
     @torch.no_grad()
-    def measure(self, logps: Tensor, batch: dict[str, Any], errors: Tensor, cut: Tensor) -> None:
+    def measure(
+        self, logps: Tensor, batch: dict[str, Any], errors: Tensor, cut: Tensor, fresh: bool
+    ) -> dict[str, float]:
         """
-        Measure over all processes, in one collective.
+        The metrics over all processes, in one collective.
 
         Args:
             logps (`Tensor`): Of the current policy, `(B, T)`.
             batch (`dict`): TRL's micro-batch.
             errors (`Tensor`): Its error tokens, `(B, T)` bool.
             cut (`Tensor`): Its completions that do not end, `(B,)` bool.
+            fresh (`bool`): Whether no optimizer step came since the rollout, so that every ratio must be 1.
         """
-        trainer = self._trainer
-        own = clip_bounds(trainer.loss_type, trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta)
-        paper, by_sequence = Bounds.of_band(trainer.args.trust_band), trainer.importance_sampling_level == "sequence"
         old, mask, advantages = batch.get("old_per_token_logps", logps), loss_mask(batch), batch["advantages"].float()
-        columns = completion_columns(logps, old, mask, advantages, errors, cut, own, by_sequence)
-        rows = trainer.accelerator.gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
-        metrics = ratio_metrics(dict(zip(columns, rows.unbind(1), strict=True)), own, paper, by_sequence)
-        for name, value in metrics.items():
-            trainer._log_value(name, value)
-        # No optimizer step since the rollout: `logps` and `old` are of the same weights, so the ratio must be 1.
-        if trainer._mode == "train" and trainer.state.global_step == trainer._step_of_rollout and not self._warned:
-            off = max(abs(metrics["ratio/min"] - 1), abs(metrics["ratio/max"] - 1))
-            if off > FIRST_RATIO_TOLERANCE:
-                self._warned = True
-                logger.warning(
-                    "The sequence ratio is off by %.1e before any update of this rollout batch: `old` and current "
-                    "log-probs come from different kernels or batch shapes, and the loss clips that noise.",
-                    off,
-                )
+        columns = completion_columns(logps, old, mask, advantages, errors, cut, self.own, self.by_sequence)
+        rows = self._gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
+        columns = dict(zip(columns, rows.unbind(1), strict=True))
+        metrics = ratio_metrics(columns, self.own, self.paper, self.by_sequence)
+        off = max(abs(metrics["ratio/min"] - 1), abs(metrics["ratio/max"] - 1))
+        if fresh and off > FIRST_RATIO_TOLERANCE and not self._warned:
+            self._warned = True
+            logger.warning(
+                "The sequence ratio is off by %.1e before any update of this rollout batch: `old` and current "
+                "log-probs come from different kernels or batch shapes, and the loss clips that noise.",
+                off,
+            )
+        return metrics
 
 
 def completion_columns(

@@ -208,7 +208,7 @@ def test_the_bounds_of_tbpo_are_the_papers(trainer, compute):
 
 def test_processes_are_measured_in_one_collective_as_if_they_were_one():
     """Means of the processes' shares and quantiles, the control, are others."""
-    whole, calls, logged = random_batch(5, size=32), [], {}
+    whole, calls = random_batch(5, size=32), []
     halves = [{name: part[i : i + 16] for name, part in vars(whole).items()} for i in (0, 16)]
 
     def as_trls(half):
@@ -219,14 +219,15 @@ def test_processes_are_measured_in_one_collective_as_if_they_were_one():
         calls.append(rows)
         return torch.cat([rows, other]) if len(calls) > 1 else rows
 
-    trainer = SimpleNamespace(
-        loss_type="grpo", epsilon_low=3e-4, epsilon_high=4e-4, importance_sampling_level="sequence", _mode="eval",
-        args=SimpleNamespace(delta=1 + 7e-4, trust_band=TrustBand(4e-4, 3e-4, 7e-4, 2.0)),
-        accelerator=SimpleNamespace(gather=gather), _log_value=logged.__setitem__,
-    )  # fmt: skip
-    RatioMeter(trainer).measure(halves[1]["logps"], as_trls(halves[1]), halves[1]["errors"], halves[1]["cut"])
-    other, alone = calls[0], dict(logged)
-    RatioMeter(trainer).measure(halves[0]["logps"], as_trls(halves[0]), halves[0]["errors"], halves[0]["cut"])
+    def meter():
+        return RatioMeter(bounds(PAPER), bounds(PAPER), True, gather)
+
+    def measure(half):
+        return meter().measure(half["logps"], as_trls(half), half["errors"], half["cut"], fresh=False)
+
+    alone = measure(halves[1])
+    other = calls[0]
+    logged = measure(halves[0])
     assert len(calls) == 2
     assert logged == measured(whole, PAPER, True)
     first = measured(SimpleNamespace(**halves[0]), PAPER, True)

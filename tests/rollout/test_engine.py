@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
@@ -149,16 +148,8 @@ def test_the_sync_of_an_evaluation_counts_for_the_step_that_samples_with_it(monk
     """Without sleep mode TRL syncs once a step number: what an evaluation synced the next step does not."""
     engine, _ = generation([])
     logged, flips = defaultdict(list), iter([{}, {"quant/flip_frac": 0.25}])
-    trainer = SimpleNamespace(
-        use_vllm=True,
-        vllm_generation=engine,
-        _log_value=lambda name, value: logged[name].append(value),
-        _weight_flips=SimpleNamespace(update=lambda modules: next(flips)),
-        _unwrapped=nn.Module(),
-        _check_layers_ran=lambda: None,
-    )
     monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: time.sleep(0.01) or (prompts, prompts))
-    clock = StepClock(trainer)
+    clock = StepClock(engine, lambda name, value: logged[name].append(value), lambda: next(flips), lambda: None)
 
     def step(*calls):
         clock.on_step_begin(None, None, None)
