@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .compiled import compiled_on_cuda, diverged, sample
 
 
 FP8 = torch.float8_e4m3fn
@@ -57,6 +59,25 @@ def memoize_last(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     return result
 
 
+def _input_samples(x: Tensor, *_: Any) -> Iterator[tuple]:
+    """Inputs that the compiled form of a quantizer is checked with: also tokens with a scale of 1, which has ties, and NaN."""
+    numbers = sample(x.dtype)
+    for low, high in ((-FP8_MAX, FP8_MAX), (-127.0, 127.0)):
+        tokens = numbers[:256].clamp(low, high)
+        tokens[:, ::128], tokens[:, 1::128] = low, high
+        yield (tokens.to(x.device),)
+    yield (numbers.to(x.device),)
+    yield (diverged(tokens).to(x.device),)
+
+
+def _quantized_samples(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Iterator[tuple]:
+    """Every quantized value, of 8 bits, with scales of all sizes, infinity and NaN."""
+    scales = torch.cat((sample(torch.float32)[:512, :2].abs(), torch.tensor([[0.0, torch.inf], [torch.nan, 1.0]])))
+    values = torch.arange(256).repeat(len(scales), 2).to(torch.uint8).view(quantized.dtype)
+    yield values.to(quantized.device), scales.to(scale.device), dtype
+
+
+@compiled_on_cuda(_input_samples)
 def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Per-token float8: `x` `(tokens, in)` to quantized values float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, 1)`."""
     amax = x.abs().amax(dim=-1, keepdim=True).float()
@@ -65,6 +86,7 @@ def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
+@compiled_on_cuda(_input_samples)
 def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
     """Float8 with one scale for each token and group: `x` to quantized values `(tokens, in)`, scale float32 `(tokens, in / group_size)`."""
     groups = x.float().unflatten(-1, (-1, group_size))
@@ -72,6 +94,7 @@ def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tenso
     return (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(-2), scale
 
 
+@compiled_on_cuda(_input_samples)
 def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric per-token int8: `x` to quantized values int8 `(tokens, in)` and scale float32 `(tokens, 1)`, 0 for a token of zeros."""
     x = x.float()
@@ -101,6 +124,8 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     return ((nearest + zero_point).clamp(-128, 127) - zero_point).to(torch.int16), steps.reciprocal()
 
 
+@torch.no_grad()
+@compiled_on_cuda(_quantized_samples)
 def dequantize_activations(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantized values `(..., in)` times scale float32 `(..., groups)`, multiplied in float32 and rounded once to `dtype`."""
     groups = quantized.float().unflatten(-1, (scale.shape[-1], -1))

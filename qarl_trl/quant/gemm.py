@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -23,12 +22,6 @@ from .activations import (
 from .quantize import LowBitWeight, dequantize
 from .scheme import effective_group_size, support_of
 from .table import gpu_generation
-
-
-try:
-    from . import fast  # the same bytes, compiled
-except ImportError:
-    fast = None
 
 
 Bias = Tensor | None  # `(out,)`
@@ -77,22 +70,6 @@ class DequantGemm(Gemm):
         return y if bias is None else y + bias, (x,)
 
 
-def compiled(plain: Callable[..., Saved]) -> Callable[[Tensor], Saved]:
-    """A quantizer of activations: `plain`, or the kernel that gives its bytes."""
-
-    @functools.wraps(plain)
-    def quantize(x: Tensor) -> Saved:
-        return (plain if fast is None else fast.quantizer_of(plain, x))(x)
-
-    return quantize
-
-
-def restored(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[`dequantize_activations`], or the kernel that gives its bytes."""
-    plain = dequantize_activations
-    return (plain if fast is None else fast.activation_decoder(quantized, scale, dtype))(quantized, scale, dtype)
-
-
 class ActivationGemm(Gemm):
     """Base of the products that quantize activations: they keep the quantized values of the input instead of the input."""
 
@@ -107,7 +84,7 @@ class ActivationGemm(Gemm):
         return y.reshape(*x.shape[:-1], -1), saved
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
-        return restored(*saved, dtype)
+        return dequantize_activations(*saved, dtype)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         """`(tokens, in)` quantized values times the weight plus the bias, `(tokens, out)` in `dtype`."""
@@ -117,7 +94,7 @@ class ActivationGemm(Gemm):
 class Fp8Gemm(ActivationGemm):
     """FP8 weights and per-token FP8 activations, accumulated in float32 (`(x_q W_q^T) s_x s_w + b`)."""
 
-    quantize = staticmethod(compiled(quantize_tokens_fp8))
+    quantize = staticmethod(quantize_tokens_fp8)
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
         """What is multiplied, float8 `(out, in)`, and its scale, float32 `(out, 1)`."""
@@ -167,7 +144,7 @@ class Fp8BlockGemm(ActivationGemm):
     vLLM adds the bias to the rounded output of its block kernels.
     """
 
-    quantize = staticmethod(compiled(quantize_groups_fp8))
+    quantize = staticmethod(quantize_groups_fp8)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         height, width = weight.scheme.weights.block_structure
@@ -181,7 +158,7 @@ class Fp8BlockGemm(ActivationGemm):
 class Int8Gemm(ActivationGemm):
     """INT8 weights and per-token INT8 activations, accumulated exactly in int32."""
 
-    quantize = staticmethod(compiled(quantize_tokens_int8))
+    quantize = staticmethod(quantize_tokens_int8)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         tokens = x.shape[0]
@@ -195,7 +172,7 @@ class CpuInt4Int8Gemm(ActivationGemm):
     """INT4 weights and asymmetric per-token INT8 activations: torch's own 4-bit kernel, which the CPU engine calls."""
 
     prepares = True
-    quantize = staticmethod(compiled(quantize_tokens_int8_asymmetric))
+    quantize = staticmethod(quantize_tokens_int8_asymmetric)
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         cast = memoize_last(Tensor.to, x, torch.bfloat16)  # as the activations and the bias of the engine are

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import memoize_last
-from .gemm import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Gemm, Int8Gemm, Saved, restored
+from .gemm import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Gemm, Int8Gemm, Saved
 from .quantize import LowBitWeight
 
 
@@ -60,7 +60,7 @@ def _(gemm: Fp8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[
     operand, w_scale = gemm.operand(weight)
     w_scale = w_scale.view(len(offsets), -1)
     if on_cpu:
-        sums = multiply(_numbers(quantized), stacked(_numbers(operand), offsets), offsets)
+        sums = multiply(quantized.float(), stacked(operand.float(), offsets), offsets)
         return sums.mul_(scale).mul_(_of_rows(w_scale, sums, offsets)).to(x.dtype), saved
     scales = {"scale_a": scale.squeeze(-1), "scale_b": w_scale}
     options = {"offs": offsets, "out_dtype": x.dtype, "use_fast_accum": True}
@@ -75,7 +75,7 @@ def _(gemm: Fp8BlockGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> t
     y = torch.zeros(len(x), weight.quantized.shape[0] // len(offsets), device=x.device)
     w_scale = _of_rows(stacked(weight.scale.float(), offsets), y, offsets)
     for i, (a, b) in enumerate(zip(quantized.split(width, dim=1), weight.quantized.split(width, dim=1), strict=True)):
-        sums = multiply(_numbers(a), stacked(_numbers(b), offsets), offsets) * scale[:, i : i + 1]
+        sums = multiply(a.float(), stacked(b.float(), offsets), offsets) * scale[:, i : i + 1]
         y += (sums.unflatten(-1, (-1, height)) * w_scale[..., i : i + 1]).flatten(-2)
     return y.to(x.dtype), saved
 
@@ -95,11 +95,6 @@ def _(gemm: Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple
         sums = sum(exact(*part).to(torch.int32) for part in parts).float()
     w_scale = _of_rows(weight.scale.view(len(offsets), -1), sums, offsets)
     return sums.mul_(w_scale).mul_(scale).to(x.dtype), saved
-
-
-def _numbers(quantized: Tensor) -> Tensor:
-    """Quantized values as float32 numbers."""
-    return restored(quantized.contiguous(), torch.ones(len(quantized), 1, device=quantized.device), torch.float32)
 
 
 def _of_rows(of_experts: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

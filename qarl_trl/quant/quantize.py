@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,12 +18,6 @@ from torch import Tensor
 from . import reference
 from .reference import QParams
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
-
-
-try:
-    from . import fast  # the same bytes, compiled
-except ImportError:
-    fast = None
 
 
 @dataclass(frozen=True)
@@ -114,32 +107,29 @@ def quantize_weight(
         raise ValueError(f"The weight must be a matrix (out, in), got shape {tuple(weight.shape)}.")
     if qparams is not None and has_global_scale(scheme):
         raise ValueError("Frozen scales of a scheme with a global scale (NVFP4A16) are not supported. Leave them out.")
-    quantizer, weight = _quantizer(weight, scheme)
-    tensors = {}
+    weight, tensors, global_scale = _cast(weight), {}, None
+    low, high = reference.extremes(weight, scheme)
+    ranges = high if scheme.weights.symmetric else high - low
     if has_global_scale(scheme):
-        _, high = quantizer.extremes(weight, scheme)
         own = high.max() if high.numel() else high.new_zeros(())
-        largest = (own if largest is None else torch.maximum(own, largest)).reshape(1)
-        _check_finite(largest, weight.shape)
+        largest = ranges = (own if largest is None else torch.maximum(own, largest)).reshape(1)
         global_scale = tensors["weight_global_scale"] = generate_gparam(-largest, largest)
-        encoded, qparams = quantizer.quantize(weight, scheme, global_scale)
-    elif qparams is None:
-        encoded, qparams = quantizer.quantize(weight, scheme)
-        _check_finite(qparams[0], weight.shape)
+    _check_finite(ranges, weight.shape)
+    if qparams is None:
+        qparams = reference.qparams_of(low, high, scheme, global_scale)
     else:
-        low, high = quantizer.extremes(weight, scheme)
-        _check_finite(torch.maximum(high, -low), weight.shape)
         _check_frozen(qparams, high.shape, scheme)
-        encoded = quantizer.encode(weight, qparams, scheme)
     tensors["weight_scale"], zero_point = qparams
+    encoded = reference.encode(weight, qparams, scheme, global_scale)
     tensors["weight_packed" if "pack" in scheme.format else "weight"] = encoded
     if scheme.format == "pack-quantized":
         tensors["weight_shape"] = torch.tensor(weight.shape)
     if zero_point is not None:
-        tensors["weight_zero_point"] = quantizer.pack_zero_points(zero_point)
+        tensors["weight_zero_point"] = reference.pack_zero_points(zero_point)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
 
 
+@torch.no_grad()
 def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """
     The matrix `(out, in)` that the low-bit tensors stand for, bit for bit as compressed-tensors decompresses it.
@@ -150,23 +140,18 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     (rows, columns), tensors, zero_point = weight.shape, weight.tensors, None
     if "weight_zero_point" in tensors:
         zero_point = reference.unpack_zero_points(tensors["weight_zero_point"], rows)
-    device = weight.quantized.device
-    decoder = reference if fast is None else fast.decoder_for((rows, columns), dtype, device, weight.scheme)
     qparams, global_scale = (weight.scale, zero_point), tensors.get("weight_global_scale")
-    return decoder.decode(weight.quantized, qparams, weight.scheme, columns, dtype, global_scale)
+    return reference.decode(weight.quantized, qparams, weight.scheme, columns, dtype, global_scale)
 
 
 def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
     """Largest magnitude of the bfloat16 cast of `weight`, a bfloat16 scalar; `scheme` has symmetric quantized values."""
-    quantizer, weight = _quantizer(weight, scheme)
-    return quantizer.extremes(weight, scheme)[1].max()
+    return reference.extremes(_cast(weight), scheme)[1].max()
 
 
-def _quantizer(weight: Tensor, scheme: QuantizationScheme) -> tuple[ModuleType, Tensor]:
-    """The module whose functions quantize the weight, and the weight as they take it."""
-    weight = weight.detach().contiguous()
-    module = reference if fast is None else fast.module_for(weight, scheme)
-    return module, weight.to(MASTER_CAST_DTYPE) if module is reference else weight
+def _cast(weight: Tensor) -> Tensor:
+    """What is quantized: the same rounding on every path, or quantized values flip."""
+    return weight.detach().to(MASTER_CAST_DTYPE).contiguous()
 
 
 def _check_finite(extremes: Tensor, shape: torch.Size) -> None:

@@ -1,10 +1,13 @@
-"""Quantized values of a weight, and back, in plain tensor operations: what the kernels of `fast` are compared with.
+"""Quantized values of a weight, and back, in plain tensor operations, which `torch.compile` takes as they are.
 
 Invariant: the bytes of compressed-tensors' compressors (CPU). The division is rounded to bfloat16, as theirs is: in float32
-it would flip about one code in a hundred and cost alignment with the engine (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
+it would flip about one quantized value in a hundred and cost alignment with the engine (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
@@ -12,7 +15,8 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor, nn
 
 from .activations import FP8, FP8_MAX
-from .scheme import effective_group_size
+from .compiled import compiled_on_cuda, diverged, sample
+from .scheme import effective_group_size, has_global_scale
 
 
 # Throughout, `weight` is bfloat16 `(out, in)` and contiguous, `scheme` is a supported scheme, and `global_scale` is float32
@@ -31,6 +35,45 @@ _FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _INT4_BIAS = 136.0
 
 
+# What the compiled forms are checked with ------------------------------------------------------------------------------
+
+
+def _quantizations(
+    scheme: QuantizationScheme, device: torch.device
+) -> Iterator[tuple[Tensor, QParams, QuantizationScheme, Tensor | None]]:
+    """Arguments of [`encode`]: each scale and a quarter of it, which saturates; below global scales for several sizes of weights."""
+    weight, global_scales = sample().to(device), [None]
+    if has_global_scale(scheme):
+        global_scales = [
+            torch.tensor([FP8_MAX * FP4_MAX / largest], device=device) for largest in (1e37, 1e15, 8, 1e-10, 1e-30)
+        ]
+    for global_scale in global_scales:
+        scale, zero_point = qparams_of(*extremes.__wrapped__(weight, scheme), scheme, global_scale)
+        quarter = (scale.float() / 4).to(scale.dtype)
+        for some in (scale, torch.where(quarter.float() > 0, quarter.float(), scale.float()).to(scale.dtype)):
+            yield weight, (some, zero_point), scheme, global_scale
+
+
+def _extremes_samples(weight: Tensor, scheme: QuantizationScheme) -> Iterator[tuple]:
+    numbers = sample().to(weight.device)
+    return ((x, scheme) for x in (numbers, diverged(numbers)))
+
+
+def _encode_samples(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, *_: Any) -> Iterator[tuple]:
+    return _quantizations(scheme, weight.device)
+
+
+def _decode_samples(
+    quantized: Tensor, qparams: QParams, scheme: QuantizationScheme, columns: int, dtype: torch.dtype, *_: Any
+) -> Iterator[tuple]:
+    for weight, *args in _quantizations(scheme, quantized.device):
+        yield encode.__wrapped__(weight, *args), args[0], scheme, weight.shape[1], dtype, args[-1]
+
+
+# The producer ---------------------------------------------------------------------------------------------------------
+
+
+@compiled_on_cuda(_extremes_samples)
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
     """
     Extremes of zero and the weights of each scale, bfloat16; with symmetric quantized values minus and plus the largest magnitude.
@@ -46,17 +89,12 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
 
 
 def qparams_of(low: Tensor, high: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> QParams:
-    """Scale and zero point between [`extremes`]."""
+    """Scale and zero point between [`extremes`], by compressed-tensors itself: a few small tensors, never compiled."""
     scale, zero_point = calculate_qparams(low, high, scheme.weights, global_scale)
     return scale.to(scheme.weights.scale_dtype or scale.dtype), None if scheme.weights.symmetric else zero_point
 
 
-def quantize(weight: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> tuple[Tensor, QParams]:
-    """Quantized values as of [`encode`], with the scale and zero point between the extremes of a weight."""
-    qparams = qparams_of(*extremes(weight, scheme), scheme, global_scale)
-    return encode(weight, qparams, scheme, global_scale), qparams
-
-
+@compiled_on_cuda(_encode_samples)
 def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> Tensor:
     """
     Quantized values of a weight, as the checkpoint format of the scheme holds them.
@@ -76,6 +114,7 @@ def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_
     return int_quantized(quotient, bits)
 
 
+@compiled_on_cuda(_decode_samples)
 def decode(
     quantized: Tensor,
     qparams: QParams,
@@ -100,6 +139,9 @@ def decode(
     if zero_point is not None:
         blocks.sub_(zero_point.to(blocks.dtype).unsqueeze(-1))
     return as_matrix(blocks.mul_(scale.unsqueeze(-1)), quantized.shape, scheme).to(dtype)
+
+
+# Pieces ---------------------------------------------------------------------------------------------------------------
 
 
 def as_blocks(weight: Tensor, scheme: QuantizationScheme) -> Tensor:

@@ -10,7 +10,6 @@ from torch import nn
 
 from qarl_trl.quant import (
     apply_quantization,
-    fast,
     iter_low_bit_weights,
     quantize_weight,
     resolve_scheme,
@@ -87,8 +86,7 @@ def test_float32_and_bfloat16_master_weights_give_the_same_bytes(scheme, group_s
     from_bfloat16 = quantize_weight(master.bfloat16(), resolved)
     assert same_tensors(from_float32.tensors, from_bfloat16.tensors)
 
-    # Control: after another cast some quantized values flip. Compiled kernels round by themselves (`test_fast.py`).
-    monkeypatch.setattr(fast, "_compiled", lambda device_type: None)
+    # Control: after another cast some quantized values flip.
     monkeypatch.setattr(quantize_module, "MASTER_CAST_DTYPE", torch.float16)
     assert not same_bytes(quantize_weight(master, resolved).quantized, from_bfloat16.quantized)
 
@@ -293,9 +291,7 @@ def test_what_is_not_a_matrix_is_refused(shape):
 
 def test_a_size_that_the_group_does_not_divide_names_the_layer_and_both_remedies():
     model = nn.ModuleDict({"fits": nn.Linear(256, 8), "odd": nn.Linear(96, 8)})
-    with pytest.raises(
-        ValueError, match=r"'odd' has in_features=96.*group_size=128.*quant_ignore.*\[32\].*-1"
-    ) as error:
+    with pytest.raises(ValueError, match=r"'odd'.*in_features=96.*quant_ignore.*-1") as error:
         apply_quantization(model, "W4A16")
     assert "fits" not in str(error.value)
     assert type(model["fits"]) is nn.Linear  # nothing was changed

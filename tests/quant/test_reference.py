@@ -7,7 +7,7 @@ from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization.lifecycle.forward import quantize
 
-from qarl_trl.quant import fast, quantize_weight, reference, resolve_scheme
+from qarl_trl.quant import quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.scheme import has_global_scale
 from quant.schemes import (
@@ -52,12 +52,6 @@ def parts(weight, scheme):
 @pytest.fixture(scope="module")
 def weight():
     return many_weights(0)
-
-
-@pytest.fixture(autouse=True)
-def plain(monkeypatch):
-    """These are tests of the operations that define the quantized values; kernels compiled from them are in `test_fast.py`."""
-    monkeypatch.setattr(fast, "_compiled", lambda device_type: None)
 
 
 # Many weights -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,107 @@
+"""`qarl_trl.quant.compiled`: a compiled quantizer gives the bytes of the eager one, or is not used.
+
+Inductor compiles for the CPU here, where it is otherwise not used; what it writes for CUDA is shown by `tests/gpu/first_run.py`.
+"""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from qarl_trl.quant import activations, compiled, quantize_weight, resolve_scheme
+from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant.table import SUPPORTED
+from quant.schemes import NVFP4, normal, same_bytes, same_tensors
+from quant.test_reference import many_weights, parts
+
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SUPPORTED if name != "W4A16_ASYM"]
+DTYPES = [torch.bfloat16, torch.float32]
+QUANTIZERS = [activations.quantize_tokens_fp8, activations.quantize_groups_fp8, activations.quantize_tokens_int8]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Functions are compiled on a CPU too, and compared anew; a difference is an error unless the test expects it."""
+    monkeypatch.setattr(compiled, "DEVICES", ("cpu",))
+    monkeypatch.setattr(compiled, "_CHOSEN", {})
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", *SLOW])
+def test_a_compiled_quantizer_gives_the_bytes_of_the_eager_one(scheme, request):
+    resolved = resolve_scheme(scheme)
+    weights = [*parts(many_weights(0), resolved), normal(384, 896), normal(256, 640)]
+    if scheme == NVFP4:
+        weights = weights[:2]
+    eager = [quantize_weight(weight, resolved) for weight in weights]
+    numbers = [dequantize(low_bit, dtype) for low_bit in eager for dtype in DTYPES]
+    request.getfixturevalue("on_cpu")
+    found = [quantize_weight(weight, resolve_scheme(scheme)) for weight in weights]
+    assert all(same_tensors(a.tensors, b.tensors) for a, b in zip(found, eager, strict=True))
+    again = [dequantize(low_bit, dtype) for low_bit in found for dtype in DTYPES]
+    assert all(map(same_bytes, again, numbers))
+    assert len(compiled._CHOSEN) == 4  # extremes, encode, decode to either dtype
+    assert all(chosen is not case[0] for case, chosen in compiled._CHOSEN.items())
+    assert not counters["graph_break"]
+    # One graph for all sizes and all layers' schemes; where blocks are read another one for sizes seen once.
+    assert counters["stats"]["unique_graphs"] <= 8, counters["stats"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quantize", QUANTIZERS)
+def test_compiled_quantizers_of_activations_give_the_bytes_of_the_eager_ones(quantize, dtype, on_cpu):
+    x = torch.cat([normal(70, 384, seed=i, scale=10.0**i) for i in range(-30, 30, 4)]).to(dtype)
+    found, expected = quantize(x), quantize.__wrapped__(x)
+    assert all(map(same_bytes, found, expected))
+    back = activations.dequantize_activations(*found, dtype)
+    assert same_bytes(back, activations.dequantize_activations.__wrapped__.__wrapped__(*expected, dtype))
+    assert all(chosen is not case[0] for case, chosen in compiled._CHOSEN.items())
+    assert len(compiled._CHOSEN) == 2
+
+
+def test_other_bytes_are_found_before_use(on_cpu, monkeypatch):
+    """Without the roundings to bfloat16 that eager operations make between their kernels."""
+    monkeypatch.setattr(compiled, "OPTIONS", {"emulate_precision_casts": False})
+    weight, scheme = normal(8, 256).bfloat16(), resolve_scheme("W4A16_ASYM")
+    with pytest.warns(UserWarning, match="encode gives other bytes than eager"):
+        low_bit = quantize_weight(weight, scheme)
+    chosen = {plain.__name__: function is plain for (plain, *_), function in compiled._CHOSEN.items()}
+    assert chosen == {"extremes": False, "encode": True}
+    quantize_weight(weight, scheme)  # and warned once
+    monkeypatch.setattr(compiled, "DEVICES", ())
+    assert same_tensors(low_bit.tensors, quantize_weight(weight, scheme).tensors)
+
+
+def test_a_compiler_that_fails_leaves_the_eager_operations(on_cpu, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", lambda plain, **options: fails)
+    x = normal(4, 256)
+    with pytest.warns(UserWarning, match=r"quantize_tokens_fp8 does not run \(RuntimeError: no compiler here\)"):
+        found = activations.quantize_tokens_fp8(x)
+    assert all(map(same_bytes, found, activations.quantize_tokens_fp8.__wrapped__(x)))
+
+
+def test_on_a_cpu_nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(compiled, "_choose", lambda *args: pytest.fail("compiled"))
+    quantize_weight(normal(8, 256), resolve_scheme("W4A16"))
+    activations.quantize_tokens_fp8(normal(8, 256))
+
+
+def test_the_sample_holds_what_it_says():
+    found = compiled.sample()
+    assert found.unique().numel() > 63_000  # of 65,280 finite ones, without those from 1e37 on
+    low_bits = compiled.sample(torch.float32).view(torch.int32) & 0xFFFF
+    assert 0.1 < (low_bits == 0x8000).float().mean() < 0.3  # halfway between two bfloat16 numbers
+    assert compiled.diverged(found).isfinite().logical_not().sum() > 100
