@@ -3,9 +3,9 @@
 Claim: a change that should not alter results leaves every logged loss and mismatch as it is, bit for bit; the ratios say what it
 costs. This decides whether a kernel written by hand earns its place.
 
-`bench_real_step.py --model FOLDER --before WORKTREE` trains two rollout batches of 64 answers, four updates each, in a process for
-each tree and round, in turns and with the same seed. Reported are the seconds of the second batch: the first one starts the
-engine and its kernels. `--more 1` adds rounds to the result file, for machines that are quiet for minutes only.
+`bench_real_step.py --model FOLDER --before WORKTREE` trains on rollout batches of 64 answers, four updates each, in a process for
+each tree and round, in turns and with the same seed. Reported is one cycle behind the first update, which starts the engine
+and its kernels: updates 2 to 5, which hold the second rollout and the second sync. `--more 1` adds rounds to the result file, for machines that are quiet for minutes only.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def train(model: str, batches: int, group_size: int) -> list[dict[str, float]]:
             num_generations=8,
             per_device_train_batch_size=16,
             steps_per_generation=4,
-            max_steps=4 * batches,
+            max_steps=4 * batches + 1,
             learning_rate=2e-5,
             logging_steps=1,
             save_strategy="no",
@@ -94,7 +94,7 @@ def main() -> None:
         model=("/tmp/real_model/base", "/tmp/real_model/base", "folder of ../shared/real_model/prepare.py"),
         before=("", "", "root of another tree of the package"),
         group_size=(64, 64, "weights of a scale"),
-        batches=(2, 1, "rollout batches of a process; the last is reported"),
+        batches=(1, 1, "rollout batches of a process, before the last update"),
         rounds=(3, 1, "processes of each tree"),
         more=(0, 0, "1: add the rounds to those of the result file"),
         out=("", "", "for the process of one tree: its file"),
