@@ -112,6 +112,12 @@ class QuantizedSource:
             if layer not in self.layers or local == "bias":
                 yield name, self._read(name)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what [`dense`] yields, from the headers alone."""
+        found = {f"{layer}.weight": self._matrix_shape(layer) for layer in self.layers}
+        kept = (name for name in self.tensors if name.rpartition(".")[0] not in self.layers or name.endswith(".bias"))
+        return found | {name: self._header(name)[0] for name in kept}
+
     def qparams(self) -> dict[str, QParams]:
         """
         Scale, bfloat16 `(out, groups)`, and zero point, int8 of that shape or `None`, of every low-bit layer.
@@ -170,7 +176,7 @@ class QuantizedSource:
     def broken(self, what: str) -> ValueError:
         """The error that the checkpoint is incomplete or corrupt, because of `what`."""
         problem = f"The quantized checkpoint {self.name} is incomplete or corrupt: {what}."
-        return ValueError(f"{problem} Nothing was trained. Download or save it again.")
+        return ValueError(f"{problem} Download or save it again.")
 
 
 def _stored_shapes(rows: int, columns: int, scheme: QuantizationScheme) -> dict[str, tuple[int, ...]]:

@@ -394,7 +394,7 @@ LAYER, BLOCK = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"
 )
 def test_a_broken_checkpoint_is_one_clear_error(broken, method, change, message):
     path = broken(change, method)
-    with pytest.raises(ValueError, match=rf"{path} is incomplete or corrupt: .*{message}.*Nothing was trained"):
+    with pytest.raises(ValueError, match=rf"{path} is incomplete or corrupt: .*{message}"):
         load_master_weights(path)
 
 

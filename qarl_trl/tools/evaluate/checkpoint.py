@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 
 import torch
 import transformers
 from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from transformers import PretrainedConfig
 
 from ...export.low_bit import READ_BY_ENGINE
-from ...quant.names import checkpoint_renaming
+from ...quant.checkpoint import QuantizedSource
 from ...quant.scheme import describe_scheme, support_of
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import check_engine_cpu
@@ -23,13 +24,10 @@ def find_checkpoint(name_or_path: str) -> Path:
     """
     The folder of a checkpoint, downloaded if `name_or_path` is a Hub id.
 
-    `FileNotFoundError` if there is no such folder or it holds no model, `ConnectionError` if the Hub does not give it,
-    `ValueError` if it is an adapter.
+    `FileNotFoundError` if it holds no model, `ConnectionError` if the Hub does not give it, `ValueError` if it is an adapter.
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
-        if name_or_path.startswith((".", "~", "/")) or name_or_path.count("/") > 1:
-            raise FileNotFoundError(f"there is no model folder {name_or_path} (seen from {Path.cwd()}).")
         try:
             folder = Path(snapshot_download(name_or_path, allow_patterns=list(READ_BY_ENGINE)))
         except (OSError, ValueError) as error:
@@ -47,44 +45,53 @@ def find_checkpoint(name_or_path: str) -> Path:
     return folder
 
 
+def quantization_of(config: PretrainedConfig) -> dict | None:
+    """The `quantization_config` of a model, as a dict."""
+    stored = getattr(config, "quantization_config", None)
+    return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
+
+
 def check_complete(folder: Path, config: PretrainedConfig) -> None:
     """
-    Refuse (`ValueError`) a quantized checkpoint without a tensor for a layer: vLLM loads it all the same, and answers garbage.
+    Refuse (`ValueError`) a compressed-tensors checkpoint that lacks a tensor: vLLM loads it all the same, and answers garbage.
 
-    A plain one vLLM refuses itself. An architecture that transformers does not have is not checked.
+    A plain one vLLM refuses itself. An architecture that transformers does not have is checked layer by layer, but not for
+    whole layers that are missing.
     """
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    if architecture is None or getattr(config, "quantization_config", None) is None:
+    stored = quantization_of(config)
+    if stored is None or stored.get("quant_method") != "compressed-tensors":
         return
-    with torch.device("meta"):
-        model = architecture(config)
-    stored: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            stored.update(name.rpartition(".")[0] for name in list(tensors.keys()))
-    # Experts are one module here and many in a file.
-    stored |= {name.partition(".experts.")[0] + ".experts" for name in stored if ".experts." in name}
-    rename, tied = checkpoint_renaming(model), model.all_tied_weights_keys
-    for parameter, _ in model.named_parameters(remove_duplicate=False):
-        name = parameter.rpartition(".")[0]
-        names = {
-            name,
-            rename(name),
-            rename(parameter).rpartition(".")[0],
-            name.removeprefix(f"{model.base_model_prefix}."),
-        }
-        if parameter not in tied and names.isdisjoint(stored):
-            raise ValueError(f"{folder} is not complete: its files hold nothing for {name}.")
+    source = QuantizedSource(str(folder), folder, QuantizationConfig.model_validate(stored))
+    shapes = {_of_transformers(name): shape for name, shape in source.shapes().items()}
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    if architecture is None:
+        return
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    settings = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:  # transformers' own loader knows the names of every family; without values it reads and allocates nothing
+        _, report = architecture.from_pretrained(None, config=plain, state_dict=tensors, **settings)
+    except RuntimeError as error:  # one of the experts that it would stack is missing
+        raise source.broken(f"its tensors are not those of {architecture.__name__}") from error
+    if wrong := [*report["missing_keys"], *report["mismatched_keys"]]:
+        raise source.broken(f"{architecture.__name__} lacks {sorted(map(str, wrong))[:3]}")
+
+
+def _of_transformers(name: str) -> str:
+    """Mixtral's experts as transformers stores them: llm-compressor, and so our export, names their layers otherwise."""
+    stored = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    expert = re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.(\w+)")
+    return expert.sub(lambda match: f"{match[1]}.{stored.get(match[2], match[2])}", name)
 
 
 def precision(config: PretrainedConfig) -> str:
     """The precision of the quantized layers in words; `ValueError` if vLLM has no kernel for a scheme on this machine."""
     device = torch.device("cpu" if is_cpu_engine() else "cuda")
     check_engine_cpu(device.type)
-    stored = getattr(config, "quantization_config", None)
+    stored = quantization_of(config)
     if stored is None:
         return "not quantized"
-    stored = stored if isinstance(stored, dict) else stored.to_dict()
     if stored.get("quant_method") != "compressed-tensors":
         return str(stored.get("quant_method"))
     parts = []

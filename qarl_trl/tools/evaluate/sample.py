@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...rollout._vllm_cpu import is_cpu_engine, let_kernel_scan_pass
 from ...rollout.cpu import choose_arithmetic
-from .store import Completion
 from .suites import Problem
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer: its text without special tokens, its length in tokens, and whether the length limit cut it off."""
+
+    text: str
+    tokens: int
+    cut_off: bool
 
 
 def start_engine(model: str, **settings: Any) -> Any:
@@ -26,27 +35,19 @@ def start_engine(model: str, **settings: Any) -> Any:
     return LLM(model, **defaults | settings)
 
 
-def sample(
-    engine: Any, problems: Sequence[Problem], seed: int, **settings: Any
-) -> Iterator[tuple[Problem, list[Completion]]]:
+def sample(engine: Any, problems: Sequence[Problem], params: Any, seed: int) -> list[list[Completion]]:
     """
-    Sample all problems, of different prompts, together and yield each as soon as its completions are finished.
+    The completions of each problem, in order, by the `vllm.SamplingParams` `params`.
 
-    Each prompt draws from a seed made of `seed` and itself, whatever is sampled beside it. `settings` are those of
-    `vllm.SamplingParams`. `RuntimeError` if the engine ends a completion otherwise than at its end or at the length limit.
+    Each prompt draws from a seed made of `seed` and itself, whatever is sampled beside it. `RuntimeError` if the engine ends
+    a completion otherwise than at its end or at the length limit.
     """
-    from vllm import SamplingParams
-
-    by_prompt = {problem.prompt_ids: problem for problem in problems}
-    params = [SamplingParams(seed=prompt_seed(ids, seed), **settings) for ids in by_prompt]
-    engine.enqueue([{"prompt_token_ids": list(ids)} for ids in by_prompt], params, use_tqdm=False)
-    while engine.llm_engine.has_unfinished_requests():
-        for output in engine.llm_engine.step():
-            if output.finished:
-                problem = by_prompt.pop(tuple(output.prompt_token_ids))
-                yield problem, [_completion(answer) for answer in output.outputs]
-    if by_prompt:
-        raise RuntimeError(f"The engine finished without an answer to {len(by_prompt)} of {len(params)} prompts.")
+    seeded = []
+    for problem in problems:
+        seeded.append(params.clone())
+        seeded[-1].seed = prompt_seed(problem.prompt_ids, seed)
+    prompts = [{"prompt_token_ids": list(problem.prompt_ids)} for problem in problems]
+    return [[_completion(answer) for answer in output.outputs] for output in engine.generate(prompts, seeded)]
 
 
 def prompt_seed(prompt_ids: Sequence[int], seed: int) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ...data import BUILDERS, load_math_dataset, local_path
+from ...data import load_math_dataset, local_path
 from ...rewards import math_reward
 
 
@@ -46,42 +46,30 @@ SUITES = {
 MATH = tuple(name for name in SUITES if name != "gsm8k")  # the six of the paper's average
 
 
-def find_suites(names: Sequence[str], data: Sequence[str]) -> list[Suite]:
+def find_suites(entries: Sequence[str]) -> list[Suite]:
     """
-    The suites to run: `names` of `SUITES` (`"math"`: the six of the paper), and `data`. The Hub is not asked.
+    The suites to run, of names of `SUITES`, `"math"` (the six of the paper), `FILE` (named by its stem) and `NAME=FILE`.
 
-    Data is `FILE` (a suite named by its stem), `NAME=FILE`, or a folder that holds the suites in `names` as `<name>.jsonl`,
-    `.json` or `.parquet`. `FileNotFoundError` for what is missing; `ValueError` for a name that is unknown or given twice, a
-    folder that is not used, or when nothing is asked for.
+    The Hub is not asked. `ValueError` for an unknown name or one given twice, `FileNotFoundError` for a missing file.
     """
-    files: dict[str, Suite] = {}
-    folder = None
-    for entry in data:
-        name, given, path = entry.partition("=")
-        if not given or "/" in name:
-            name, path = "", entry
-        found = local_path(str(Path(path).expanduser().absolute()))
-        name = name or found.stem
-        if found.is_dir():
-            if folder is not None or (given and name != found.stem) or not names:
-                raise ValueError(f"--data {entry}: one folder without a name, for the suites that --suite names.")
-            folder = found
-        elif name in files:
-            raise ValueError(f"--data {entry}: there is a suite {name!r} already. Name it: --data OTHER={path}.")
+    suites = []
+    for entry in itertools.chain.from_iterable(MATH if entry == "math" else (entry,) for entry in entries):
+        name, _, source = entry.rpartition("=")
+        if entry in SUITES:
+            suites.append(SUITES[entry])
+        elif path := local_path(source):
+            suites.append(Suite(name or path.stem, str(path)))
         else:
-            files[name] = Suite(name, str(found))
-    wanted = list(dict.fromkeys(part for name in names for part in (MATH if name == "math" else (name,))))
-    if not wanted and not files:
-        raise ValueError("nothing to evaluate on: give --suite (math, or names of suites), --data FILE, or both.")
-    suites = [files[name] if name in files else _find(name, folder) for name in wanted]
-    return suites + [suite for name, suite in files.items() if name not in wanted]
+            raise ValueError(f"--suite {entry!r} must be math, one of {', '.join(SUITES)}, FILE or NAME=FILE.")
+    names = [suite.name for suite in suites]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"--suite has {twice[0]!r} twice. Name one of them: OTHER=FILE.")
+    return suites
 
 
-def load_problems(
-    suite: Suite, tokenizer: Any, template_kwargs: dict[str, Any], **settings: Any
-) -> tuple[list[Problem], int]:
+def load_problems(suite: Suite, tokenizer: Any, template_kwargs: dict[str, Any], **settings: Any) -> list[Problem]:
     """
-    The problems of a suite, prompted as in training, and how many were left out because their reference cannot be read.
+    The problems of a suite, prompted as in training. Those whose reference cannot be read are left out, and it says so.
 
     The tokenizer's chat template, if any, is applied with `template_kwargs`; `settings` are those of [`load_math_dataset`].
     `ConnectionError` if the Hub cannot be reached, `ValueError` if there is no row or no answer that math-verify can read.
@@ -92,14 +80,16 @@ def load_problems(
             suite.source, suite.split, config_name=suite.config_name, conversational=chat, **settings
         )
     except ConnectionError as error:
-        raise ConnectionError(
-            f"{error}. Use local copies: --data FOLDER, which holds {suite.name}.jsonl, or --data {suite.name}=FILE."
-        ) from error
+        raise ConnectionError(f"{error}. Use a local copy: --suite {suite.name}=FILE.") from error
     prompts, answers = rows["prompt"][:], rows["answer"][:]
     # The completion does not matter here: None says that the reference cannot be read.
     readable = [reward is not None for reward in math_reward([""] * len(answers), answers)]
     if not any(readable):
         raise ValueError(f"math-verify can read none of the {len(answers)} answers of {suite.source}.")
+    if not all(readable):
+        print(
+            f"{suite.name}: {readable.count(False)} problems left out, because math-verify cannot read their answers"
+        )
     form = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     tokenize = partial(tokenizer.apply_chat_template, **form, **template_kwargs) if chat else tokenizer
     problems = []
@@ -107,18 +97,4 @@ def load_problems(
         if usable:  # tokenized as TRL's trainer does for its engine
             ids = tokenize(prompt)["input_ids"]
             problems.append(Problem(tuple(ids), tokenizer.decode(ids), answer))
-    return problems, len(answers) - len(problems)
-
-
-def _find(name: str, folder: Path | None) -> Suite:
-    if name not in SUITES:
-        raise ValueError(f"--suite {name!r} must be math, or of {', '.join(SUITES)}. Other problems: --data FILE.")
-    if folder is None:
-        return SUITES[name]
-    for kind in BUILDERS:
-        if (path := folder / f"{name}{kind}").is_file():
-            return Suite(name, str(local_path(str(path))))
-    raise FileNotFoundError(
-        f"{folder} has no {name}.jsonl, .json or .parquet. Name with --suite the suites that are there, or add "
-        f"--data {name}=FILE."
-    )
+    return problems

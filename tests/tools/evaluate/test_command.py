@@ -2,18 +2,18 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from qarl_trl import cli
-from qarl_trl.export.low_bit import digest
 from qarl_trl.tools.evaluate import sample
-from qarl_trl.tools.evaluate.store import Completion
+from qarl_trl.tools.evaluate.checkpoint import check_complete
+
+
+SECRET = "hf_thisIsASecret"
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +35,19 @@ def models(tmp_path_factory):
     cli.main(["export", str(folder / "plain"), str(folder / "w4a16")])
     cli.main(["export", str(folder / "plain"), str(folder / "w8a16"), "--scheme", "W8A16"])
     shutil.copytree(folder / "w4a16", folder / "cut")
-    tensors = load_file(folder / "cut" / "model.safetensors")
-    save_file({n: t for n, t in tensors.items() if ".q_proj." not in n}, folder / "cut" / "model.safetensors")
+    remove(folder / "cut", ".q_proj.")
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     shutil.copytree(folder / "plain", folder / "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(folder / "plain", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
     return folder
+
+
+def remove(folder, part):
+    tensors = load_file(folder / "model.safetensors")
+    left = {name: tensor for name, tensor in tensors.items() if part not in name}
+    assert len(left) < len(tensors)
+    save_file(left, folder / "model.safetensors")
 
 
 @pytest.fixture
@@ -62,133 +68,126 @@ def stopped(capsys, *argv):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "field"),
     [
-        (["--k", "0"], "--k must be 1 or more, got 0"),
-        (["--temperature", "0"], "greedy"),
-        (["--temperature", "-1"], "--temperature must be 0 or more"),
-        (["--top_p", "0"], "--top_p must be above 0"),
-        (["--k", "4", "--pass_at", "1", "8"], "--pass_at must be between 1 and --k 4, got [1, 8]"),
-        (["--max_new_tokens", "0"], "--max_new_tokens must be 1 or more"),
-        (["--limit", "0"], "--limit must be 1 or more"),
-        (["--engine_kwargs", "[1]"], "--engine_kwargs must be a JSON object"),
-        ([], "nothing to evaluate on"),
-        (["--suite", "maths"], "'maths' must be math, or of math500"),
+        (["--k", "4", "--temperature", "0"], "greedy"),  # vLLM's words
+        (["--temperature", "-1"], "temperature"),
+        (["--top_p", "0"], "top_p"),
+        (["--max_new_tokens", "0"], "max_tokens"),
+        (["--pass_at", "1", "8"], "--pass_at"),
+        (["--engine_kwargs", "[1]"], "--engine_kwargs"),
+        (["--suite", "maths"], "--suite 'maths'"),
     ],
 )
-def test_wrong_options_are_one_line(capsys, argv, message):
-    assert message in stopped(capsys, "no/such/model", *argv)
+def test_wrong_options_are_one_line(capsys, argv, field):
+    assert field in stopped(capsys, "no/such/model", "--suite", "math500", *argv)
 
 
-def test_a_model_that_vllm_cannot_load_is_refused_before_the_engine(capsys, models, sums):
-    own = ["--data", sums, "--max_new_tokens", "16"]
-    assert "no model folder ./none" in stopped(capsys, "./none", *own)
-    assert "no folder" in (line := stopped(capsys, "some-lab/some-model", *own)) and "the Hub does not give it" in line
-    assert "is an adapter" in stopped(capsys, str(models / "adapter"), *own)
-    assert "it has no config.json" in stopped(capsys, ".", *own)
-    assert "it has no *.safetensors" in stopped(capsys, str(models / "no_weights"), *own)
-    assert "it has no tokenizer*" in stopped(capsys, str(models / "no_tokenizer"), *own)
-    assert "hold nothing for model.layers.0.self_attn.q_proj" in stopped(capsys, str(models / "cut"), *own)
-    assert "cannot run W8A16 on device 'cpu'" in stopped(capsys, str(models / "w8a16"), *own)
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("none", "the Hub does not give it"),
+        ("adapter", "is an adapter"),
+        ("no_weights", "it has no *.safetensors"),
+        ("no_tokenizer", "it has no tokenizer*"),
+        ("cut", "lacks ['model.layers.0.self_attn.q_proj.weight']"),
+        ("w8a16", "cannot run W8A16 on device 'cpu'"),
+    ],
+)
+def test_a_model_that_vllm_cannot_load_is_refused_before_the_engine(capsys, models, sums, model, message):
+    assert message in stopped(capsys, str(models / model), "--suite", sums, "--max_new_tokens", "16")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral", "qwen3_moe"])
+def test_a_low_bit_checkpoint_lacks_nothing(tmp_path, kind):
+    """vLLM starts without a tensor of a low-bit checkpoint, and answers garbage."""
+    make_model(kind, num_hidden_layers=1).save_pretrained(tmp_path / "plain")
+    make_tokenizer().save_pretrained(tmp_path / "plain")
+    cli.main(["export", str(tmp_path / "plain"), str(tmp_path / "whole")])
+    config = AutoConfig.from_pretrained(tmp_path / "whole")
+    check_complete(tmp_path / "whole", config)
+    parts = ["k_proj.", "o_proj.weight_scale", "q_proj.weight_packed", "input_layernorm", "lm_head"]
+    parts += {"qwen2": ["v_proj.bias"], "mixtral": ["experts.2.up_proj.", "block_sparse_moe.gate"]}.get(
+        kind, ["mlp.gate."]
+    )
+    for part in parts:
+        shutil.copytree(tmp_path / "whole", tmp_path / part)
+        remove(tmp_path / part, part)
+        with pytest.raises(ValueError, match="incomplete or corrupt"):
+            check_complete(tmp_path / part, config)
 
 
 def test_problems_that_cannot_be_evaluated_are_refused_before_the_engine(capsys, models, sums, tmp_path):
     model = str(models / "w4a16")
-    assert "--max_new_tokens must be 252 or less, got 253" in stopped(
-        capsys, model, "--data", sums, "--max_new_tokens", "253"
-    )
-    (tmp_path / "empty.jsonl").touch()
-    assert "empty file" in stopped(capsys, model, "--data", "empty.jsonl")
+    line = stopped(capsys, model, "--suite", sums, "--max_new_tokens", "253")
+    assert "--max_new_tokens must be 252 or less, got 253" in line
     (tmp_path / "open.jsonl").write_text('{"problem": "1+1=", "answer": null}\n')
-    assert "an answer in 'answer'" in stopped(capsys, model, "--data", "open.jsonl")
-    assert "--data aime25=FILE" in stopped(capsys, model, "--suite", "aime25")
+    assert "an answer in 'answer'" in stopped(capsys, model, "--suite", "open.jsonl")
+    assert "--suite aime25=FILE" in stopped(capsys, model, "--suite", "aime25")
 
 
-def test_help_loads_no_library():
-    code = (
-        "import sys; from qarl_trl import cli\n"
-        "try: cli.main(['eval', '--help'])\n"
-        "except SystemExit: print([m for m in ('torch', 'transformers', 'numpy', 'vllm') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--pass_at" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
+class Output:
+    """What `vllm.LLM.generate` returns of a prompt: half of the answers right and boxed, half cut off."""
+
+    def __init__(self, right, n):
+        self.outputs = [Answer(rf"\boxed{{{right}}}", range(10), "stop")] * (n // 2)
+        self.outputs += [Answer("hm", range(30), "length")] * (n - n // 2)
 
 
-def test_prompts_are_shown_and_nothing_is_written(capsys, models, sums, tmp_path):
-    cli.main(
-        ["eval", str(models / "w4a16"), "--data", sums, "--show_prompts", "2", "--prompt_template", "# {problem}"]
-    )
-    assert capsys.readouterr().out.splitlines() == [
-        "--- sums, 6 tokens, answer 0", "# 0+0=", "--- sums, 6 tokens, answer 2", "# 1+1="
-    ]  # fmt: skip
-    assert not (tmp_path / "runs").exists()
+class Answer:
+    def __init__(self, text, token_ids, finish_reason):
+        self.text, self.token_ids, self.finish_reason = text, token_ids, finish_reason
 
 
 @pytest.fixture
 def answering(monkeypatch):
-    """In place of the engine: the right answer, boxed, in the first `n // 2` completions; what was asked."""
+    """In place of the engine; what it was started and asked with."""
     asked = []
 
-    def answer(engine, problems, seed, n, **settings):
-        for problem in problems:
-            asked.append(problem.prompt)
-            right = Completion(rf"\boxed{{{problem.answer}}}", 10, False)
-            yield problem, [right] * (n // 2) + [Completion("hm", 30, True)] * (n - n // 2)
+    class Engine:
+        def __init__(self, *args, **kwargs):
+            asked.append(kwargs)
 
-    monkeypatch.setattr(sample, "start_engine", lambda *args, **kwargs: None)
-    monkeypatch.setattr(sample, "sample", answer)
+        def generate(self, prompts, params):
+            asked.append(params)
+            return [Output(2 * i, param.n) for i, param in enumerate(params)]
+
+    monkeypatch.setattr(sample, "start_engine", Engine)
     return asked
 
 
-def test_results_are_graded_summed_up_and_resumed(capsys, models, sums, answering):
-    argv = ["eval", str(models / "w4a16"), "--data", sums, "--max_new_tokens", "16", "--output_dir", "out"]
-    cli.main([*argv, "--limit", "2", "--pass_at", "1", "4"])
-    assert answering == ["0+0=", "1+1="]
-    cli.main([*argv, "--pass_at", "1", "4"])
-    assert answering == ["0+0=", "1+1=", "2+2=", "3+3="]  # the first two were not asked again
-    with open("out/results.json") as file:
-        results = json.load(file)
+def test_results_hold_scores_settings_and_versions_but_no_secret(capsys, models, sums, answering, tmp_path):
+    argv = ["eval", str(models / "w4a16"), "--suite", sums, "--max_new_tokens", "16", "--output_dir", "out"]
+    more = [
+        "--limit",
+        "3",
+        "--pass_at",
+        "1",
+        "4",
+        "--engine_kwargs",
+        json.dumps({"hf_token": SECRET, "max_num_seqs": 2}),
+    ]
+    cli.main([*argv, *more])
+    started, params = answering
+    assert started["hf_token"] == SECRET and started["max_num_seqs"] == 2  # the engine gets it
+    assert len({param.seed for param in params}) == 3 and params[0].n == 4
+    text = (tmp_path / "out" / "results.json").read_text()
+    results, out = json.loads(text), capsys.readouterr().out
+    assert SECRET not in text + out + (tmp_path / "out" / "completions.jsonl").read_text()
     assert results["precision"] == "W4A16 (weights int4 per group 128)"
+    assert results["settings"]["temperature"] == 0.6 and results["settings"]["engine_kwargs"]["max_num_seqs"] == 2
+    assert set(results["versions"]) >= {"vllm", "torch"} and None not in results["versions"].values()
     suite = results["suites"]["sums"]
     assert suite["avg@4"] == suite["pass@1"] == {"value": 0.5, "low": 0.5, "high": 0.5}
     assert suite["pass@4"]["value"] == 1.0
-    assert (suite["problems"], suite["mean_tokens"], suite["cut_off"]) == (4, 20.0, 0.5)
-    assert "sums   4         50.0 [50.0, 50.0]" in capsys.readouterr().out
-    cli.main([*argv, "--limit", "2", "--prompt_template", "Add {problem}"])
-    assert json.loads(Path("out/results.json").read_text()) == results  # other prompts have a file of their own
-    assert json.loads(Path("out/results-2.json").read_text())["settings"]["prompt_template"] == "Add {problem}"
-    del answering[4:]
-    assert "other temperature" in stopped(capsys, *argv[1:], "--temperature", "1.0")
-    assert "other model_sha256" in stopped(capsys, str(models / "plain"), *argv[2:])
-    assert len(answering) == 4
+    assert (suite["problems"], suite["mean_tokens"], suite["cut_off"]) == (3, 20.0, 0.5)
+    assert "sums   3         50.0 [50.0, 50.0]" in out
+    rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["rewards"]) for row in rows] == [(f"{i}+{i}=", [1.0, 1.0, 0.0, 0.0]) for i in range(3)]
+    assert "has a results.json" in stopped(capsys, *argv[1:])
 
 
-def test_an_engine_that_did_not_start_leaves_the_folder_to_the_next_call(capsys, models, sums, answering, monkeypatch):
-    argv = [str(models / "plain"), "--data", sums, "--max_new_tokens", "16", "--output_dir", "out"]
-    with monkeypatch.context() as patch:
-        patch.setattr(sample, "start_engine", lambda *args, bad, **kwargs: None)
-        assert "TypeError" in stopped(capsys, *argv)
-    cli.main(["eval", *argv, "--engine_kwargs", '{"enforce_eager": true}'])
-    assert len(answering) == 4
-    assert "other engine_kwargs" in stopped(capsys, *argv)  # control: once there are completions
-
-
-def test_without_a_folder_named_settings_have_folders_of_their_own(models, sums, answering, tmp_path):
-    for temperature in ("0.6", "1.0", "0.6"):
-        argv = ["--data", sums, "--max_new_tokens", "16", "--temperature", temperature]
-        cli.main(["eval", str(models / "plain"), *argv])
-    folders = list((tmp_path / "runs" / "eval").iterdir())
-    assert len(folders) == 2 and all(folder.name.startswith("plain-") for folder in folders)
-    assert len(answering) == 8
-
-
-def test_the_digest_sees_every_byte(models, tmp_path):
-    shutil.copytree(models / "w4a16", tmp_path / "copy")
-    before = digest(tmp_path / "copy")
-    assert before == digest(models / "w4a16")  # the folder's name and times do not count
-    weights = tmp_path / "copy" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    assert digest(tmp_path / "copy") != before
+def test_an_answer_that_vllm_aborted_is_not_scored(models, sums, answering, monkeypatch):
+    monkeypatch.setattr(Output, "__init__", lambda self, right, n: setattr(self, "outputs", [Answer("", [], "abort")]))
+    with pytest.raises(RuntimeError, match="'abort'"):
+        cli.main(["eval", str(models / "plain"), "--suite", sums, "--max_new_tokens", "16"])
