@@ -59,10 +59,12 @@ _SECRET = re.compile(r"token|key|secret|password|credential|authorization|header
 
 
 def redact(value: Any) -> Any:
-    """The value with what stands under a secret's name, at any depth, replaced."""
+    """The value with what stands under a secret's name, at any depth, replaced; a number is none."""
     if isinstance(value, dict):
         return {
-            name: "(redacted)" if found and _SECRET.search(str(name)) else redact(found)
+            name: "(redacted)"
+            if found and not isinstance(found, (int, float)) and _SECRET.search(str(name))
+            else redact(found)
             for name, found in value.items()
         }
     return [redact(part) for part in value] if isinstance(value, list) else value

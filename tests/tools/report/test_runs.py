@@ -76,14 +76,15 @@ def test_settings_that_differ_are_a_table_without_secrets(tmp_path):
     runs = []
     for name, changes in {"a": {"seed": 1}, "b": {"seed": 2}}.items():
         args = config(tmp_path / name, hub_token="hf_secret" + name, **changes)
-        args.vllm_engine_kwargs = {"hf_token": "hf_secret" + name}
+        args.vllm_engine_kwargs, args.max_tokens_per_pass = {"hf_token": "hf_secret" + name}, len(runs)
         write_run(tmp_path / name, log(1))
         torch.save(args, tmp_path / name / "training_args.bin")
         runs.append(read_run(str(tmp_path / name)))
     assert "hf_secret" in pickle.dumps(args).decode(errors="ignore")  # control: it is in the file
     assert not any("hf_secret" in repr(run.settings) for run in runs)
     rows = differing(runs)
-    assert rows["seed"] == ["1", "2"] and rows["quant_scheme"] == ["W4A16", "W4A16"]
+    assert rows["seed"] == ["1", "2"] and rows["max_tokens_per_pass"] == ["0", "1"]
+    assert rows["quant_scheme"] == ["W4A16", "W4A16"]
     assert not {"output_dir", "hub_token", "vllm_engine_kwargs", "weight_decay"} & set(rows)
 
 
