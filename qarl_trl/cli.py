@@ -89,13 +89,17 @@ def export(args: argparse.Namespace) -> None:
     from tqdm import tqdm
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from .export import save_low_bit
+    from .export import check_target, check_writable, save_low_bit
     from .export.card import FACTS, base_facts, write_card
+    from .export.files import tensor_names
     from .export.push import Repository
     from .quant import apply_quantization, iter_low_bit_weights
     from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
     resolve_scheme(args.scheme, args.group_size)  # before the weights are read
+    check_writable(args.output, "output")
+    check_target(args.output)
+    tensor_names(args.checkpoint)
     loader, weights = AutoModelForCausalLM, args.checkpoint
     if (Path(args.checkpoint) / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM, PeftConfig

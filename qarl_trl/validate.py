@@ -16,8 +16,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from . import _compat
+from .checkpoints.lock import holding
 from .config import QaRLConfig
-from .export import LOW_BIT_FOLDER, check_target
+from .export import LOW_BIT_FOLDER, check_target, check_writable
+from .export.files import tensor_names
 from .export.push import repository_of
 from .quant.experts import QuantExperts, num_experts
 from .quant.layers import NO_HUB_KERNELS, check_shardable
@@ -50,6 +52,8 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     `ValueError` for what would silently bias or bypass the method or cannot run, `HubError` when `push_to_hub` cannot.
     """
     check_arguments(model, args, given)
+    if args.process_index == 0:
+        check_folders(model, args)
     check_prompts(given)
     check_together(given, args)
     check_budget(model, args, given)
@@ -64,6 +68,23 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     if args.push_to_hub and args.process_index == 0:
         repository_of(args)
     return source
+
+
+def check_folders(model: str | nn.Module, args: QaRLConfig) -> None:
+    """
+    Try all folders that the run will write into or read its weights from.
+
+    `OSError` for one that cannot be written, `ValueError` for weights that are cut off and when another run has `output_dir`.
+    """
+    check_writable(args.output_dir, "output_dir")
+    with holding(Path(args.output_dir)):
+        pass
+    if args.log_token_stats:
+        check_writable(Path(args.output_dir) / "token_stats", "log_token_stats")
+    if args.sync_folder is not None:
+        check_writable(args.sync_folder, "sync_folder")
+    if isinstance(model, str):
+        tensor_names(model)
 
 
 def check_prompts(given: Mapping[str, Any]) -> None:

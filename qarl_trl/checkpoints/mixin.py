@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
@@ -20,7 +22,8 @@ from ..quant.model import quantized_modules
 from ..quant.names import is_peft_model
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from .folder import INCOMING, commit, finished, rotate
-from .resume import resume_path
+from .lock import holding
+from .resume import from_first, identity_of, resume_path
 from .signals import StopOnSignal
 
 
@@ -31,6 +34,7 @@ class CheckpointMixin:
     """What [`QaRLTrainer`] saves and resumes, over `GRPOTrainer`."""
 
     _incoming: Path | None = None  # while a checkpoint is written
+    _identity: dict[str, Any] | None = None  # of the main process, from the first call of `train`
     _signals: StopOnSignal | None = None
     _sampler: Any = None
     _failed = False
@@ -39,8 +43,9 @@ class CheckpointMixin:
         """
         The Trainer's, from a weight sync and a rollout of its own; an error names the last checkpoint.
 
-        `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `RuntimeError` for a second call under
-        DeepSpeed, for one after `evaluate` there, and under HSDP for one after a call that failed.
+        `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `ValueError` when another run has this
+        `output_dir`, `RuntimeError` for a second call under DeepSpeed, for one after `evaluate` there, and under HSDP for one after
+        a call that failed.
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError(
@@ -51,24 +56,39 @@ class CheckpointMixin:
             raise RuntimeError(
                 "Under HSDP sums of gradients are left of a training that failed. Build a new trainer, and resume from a checkpoint."
             )
-        checkpoint = resume_path(resume_from_checkpoint, self.args)
-        self._signals = signals = StopOnSignal(self._any_process)
-        self.add_callback(signals)
-        # Left from an earlier call they are of other weights: it may have failed, and this one may resume.
-        self._step, self._buffered_inputs = 0, None
-        self._weights_change()
-        try:
-            with signals.listening():
-                return super().train(checkpoint, *args, **kwargs)
-        except Exception as error:
-            self._failed = True
-            last = next(reversed(finished(Path(self.args.output_dir))), "none")
-            error.add_note(
-                f"The run stopped after {self.state.global_step} updates. The last complete checkpoint: {last}."
-            )
-            raise
-        finally:
-            self.remove_callback(signals)
+        if self._identity is None and self.args.process_index == 0:
+            self._identity = identity_of(self)
+        with ExitStack() as stack:
+            self._lock_output_dir(stack)
+            checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
+            self._signals = signals = StopOnSignal(self._any_process)
+            self.add_callback(signals)
+            stack.callback(self.remove_callback, signals)
+            # Left from an earlier call they are of other weights: it may have failed, and this one may resume.
+            self._step, self._buffered_inputs = 0, None
+            self._weights_change()
+            try:
+                with signals.listening():
+                    return super().train(checkpoint, *args, **kwargs)
+            except Exception as error:
+                self._failed = True
+                last = next(reversed(finished(Path(self.args.output_dir))), "none")
+                error.add_note(
+                    f"The run stopped after {self.state.global_step} updates. The last complete checkpoint: {last}."
+                )
+                raise
+
+    def _lock_output_dir(self, stack: ExitStack) -> None:
+        """Until `stack` ends, by the first process; all refuse when another run has it."""
+        refusal = None
+        if self.args.process_index == 0:
+            try:
+                stack.enter_context(holding(Path(self.args.output_dir)))
+            except (ValueError, OSError) as error:
+                refusal = error
+        (refusal,) = from_first(self.args, [refusal])
+        if refusal:
+            raise refusal
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
@@ -121,8 +141,8 @@ class CheckpointMixin:
                 self.state.best_model_checkpoint = str(output_dir / best)  # also where the folder has moved since
             if self.args.should_save:
                 self.state.save_to_json(str(incoming / name / TRAINER_STATE_NAME))
-                commit(incoming / name, output_dir / name, processes=self.args.world_size)
-                rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+                commit(incoming / name, output_dir / name, processes=self.args.world_size, **(self._identity or {}))
+                rotate(output_dir, self.args.save_total_limit, self._being_pushed | self._best_checkpoint)
                 shutil.rmtree(incoming, ignore_errors=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
@@ -134,6 +154,15 @@ class CheckpointMixin:
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(output_dir / name))
+
+    @property
+    def _best_checkpoint(self) -> set[Path]:
+        return {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
+
+    def _finalize_training(self, *args: Any) -> Any:
+        """The Trainer's, which with a limit of one deletes every `checkpoint-*` but the best, whoever wrote it."""
+        with patch.object(self.args, "save_total_limit", None):
+            return super()._finalize_training(*args)
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
         """The Trainer's; with `save_strategy="best"` its answer decides whether to save, which a signal asks for too."""
@@ -185,11 +214,14 @@ class CheckpointMixin:
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
         """The Trainer's, with TRL's order of prompts also in an epoch that a resume enters, and nothing when all is trained."""
         if self.state.global_step >= self.state.max_steps:
-            return
-        if isinstance(self._sampler, RepeatSampler) and self._sampler.shuffle:
-            self._sampler.generator.manual_seed(self._sampler.seed)
-            for _ in range(epoch):  # TRL draws one permutation after the other
-                torch.randperm(self._sampler.num_samples, generator=self._sampler.generator)
+            return  # the Trainer looks after the step, so a resume of a complete run would train one more
+        sampler = self._sampler
+        if isinstance(sampler, RepeatSampler) and sampler.shuffle:
+            # TRL's sampler draws one permutation an epoch from a generator that no checkpoint holds. Seeded again, with as many
+            # drawn and dropped as there were epochs before, it draws that of this epoch whether the run began with it or not.
+            sampler.generator.manual_seed(sampler.seed)
+            for _ in range(epoch):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
         super()._run_epoch(epoch=epoch, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -1,21 +1,33 @@
-"""Which checkpoint a run resumes from, and whether every process can save in its folder, decided before a model loads."""
+"""Which checkpoint a run resumes from, and whether every process can save in its folder."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed.tensor import DTensor
 
-from .folder import INCOMING, MANIFEST, damage, finished, read_manifest
+from ..export.files import tensor_names
+from ..quant.model import quantized_modules
+from ..quant.names import base_model
+from ..quant.scheme import describe_scheme
+from .folder import INCOMING, MANIFEST, damage, finished, read_manifest, steps
+from .lock import holding
 
 
 if TYPE_CHECKING:
     from ..config import QaRLConfig
+    from ..trainer import QaRLTrainer
 
 # transformers.trainer calls it TRAINER_STATE_NAME; to import that loads datasets and pandas, a fifth of a dry run.
 STATE = "trainer_state.json"
@@ -25,30 +37,37 @@ PATIENCE = 15.0
 logger = get_logger(__name__)
 
 
-def resume_path(wish: str | bool | None, args: QaRLConfig) -> str | None:
+def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str, Any] | None = None) -> str | None:
     """
     The checkpoint to resume from, checked; decided by the first process for all.
 
     Args:
         wish (`str`, `bool` or `None`): `True` or `"true"`: the newest complete one of `args.output_dir`; `"auto"`: the same, and
-            if there is none `None`, a start from the beginning; a path; `None` or `False`: none.
+            if there is no checkpoint `None`, a start from the beginning; a path; `None` or `False`: none.
+        identity: Of the run, as of [`identity_of`], where it is known. The checkpoint must be of the same.
 
     Raises:
-        ValueError: when there is none, when that at the path is damaged, or when it cannot be resumed; as `check_shared`.
+        ValueError, OSError: when there is none, when it is damaged or cannot be read, when it is of another model, scheme or
+            tokenizer, or when it cannot be resumed; as `check_shared`.
     """
     check_shared(args)
-    answer: list[Any] = [None]
+    found, error = None, None
     if args.process_index == 0:
         try:
-            answer = [_find(str(wish or "false"), Path(args.output_dir))]
-            if answer[0]:
-                _check_resumable(Path(answer[0]), args)
-        except ValueError as error:
-            answer = [error]
-    found = broadcast_object_list(answer)[0] if args.world_size > 1 else answer[0]
-    if isinstance(found, ValueError):
-        raise found
+            found = _find(str(wish or "false"), Path(args.output_dir))
+            if found:
+                _check_resumable(Path(found), args, identity or {})
+        except (ValueError, OSError) as refusal:
+            error = refusal
+    found, error = from_first(args, [found, error])
+    if error:
+        raise error
     return found
+
+
+def from_first(args: QaRLConfig, values: list[Any]) -> list[Any]:
+    """`values` of the first process, on all of them."""
+    return broadcast_object_list(values) if args.world_size > 1 else values
 
 
 def check_shared(args: QaRLConfig) -> None:
@@ -56,29 +75,28 @@ def check_shared(args: QaRLConfig) -> None:
     Of several processes that save checkpoints, each must see what the first writes to `args.output_dir`. Collective.
 
     Each writes its part of a checkpoint to its own `output_dir`, and the first tells all where to resume. With `save_only_model`
-    nothing can be resumed, and `save_on_each_node` is for folders that are not shared.
-
-    Raises:
-        ValueError: in every process, when one does not see it within `PATIENCE`, or when the first cannot write there.
+    nothing can be resumed, and `save_on_each_node` is for folders that are not shared. `ValueError`, in every process, when one
+    does not see it within `PATIENCE`.
     """
     if args.world_size == 1 or args.save_strategy == "no" or args.save_only_model or args.save_on_each_node:
         return
-    folder, name, failure = Path(args.output_dir), f"_shared_{uuid4().hex}", None
+    folder, error = Path(args.output_dir), None
+    probe = folder / f"_shared_{uuid4().hex}"
     if args.process_index == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
-        except OSError as error:
-            failure = str(error)
-    name, failure = broadcast_object_list([name, failure])
-    if failure is not None:
-        raise ValueError(f"The first process cannot write to output_dir: {failure}.")
-    end = time.monotonic() + PATIENCE
+            probe.touch()
+        except OSError as failure:
+            error = failure
+    name, error = from_first(args, [probe.name, error])
+    if error:
+        raise error
+    end = time.monotonic() + PATIENCE  # network file systems remember for a while that a file is not there
     while not (seen := os.path.exists(folder / name)) and time.monotonic() < end:
         time.sleep(0.2)
     blind = [rank for rank, sees in enumerate(gather_object([seen])) if not sees]
     if args.process_index == 0:
-        (folder / name).unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)
     if blind:
         raise ValueError(
             f"output_dir={args.output_dir!r} must be on a file system that all processes share: {len(blind)} of {args.world_size} "
@@ -91,26 +109,33 @@ def _find(wish: str, output_dir: Path) -> str | None:
         return None
     if wish.lower() not in ("true", "auto"):
         return _given(Path(wish))
-    for folder in output_dir.glob(f"{INCOMING}/checkpoint-*"):  # killed between the two renames of `commit`
-        if not (output_dir / folder.name).exists() and damage(folder) is None:
-            folder.rename(output_dir / folder.name)
-    done, found = finished(output_dir), None
-    bad = dict.fromkeys(output_dir.glob(f"{INCOMING}/checkpoint-*"), "it is incomplete")
-    bad |= {path: f"it has no {MANIFEST}" for path in output_dir.glob("checkpoint-*") if path not in done}
-    for folder in reversed(done):
-        why = damage(folder)
-        if why is None:
-            found = str(folder)
-            break
-        bad[folder] = why
+    _put_back(output_dir)
+    bad = {folder: why for folder in steps(output_dir) if (why := damage(folder))}
     for folder, why in bad.items():
         logger.warning("%s is not resumed from and left alone: %s.", folder, why)
-    if found is None and wish.lower() == "true":
+    if done := finished(output_dir):
+        return str(done[-1])
+    if bad:
+        # To start over by oneself would in the end write over what may still be saved by hand.
         raise ValueError(
-            f"resume_from_checkpoint={wish} found no complete checkpoint in {output_dir}. Give its path, or 'auto' to start "
+            f"resume_from_checkpoint={wish} found only damaged checkpoints in {output_dir}: "
+            f"{'; '.join(f'{folder.name} ({why})' for folder, why in sorted(bad.items()))}. "
+            "To start over, move them away or choose another output_dir."
+        )
+    if wish.lower() == "true":
+        raise ValueError(
+            f"resume_from_checkpoint={wish} found no checkpoint in {output_dir}. Give its path, or 'auto' to start "
             "from the beginning when there is none."
         )
-    return found
+    return None
+
+
+def _put_back(output_dir: Path) -> None:
+    """A whole checkpoint that a kill left between the two renames of `commit`, unless a run is writing there."""
+    for folder in output_dir.glob(f"{INCOMING}/checkpoint-*"):
+        with suppress(ValueError), holding(output_dir):
+            if not (output_dir / folder.name).exists() and damage(folder) is None:
+                folder.rename(output_dir / folder.name)
 
 
 def _given(folder: Path) -> str:
@@ -120,20 +145,28 @@ def _given(folder: Path) -> str:
             "checkpoint-N."
         )
     if not (folder / MANIFEST).exists():
+        tensor_names(folder)  # refuses weights that are cut off
         logger.warning("%s has no %s: that it is complete cannot be checked.", folder, MANIFEST)
     elif why := damage(folder):
         raise ValueError(f"{folder} is damaged: {why}. Resume from another one.")
     return str(folder)
 
 
-def _check_resumable(folder: Path, args: QaRLConfig) -> None:
+def _check_resumable(folder: Path, args: QaRLConfig, identity: Mapping[str, Any]) -> None:
     if args.sync_ref_model:
         raise ValueError("sync_ref_model=True cannot be resumed: its reference is in no checkpoint. Set it to False.")
     if not (folder / "scheduler.pt").exists() and args.deepspeed_plugin is None:
         raise ValueError(
             f"{folder} holds weights without the optimizer (save_only_model). Give it as the model, and do not resume."
         )
-    processes = read_manifest(folder)["processes"] if (folder / MANIFEST).exists() else args.world_size
+    stored = read_manifest(folder) if (folder / MANIFEST).exists() else {}
+    for name, value in identity.items():
+        if name != "model" and name in stored and stored[name] != value:
+            raise ValueError(
+                f"{folder} is a checkpoint of another run: {name} was {stored[name]!r} with the model {stored.get('model')!r}, and is "
+                f"{value!r} with {identity.get('model')!r}. Start with what it was made from, or use another output_dir."
+            )
+    processes = stored.get("processes", args.world_size)
     if processes != args.world_size:
         logger.warning(
             "%s was written by %d processes, and this run has %d: order of the data and random numbers will differ.",
@@ -141,3 +174,35 @@ def _check_resumable(folder: Path, args: QaRLConfig) -> None:
             processes,
             args.world_size,
         )
+
+
+def identity_of(trainer: QaRLTrainer) -> dict[str, Any]:
+    """
+    What a run is of, as a manifest holds it: to be asked before the first step, on the first process.
+
+    `model` is its name, and `weights` a digest of the names, shapes and first values of all weights it starts from (a folder may
+    move, and another model may have its name and shapes). Of an adapter the base counts; under ZeRO-3, whose processes hold parts, names
+    and shapes. The rest is what gives a rollout or an update another meaning.
+    """
+    args, model, tokenizer = trainer.args, base_model(trainer._unwrapped), trainer._tokenizer
+    weights = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            part = (
+                parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            )  # the first, in the first process
+            first = part.detach().flatten()[:64].float().cpu()
+            weights.update(f"{name} {shape}".encode() + first.numpy().tobytes())
+    schemes = Counter(describe_scheme(layer.scheme) for _, layer in quantized_modules(model))
+    read = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, tokenizer.chat_template]
+    return {
+        "model": model.config._name_or_path,
+        "weights": weights.hexdigest()[:16],
+        "tokenizer": hashlib.sha256(json.dumps(read, default=str).encode()).hexdigest()[:16],
+        "scheme": ", ".join(f"{number} layers with {scheme}" for scheme, number in schemes.items()) or "none",
+        "quantize_learner": args.quantized and args.quantize_learner,
+        "loss_type": args.loss_type,
+        "optim_muon": args.optim_muon,
+        "adapter": model is not trainer._unwrapped,
+    }

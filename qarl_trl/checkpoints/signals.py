@@ -19,27 +19,16 @@ EXIT_CODE = 75
 logger = get_logger(__name__)
 
 _taken: set[signal.Signals] = set()
-_forking = threading.local()
 
 
-def _wait() -> None:
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _taken)
-
-
-def _go_on() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
-
-
-def _go_on_in_child() -> None:
+def _give_back() -> None:
     for number in _taken:
         signal.signal(number, signal.SIG_DFL)
     _taken.clear()
-    _go_on()
 
 
-# A fork of a reward function has to end when it is told to. Python drops what a child received before it was ready to
-# handle signals (PyOS_AfterFork_Child), so signals wait until the child has the default action again.
-os.register_at_fork(before=_wait, after_in_parent=_go_on, after_in_child=_go_on_in_child)
+# A fork of a reward function must end when it is told to, and not remember the signal for a training that it does not run.
+os.register_at_fork(after_in_child=_give_back)
 
 
 class StopOnSignal(TrainerCallback):
@@ -56,18 +45,15 @@ class StopOnSignal(TrainerCallback):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Take the signals inside the block; Python lets only the main thread do that."""
-        taken = []
         if threading.current_thread() is threading.main_thread():
-            taken = [s for s in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(s) is signal.SIG_DFL]
-        for number in taken:
-            signal.signal(number, self._receive)
-        _taken.update(taken)
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, self._receive)
+                    _taken.add(number)
         try:
             yield
         finally:
-            _taken.difference_update(taken)
-            for number in taken:
-                signal.signal(number, signal.SIG_DFL)
+            _give_back()
 
     def _receive(self, number: int, _: Any) -> None:
         self.received = True

@@ -7,7 +7,6 @@ Invariant: the file holds the tensors of `iter_low_bit_weights`, byte for byte, 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import re
@@ -31,14 +30,13 @@ from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.scheme import MINMAX
 from ..quant.state_dict import iter_low_bit_weights
 from ..quant.zero import shape_of
+from .files import flush
 
 
 LOW_BIT_FOLDER = "low_bit"  # beside master weights or an adapter
 RECIPE = "recipe.yaml"  # llm-compressor's name
 # As compressed-tensors names them (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
-# What vLLM reads: on the Hub there may be a second copy of the weights in another format.
-READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 SCRATCH = ".incoming-"
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
@@ -132,6 +130,10 @@ def save_low_bit(
         _save_configs(base_model(model), tokenizer, quant_config, Path(scratch))
         if recipe is not None:
             shutil.copyfile(recipe, Path(scratch) / RECIPE)
+        # safetensors 0.8 creates files that nobody else may read, whatever the umask.
+        mode = (Path(scratch) / "config.json").stat().st_mode
+        for file in Path(scratch).glob("*.safetensors"):
+            file.chmod(mode)
         flush(Path(scratch))
         _move_into_place(Path(scratch), path)
     return path
@@ -151,15 +153,6 @@ def check_target(path: str | os.PathLike) -> None:
         )
 
 
-def digest(folder: Path) -> str:
-    """SHA-256 over the names and bytes of all files that decide what a checkpoint answers. It reads the weights once."""
-    total = hashlib.sha256()
-    for path in sorted({path for kind in READ_BY_ENGINE for path in folder.glob(kind)}):
-        with path.open("rb") as file:
-            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()
-
-
 def _owning(tensor: Tensor) -> Tensor:
     """`tensor` with a storage of its own, which safetensors demands: experts are views of one."""
     return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
@@ -177,16 +170,6 @@ def _save_configs(model: nn.Module, tokenizer: Any | None, quant_config: dict[st
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def flush(folder: Path, tree: bool = True) -> None:
-    """Have the disk hold a folder before what follows, with all that is in it (`tree`) or as a list of names."""
-    for path in [folder, *(folder.rglob("*") if tree else ())]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _move_into_place(scratch: Path, path: Path) -> None:

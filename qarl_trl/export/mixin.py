@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from accelerate.logging import get_logger
 from transformers.utils import PushInProgress
 
 from ..quant.names import is_peft_model
 from .card import training_facts, write_card
 from .low_bit import LOW_BIT_FOLDER
-from .push import STAGING, Repository, repository_of
+from .push import Repository, repository_of
+
+
+logger = get_logger(__name__)
 
 
 class SharingMixin:
     """The card and the pushes of [`QaRLTrainer`], over `GRPOTrainer`. With quantization off they are TRL's."""
 
     _repository: Repository  # of the main process
+    _uploads: dict[Future, Path] = {}  # the checkpoint that each pushes
     _named_in_card: dict[str, list[str]] = {}  # by the user: datasets, tags
 
     def create_model_card(
@@ -37,9 +42,6 @@ class SharingMixin:
     def init_hf_repo(self, token: str | None = None) -> None:
         """The Trainer's, with the branch of `hub_revision`."""
         if self.is_world_process_zero():
-            if self.hub_model_id is None:
-                for left in Path(self.args.output_dir).glob(f"{STAGING}*"):  # by a process that was killed
-                    shutil.rmtree(left, ignore_errors=True)
             self._repository = repository_of(self.args, token)
             self.hub_model_id, self.push_in_progress = self._repository.name, None
 
@@ -69,16 +71,26 @@ class SharingMixin:
         return self._repository.push(self._low_bit_output, commit_message, revision, blocking)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push the low-bit model of a checkpoint in a thread. A failure is one line in the log, and training goes on."""
         if self._incoming:  # not in its place yet
             return
         if not self.args.quantized:
             super()._push_from_checkpoint(checkpoint_folder)
         elif self.is_world_process_zero() and self.args.hub_strategy != "end":
-            going_on = self.push_in_progress
-            if going_on is None or going_on.is_done() or self.args.hub_always_push:
-                self.callback_handler.on_push_begin(self.args, self.state, self.control)
-                job = self._repository.push_checkpoint(Path(checkpoint_folder), self.args.hub_strategy)
-                self.push_in_progress = PushInProgress([*(going_on.jobs if going_on else ()), job])
+            if self._being_pushed and not self.args.hub_always_push:
+                return
+            self.callback_handler.on_push_begin(self.args, self.state, self.control)
+            folder = Path(checkpoint_folder)
+            message = f"Training in progress, {folder.name}"
+            job = self._repository.push(folder / LOW_BIT_FOLDER, message, blocking=False)
+            job.add_done_callback(_report)
+            self._uploads = {job: folder} | {old: f for old, f in self._uploads.items() if not old.done()}
+            self.push_in_progress = PushInProgress(list(self._uploads))
+
+    @property
+    def _being_pushed(self) -> set[Path]:
+        """Checkpoints whose files are still read, which rotation must leave."""
+        return {folder for job, folder in self._uploads.items() if not job.done()}
 
     def _describe(self, folder: Path) -> None:
         """Write the card of the low-bit model that was just saved in `folder`."""
@@ -88,3 +100,8 @@ class SharingMixin:
     def _low_bit_output(self) -> Path:
         output_dir = Path(self.args.output_dir)
         return output_dir / LOW_BIT_FOLDER if is_peft_model(self._unwrapped) else output_dir
+
+
+def _report(job: Future) -> None:
+    if error := job.exception():
+        logger.warning("Push failed. %s Training goes on.", error)

@@ -1,6 +1,8 @@
 """Which checkpoint a run resumes from: decided before a model loads, and never one that is cut off."""
 
+import errno
 import shutil
+from pathlib import Path
 
 import pytest
 from configs import config
@@ -18,11 +20,15 @@ def args(tmp_path):
     return config(tmp_path)
 
 
-def save(tmp_path, step):
-    folder = write(tmp_path, step, str(step))
+def save(tmp_path, step, **facts):
+    folder = write(tmp_path, step, **facts)
     for name in ("trainer_state.json", "scheduler.pt"):
         (folder / name).write_text("")
     return folder
+
+
+def cut(folder):
+    (folder / "low_bit" / "config.json").write_text("{")
 
 
 @pytest.mark.parametrize("wish", [None, False, "false"])
@@ -34,42 +40,67 @@ def test_none_is_asked_for(tmp_path, args, wish):
 @pytest.mark.parametrize("wish", [True, "true", "True", "auto"])
 def test_the_newest_complete_one_is_found_and_others_are_named_and_left_alone(tmp_path, args, wish, caplog):
     found = [save(tmp_path, step) for step in (1, 2, 3)]
-    (found[2] / "model.safetensors").write_text("?")
+    cut(found[2])
     (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "_incoming" / "checkpoint-5").mkdir()
+    shutil.copytree(found[0], tmp_path / "checkpoint-9-keep")
     assert resume_path(wish, args) == str(found[1])
     named = " ".join(record.getMessage() for record in caplog.records)
-    for step, words in ((3, "model.safetensors is not what"), (4, "has no manifest.json"), (5, "is incomplete")):
+    for step, words in ((3, "config.json has 1 bytes"), (4, "has no manifest.json")):
         assert f"checkpoint-{step} is not resumed from and left alone" in named and words in named
     assert "checkpoint-1" not in named
     assert (found[2] / "model.safetensors").exists() and (tmp_path / "checkpoint-4").exists()
 
 
 def test_without_any_true_is_an_error_and_auto_starts_anew(tmp_path, args):
-    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "_incoming" / "checkpoint-5").mkdir(parents=True)  # killed in the first save
     assert resume_path("auto", args) is None
-    with pytest.raises(ValueError, match=r"resume_from_checkpoint=True found no complete checkpoint.*'auto'"):
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint=True found no checkpoint.*'auto'"):
         resume_path(True, args)
+
+
+@pytest.mark.parametrize("wish", ["true", "auto"])
+def test_with_damaged_ones_alone_a_run_stops_and_says_how_to_start_over(tmp_path, args, wish):
+    for step in (1, 2):
+        cut(save(tmp_path, step))
+    with pytest.raises(ValueError, match="only damaged.*checkpoint-1 .*checkpoint-2 .*To start over, move them away"):
+        resume_path(wish, args)
+    assert len(list(tmp_path.glob("checkpoint-*/model.safetensors"))) == 2
+
+
+def test_an_error_while_reading_stops_a_run_and_is_not_taken_for_damage(tmp_path, args, monkeypatch):
+    """As of a network file system: the run would go on from an older checkpoint, or from the beginning."""
+    folders = [save(tmp_path, step) for step in (1, 2)]
+    stat = Path.stat
+
+    def stale(path, **kwargs):
+        if path.name == "model.safetensors" and path.parent == folders[1]:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", stale)
+    with pytest.raises(OSError, match="Stale file handle.*checkpoint-2/model.safetensors"):
+        resume_path("auto", args)
 
 
 def test_a_path_must_be_a_whole_training_checkpoint(tmp_path, args, caplog):
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
     assert resume_path(str(good), args) == str(good)
     assert not caplog.records
-    (bad / "model.safetensors").write_text("cut")
-    with pytest.raises(ValueError, match=r"checkpoint-2 is damaged: model.safetensors has 3 bytes, must have 1\."):
+    cut(bad)
+    with pytest.raises(ValueError, match=r"checkpoint-2 is damaged: .*config.json has 1 bytes, must have 2\."):
         resume_path(str(bad), args)
     with pytest.raises(ValueError, match="nowhere.*no training checkpoint"):
         resume_path(str(tmp_path / "nowhere"), args)
     (good / "manifest.json").unlink()  # as plain TRL writes them
+    with pytest.raises(ValueError, match="checkpoint-1/model.safetensors is damaged"):
+        resume_path(str(good), args)
+    (good / "model.safetensors").unlink()
     assert resume_path(str(good), args) == str(good)
     assert "cannot be checked" in caplog.text
 
 
 def test_what_cannot_be_continued_exactly_is_refused_or_named(tmp_path, args, caplog):
-    folder = save(tmp_path, 1)
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"processes": 1', '"processes": 4'))
+    folder = save(tmp_path, 1, processes=4)
     assert resume_path("true", args) == str(folder)
     assert "written by 4 processes, and this run has 1" in caplog.text
     with pytest.raises(ValueError, match="sync_ref_model"):
@@ -85,7 +116,7 @@ def test_a_recipe_is_refused_before_anything_loads(base, tmp_path, capsys):  # n
     with pytest.raises(SystemExit) as left:
         cli.main(["train", "--config", str(recipe), *base])
     assert left.value.code == 2
-    assert "found no complete checkpoint" in capsys.readouterr().err
+    assert "found no checkpoint" in capsys.readouterr().err
     out.mkdir()
     folder = save(out, 3)
     assert parse(["--config", str(recipe), *base])[1].resume_from_checkpoint == str(folder)

@@ -8,15 +8,21 @@ import time
 from qarl_trl.checkpoints.signals import StopOnSignal
 
 
+def _sleep(running):
+    running.set()
+    time.sleep(60)
+
+
 def test_a_child_still_ends_when_it_is_told_to():
-    stop = StopOnSignal(lambda flag: flag)
+    context = multiprocessing.get_context("fork")
+    stop, running = StopOnSignal(lambda flag: flag), context.Event()
     with stop.listening():
-        for _ in range(20):  # told so at once: the signal comes while the child is being made
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-            child.start()
-            child.terminate()
-            child.join(10)
-            assert child.exitcode == -signal.SIGTERM
-        assert not stop.received
+        child = context.Process(target=_sleep, args=(running,))
+        child.start()
+        assert running.wait(10)
+        child.terminate()
+        child.join(10)
+        assert child.exitcode == -signal.SIGTERM and not stop.received
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.received
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

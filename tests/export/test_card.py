@@ -16,8 +16,8 @@ from test_trainer import adapter, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl.export import save_low_bit
-from qarl_trl.export.card import GENERATED, dataset_id, hub_id, model_card, write_card
-from qarl_trl.export.low_bit import digest
+from qarl_trl.export.card import GENERATED, base_facts, model_card, write_card
+from qarl_trl.export.files import digest
 from qarl_trl.quant import apply_quantization
 
 
@@ -49,27 +49,14 @@ def blocks(card, language):
     ],
 )
 def test_only_what_is_on_the_hub_has_an_id(name, found):
-    assert hub_id(name) == found
+    assert base_facts(name)["base_id"] == found
 
 
 def test_a_relative_folder_is_no_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert hub_id("runs/warm") == "runs/warm"  # control: nothing here, so it can only be on the Hub
+    assert base_facts("runs/warm")["base_id"] == "runs/warm"  # control: nothing here, so it can only be on the Hub
     (tmp_path / "runs" / "warm").mkdir(parents=True)
-    assert hub_id("runs/warm") is None
-
-
-def test_a_dataset_of_the_hub_is_named_and_a_file_is_not():
-    class Info:
-        download_checksums = {"hf://datasets/openai/gsm8k@e53f048/main/train.parquet": {}}
-
-    class Dataset:
-        info = Info
-
-    assert dataset_id(Dataset) == "openai/gsm8k"
-    Info.download_checksums = {"/data/someone/sums.jsonl": {}}
-    assert dataset_id(Dataset) is None
-    assert dataset_id(None) is None
+    assert base_facts("runs/warm")["base_id"] is None
 
 
 def test_a_trained_model_says_what_it_is_and_how_it_was_made(model, tmp_path):
@@ -80,15 +67,13 @@ def test_a_trained_model_says_what_it_is_and_how_it_was_made(model, tmp_path):
     assert "base_model" not in card.data.to_dict()  # a local model has no page to link to
     assert {"w4a16", "compressed-tensors", "qarl", "vllm"} <= set(card.data.tags)
     assert "`sums-base`, trained by reinforcement learning" in card.text
-    assert "| W4A16 | 4-bit int, a scale per 128 weights | bfloat16 | 7 | pack-quantized |" in card.text
-    assert "`lm_head`" in card.text
-    assert "at most 1 + 0.03 for positive" in card.text and "4 optimizer steps" in card.text
-    assert "distinct_characters" in card.text and "learning_rate: 0.001" in card.text
+    assert "| W4A16 | weights int4 per group 128 |" in card.text and "`lm_head`" in card.text
+    assert "TBPO" in card.text and "tbpo_epsilon_high: 0.03" in card.text and "4 optimizer steps" in card.text
+    assert "distinct_characters" in card.text and "learning_rate: 0.001" in card.text and "| `reward` |" in card.text
     assert "2604.07853" in card.text and "vonwerra2020trl" in card.text
     assert "python -m vllm.entrypoints.openai.api_server --model ." in card.text
-    assert "VLLM_CPU_INT4_W4A8=0" in card.text
+    assert "VLLM_CPU_INT4_W4A8=0" in card.text and "VLLM_CPU_ATTN_SPLIT_KV=0" in card.text
     assert "None" not in card.text
-    assert "Engine against learner" not in card.text  # there was none
     trainer.create_model_card(dataset_name="someone/sums", tags=["sums"])
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.datasets == ["someone/sums"] and "sums" in card.data.tags
@@ -104,12 +89,6 @@ def test_no_path_host_or_user_is_in_a_card(model, tmp_path):
     for secret in (str(tmp_path), "someone", host if len(host) > 3 else "\0", f"/{getpass.getuser()}/", "hf_"):
         assert secret not in written
     assert "learning_rate: 0.001" in written  # control: settings were written
-
-
-def test_the_logp_diff_of_the_last_sync_is_in_the_card(folder):
-    write_card(folder, steps=8, mismatch={"mean abs(learner - engine) of the sampled tokens": "1.2e-07"})
-    text = model_card(folder).text
-    assert "### Engine against learner" in text and "| 1.2e-07 |" in text
 
 
 def test_a_model_of_the_hub_is_linked(folder):
@@ -143,7 +122,7 @@ def test_evaluations_of_these_files_alone_are_shown(folder):
     }
     (folder / "eval" / "results.json").write_text(json.dumps(results))
     text = model_card(folder).text
-    assert "| math500 | 500 | 50.0 [40.0, 60.0] |" in text and "someone" not in text
+    assert "| math500 | 500 | avg@4 | 50.0 [40.0, 60.0] |" in text and "someone" not in text
     write_card(folder, "me/sums")  # the card itself does not count
     assert "math500" in (folder / "README.md").read_text()
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
@@ -193,7 +172,7 @@ def test_with_lora_the_card_is_beside_the_merged_model(model, tmp_path):
     trainer.train()
     trainer.save_model()
     facts = yaml.safe_load((tmp_path / "out" / "low_bit" / "training.yaml").read_text())
-    assert facts["adapter"] is True and facts["base"] == "sums-base"
+    assert facts["base"] == "sums-base"
     assert "trained by reinforcement learning" in (tmp_path / "out" / "low_bit" / "README.md").read_text()
 
 

@@ -12,7 +12,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 
-from ...export.low_bit import READ_BY_ENGINE
+from ...export.files import READ_BY_ENGINE
 from ...quant.checkpoint import QuantizedSource
 from ...quant.scheme import describe_scheme, support_of
 from ...rollout._vllm_cpu import is_cpu_engine

@@ -135,7 +135,7 @@ def environment(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
     from ..._compat import installed_version
-    from ...export.low_bit import digest
+    from ...export.files import digest
     from ..report.settings import redact
 
     settings = {name: getattr(options, name) for name in SETTINGS}

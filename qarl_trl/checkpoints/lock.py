@@ -1,0 +1,48 @@
+"""One run at a time in an `output_dir`: two would delete each other's checkpoints while they are written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from accelerate.logging import get_logger
+from filelock import FileLock, Timeout
+
+
+LOCK = "_lock"
+
+logger = get_logger(__name__)
+
+
+@contextmanager
+def holding(output_dir: Path) -> Iterator[None]:
+    """
+    Hold the lock of `output_dir`, which is created, inside the block. The kernel releases it when the process ends, however it does;
+    filelock closes it in forks, which may live longer.
+
+    In one process blocks may lie within each other. `ValueError` that names the process which has it.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file = output_dir / LOCK
+    lock = FileLock(file, timeout=0, thread_local=False, is_singleton=True, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} is in use by {file.read_text() or 'another run'}, whose checkpoints this run would delete. "
+            "Wait for its end, or choose another output_dir."
+        ) from None
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        logger.warning("%s is on a file system without locks: a second run in it would not be noticed.", output_dir)
+    if lock.is_locked:
+        file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    try:
+        yield
+    finally:
+        lock.release()

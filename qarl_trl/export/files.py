@@ -1,0 +1,55 @@
+"""Files that leave a run: folders tried before the work, names and digests of what is in them, and bytes that reached the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+
+# What vLLM reads: on the Hub there may be a second copy of the weights in another format.
+READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+
+
+def check_writable(folder: str | os.PathLike, field: str) -> None:
+    """Try to write into `folder`, which is created; `OSError` that names the `field` it comes from."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise OSError(f"{field}={str(folder)!r} must be a folder that can be written: {error}.") from error
+
+
+def tensor_names(folder: str | os.PathLike) -> list[str]:
+    """Names of all tensors in the `*.safetensors` of a folder; `ValueError` that names a file which is cut off."""
+    names: list[str] = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:  # compares the file's size with its header
+                names += file.keys()
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}. Copy or download it again.") from error
+    return names
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the names and bytes of all files that decide what a checkpoint answers. It reads the weights once."""
+    total = hashlib.sha256()
+    for path in sorted({path for kind in READ_BY_ENGINE for path in folder.glob(kind)}):
+        with path.open("rb") as file:
+            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def flush(folder: Path, tree: bool = True) -> None:
+    """Have the disk hold a folder before what follows, with all that is in it (`tree`) or as a list of names."""
+    for path in [folder, *(folder.rglob("*") if tree else ())]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,63 @@
+"""One run at a time in an `output_dir`, also after a kill."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from qarl_trl.checkpoints.lock import holding
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from qarl_trl.checkpoints.lock import holding
+with holding(Path(sys.argv[1])):
+    print("holds", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that holds the lock."""
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "holds\n"
+        yield process
+        process.kill()
+
+
+def test_the_second_run_is_told_who_has_the_folder_and_a_kill_frees_it(tmp_path, other):
+    named = f"in use by process {other.pid} on {socket.gethostname()}"
+    with pytest.raises(ValueError, match=named), holding(tmp_path):
+        pytest.fail("two at once")
+    other.kill()
+    other.wait()
+    with holding(tmp_path):
+        pass
+
+
+def test_a_child_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
+    """A reward function's fork has a copy of all that its parent opened."""
+    forks = HOLDS.replace('    print("holds"', "    import os; child = os.fork()\n    if child: print(child")
+    with subprocess.Popen([sys.executable, "-c", forks, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        child = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        os.kill(child, 0)  # control: it lives
+        try:
+            with holding(tmp_path):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_one_process_may_hold_it_twice(tmp_path):
+    with holding(tmp_path), holding(tmp_path / "." / ""):
+        pass
+    with holding(tmp_path):
+        pass
