@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from . import _compat
-from .checkpoints.lock import holding
+from .checkpoints.lock import LOCK, holding
 from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target, check_writable
 from .export.files import tensor_names
@@ -77,8 +77,9 @@ def check_folders(model: str | nn.Module, args: QaRLConfig) -> None:
     `OSError` for one that cannot be written, `ValueError` for weights that are cut off and when another run has `output_dir`.
     """
     check_writable(args.output_dir, "output_dir")
-    with holding(Path(args.output_dir)):
-        pass
+    if (Path(args.output_dir) / LOCK).exists():
+        with holding(Path(args.output_dir)):
+            pass
     if args.log_token_stats:
         check_writable(Path(args.output_dir) / "token_stats", "log_token_stats")
     if args.sync_folder is not None:

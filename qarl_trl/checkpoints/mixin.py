@@ -59,8 +59,8 @@ class CheckpointMixin:
         if self._identity is None and self.args.process_index == 0:
             self._identity = identity_of(self)
         with ExitStack() as stack:
-            self._lock_output_dir(stack)
             checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
+            self._lock_output_dir(stack)
             self._signals = signals = StopOnSignal(self._any_process)
             self.add_callback(signals)
             stack.callback(self.remove_callback, signals)

@@ -26,8 +26,9 @@ from .lock import holding
 
 
 if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
     from ..config import QaRLConfig
-    from ..trainer import QaRLTrainer
 
 # transformers.trainer calls it TRAINER_STATE_NAME; to import that loads datasets and pandas, a fifth of a dry run.
 STATE = "trainer_state.json"
@@ -176,7 +177,7 @@ def _check_resumable(folder: Path, args: QaRLConfig, identity: Mapping[str, Any]
         )
 
 
-def identity_of(trainer: QaRLTrainer) -> dict[str, Any]:
+def identity_of(trainer: GRPOTrainer) -> dict[str, Any]:
     """
     What a run is of, as a manifest holds it: to be asked before the first step, on the first process.
 

@@ -25,7 +25,7 @@ from .files import digest, tensor_names
 
 
 if TYPE_CHECKING:
-    from ..trainer import QaRLTrainer
+    from trl import GRPOTrainer
 
 
 CARD, FACTS = "README.md", "training.yaml"
@@ -62,9 +62,9 @@ def base_facts(name: str) -> dict[str, Any]:
     return {"base_id": known, "base": known or Path(name).name or "a local model"}
 
 
-def training_facts(trainer: QaRLTrainer) -> dict[str, Any]:
+def training_facts(trainer: GRPOTrainer) -> dict[str, Any]:
     """What a card says of a training run so far, as plain YAML types."""
-    from ..config import TBPO, changed_fields
+    from ..config import TBPO, changed_fields  # loads trl, which a push does not need
 
     args, tbpo = trainer.args, trainer.args.loss_type == TBPO
     settings = changed_fields(args)
