@@ -97,9 +97,6 @@ def export(args: argparse.Namespace) -> None:
     from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
     resolve_scheme(args.scheme, args.group_size)  # before the weights are read
-    check_writable(args.output, "output")
-    check_target(args.output)
-    tensor_names(args.checkpoint)
     loader, weights = AutoModelForCausalLM, args.checkpoint
     if (Path(args.checkpoint) / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM, PeftConfig
@@ -107,6 +104,9 @@ def export(args: argparse.Namespace) -> None:
         loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(args.checkpoint).base_model_name_or_path
     if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
         raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
+    tensor_names(args.checkpoint)
+    check_writable(args.output, "output")
+    check_target(args.output)
     # Before the work: the Hub may refuse.
     repository = Repository(args.push, private=args.private, revision=args.revision) if args.push else None
     model = loader.from_pretrained(args.checkpoint, dtype="auto")
