@@ -107,7 +107,7 @@ def main() -> None:
         if ARMS[row["arm"]][1]
     ]
     headlines += [
-        f"W4A16 against float32 master weights: time {common.ratio(times, 'W4A16', 'float32 master_weights')['ratio']:.2f}x",
+        f"W4A16 against float32 master weights: time {common.ratio(times, 'W4A16', 'float32 master weights')['ratio']:.2f}x",
     ]
     common.report("bench_experts", args, headlines, rows, start_load)
 

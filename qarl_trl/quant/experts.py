@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
 
 from .gathers import whole_weights
 from .gemm import Gemm
-from .grouped import grouped_gemm, stacked
+from .grouped import grouped_gemm, grouped_mm, stacked
 from .linear import LowBitLayer
 from .names import checkpoint_modules
 from .quantize import LowBitWeight
@@ -51,7 +50,7 @@ class Routing(NamedTuple):
         chosen, pairs = top_k_index.reshape(-1).sort(stable=True)
         experts = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
         offsets = torch.searchsorted(chosen, experts, right=True, out_int32=True)
-        # The products would leave the rows of an expert that is not there as they found the memory.
+        # The gemms would leave the rows of an expert that is not there as they found the memory.
         torch._assert_async(
             (offsets[-1] == len(chosen)) & (chosen[:1] >= 0).all(),
             f"The router chose an expert that is none of the {num_experts} there are.",
@@ -65,7 +64,7 @@ class LowBitExpertsMatmul(torch.autograd.Function):
     `y[rows of e] = x[rows of e] @ Q(W[e])^T` for every expert `e`, with the straight-through estimator.
 
     Args: x `(pairs, in)` sorted by expert, master `(experts, out, in)`, offsets of the experts' rows, low-bit weight
-    `(experts * out, in)`, product. Only the inputs are saved for the backward, not the matrices.
+    `(experts * out, in)`, gemm. Only the inputs are saved for the backward, not the matrices.
     """
 
     @staticmethod
@@ -82,12 +81,11 @@ class LowBitExpertsMatmul(torch.autograd.Function):
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
             matrices = stacked(ctx.gemm.matrix_from(ctx.weight, grad.dtype), offsets)
-            grad_x = F.grouped_mm(grad, matrices, offs=offsets)
+            grad_x = grouped_mm(grad, matrices, offsets)
             del matrices  # before the gradient of the master, which is as large
         if ctx.needs_input_grad[1]:
-            # Zero for an expert without tokens, as in the unquantized model.
             x = ctx.gemm.input_from(tuple(saved), grad.dtype)
-            grad_master = F.grouped_mm(grad.t(), x, offs=offsets).to(ctx.master_dtype)
+            grad_master = grouped_mm(grad.t(), x, offsets).to(ctx.master_dtype)
         return grad_x, grad_master, None, None, None
 
 
@@ -116,7 +114,7 @@ class QuantExperts(LowBitLayer, nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """
-        transformers' `grouped_mm` forward with low-bit matrix products, in the same order of operations.
+        transformers' `grouped_mm` forward with low-bit gemms, in the same order of operations.
 
         Of `(tokens, hidden)`, chosen experts int64 `(tokens, top_k)` and their weights. A token's choices are summed in the
         router's order, by a reduction: no atomics, so a GPU gives the same sum again.

@@ -1,4 +1,4 @@
-"""The low-bit matrix products in torch, one class per scheme family, and which of them a scheme takes on a device."""
+"""The low-bit gemms in torch, one class per scheme family, and which of them a scheme takes on a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .table import gpu_generation
 
 
 Bias = Tensor | None  # `(out,)`
-# What a product keeps of its input for the backward.
+# What a gemm keeps of its input for the backward.
 Saved = tuple[Tensor, ...]
 
 
@@ -54,7 +54,7 @@ class Gemm:
         return dequantize(weight, dtype)
 
 
-# Chooses the product of a scheme on a device, or raises ValueError.
+# Chooses the gemm of a scheme on a device, or raises ValueError.
 GemmChoice = Callable[[QuantizationScheme, torch.device], Gemm]
 
 
@@ -71,11 +71,10 @@ class DequantGemm(Gemm):
 
 
 class ActivationGemm(Gemm):
-    """Base of the products that quantize activations: they keep the quantized values of the input instead of the input."""
+    """Base of the gemms that quantize activations: they keep the quantized values of the input instead of the input."""
 
-    quantize: Callable[
-        [Tensor], tuple[Tensor, Tensor]
-    ]  # `(..., in)` to quantized values `(..., in)` and scale `(..., groups)`
+    # `(..., in)` to quantized values `(..., in)` and scale `(..., groups)`
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         saved = memoize_last(self.quantize, x)
@@ -139,7 +138,7 @@ class Int4Fp8Gemm(Fp8Gemm):
 
 class Fp8BlockGemm(ActivationGemm):
     """
-    FP8 weights in blocks of 128 x 128 and FP8 activations in groups of 128: one float32 product per block column.
+    FP8 weights in blocks of 128 x 128 and FP8 activations in groups of 128: one float32 gemm per block column.
 
     vLLM adds the bias to the rounded output of its block kernels.
     """
@@ -212,12 +211,12 @@ _GEMMS: dict[str, type[Gemm]] = {
 
 
 def plain_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
-    """Torch's own product for `scheme` on `device`; `ValueError` where it has none that is also the engine's."""
+    """Torch's own gemm for `scheme` on `device`; `ValueError` where it has none that is also the engine's."""
     support = support_of(scheme)
-    if device.type == "cuda" and not support.gpus:
+    if device.type != "cpu" and not support.gpus:
         raise ValueError(
-            f"{support.name} has no kernel on GPUs, neither in vLLM nor here. Use one of the schemes that `qarl-trl schemes` "
-            "lists for a GPU."
+            f"{support.name} runs on a CPU alone, in vLLM and here, got device {device.type!r}. Use one of the schemes that "
+            "`qarl-trl schemes` lists for a GPU."
         )
     if device.type == "cuda" and support.activations != "none":
         capability = torch.cuda.get_device_capability(device)
@@ -226,8 +225,6 @@ def plain_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
                 f"{support.name} needs a GPU of one of the generations {', '.join(support.gpus)}, got compute capability "
                 f"{capability}. Use quant_scheme='W4A16' on this device."
             )
-    if support.name == "W4A8" and device.type != "cpu":
-        raise ValueError(f"{support.name} has no product on device {device.type!r}. Use a CPU, or another scheme.")
     return _GEMMS[support.name]()
 
 

@@ -1,4 +1,4 @@
-"""One product for all experts: their matrices lie one above the other in one low-bit weight, the rows are sorted by expert.
+"""One gemm for all experts: their matrices lie one above the other in one low-bit weight, the rows are sorted by expert.
 
 On a CPU every form gives the bits that `Gemm.forward` gives for each expert by itself.
 """
@@ -17,30 +17,53 @@ from .gemm import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Gemm, Int
 from .quantize import LowBitWeight
 
 
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """
+    The matrix product of each expert, by the GEMM of transformers' `grouped_mm` experts; `offsets` as in `grouped_gemm`.
+
+    Of rows `(pairs, k)` with matrices `(experts, k, n)`: `(pairs, n)`. Of columns `(m, pairs)` with rows `(pairs, n)`, the gradient
+    of the matrices: `(experts, m, n)`, zero for an expert without rows.
+    """
+    in_rows = b.ndim == 3
+    whole = all(step == 1 or step * t.element_size() % 16 == 0 for t in (a, b) for step in t.stride())
+    if not whole or not a.shape[0 if in_rows else 1]:
+        # torch takes only rows of whole 16 bytes, and on a GPU at least one. Here are the same bits, but it waits for the device.
+        ends = offsets.tolist()
+        pieces = list(zip([0, *ends], ends, strict=False))
+        if in_rows:
+            return torch.cat([a[start:end] @ matrix for (start, end), matrix in zip(pieces, b, strict=True)])
+        return torch.stack([a[:, start:end] @ b[start:end] for start, end in pieces])
+    product = F.grouped_mm(a, b, offs=offsets)
+    if in_rows:
+        return product  # every row is an expert's (`Routing.of`), so every row is written
+    # On some GPUs garbage is left where an expert has no rows (pytorch issue 172439, B200).
+    return product.masked_fill_((offsets.diff(prepend=offsets.new_zeros(1)) == 0).view(-1, 1, 1), 0)
+
+
 def stacked(matrix: Tensor, offsets: Tensor) -> Tensor:
     """`(experts * rows, n)` as `(experts, rows, n)`."""
     return matrix.unflatten(0, (len(offsets), -1))
 
 
-def multiply(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """`y[rows of e] = x[rows of e] @ matrices[e]^T`, `(pairs, out)`, by the GEMM of transformers' `grouped_mm` experts."""
-    return F.grouped_mm(x, matrices.transpose(-2, -1), offs=offsets)
+def _multiply(x: Tensor, matrix: Tensor, offsets: Tensor) -> Tensor:
+    """`y[rows of e] = x[rows of e] @ W[e]^T` of `x` `(pairs, in)` and a matrix `(experts * out, in)`: `(pairs, out)`."""
+    return grouped_mm(x, stacked(matrix, offsets).transpose(-2, -1), offsets)
 
 
 @singledispatch
 def grouped_gemm(gemm: Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
     """
-    `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, by the class of the product; and what it saves.
+    `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, by the class of the gemm; and what it saves.
 
     Of `x` `(pairs, in)`, sorted by expert, a weight `(experts * out, in)`, and `offsets`, the row behind each expert's last,
     int32 `(experts,)`. `y` is `(pairs, out)` in `x.dtype`; `gemm.input_from` takes what is saved.
     """
-    raise NotImplementedError(f"{type(gemm).__name__} has no product for experts.")
+    raise NotImplementedError(f"{type(gemm).__name__} has no gemm for experts.")
 
 
 @grouped_gemm.register
 def _(gemm: DequantGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
-    return multiply(x, stacked(gemm.matrix_from(weight, x.dtype), offsets), offsets), (x,)
+    return _multiply(x, gemm.matrix_from(weight, x.dtype), offsets), (x,)
 
 
 @grouped_gemm.register
@@ -60,7 +83,7 @@ def _(gemm: Fp8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[
     operand, w_scale = gemm.operand(weight)
     w_scale = w_scale.view(len(offsets), -1)
     if on_cpu:
-        sums = multiply(quantized.float(), stacked(operand.float(), offsets), offsets)
+        sums = _multiply(quantized.float(), operand.float(), offsets)
         return sums.mul_(scale).mul_(_of_rows(w_scale, sums, offsets)).to(x.dtype), saved
     scales = {"scale_a": scale.squeeze(-1), "scale_b": w_scale}
     options = {"offs": offsets, "out_dtype": x.dtype, "use_fast_accum": True}
@@ -75,7 +98,7 @@ def _(gemm: Fp8BlockGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> t
     y = torch.zeros(len(x), weight.quantized.shape[0] // len(offsets), device=x.device)
     w_scale = _of_rows(stacked(weight.scale.float(), offsets), y, offsets)
     for i, (a, b) in enumerate(zip(quantized.split(width, dim=1), weight.quantized.split(width, dim=1), strict=True)):
-        sums = multiply(a.float(), stacked(b.float(), offsets), offsets) * scale[:, i : i + 1]
+        sums = _multiply(a.float(), b.float(), offsets) * scale[:, i : i + 1]
         y += (sums.unflatten(-1, (-1, height)) * w_scale[..., i : i + 1]).flatten(-2)
     return y.to(x.dtype), saved
 
@@ -83,16 +106,9 @@ def _(gemm: Fp8BlockGemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> t
 @grouped_gemm.register
 def _(gemm: Int8Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
     saved = quantized, scale = gemm.quantize(x)
-
     # torch has no grouped GEMM of integers. In float32 this one is exact: 1024 products of two quantized values are at most 2^24.
-    def exact(a: Tensor, b: Tensor) -> Tensor:
-        return multiply(a.float(), stacked(b.float(), offsets), offsets)
-
-    if quantized.shape[1] <= 1024:
-        sums = exact(quantized, weight.quantized)
-    else:
-        parts = zip(quantized.split(1024, dim=1), weight.quantized.split(1024, dim=1), strict=True)
-        sums = sum(exact(*part).to(torch.int32) for part in parts).float()
+    parts = zip(quantized.split(1024, dim=1), weight.quantized.split(1024, dim=1), strict=True)
+    sums = sum(_multiply(a.float(), b.float(), offsets).to(torch.int32) for a, b in parts).float()
     w_scale = _of_rows(weight.scale.view(len(offsets), -1), sums, offsets)
     return sums.mul_(w_scale).mul_(scale).to(x.dtype), saved
 

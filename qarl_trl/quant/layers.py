@@ -14,6 +14,7 @@ from .experts import PROJECTIONS, expert_modules, layer_names
 from .gemm import GemmChoice, dequant_gemm, plain_gemm
 from .linear import LowBitLayer
 from .names import base_model, checkpoint_modules, is_peft_model
+from .quantize import rows_together
 from .scheme import effective_group_size, has_global_scale, scheme_for
 from .zero import shape_of
 
@@ -227,10 +228,10 @@ def _check_sizes(layer: Matched) -> None:
                 "not divide. Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), or a scheme "
                 "without groups (FP8_DYNAMIC)."
             )
-        if len(layer.weights) > 1 and (rows % 16 or columns % 16):
+        if len(layer.weights) > 1 and rows % (together := rows_together(layer.scheme)):
             raise ValueError(
-                f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, and the gemms of all experts at once take "
-                "multiples of 16. Leave the experts in high precision: quant_ignore [lm_head, 're:.*experts.*']."
+                f"Layer {names[0]!r} has out_features={rows}, and the zero points of {together} rows share a word, which experts must "
+                "not. Use a symmetric scheme, or leave the experts in high precision: quant_ignore [lm_head, 're:.*experts.*']."
             )
 
 

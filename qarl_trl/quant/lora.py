@@ -153,20 +153,11 @@ def check_lora_config(config: Any) -> None:
 
 
 def check_lora_layer(name: str, layer: nn.Module) -> None:
-    """Refuse what the configuration of an adapter does not show: its kind of layer, and the state it is in."""
+    """Refuse a kind of layer that the configuration of an adapter does not show."""
     if type(layer) is not lora.Linear:
         raise ValueError(
             f"Layer {name!r} carries a {type(layer).__module__}.{type(layer).__name__} adapter, and only plain LoRA "
             "on linear layers can be merged. Take it out of the adapter's target_modules."
-        )
-    active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
-    if layer.merged or len(active) > 1:
-        found = (
-            "an adapter merged into its base weight" if layer.merged else f"more than one active adapter ({active})"
-        )
-        raise ValueError(
-            f"Layer {name!r} has {found}, and the engine runs Q(W + s B A) of one. Call `model.unmerge_adapter()`, or "
-            "`model.set_adapter(...)` with one of them."
         )
 
 

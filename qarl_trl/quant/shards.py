@@ -63,8 +63,8 @@ def quantize_shards(
     for (name, tensor), piece in zip(tensors.items(), pieces, strict=True):
         piece = piece.clone(memory_format=torch.contiguous_format)
         tensors[name] = piece.flatten().view(tensor.dtype).view(-1, tensor.shape[1])
-    if not torch.isfinite(tensors["weight_scale"]).all():
-        _quantize_rows(weight, scheme, qparams)  # raises, where the rows of this process are the ones
+    if not torch.isfinite(tensors["weight_scale"]).all():  # the signal of `quantize_own`
+        _quantize_rows(weight, scheme, qparams)  # raises in the process whose rows they are
         raise ValueError(
             f"Another process could not quantize its rows of a weight {tuple(weight.shape)}, and says why."
         )
@@ -78,7 +78,9 @@ def quantize_own(weight: DTensor, scheme: QuantizationScheme, qparams: QParams |
     """
     The low-bit rows of this process, a unit of zeros where it has none; arguments and conditions of `quantize_shards`.
 
-    Others wait for them also where they hold NaN: then their scales are NaN, which no others are.
+    Rows with NaN or infinity, which have no scale, get scales of NaN, and no error: the other processes are about to wait for these
+    rows in a collective, and an error here alone would leave them there until it times out. The scales are gathered anyway, so
+    that everybody learns of it without a collective more; `quantize_weight` never gives NaN by itself.
     """
     try:
         return _quantize_rows(weight, scheme, qparams)

@@ -1,4 +1,4 @@
-"""The rollout engine's own matrix products in the learner, and what `quant_kernel` chooses."""
+"""The rollout engine's own gemms in the learner, and what `quant_kernel` chooses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._vllm_cpu import is_cpu_engine
 
 class EngineGemm(Gemm):
     """
-    The product by the engine's own layer, on the tensors that are synced; the backward is that of `plain`, torch's.
+    The gemm by the engine's own layer, on the tensors that are synced; the backward is that of `plain`, torch's.
 
     On GPUs that layer is Marlin, Machete or CUTLASS, on a CPU `cpu_gemm_wna16` or oneDNN: the engine decides.
     """
@@ -47,7 +47,7 @@ class EngineGemm(Gemm):
 
 
 def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
-    """The engine's own product for `scheme` on `device`; `ValueError` when the engine there has none, or is missing."""
+    """The engine's own gemm for `scheme` on `device`; `ValueError` when the engine there has none, or is missing."""
     support, plain = support_of(scheme), plain_gemm(scheme, device)
     if not {"cpu": support.cpu_engine, "cuda": bool(support.gpus)}.get(device.type, False):
         raise ValueError(

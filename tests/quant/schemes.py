@@ -50,7 +50,7 @@ def relative_error(found, expected):
 
 
 def packed_layer_config(shape, weight_type, group_size, zero_points):
-    """vLLM's description of a layer `(in, out)` of packed weights; before 0.31 it also says whether channels are reordered."""
+    """vLLM's description of a layer `(in, out)` of packed weights."""
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
 
     older = {"has_g_idx": False} if "has_g_idx" in MPLinearLayerConfig.__dataclass_fields__ else {}
