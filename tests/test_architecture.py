@@ -16,11 +16,10 @@ ROOMS = {
     "quant": {"quant"},
     "rollout": {"rollout", "quant", "_compat"},
     "learner": {"learner", "quant", "_compat"},
-    "llmcompressor": {"llmcompressor", "quant", "data"},
     "export": {"export", "quant", "config"},
     "evaluation": {"evaluation", "export", "data", "rewards", "rollout", "quant", "_compat"},
-    "memory": {"memory", "quant", "optim", "llmcompressor", "rollout", "train"},
-    "doctor": {"doctor", "memory", "evaluation", "export", "llmcompressor", "rollout", "quant"}
+    "memory": {"memory", "quant", "optim", "rollout", "train"},
+    "doctor": {"doctor", "memory", "evaluation", "export", "rollout", "quant"}
     | {"train", "validate", "config", "rewards", "processes", "_compat"},
     "report": {"report", "metrics"},
     "checkpoints": {"checkpoints", "quant", "export", "_compat"},

@@ -85,8 +85,6 @@ def checkpoint(tmp_path_factory):
         (["export", "./nowhere", "out"], "nowhere"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["eval", "nowhere", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["ptq", "--model", "./nowhere", "--output", "out"], "nowhere"),
-        (["precondition", "--model", "./nowhere", "--output", "out", "--dataset", "d"], "nowhere"),
         (["doctor", "--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

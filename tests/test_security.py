@@ -42,9 +42,6 @@ def config(tmp_path, **changes):
 CALLS = {
     "training": lambda folder, tmp_path: check_run(folder, config(tmp_path), {}),
     "export": lambda folder, tmp_path: cli.main(["export", folder, str(tmp_path / "out"), "--debug"]),
-    "ptq": lambda folder, tmp_path: cli.main(
-        ["ptq", "--model", folder, "--output", str(tmp_path / "out"), "--method", "rtn", "--debug"]
-    ),
     "eval": lambda folder, tmp_path: cli.main(["eval", folder, "--data", "sums.jsonl", "--debug"]),
 }
 

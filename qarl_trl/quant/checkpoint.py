@@ -207,7 +207,7 @@ def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
     if raw.get("transform_config"):
         raise ValueError(
             f"{name} has a transform_config: rotations that the engine applies while it runs and the learner does not. Use a "
-            "model whose transforms are folded into the weights (`qarl-trl precondition`)."
+            "model whose transforms are folded into the weights (examples/llmcompressor/precondition.py)."
         )
     try:
         config = QuantizationConfig.model_validate(raw)

@@ -73,19 +73,17 @@ def check_first_quantized(model: nn.Module, source: QuantizedSource) -> None:
     adapted = is_peft_model(model)
     with model.disable_adapter() if adapted else nullcontext():
         for name, weight in _low_bit_weights(model):
-            stored = source.quantized(name).to(weight.quantized.device)
-            if weight.quantized.dtype == torch.float8_e4m3fn:
-                wrong = (weight.quantized.float() != stored.float()).sum().item()  # by value: -0.0 is 0.0
-            else:
-                wrong = (weight.quantized.view(torch.uint8) != stored.view(torch.uint8)).sum().item()
-            args = weight.scheme.weights
+            pair = weight.quantized, source.quantized(name).to(weight.quantized.device)
+            # Floats by value, where -0.0 is 0.0; integers byte by byte, since eight may be packed into one.
+            found, stored = (t.float() if t.is_floating_point() else t.view(torch.uint8) for t in pair)
+            wrong, args = (found != stored).sum().item(), weight.scheme.weights
             if wrong and (args.num_bits, args.type) != (8, QuantizationType.INT):
                 raise RuntimeError(
                     f"{wrong} quantized values of layer {name!r} differ from those in {source.name}, although its scales are "
                     "frozen: the master weights are not what is stored. Use tested versions of transformers and "
                     "compressed-tensors."
                 )
-            differing, total = differing + wrong, total + stored.view(torch.uint8).numel()
+            differing, total = differing + wrong, total + stored.numel()
     for _, module in quantized_modules(model) if adapted else ():
         module.forget()  # quantized values of the base alone, which nothing reads again
     if differing:

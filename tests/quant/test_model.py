@@ -70,19 +70,6 @@ def test_a_plain_model_loads_the_state_of_a_quantized_one_and_back(tiny_model, t
     assert torch.equal(apply_quantization(loaded, "W4A16")(TOKENS).logits, quantized(TOKENS).logits)
 
 
-def test_a_quantized_model_trains(tiny_model):
-    model = apply_quantization(tiny_model(), "W4A16")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(6):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
 def test_gradient_checkpointing_of_transformers_gives_equal_gradients(tiny_model):
     """Also the control that checkpointing was on: the layers ran twice."""
     gradients, calls = [], []
@@ -151,41 +138,23 @@ class LinearWithAdapter(nn.Linear):
     """A layer of another library."""
 
 
-def with_subclass(model):
-    model.model.layers[1].mlp.up_proj = LinearWithAdapter(128, 256)
-
-
-def with_offloading(model):
-    model.model.layers[1].mlp.up_proj._hf_hook = object()
-
-
-def with_patched_forward(model):
-    layer = model.model.layers[1].mlp.up_proj
-    layer.forward = layer.forward
-
-
-def with_integer_weights(model):
-    layer = model.model.layers[1].mlp.up_proj
+def integers(layer):
     layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
-
-
-def with_odd_width(model):
-    model.model.layers[1].mlp.up_proj = nn.Linear(96, 256)
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (with_subclass, "LinearWithAdapter"),
-        (with_offloading, "replaced forward"),
-        (with_patched_forward, "replaced forward"),
-        (with_integer_weights, "torch.int8"),
-        (with_odd_width, "in_features=96"),
+        (lambda layer: setattr(layer, "__class__", LinearWithAdapter), "LinearWithAdapter"),
+        (lambda layer: setattr(layer, "_hf_hook", object()), "replaced forward"),
+        (lambda layer: setattr(layer, "forward", layer.forward), "replaced forward"),
+        (integers, "torch.int8"),
+        (lambda layer: layer.__init__(96, 256), "in_features=96"),
     ],
 )
 def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_model, spoil, words):
     model = tiny_model()
-    spoil(model)
+    spoil(model.model.layers[1].mlp.up_proj)
     with pytest.raises(ValueError, match=rf"'model\.layers\.1\.mlp\.up_proj'.*{words}"):
         apply_quantization(model, "W4A16")
     assert names_of(model) == []

@@ -27,8 +27,6 @@ MODIFIERS = {
         },
         "ignore": ["re:.*lm_head"],
     },
-    "observers": {"targets": ["Linear"], "scheme": "W4A16", "observer": {"weights": "minmax"}},
-    "weight observer": {"targets": ["Linear"], "scheme": "W4A16", "weight_observer": "static_minmax"},
     "own observer": {
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_32 | {"observer": "minmax"}}},
         "ignore": ["lm_head"],
@@ -83,46 +81,40 @@ def test_layers_of_several_schemes_run_side_by_side(tmp_path):
 @pytest.mark.parametrize(
     ("modifier", "name", "message"),
     [
-        ({"scheme": "W4A16"}, "GPTQModifier", r"recipe\.yaml cannot be used: it has 'GPTQModifier'.*qarl-trl ptq"),
-        ({}, "AWQModifier", "qarl-trl precondition"),
-        ({}, "ConstantPruningModifier", "'ConstantPruningModifier'.*Remove it"),
+        ({"scheme": "W4A16"}, "GPTQModifier", r"recipe\.yaml.*QuantizationModifier.*GPTQModifier"),
         ({"scheme": "W4A16", "target": "Linear"}, "QuantizationModifier", r"\['target'\]"),
-        ({"targets": "Linear"}, "QuantizationModifier", "either `scheme` or `config_groups`"),
-        ({"scheme": "W4A16", "config_groups": {}}, "QuantizationModifier", "either `scheme` or `config_groups`"),
-        ({"scheme": "W5A5"}, "QuantizationModifier", "Unknown preset scheme name W5A5"),
-        ({"scheme": {"W4A16": ["Linear"], "FP8_DYNAMIC": ["Linear"]}}, "QuantizationModifier", "config_groups"),
-        ({"scheme": "W4A16", "weight_observer": "mse"}, "QuantizationModifier", "no learner forward"),
-        ({"scheme": "W4A16", "observer": {"weight": "minmax"}}, "QuantizationModifier", "`observer` has"),
+        ({"scheme": "W4A16", "weight_observer": "mse"}, "QuantizationModifier", r"\['weight_observer'\]"),
         ({"scheme": "W4A16", "kv_cache_scheme": {"num_bits": 8}}, "QuantizationModifier", "kv_cache_scheme"),
+        ({"targets": "Linear"}, "QuantizationModifier", "`scheme` or `config_groups`"),
+        ({"scheme": "W4A16", "config_groups": {}}, "QuantizationModifier", "`scheme` or `config_groups`"),
+        ({"scheme": "W5A5"}, "QuantizationModifier", "W5A5"),
+        ({"scheme": {"W4A16": ["Linear"], "FP8_DYNAMIC": ["Linear"]}}, "QuantizationModifier", "config_groups"),
         ({"config_groups": {"a": {"targets": [], "weights": INT4_32}}}, "QuantizationModifier", "config_groups"),
+        ("W4A16", "QuantizationModifier", "QuantizationModifier.*W4A16"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_carried_out_is_refused(tmp_path, modifier, name, message):
     with pytest.raises(ValueError, match=message):
         read_recipe(write(tmp_path, modifier, name))
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("quant:\n  quant_modifiers:\n    QuantizationModifier: {scheme: W4A16}\n", "'quant' is not a stage"),
-        ("q_stage:\n  modifiers:\n    QuantizationModifier: {scheme: W4A16}\n", "q_stage.modifiers is not a group"),
-        ("q_stage: {}\n", "must have one QuantizationModifier, got 0"),
-        ("", "must have one QuantizationModifier, got 0"),
-        ("a: [", "is not YAML"),
-        (
-            "q_stage:\n  q_modifiers:\n    QuantizationModifier: W4A16\n",
-            "fields of QuantizationModifier must be a mapping, got 'W4A16'",
-        ),
+        "quant:\n  quant_modifiers:\n    QuantizationModifier: {scheme: W4A16}\n",
+        "q_stage:\n  modifiers:\n    QuantizationModifier: {scheme: W4A16}\n",
+        "q_stage: {}\n",
+        "",
+        "a: [",
     ],
 )
-def test_a_layout_that_llm_compressor_would_skip_over_is_refused(tmp_path, text, message):
+def test_a_layout_that_llm_compressor_would_skip_over_is_refused(tmp_path, text):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="recipe.yaml cannot be used"):
         read_recipe(path)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="quant_recipe='.*nowhere.yaml': there is no such file"):
+    with pytest.raises(FileNotFoundError, match=r"quant_recipe='.*nowhere.yaml'"):
         read_recipe(tmp_path / "nowhere.yaml")

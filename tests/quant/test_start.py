@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,13 +12,12 @@ from conftest import make_model
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from qarl_trl.export import save_low_bit
-from qarl_trl.quant import apply_quantization, checkpoint, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.start import check_first_quantized, load_master_weights, quantized_source
-from qarl_trl.tools.llmcompressor import calibration
 from qarl_trl.validate import find_source
 
 
@@ -47,6 +47,13 @@ def calibration_rows():
     torch.manual_seed(0)
     rows = torch.randint(2, 40, (16, 32))
     return Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()})
+
+
+def unpinned():
+    """llm-compressor 0.14 pins the activations that AWQ keeps, which torch refuses without an accelerator."""
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    return patch.object(IntermediatesCache, "pin_memory", lambda *_: None)
 
 
 def modifiers(method):
@@ -88,14 +95,14 @@ def checkpoints(tmp_path_factory):
             save_low_bit(apply_quantization(model, "W4A16"), None, folder / method)
         else:
             oneshot = pytest.importorskip("llmcompressor").oneshot
-            with calibration.calibration():
+            needs_rows = method.startswith(("gptq", "awq"))
+            data = {"dataset": calibration_rows(), "max_seq_length": 32, "num_calibration_samples": 16}
+            with unpinned():
                 oneshot(
                     model=model,
                     recipe=modifiers(method),
-                    dataset=calibration_rows() if method.startswith(("gptq", "awq")) else None,
-                    max_seq_length=32,
-                    num_calibration_samples=16,
                     output_dir=str(folder / method),
+                    **(data if needs_rows else {}),
                 )
         return folder / method
 
@@ -168,12 +175,6 @@ def test_master_weights_of_quantized_below_a_global_scale(tmp_path):
         quantized_source(str(tmp_path)).qparams()
 
 
-def test_config_fields_can_be_changed_on_the_way(checkpoints):
-    model = load_master_weights(str(checkpoints("ours")), max_position_embeddings=512, attn_implementation="eager")
-    assert model.config.max_position_embeddings == 512
-    assert model.config._attn_implementation == "eager"
-
-
 def test_an_unquantized_model_has_no_source(checkpoints):
     folder = checkpoints("ours").parent / "model"
     assert quantized_source(str(folder)) is None
@@ -199,27 +200,6 @@ def test_a_sub_folder_of_a_local_folder(checkpoints, tmp_path):
     args = config(tmp_path / "run", model_init_kwargs={"subfolder": "inner"}, quant_scheme="W4A16")
     assert find_source(low, args).folder == tmp_path / "low" / "inner"
     assert find_source(high, args) is None
-
-
-def test_what_says_where_a_model_is_reaches_the_hub(checkpoints, tmp_path, monkeypatch):
-    shutil.copytree(checkpoints("ours"), tmp_path / "inner")
-    asked, found = {}, AutoConfig.from_pretrained(tmp_path / "inner")
-
-    def read_config(name, **kwargs):
-        asked["config"] = kwargs
-        return found
-
-    def download(name, **kwargs):
-        asked["files"] = kwargs
-        return str(tmp_path)
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", read_config)
-    monkeypatch.setattr(checkpoint, "snapshot_download", download)
-    where = {"revision": "main", "token": "hf_x", "cache_dir": "/somewhere"}
-    more = {"subfolder": "inner", "trust_remote_code": False}
-    assert quantized_source("owner/gated", **where, **more, dtype="bfloat16").folder == tmp_path / "inner"
-    assert asked["config"].items() >= (where | more).items()
-    assert asked["files"] == where | {"allow_patterns": ["inner/*.safetensors", "inner/*.json"]}
 
 
 # Frozen scales ------------------------------------------------------------------------------------------------------

@@ -4,12 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from trl.distributed import DistributedBackend
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, linear, quantize_weight, quantized_modules
-from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.state_dict import readable_parameters
 from quant.schemes import NAMES
 
@@ -154,15 +152,3 @@ def test_a_layer_that_is_missing_from_the_parameters_given_is_an_error(tiny_mode
     renamed = [(f"module.{name}", p) for name, p in model.named_parameters()]
     with pytest.raises(RuntimeError, match="14 quantized layers"):
         list(iter_low_bit_weights(model, renamed))
-
-
-def test_readable_parameters_of_one_process_share_the_quantized_of_the_forward(tiny_model):
-    model = apply_quantization(tiny_model(), "W4A16")
-    given = readable_parameters(model, ONE_PROCESS)
-    layer = model.model.layers[0].mlp.up_proj
-    x = torch.randn(2, 128)
-    y = layer(x)
-    quantized = layer.low_bit()
-    stream = dict(iter_low_bit_weights(model, given))
-    assert stream["model.layers.0.mlp.up_proj.weight_packed"] is quantized.quantized
-    assert torch.equal(y, F.linear(x, dequantize(quantized, torch.float32)))

@@ -26,7 +26,6 @@ from ...rollout.cpu import choose_arithmetic
 from ...rollout.cpu_ops import use_engine_ops
 from ...rollout.gemm import GEMMS
 from ..evaluate.sample import prompt_seed, start_engine
-from ..llmcompressor.precondition import log_probs
 from .findings import FAIL, OK, PLAIN, WARN, Finding
 
 
@@ -149,6 +148,13 @@ def _learner(model: PreTrainedModel, samples: list[Sample], temperature: float, 
         logps = log_probs(model, torch.tensor([row.prompt + row.answer]), temperature)
         rows.append(logps[0, len(row.prompt) - 1 :].cpu())
     return torch.cat(rows)
+
+
+@torch.no_grad()
+def log_probs(model: PreTrainedModel, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-prob of each token of `ids` `(1, T)` after the first, `(1, T - 1)` in float32."""
+    logits = model(input_ids=ids.to(model.device)).logits[:, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None].to(logits.device)).squeeze(-1)
 
 
 @torch.no_grad()

@@ -1,0 +1,94 @@
+"""Fold a transform into a model before RL, one that keeps its function and may help its quantization.
+
+    python examples/llmcompressor/precondition.py --model Qwen/Qwen2.5-Math-1.5B --method smoothquant --scheme W4A16 \
+        --dataset Elliott/Openr1-Math-46k-8192 --columns prompt --output runs/smoothed
+
+SmoothQuant, AWQ's scaling, or SpinQuant's rotations R1 and R2, by llm-compressor. The plain model is saved only if its log-probs
+are those of the model that came in. What the scheme costs before and after is printed: without outlier channels often no less.
+Then train with `model_name_or_path: runs/smoothed`.
+"""
+
+import torch
+from llmcompressor import oneshot
+from llmcompressor.modifiers.transform import SmoothQuantModifier, SpinQuantModifier
+from ptq import calibration_set, make_recipe, parse
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from qarl_trl.quant import apply_quantization, remove_quantization
+
+
+# Largest change of a log-prob in float32, nats. Measured on toys: at most 3.2e-5 for transforms that are folded exactly, 0.1 and
+# more for one that is not.
+TOLERANCE = 1e-3
+PROBES = 16  # texts that log-probs are compared on
+
+# SpinQuant centers the embeddings, which only a layer norm takes off again: with an RMS norm it makes another model. Without
+# centering the rotations are exact for both.
+SpinQuantModifier._center_embeddings = lambda *_: None
+
+
+def transforms(method: str, scheme: str) -> list:
+    """llm-compressor's modifiers; AWQ searches its scales for `scheme`."""
+    if method == "awq":
+        return make_recipe("awq", scheme)
+    if method == "rotation":
+        return [SpinQuantModifier(rotations=["R1", "R2"], transform_type="hadamard")]
+    return [SmoothQuantModifier(smoothing_strength=0.5)]
+
+
+@torch.no_grad()
+def log_probs(model: PreTrainedModel, texts: list[list[int]]) -> torch.Tensor:
+    """Log-prob of each token after the first of all texts, in one row, float32."""
+    rows = []
+    for text in texts:
+        ids = torch.tensor([text], device=model.device)
+        logits = model(input_ids=ids).logits[:, :-1].float()
+        rows.append(logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).flatten())
+    return torch.cat(rows)
+
+
+def quantization_cost(model: PreTrainedModel, scheme: str, texts: list[list[int]]) -> float:
+    """Mean absolute difference of log-probs, nats per token, between the quantized model and the model."""
+    plain = log_probs(model, texts)
+    quantized = log_probs(apply_quantization(model, scheme), texts)
+    remove_quantization(model)
+    return (quantized - plain).abs().mean().item()
+
+
+def fold(model: PreTrainedModel, recipe: list, **data: object) -> PreTrainedModel:
+    """A plain model with the weights that `recipe` leaves; without what it hung on the model, and unquantized."""
+    names = set(model.state_dict()) | {"lm_head.weight"}  # rotations untie it
+    transformed = oneshot(model=model, recipe=recipe, **data)
+    state = {name: tensor.float() for name, tensor in transformed.state_dict().items()}
+    left = [name for name in state if name not in names and "weight_" not in name]  # not: weight_scale of AWQ
+    if left:
+        raise SystemExit(f"The transform must fold into the weights, got {left[:3]}, which run in the forward.")
+    config = transformed.config
+    config.__dict__.pop("quantization_config", None)
+    state = {name: tensor for name, tensor in state.items() if name in names}
+    return type(model).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32).eval()
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(__doc__, ("smoothquant", "awq", "rotation"), argv)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    rows = calibration_set(args, tokenizer)
+    texts, data = rows["input_ids"][:PROBES], {}
+    if args.method != "rotation":
+        data = {"dataset": rows, "num_calibration_samples": len(rows), "max_seq_length": args.max_length}
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    before, cost = log_probs(model, texts), quantization_cost(model, args.scheme, texts)
+    model = fold(model, transforms(args.method, args.scheme), **data)
+    change = (log_probs(model, texts) - before).abs().max().item()
+    if not change <= TOLERANCE:
+        raise SystemExit(f"No log-prob may move by more than {TOLERANCE} nats, got {change:.1e}. Nothing was saved.")
+    print(
+        f"{args.scheme} costs {cost:.5f} nats per token before, {quantization_cost(model, args.scheme, texts):.5f} after"
+    )
+    model.to(AutoConfig.from_pretrained(args.model).dtype or torch.bfloat16).save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    print(f"transformed model, not quantized, written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()

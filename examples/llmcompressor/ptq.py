@@ -1,0 +1,93 @@
+"""Quantize a model with llm-compressor: the baseline without RL, and a checkpoint to start RL from.
+
+    python examples/llmcompressor/ptq.py --model Qwen/Qwen2.5-Math-1.5B --method gptq --scheme W4A16 \
+        --dataset Elliott/Openr1-Math-46k-8192 --columns prompt --output runs/w4a16_gptq
+
+Then train with `model_name_or_path: runs/w4a16_gptq`, `quant_scheme: checkpoint` and `quant_freeze_scales: true`: the first
+weight sync is this checkpoint, byte for byte. Needs `pip install 'qarl_trl[llmcompressor]'`.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from datasets import Dataset, load_dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform import AWQModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from qarl_trl.quant.checkpoint import quantized_source
+from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
+
+
+if not torch.accelerator.is_available():
+    # llm-compressor 0.14 pins the activations that AWQ keeps, which torch refuses without an accelerator.
+    IntermediatesCache.pin_memory = lambda *_: None
+
+
+def make_recipe(method: str, scheme: str) -> list:
+    """llm-compressor's modifiers: `rtn` rounds to nearest, `gptq` and `awq` also look at calibration texts."""
+    settings = {"scheme": scheme, "targets": ["Linear"], "ignore": list(DEFAULT_IGNORE)}
+    return {
+        "rtn": [QuantizationModifier(**settings)],
+        "gptq": [GPTQModifier(**settings)],
+        "awq": [AWQModifier(), QuantizationModifier(**settings)],
+    }[method]
+
+
+def calibration_set(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """The first rows of `args.dataset` (Hub id or .jsonl file) as token ids; chats go through the chat template."""
+    is_file = Path(args.dataset).is_file()
+    source = {"path": "json", "data_files": args.dataset} if is_file else {"path": args.dataset}
+    rows = load_dataset(**source, split=f"train[:{args.num_samples}]")
+
+    def tokenize(row: dict) -> dict:
+        parts = [row[column] for column in args.columns]
+        text = "".join(p if isinstance(p, str) else tokenizer.apply_chat_template(p, tokenize=False) for p in parts)
+        # Cut here: `truncation=True` would stay in the tokenizer, and be saved with it.
+        ids = tokenizer(text)["input_ids"][: args.max_length]
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+    return rows.map(tokenize, remove_columns=rows.column_names)
+
+
+def parse(text: str, methods: tuple[str, ...], argv: list[str] | None) -> argparse.Namespace:
+    """The options that both scripts have."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or Hub id, not quantized")
+    parser.add_argument("--output", required=True, help="folder to write")
+    parser.add_argument("--method", choices=methods, default=methods[0])
+    parser.add_argument("--scheme", default="W4A16", help="as in `qarl-trl schemes`")
+    parser.add_argument("--dataset", help="calibration texts: Hub id or .jsonl file")
+    parser.add_argument("--columns", nargs="+", default=["text"], help="joined to one text a row")
+    parser.add_argument("--num_samples", type=int, default=512, help="rows")
+    parser.add_argument("--max_length", type=int, default=2048, help="tokens of a row")
+    args = parser.parse_args(argv)
+    resolve_scheme(args.scheme)  # before a model loads: is it one that qarl_trl can train?
+    if args.dataset is None and args.method != "rtn":
+        parser.error(f"--method {args.method} needs --dataset")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(__doc__, ("gptq", "awq", "rtn"), argv)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    data = {}
+    if args.method != "rtn":
+        rows = calibration_set(args, tokenizer)
+        data = {"dataset": rows, "num_calibration_samples": len(rows), "max_seq_length": args.max_length}
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    recipe = make_recipe(args.method, args.scheme)
+    oneshot(model=model, recipe=recipe, tokenizer=tokenizer, output_dir=args.output, **data)
+    # llm-compressor saves the model as it came when no layer matched (GPT-2 has Conv1D layers, not Linear).
+    source = quantized_source(args.output)
+    if source is None:
+        raise SystemExit(f"{args.output} must hold low-bit layers, got none: no layer of {args.model} is a Linear.")
+    print(f"{args.method} checkpoint with {len(source.layers)} low-bit layers written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()

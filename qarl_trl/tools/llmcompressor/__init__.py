@@ -1,1 +1,0 @@
-"""What goes through llm-compressor, or starts from its checkpoints."""
