@@ -15,11 +15,10 @@ from compressed_tensors.quantization import QuantizationConfig
 from .scheme import MINMAX, resolve_config
 
 
-KNOWN_FIELDS = ("targets", "ignore", "scheme", "config_groups")
+KNOWN_FIELDS = ("targets", "ignore", "scheme", "config_groups", "observer", "weight_observer", "input_observer")
 # Fields that llm-compressor writes into every recipe, with the values that change nothing.
 NEUTRAL_FIELDS = {
-    **dict.fromkeys(("group", "index", "start", "end", "update", "kv_cache_scheme")),
-    **dict.fromkeys(("observer", "weight_observer", "input_observer", "output_observer")),
+    **dict.fromkeys(("group", "index", "start", "end", "update", "kv_cache_scheme", "output_observer")),
     **dict.fromkeys(("bypass_divisibility_checks", "requires_calibration_data"), False),
     **dict.fromkeys(("initialized_", "finalized_", "started_", "ended_"), False),
 }
@@ -78,8 +77,12 @@ def _config_of(modifier: dict[str, Any]) -> QuantizationConfig:
     config = QuantizationConfig.model_validate({"config_groups": groups, "ignore": ignore})
     if scheme is not None:  # named as llm-compressor names them
         config.config_groups = {f"group_{i}": group for i, group in enumerate(config.config_groups.values())}
+    observers = {"weights": modifier.get("weight_observer"), "input": modifier.get("input_observer")}
+    if set(given := modifier.get("observer") or {}) - set(observers):
+        raise ValueError(f"`observer` must be a mapping of {[*observers]}, got {given}.")
+    observers |= given
     for group in config.config_groups.values():
-        for args in (group.weights, group.input_activations):
+        for args, side in ((group.weights, "weights"), (group.input_activations, "input")):
             if args is not None:
-                args.observer = args.observer or (None if args.dynamic is True else MINMAX)
+                args.observer = observers[side] or args.observer or (None if args.dynamic is True else MINMAX)
     return resolve_config(config)

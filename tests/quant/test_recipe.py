@@ -27,6 +27,8 @@ MODIFIERS = {
         },
         "ignore": ["re:.*lm_head"],
     },
+    "observers": {"targets": ["Linear"], "scheme": "W4A16", "observer": {"weights": "minmax"}},
+    "weight observer": {"targets": ["Linear"], "scheme": "W4A16", "weight_observer": "static_minmax"},
     "own observer": {
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_32 | {"observer": "minmax"}}},
         "ignore": ["lm_head"],
@@ -83,7 +85,7 @@ def test_layers_of_several_schemes_run_side_by_side(tmp_path):
     [
         ({"scheme": "W4A16"}, "GPTQModifier", r"recipe\.yaml.*QuantizationModifier.*GPTQModifier"),
         ({"scheme": "W4A16", "target": "Linear"}, "QuantizationModifier", r"\['target'\]"),
-        ({"scheme": "W4A16", "weight_observer": "mse"}, "QuantizationModifier", r"\['weight_observer'\]"),
+        ({"scheme": "W4A16", "weight_observer": "mse"}, "QuantizationModifier", "no learner forward"),
         ({"scheme": "W4A16", "kv_cache_scheme": {"num_bits": 8}}, "QuantizationModifier", "kv_cache_scheme"),
         ({"targets": "Linear"}, "QuantizationModifier", "`scheme` or `config_groups`"),
         ({"scheme": "W4A16", "config_groups": {}}, "QuantizationModifier", "`scheme` or `config_groups`"),
