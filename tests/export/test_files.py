@@ -1,0 +1,68 @@
+"""Folders and weights are tried before any work, and what is shared may be read as the umask says."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from slow.toys import save_model
+from test_trainer import make
+from transformers import AutoModelForCausalLM
+
+from qarl_trl import cli
+from qarl_trl.export import save_low_bit
+from qarl_trl.quant import apply_quantization
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+
+
+@pytest.mark.parametrize("field", ["output_dir", "log_token_stats", "sync_folder"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_loads(model, tmp_path, unloaded, field):
+    (tmp_path / "run").mkdir()
+    file = tmp_path / ("run/token_stats" if field == "log_token_stats" else "file")
+    file.write_text("mine")
+    changes = {"output_dir": {}, "log_token_stats": {"log_token_stats": 1}}
+    server = {"sync_folder": str(file), "use_vllm": True, "vllm_mode": "server"}
+    folder = file if field == "output_dir" else tmp_path / "run"
+    with pytest.raises(OSError, match=f"{field}=.*{file.name}.*must be a folder that can be written"):
+        make(model, folder, **changes.get(field, server))
+    assert file.read_text() == "mine"
+
+
+def test_export_onto_a_file_is_refused_before_the_model_loads(model, tmp_path, unloaded, capsys):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["export", model, str(tmp_path / "file")])
+    assert stopped.value.code == 2 and f"output='{tmp_path / 'file'}' must be a folder" in capsys.readouterr().err
+
+
+def test_weights_that_are_cut_off_are_one_line_with_the_files_name(model, tmp_path, unloaded, capsys):
+    file = Path(shutil.copytree(model, tmp_path / "cut")) / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["export", str(file.parent), str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and f"{file} is damaged" in said and said.count("\n") == 1
+    with pytest.raises(ValueError, match=f"{file} is damaged"):
+        make(str(file.parent), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_low_bit_folder_may_be_read_as_the_umask_says(tiny_model, tiny_tokenizer, tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        folder = save_low_bit(apply_quantization(tiny_model(), "W4A16"), tiny_tokenizer, tmp_path / "shared")
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in folder.iterdir()} == dict.fromkeys(
+        [file.name for file in folder.iterdir()], oct(mode)
+    )
+    assert folder.stat().st_mode & 0o777 == mode | (0o111 if umask == 0o022 else 0o100)
