@@ -25,7 +25,7 @@ from trl.import_utils import is_vllm_available
 
 
 # The supported windows; pyproject.toml repeats them, the README says which versions were run. TRL's log-prob path was rewritten in 1.14 and 1.15.
-SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.20"), "vllm": ("0.26.0", "0.32")}
+SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.21"), "vllm": ("0.26.0", "0.32")}
 SUPPORTED_PEFT = ("0.21", "0.22")
 # Of a vLLM that computes on the CPU: `_vllm_cpu.complete_reload` has to know where its kernels keep weights.
 SUPPORTED_CPU_ENGINE = ("0.31.0", "0.32")
