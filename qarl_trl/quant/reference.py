@@ -236,7 +236,7 @@ def unpacked(words: Tensor, num_bits: int, columns: int) -> Tensor:
         return (octets ^ 0x80).view(torch.int8)[:, :columns]
     # Little-endian: byte i of a word holds quantized values 2i (low) and 2i + 1 (high), each plus 8.
     quantized = torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2).view(torch.int8)
-    return quantized.sub_(8)[:, :columns]
+    return (quantized - 8)[:, :columns]
 
 
 def int_quantized(quotient: Tensor, num_bits: int) -> Tensor:
