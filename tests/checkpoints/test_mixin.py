@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from slow.toys import distinct_characters, prompts, save_model
 from test_trainer import adapter, master_weights, without_engine
 from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, TrainerCallback
@@ -18,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.checkpoints.folder import damage, finished
+from qarl_trl.checkpoints.lock import LOCK
 from qarl_trl.checkpoints.signals import EXIT_CODE
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import iter_low_bit_weights
@@ -111,6 +113,47 @@ def test_other_rollout_batches_cannot_continue_a_stored_one(model, straight, tmp
     resumed = make(model, tmp_path, **changes)
     with pytest.raises(ValueError, match=r"another size.*was \[2, 2, 4\], is \[4, 2, 4\]"):
         resumed.train(resume_from_checkpoint=str(Path(straight.args.output_dir) / "checkpoint-6"))
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_the_names_of_both(model, straight, tmp_path):
+    """Shapes are equal, so nothing else would notice: the run would go on from the other's weights."""
+    checkpoint = str(Path(straight.args.output_dir) / "checkpoint-6")
+    moved = shutil.copytree(model, tmp_path / "moved")
+    other = save_model(tmp_path / "other", layers=1, seed=1)
+    again = LONG | {"save_strategy": "no"}
+    with pytest.raises(ValueError, match=f"weights was .*{model}.* and is .*{other}"):
+        make(other, tmp_path / "a", **again).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="scheme was .*int4 per group 128.* and is .*int4 per group 32"):
+        make(model, tmp_path / "b", **again, quant_group_size=32).train(resume_from_checkpoint=checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(moved)
+    with pytest.raises(ValueError, match="tokenizer was"):
+        make(str(moved), tmp_path / "c", **again).train(resume_from_checkpoint=checkpoint)
+    # Control: the same model at another place is the same run.
+    AutoTokenizer.from_pretrained(model).save_pretrained(moved)
+    (moved / "chat_template.jinja").unlink()
+    resumed = make(str(moved), tmp_path / "d", **again)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert same(master_weights(resumed), master_weights(straight))
+
+
+def test_a_run_holds_its_output_dir_while_it_trains(model, tmp_path):
+    """Two runs would delete each other's `_incoming`."""
+    tried = []
+
+    def reward(completions, **_):
+        with pytest.raises(Timeout):
+            FileLock(tmp_path / LOCK, timeout=0).acquire()
+        tried.append((tmp_path / LOCK).read_text())
+        return distinct_characters(completions)
+
+    make(model, tmp_path, reward).train()
+    assert tried and tried[0].startswith(f"process {os.getpid()} on ")
+    other = FileLock(tmp_path / LOCK, timeout=0)  # free again, and now another's
+    with other, pytest.raises(ValueError, match="in use by process"):
+        make(model, tmp_path)
+    make(model, tmp_path)
 
 
 @contextmanager
