@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
@@ -97,14 +98,44 @@ def generation_backend(factory: Callable[..., Any]) -> AbstractContextManager:
     return patch.object(_grpo_trainer(), "VLLMGeneration", factory)
 
 
-def model_loader(load: Callable[..., Any] | None) -> AbstractContextManager:
+@contextmanager
+def loader(load: Callable[..., Any] | None) -> Iterator[None]:
     """
-    Make `GRPOTrainer.__init__` load the policy and the reference with `load(name, **model_init_kwargs)`.
+    Make `GRPOTrainer.__init__` load the policy and the reference with `load(name, **model_init_kwargs)`, once per machine.
 
     TRL's own loader would hand a compressed checkpoint to transformers' quantizer, whose model has no master weights to train.
     `None` leaves it in place.
+
+    With FSDP's RAM-efficient loading one process of a machine reads the weights and sends the others their shards. Until then
+    transformers fills the model of each of the others with zeros (5.17), in float32 as many bytes as the real one: 32 GB for 8B
+    parameters, times seven. Here all entries of such a parameter are one zero. A write into it raises.
+
+    TRL shards the reference model by `fully_shard` alone, which would leave the shards of the other processes at zero. Under FSDP2
+    accelerate does it here, which sends them the weights as it does for the policy.
     """
-    return nullcontext() if load is None else patch.object(_grpo_trainer(), "create_model_from_path", load)
+    trl, original = _grpo_trainer(), PreTrainedModel._move_missing_keys_from_meta_to_device
+    stock = trl.prepare_fsdp
+
+    def fill(model: PreTrainedModel, *args: Any) -> None:
+        if loads_weights():
+            return original(model, *args)
+        for name, parameter in [*model.named_parameters()]:
+            parent, _, local = name.rpartition(".")
+            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            setattr(model.get_submodule(parent), local, torch.nn.Parameter(zeros, parameter.is_floating_point()))
+        for name, buffer in [*model.named_buffers()]:
+            parent, _, local = name.rpartition(".")
+            setattr(model.get_submodule(parent), local, torch.zeros_like(buffer, device="cpu"))
+
+    def prepare(model: PreTrainedModel, accelerator: Any) -> Any:
+        return (fsdp2_prepare_model(accelerator, model) if accelerator.is_fsdp2 else stock(model, accelerator)).eval()
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(PreTrainedModel, original.__name__, fill))
+        stack.enter_context(patch.object(trl, "prepare_fsdp", prepare))
+        if load is not None:
+            stack.enter_context(patch.object(trl, "create_model_from_path", load))
+        yield
 
 
 def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManager:
@@ -180,6 +211,11 @@ def loads_weights() -> bool:
     are sharded (`PreTrainedModel._move_missing_keys_from_meta_to_device`, transformers 5.17).
     """
     return not is_fsdp_enabled() or is_local_dist_rank_0()
+
+
+def copies_while_loading() -> int:
+    """How many processes of this machine hold the whole model in host memory while it loads; see [`loader`]."""
+    return 1 if is_fsdp_enabled() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def restore_master_weights(model: PreTrainedModel, folder: str) -> None:

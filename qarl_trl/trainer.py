@@ -44,7 +44,7 @@ from .rollout.gemm import GEMMS
 from .rollout.scores import LENGTH, Scores, learner_logps, sync_check_tokens
 from .rollout.support import default_engine_kwargs
 from .rollout.sync_check import SyncCheck
-from .validate import check_run, default_output_dir
+from .validate import check_run
 
 
 logger = get_logger(__name__)
@@ -73,7 +73,9 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         _compat.check_versions()
-        args = QaRLConfig(default_output_dir(model)) if args is None else args
+        if args is None:  # named as TRL names its own
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = QaRLConfig(f"{name.rstrip('/').split('/')[-1]}-QaRL")
         if args.device.type == "cpu":
             choose_arithmetic()
         given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
@@ -97,7 +99,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
                 **engine_args,
             )
 
-        with _compat.generation_backend(build_engine), _compat.model_loader(source and load_master_weights):
+        with _compat.generation_backend(build_engine), _compat.loader(source and load_master_weights):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.rollout_func is not None:
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
@@ -120,6 +122,16 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             folder, tokenizer = Path(args.output_dir) / "token_stats", self._tokenizer
             self._token_stats = TokenStats(folder, args.log_token_stats, tokenizer, args.tbpo_mismatch_cap)
             self.add_callback(self._token_stats)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As [`CheckpointMixin.train`]; a run that ends without an update is an error (`RuntimeError`), and no trained model."""
+        output = super().train(*args, **kwargs)
+        if output.global_step == 0:
+            raise RuntimeError(
+                "The run ended without an update, so nothing was trained. The data or the batch sizes gave no full rollout batch: "
+                "look at train_dataset, max_steps and num_train_epochs."
+            )
+        return output
 
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's; under FSDP2 with log-probs that stay float32 and gradients that stay sharded."""

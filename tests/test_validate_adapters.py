@@ -72,9 +72,3 @@ def test_the_adapters_of_a_peft_model_are_checked_too(tmp_path, tiny_model):
     with pytest.raises(ValueError, match=r"lora_dropout=0\.1"):
         check_arguments(model, config(tmp_path), {})
     check_arguments(get_peft_model(tiny_model(num_hidden_layers=1), lora()), config(tmp_path), {})
-
-
-def test_the_folder_of_an_adapter_is_not_a_model(tmp_path):
-    lora().save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="is an adapter, not a model.*AutoPeftModelForCausalLM"):
-        check_arguments(str(tmp_path / "adapter"), config(tmp_path), {})

@@ -131,6 +131,21 @@ def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engi
         assert found["ratios"][1] != (1, 1)
 
 
+def _held(model: str, folder: str) -> tuple[int, dict[str, np.ndarray]]:
+    """Bytes of the policy in this process before FSDP2 cuts it, and the whole reference model."""
+    trainer = _trainer(model, folder, True, use_vllm=False, beta=0.1)
+    storages = {s.data_ptr(): s.nbytes() for p in trainer.model.parameters() for s in [p.untyped_storage()]}
+    return sum(storages.values()), {n: p.full_tensor().numpy() for n, p in trainer.ref_model.named_parameters()}
+
+
+def test_one_process_of_a_machine_holds_the_weights_until_they_are_cut_and_the_reference_model_has_them_all(tmp_path):
+    """Eight processes would take 262 GB of host memory for 8B parameters. TRL leaves half of the reference at zero here."""
+    model = save_model(tmp_path / "model")
+    (main, reference), (other, _) = isolated_group(_held, 2, model, str(tmp_path / "run"))
+    assert main > 1_000_000 and other < main / 1000
+    assert _same(reference, {name: tensor.numpy() for name, tensor in stored_tensors(model).items()})
+
+
 def _measured(model: str, folder: str) -> dict[str, Any]:
     """What was logged of the ratios, and this process's completions of each micro-batch."""
     from qarl_trl.metrics import ratios

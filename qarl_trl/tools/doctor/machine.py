@@ -8,7 +8,6 @@ import platform
 import shutil
 from pathlib import Path
 
-import psutil
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -16,6 +15,7 @@ from packaging.version import Version
 from ..._compat import installed_version
 from ...quant.table import gpu_generation
 from ...rollout.cpu import cpu_flags, switched_off, why_no_engine
+from ...validate import available_memory
 from .findings import FAIL, OK, SKIPPED, WARN, Finding
 
 
@@ -87,16 +87,6 @@ def disk(folder: str, needed: float) -> Finding:
     free = shutil.disk_usage(there).free
     text = f"{free / GIB:.1f} GiB free for {folder}; a training checkpoint takes about {needed / GIB:.1f} GiB"
     return Finding(FAIL if free < needed else WARN if free < 3 * needed else OK, "disk", text)
-
-
-def available_memory() -> int:
-    """Bytes that this process may still take: of the machine, or of its control group."""
-    available = psutil.virtual_memory().available
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
-        return min(available, int(limit) - int(used))
-    except (OSError, ValueError):  # no control groups of version 2, or no limit ("max")
-        return available
 
 
 def cpu_name() -> str:

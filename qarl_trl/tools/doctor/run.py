@@ -18,12 +18,12 @@ from ...config import QaRLConfig
 from ...quant.experts import num_experts
 from ...rewards import load_rewards
 from ...train import QaRLScriptArguments, load_datasets
-from ...validate import check_arguments, check_budget, check_run, prompt_ids
+from ...validate import available_memory, check_arguments, check_data, check_run
 from ..plan.model import longest_row, run_of
 from ..plan.rank import checkpoint_bytes
 from .budget import describe, measure
 from .findings import FAIL, OK, PLAIN, SKIPPED, WARN, Finding
-from .machine import GIB, available_memory, disk
+from .machine import GIB, disk
 from .memory import largest_moment
 from .rewards import check_reward
 
@@ -116,10 +116,9 @@ class Run:
         self.rows = [dataset[i] for i in range(min(number, len(dataset)))]
         found = [Finding(OK, "dataset", f"{len(dataset)} rows; first answer {self.rows[0]['answer'][:60]!r}")]
         try:
-            if self.folder is not None:
-                check_budget(str(self.folder), self.args, {"train_dataset": dataset})
+            check_data({"train_dataset": dataset}, self.args)
         except ValueError as error:
-            found.append(Finding(FAIL, "budget of a pass", str(error)))
+            found.append(Finding(FAIL, "dataset", str(error)))
         rewards = load_rewards(self.script_args.reward_funcs)
         return found + [check_reward(getattr(r, "__name__", str(r)), r, self.rows) for r in rewards]
 
@@ -147,4 +146,8 @@ class Run:
 
     def _prompt_ids(self, number: int) -> list[list[int]]:
         tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.args.trust_remote_code)
-        return prompt_ids(tokenizer, [row["prompt"] for row in self.rows[:number]], self.args)
+        prompts, more = [row["prompt"] for row in self.rows[:number]], self.args.chat_template_kwargs or {}
+        if isinstance(prompts[0], str):
+            return [tokenizer(text)["input_ids"] for text in prompts]
+        texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False, **more) for p in prompts]
+        return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
