@@ -1,6 +1,19 @@
-"""TBPO, the trust-band objective, as pure functions in float32 (paper Sec. 3.2, Eq. 5 and Appendix E; docs/paper_map.md).
+"""TBPO, the trust-band objective: its bounds and its weight, in float32 (paper Sec. 3.2, Eq. 5 and Appendix E; docs/paper_map.md).
 
-A completion counts only through its geometric-mean ratio `r`; outside its band `r` is constant, so it has no gradient at all.
+A completion counts only through the geometric mean `r` of its tokens' ratios, learner now over learner at rollout time:
+
+    loss = - mean_i( w_i * clip(r_i) * A_i )      A > 0: clip(r) = min(r, 1 + eps_h)
+                                                  A < 0: clip(r) = clamp(r, 1 - delta_l, 1 + delta_h)
+
+Outside its band it is a constant, so the completion has no gradient at all. The run differentiates this by TRL's own
+`GRPOTrainer._compute_loss` with `loss_type="grpo"` and `importance_sampling_level="sequence"`, which computes
+
+    - min( min(r, delta) * A, clamp(r, 1 - epsilon, 1 + epsilon_high) * A )
+
+For A > 0 the minimum takes the smaller ratio, `min(r, 1 + epsilon_high)`: the lower bound never binds. For A < 0 it takes the larger
+of `min(r, delta)` and the clamped ratio: `clamp(r, 1 - epsilon, delta)`, as long as `delta >= 1 + epsilon_high`. So with
+`epsilon = delta_l`, `epsilon_high = eps_h` and `delta = 1 + delta_h` it is TBPO ([`clip_to`]), and `w` ([`mismatch_weight`]) takes
+the place of TRL's importance sampling weight. tests/test_loss.py compares loss and gradient with the formula written out.
 """
 
 from __future__ import annotations
@@ -31,12 +44,12 @@ class TrustBand:
         if not (self.mismatch_cap > 1 and math.isfinite(self.mismatch_cap)):
             raise ValueError(f"mismatch_cap={self.mismatch_cap} must be finite and > 1: the weight is in [1/c, c].")
 
-    def bounds(self, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Lower and upper bound of the ratio, float32 in the shape of `advantages`."""
-        negative = advantages < 0
-        low = torch.where(negative, 1.0 - self.delta_low, 0.0)
-        high = torch.where(negative, 1.0 + self.delta_high, 1.0 + self.epsilon_high)
-        return low.float(), high.float()
+
+def clip_to(band: TrustBand, trainer: Any) -> None:
+    """Make the loss of a `GRPOTrainer` clip as TBPO does; see the module's docstring. `band.delta_high >= band.epsilon_high`."""
+    trainer.loss_type, trainer.importance_sampling_level = "grpo", "sequence"
+    trainer.epsilon_low, trainer.epsilon_high = band.delta_low, band.epsilon_high
+    trainer.args.delta = 1 + band.delta_high  # TRL reads it from there
 
 
 def filter_advantages(advantages: Tensor, kind: str) -> Tensor:
@@ -77,29 +90,3 @@ def mismatch_weight(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap
     sampling_logps = torch.where(sampling_logps.isnan(), old_logps, sampling_logps)
     log_weight = sequence_log_ratio(old_logps, sampling_logps, mask)
     return log_weight.clamp(-math.log(cap), math.log(cap)).exp().detach()
-
-
-def tbpo_loss(
-    logps: Tensor,
-    old_logps: Tensor,
-    sampling_logps: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    band: TrustBand,
-) -> Tensor:
-    """
-    The TBPO objective, `- mean_i( w_i * clip(r_i, band) * A_i )`, a float32 scalar.
-
-    Args:
-        logps: Current learner `(B, T)`, the only input that is differentiated.
-        old_logps: Learner at rollout time `(B, T)`, by the same low-bit forward as `logps`.
-        sampling_logps: Engine `(B, T)`; NaN where it has no value. `None`: every weight is 1.
-        advantages: `(B,)`, one per completion.
-        mask: Completion mask times tool mask `(B, T)`.
-        band: Bounds and cap.
-    """
-    advantages = advantages.float()
-    ratio = sequence_ratio(logps, old_logps.detach(), mask)
-    weight = 1.0 if sampling_logps is None else mismatch_weight(old_logps, sampling_logps, mask, band.mismatch_cap)
-    low, high = band.bounds(advantages)
-    return -(weight * torch.clamp(ratio, low, high) * advantages).mean()

@@ -25,7 +25,7 @@ from .export.mixin import SharingMixin
 from .learner import guards
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
-from .loss import TrustBand, filter_advantages, loss_mask, mismatch_weight
+from .loss import clip_to, filter_advantages, loss_mask, mismatch_weight
 from .metrics.bounds import Bounds, clip_bounds
 from .metrics.clock import StepClock, WeightFlips
 from .metrics.error_tokens import find_error_tokens, unfinished, written_tokens
@@ -110,7 +110,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             prepare(self.model, args, source, as_stored)
         self._tbpo = args.loss_type == TBPO
         if self._tbpo:
-            self._clip_to(args.trust_band)
+            clip_to(args.trust_band, self)
         if args.max_tokens_per_pass is not None:
             self._passes = self._packed_passes(args.max_tokens_per_pass)
         own = clip_bounds(self.loss_type, self.epsilon_low, self.epsilon_high, self.args.delta)
@@ -249,14 +249,8 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         _compat.sum_over_nodes_once(model, self.accelerator)
         return super().training_step(model, *args, **kwargs)
 
-    def _clip_to(self, band: TrustBand) -> None:
-        """TBPO is TRL's two-sided sequence clip, with the bounds below and `mismatch_weight` in place of TRL's (Eq. 5)."""
-        self.loss_type, self.importance_sampling_level = "grpo", "sequence"
-        self.epsilon_low, self.epsilon_high = band.delta_low, band.epsilon_high
-        self.args.delta = 1 + band.delta_high
-
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """TRL's, and what is measured of the ratio; that it equals `loss.tbpo_loss` is shown in tests/test_loss.py."""
+        """TRL's, which with the bounds of [`clip_to`] is TBPO, and the metrics of its ratios."""
         loss = super()._compute_loss(model, inputs)
         logps, self._current_logps = self._current_logps, None
         if logps is None:

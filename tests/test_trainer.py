@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, _compat, validate
-from qarl_trl.loss import TrustBand, loss_mask, tbpo_loss
+from qarl_trl.loss import loss_mask
 from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.start import load_master_weights
@@ -411,8 +411,8 @@ def test_a_lost_loss_hook_stops_the_run(model, tmp_path, monkeypatch):
     ],
     ids=lambda changes: ",".join(changes),
 )
-def test_what_trains_is_the_tbpo_loss(model, tmp_path, changes):
-    """Every micro-batch of a real run, by the formula; the control is the formula with the bounds exchanged."""
+def test_what_trains_is_tbpo(model, tmp_path, changes):
+    """Every micro-batch of a real run, by Python floats; the control is the formula with the bounds exchanged."""
     trainer = make(model, tmp_path, **changes)
     seen, original = [], trainer._compute_loss
 
@@ -425,9 +425,12 @@ def test_what_trains_is_the_tbpo_loss(model, tmp_path, changes):
         new, mask, band = logps[0][0].detach(), loss_mask(inputs), trainer.args.trust_band
         # A completion without a token that counts is a constant in the formula and nothing in TRL's sum of tokens.
         advantages = inputs["advantages"] * mask.bool().any(-1)
-        arguments = new, inputs.get("old_per_token_logps", new), None, advantages, mask
-        wrong = TrustBand(band.delta_low * 3, band.epsilon_high * 3, band.delta_high * 3, 2.0)
-        seen.append([loss, *(tbpo_loss(*arguments, b).item() for b in (band, wrong))])
+        arguments = [t.tolist() for t in (new, inputs.get("old_per_token_logps", new), advantages, mask)]
+        bounds = [{"epsilon_high": band.epsilon_high, "delta_low": band.delta_low, "delta_high": band.delta_high}]
+        low, high = 3 * band.delta_low, 3 * band.epsilon_high
+        bounds += [{"epsilon_high": low, "delta_low": high, "delta_high": 3 * band.delta_high}]
+        logps, old, advantages, mask = arguments
+        seen.append([loss, *(references.tbpo(logps, old, None, advantages, mask, cap=2.0, **b)[0] for b in bounds)])
         return original(called, inputs)
 
     trainer._compute_loss = compare
