@@ -231,6 +231,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             # `old` otherwise.
             rollout = self._mode == "train" and given.get("batch_size") is not None
             result = self._passes.run(padded, given, self._row_order(len(given["input_ids"])) if rollout else None)
+        # `_compute_loss` calls this once and returns the loss alone: its metrics need the log-probs that it was made from.
         self._current_logps = result[0].detach()
         return result
 

@@ -126,7 +126,7 @@ def test_a_lora_arm_differs_from_its_full_one_in_the_adapter_and_the_optimizer()
     for path in lora_arms():
         full = path.with_stem(path.stem.removesuffix("_lora"))
         adapter = {"use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "dtype"}
-        optimizer = {"optim_muon", "learning_rate", "weight_decay"}
+        optimizer = {"optim_muon", "learning_rate", "weight_decay", "vllm_gpu_memory_utilization"}
         assert differing_keys(full, path) == {"output_dir"} | adapter | optimizer
         _, args, model_args = parse(["--config", str(path), *ON_CPU])
         check_adapter(get_peft_config(model_args), args)

@@ -1,16 +1,12 @@
 """`qarl-trl plan`: recipes, the table, refusals, and the tables of the documents."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qarl_trl.cli import main
 from qarl_trl.tools.plan import model as meta
-from qarl_trl.tools.plan import rank
-from qarl_trl.tools.plan.command import make_parser, read_run
-from qarl_trl.tools.plan.rank import GIB
 
 
 ROOT = Path(__file__).parents[3]
@@ -140,76 +136,3 @@ def test_copies_of_the_model_over_nodes_cost_what_one_node_costs(capsys):
     assert two == one
     _, flat = found_of(capsys, "--config", EIGHT, "--gpus", 16)
     assert max(flat["peaks"].values()) < max(one["peaks"].values())  # control
-
-
-# The tables of the documents ---------------------------------------------------------------------------------------
-
-
-def run_of(path, gpus, memory, *more, sharding="fsdp2"):
-    argv = ["--config", str(path), "--gpus", str(gpus), "--memory", str(memory), "--sharding", sharding]
-    return read_run(make_parser().parse_args(argv), more)[0]
-
-
-def gib(size, digits=1):
-    return f"{size / GIB:.{digits}f}"
-
-
-BIG = "--model_name_or_path", "Qwen/Qwen3-235B-A22B", "--vllm_tensor_parallel_size", "4"
-
-
-def test_what_scaling_says_of_8_and_of_64_gpus_is_what_the_formulas_say():
-    text = (ROOT / "docs" / "scaling.md").read_text()
-    runs = {
-        "Qwen3-8B-Base, utilization 0.5": (run_of(EIGHT, 8, 79), (8, 64)),
-        "Qwen3-30B-A3B-Base, 0.4, two engine ranks": (run_of(THIRTY, 8, 139), (8, 64)),
-        "Qwen3-235B-A22B, 0.4, four engine ranks": (run_of(THIRTY, 8, 139, *BIG), (8, 64, 128)),
-    }
-    for name, (run, sizes) in runs.items():
-        for ranks in sizes:
-            peaks = rank.peaks(replace(run, ranks=ranks))
-            cells = f"{ranks} x {run.memory // GIB}", *map(gib, peaks.values())
-            assert f"| {name if ranks == 8 else ''} | {' | '.join(cells)} |".replace("|  |", "| |") in text
-    big = replace(run, ranks=64)
-    left = run.memory - rank.peaks(big)["backward"]
-    alone = rank.peaks(replace(big, rows=1))["backward"]
-    assert f"with {gib(left)} GiB left" in text and f"({gib(alone)} GiB in the backward)" in text
-    assert f"quantized values are {gib(rank.resident(big)['quantized (own rows)'])} GiB on each" in text
-    assert f"all of them, {gib(run.quantized, 0)} GiB" in text
-    assert f"would hold {gib(run.synced / 2, 0)} GiB of weights each" in text
-    assert f"need {gib(max(rank.peaks(run).values()))} GiB" in text  # under HSDP
-    zero3 = rank.peaks(run_of(EIGHT, 8, 79, "--optim_muon", "false", sharding="zero3"))
-    assert f"{gib(zero3['rollout'])} GiB in the rollout and {gib(zero3['backward'])} in the" in text
-
-
-def test_the_table_of_the_recipes_is_what_the_formulas_say():
-    text = (RECIPES / "README.md").read_text()
-    small = run_of(RECIPES / "qwen2.5-math-1.5b" / "w4a16_qarl_tbpo.yaml", 8, 79)
-    eight, thirty = run_of(EIGHT, 8, 79), run_of(THIRTY, 8, 139)
-    fp8 = run_of(THIRTY.with_stem("fp8_qarl_tbpo"), 8, 139)
-    runs = replace(small, sharded=False), eight, thirty
-    stay = [rank.resident(run) for run in (*runs, fp8)]
-    quantized = [gib(sum(size for name, size in items.items() if "quantized" in name)) for items in stay]
-    peaks = [{name: gib(size) for name, size in rank.peaks(run).items()} for run in (*runs, fp8)]
-    table = {
-        "master weights, gradients, optimizer state": [
-            ", ".join(map(gib, (items["master_weights"], rank.gradients(run), items["optimizer state"])))
-            for run, items in zip(runs, stay[:3], strict=True)
-        ],
-        "buckets of DDP": [gib(stay[0]["buckets of DDP"]), "-", "-"],
-        "quantized": [*quantized[:2], f"{quantized[2]} (FP8 {quantized[3]})"],
-        "activations, work of a layer or the head": [
-            f"{gib(rank.activations(run)['activations'])}, {gib(rank.backward_work(run))}" for run in runs
-        ],
-        "engine (`vllm_gpu_memory_utilization`)": [
-            f"{gib(rank.engine_budget(run))} ({run.utilization:g})" for run in runs
-        ],
-        **{
-            f"**{title}**": [peaks[0][name], peaks[1][name], f"{peaks[2][name]} (FP8 {peaks[3][name]})"]
-            for title, name in (("second rollout", "rollout"), ("backward", "backward"))
-        },
-    }
-    for name, cells in table.items():
-        assert f"| {name} | {' | '.join(cells)} |" in text
-    kept = rank.accumulated(replace(eight, accumulates=True))
-    assert f"an estimated {gib(kept, 0)} GiB on every GPU" in text
-    assert f"{gib(rank.activations(eight)['activations'])} GiB for four of the longest rows" in text
