@@ -135,7 +135,9 @@ def _held(model: str, folder: str) -> tuple[int, dict[str, np.ndarray]]:
     """Bytes of the policy in this process before FSDP2 cuts it, and the whole reference model."""
     trainer = _trainer(model, folder, True, use_vllm=False, beta=0.1)
     storages = {s.data_ptr(): s.nbytes() for p in trainer.model.parameters() for s in [p.untyped_storage()]}
-    return sum(storages.values()), {n: p.full_tensor().numpy() for n, p in trainer.ref_model.named_parameters()}
+    return sum(storages.values()), {
+        n: p.full_tensor().detach().numpy() for n, p in trainer.ref_model.named_parameters()
+    }
 
 
 def test_one_process_of_a_machine_holds_the_weights_until_they_are_cut_and_the_reference_model_has_them_all(tmp_path):
