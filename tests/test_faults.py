@@ -162,13 +162,13 @@ def test_log_probs_of_a_rollout_are_checked_and_left_alone(make):
 @pytest.mark.parametrize("conversational", [False, True])
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
 def test_a_row_without_a_prompt_is_refused_before_the_model_loads(tmp_path, conversational, name):
-    rows = [{"prompt": [{"role": "user", "content": text}] if conversational else text} for text in "ab"]
+    rows = [{"prompt": [{"role": "user", "content": text}] if conversational else text} for text in "abcd"]
     good, bad = Dataset.from_list(rows), Dataset.from_list([*rows, {"prompt": None}])
     config = QaRLConfig(**settings(tmp_path, use_vllm=False, bf16=False))
-    with pytest.raises(ValueError, match=f"1 of 3 rows of {name} must have a prompt, got None"):
+    with pytest.raises(ValueError, match=f"1 of 5 rows of {name} must have a prompt, got None"):
         QaRLTrainer("nowhere", distinct_characters, config, **{"train_dataset": good} | {name: bad})
     with pytest.raises(OSError):  # control: rows that are not chosen are not looked at
-        QaRLTrainer("nowhere", distinct_characters, config, train_dataset=bad.select([0, 1]))
+        QaRLTrainer("nowhere", distinct_characters, config, train_dataset=bad.select(range(4)))
 
 
 @pytest.mark.parametrize("nothing", [None, NAN])
