@@ -2,10 +2,17 @@
 
 import argparse
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
+from json import JSONDecodeError
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+from .redact import redact
 
 
 # Commands with a parser of their own: the module and function that get the other arguments, `--help` included. A function
@@ -21,8 +28,9 @@ _FORWARDED = {
         "check this machine, a recipe, its data and rewards, and the log-prob mismatch",
     ),
 }
-# What a user can mend by another setting, file or package.
-_USER_ERRORS = (ValueError, OSError, ImportError)
+# What a user can mend by another setting, file or package; the second by name, because their packages load late.
+_USER_ERRORS = (ValueError, OSError, ImportError, OverflowError)
+_USER_ERRORS_BY_NAME = ("YAMLError", "SafetensorError", "StrictDataclassError")
 _OTHERS_SPEAK_AFTER_S = 10
 
 
@@ -30,18 +38,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     Run one command; `argv` (without the program's name) defaults to that of the process.
 
-    Bad input is one line on stderr and exit code 2, with `--debug` also a traceback.
+    Bad input is one line on stderr and exit code 2, with `--debug` a traceback.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = _take_debug(argv)
     try:
         work = run(argv)
-    except _USER_ERRORS as error:
-        if debug:
+    except Exception as error:
+        if debug or not _is_of_the_user(error):
             raise
         # torchrun ends the other processes when one has failed: what all of them found is said once.
         time.sleep(_OTHERS_SPEAK_AFTER_S if int(os.environ.get("LOCAL_RANK", "0")) else 0)
-        print(f"qarl-trl {argv[0]}: {' '.join(str(error).split())} (--debug: where)", file=sys.stderr)
+        print(f"qarl-trl {argv[0]}: {_in_one_line(error)} (--debug: where)", file=sys.stderr)
         raise SystemExit(2) from error
     if work is None:
         return
@@ -50,6 +58,31 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         work = record(work)
     work()
+
+
+def _is_of_the_user(error: Exception) -> bool:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    # transformers takes any JSON for a config, and fails on its first key.
+    is_config = Path(list(walk_tb(error.__traceback__))[-1][0].f_code.co_filename).name == "configuration_utils.py"
+    return isinstance(error, _USER_ERRORS) or bool(names & {*_USER_ERRORS_BY_NAME}) or is_config
+
+
+def _in_one_line(error: Exception) -> str:
+    """The message, with the name of the file that was read where the message is a parser's, which does not know it."""
+    text = " ".join(str(error).split())
+    if found := re.match(r"Repo id must .*?: '([^']*)'\.", text):  # huggingface_hub's, of a folder that is not there
+        return f"{found[1]!r} is neither a folder here nor a Hub id (user/name)."
+    if isinstance(error, UnicodeDecodeError | JSONDecodeError) or not isinstance(error, _USER_ERRORS):
+        read = [file for frame, _ in walk_tb(error.__traceback__) for file in _files(frame.f_locals.values())]
+        text = f"{read[-1]} cannot be read: {text}" if read else text
+    return redact(text)
+
+
+def _files(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        path = value if isinstance(value, str | os.PathLike) else getattr(value, "name", "")
+        if isinstance(path, str | os.PathLike) and len(str(path)) < 4096 and os.path.isfile(path):
+            yield str(path)
 
 
 def run(argv: Sequence[str]) -> Callable[[], None] | None:
@@ -82,8 +115,6 @@ def export(args: argparse.Namespace) -> None:
 
     Of a run in the same scheme these are the tensors it trained with. `ValueError` if it cannot be quantized.
     """
-    from pathlib import Path
-
     from tqdm import tqdm
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -121,8 +152,6 @@ def export(args: argparse.Namespace) -> None:
 
 def push(args: argparse.Namespace) -> None:
     """Push a low-bit folder with its card, written anew for that address and with the evaluations in its sub-folders."""
-    from pathlib import Path
-
     from .export.card import model_card, write_card
     from .export.push import Repository
 
@@ -166,7 +195,7 @@ def _make_parser() -> argparse.ArgumentParser:
     exporter.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
     exporter.add_argument("output", help="folder to write")
     exporter.add_argument("--scheme", default="W4A16", help="a scheme of `qarl-trl schemes` (default: W4A16)")
-    exporter.add_argument("--group-size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
+    exporter.add_argument("--group_size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
     exporter.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
     exporter.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")
     exporter.add_argument("--push", metavar="REPO", help="push it to this repository of the Hub: user/model")

@@ -68,28 +68,24 @@ def load_math_dataset(
     text = Value("string")
     features = Features({"prompt": List({"role": text, "content": text}) if conversational else text, "answer": text})
     converted = dataset.map(convert, remove_columns=dataset.column_names, features=features, desc="Reading problems")
-    columns = f"a problem in {problem_column!r}", f"an answer in {answer_column!r}"
-    return _whole(converted, f"{name_or_path!r} (split {split!r})", columns, dataset.column_names)
-
-
-def _whole(dataset: "Dataset", name: str, columns: tuple[str, str], known: list[str]) -> "Dataset":
-    """The rows with a prompt and an answer; the number of the others is said, and none at all raises."""
-
-    def complete(row: dict[str, Any]) -> bool:
-        prompt = row["prompt"]
-        said = all(message["content"] for message in prompt) if isinstance(prompt, list) else True
-        return bool(prompt and said and row["answer"])
-
-    whole = dataset.filter(complete, desc="Checking rows")
-    missing = len(dataset) - len(whole)
-    if missing == len(dataset):
+    whole = converted.filter(_is_whole, desc="Checking rows")
+    missing = len(converted) - len(whole)
+    lacking = (
+        f"{name_or_path!r} (split {split!r}) lack a problem in {problem_column!r} or an answer in {answer_column!r}"
+    )
+    if not len(whole):
         raise ValueError(
-            f"None of the {missing} rows of {name} has {' and '.join(columns)}. Name other columns with problem_column or "
-            f"answer_column: {known}."
+            f"All {missing} rows of {lacking}. Set problem_column or answer_column: {dataset.column_names}."
         )
     if missing:
-        logger.warning(f"{missing} of {len(dataset)} rows of {name} lack {' or '.join(columns)} and are left out.")
+        logger.warning(f"{missing} of {len(converted)} rows of {lacking}, and are left out.")
     return whole
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    prompt = row["prompt"]
+    said = all(message["content"] for message in prompt) if isinstance(prompt, list) else True
+    return bool(prompt and said and row["answer"])
 
 
 def final_answer(reference: Any) -> str:
@@ -141,8 +137,10 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
         if path is not None and path.is_file():
             return load_dataset(BUILDERS[path.suffix], data_files={split.partition("[")[0]: str(path)}, split=split)
         return load_dataset(str(path or name_or_path), name=config_name, split=split)
-    except DatasetGenerationError as error:  # its own text names neither the file nor the cause
-        raise ValueError(f"The dataset {name_or_path!r} cannot be read: {error.__cause__ or error}") from error
+    except (DatasetGenerationError, ValueError) as error:  # their texts name neither the file nor the cause
+        raise ValueError(
+            f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {error.__cause__ or error}"
+        ) from error
 
 
 def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argument: str, name_or_path: str) -> str:
@@ -155,12 +153,12 @@ def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argum
     )
 
 
-def _prompt(
-    problem: str | list[dict[str, str]], template: str | None, system_prompt: str | None, conversational: bool
-) -> str | list[dict[str, str]] | None:
-    if not isinstance(problem, list):
-        problem = [{"role": "user", "content": str(problem)}]
-    messages = [{"role": message["role"], "content": message["content"]} for message in problem]
+def _prompt(problem: Any, template: str | None, system_prompt: str | None, conversational: bool) -> Any:
+    """The prompt of a row, messages or text; `None` without a text of the user."""
+    messages = problem if isinstance(problem, list) else [{"role": "user", "content": str(problem)}]
+    if not all(isinstance(message, dict) and message.keys() >= {"role", "content"} for message in messages):
+        raise ValueError(f"A prompt must be text, or messages that each have role and content, got {messages!r:.200}.")
+    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
     user = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if user is None:
         raise ValueError(f"A prompt has no user message: {messages}. Name the problem's column with problem_column.")

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,20 +34,25 @@ os.register_at_fork(after_in_child=_WORKER.forget)
 
 def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
     """Reward functions by name or dotted path, in order; `ValueError` for a name that is not found."""
-    functions = []
-    for name in names:
-        path = f"{__name__}.{name}" if name in REWARDS else name
-        module, _, attribute = path.rpartition(".")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        try:
-            functions.append(getattr(import_module(module or name), attribute))
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"reward_funcs has {name!r}, which cannot be imported: {error}. Give one of {REWARDS}, or the dotted path of "
-                "a function that is installed or in the current folder."
-            ) from error
-    return functions
+    return [_load_reward(name) for name in names]
+
+
+def _load_reward(name: str) -> Callable[..., list[float | None]]:
+    if name in REWARDS:
+        return globals()[name]
+    module, _, attribute = name.rpartition(".")
+    if module and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a file here must not stand in for an installed package
+    try:
+        if not module:
+            raise ImportError("it has no dot")
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        near = get_close_matches(name, REWARDS, 1)
+        raise ValueError(
+            f"reward_funcs has {name!r}, which cannot be imported: {error}. Give one of {REWARDS}, or the dotted path of "
+            "a function that is installed or in the current folder." + (f" Did you mean {near[0]}?" if near else "")
+        ) from error
 
 
 def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:

@@ -7,27 +7,31 @@ the command line overrides it, and `base: other.yaml` names a recipe to start fr
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .recipe import is_dry, read_recipe, without_gpu
+from .recipe import check_keys, checked, construct, read_recipe
+from .redact import redact
 
 
 # Only the standard library above: a recipe's `env:` may hold what torch or vLLM read at import.
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from trl import ModelConfig, TrlParser
+    from trl import ModelConfig
 
     from .config import QaRLConfig
     from .trainer import QaRLTrainer
 
 USAGE = "qarl-trl train --config FILE [--key value ...]"
+DRY_RUN = "Check the settings and a local dataset, print them, load no model."
+NO_GPU = (
+    "device: no CUDA device here, so the settings were checked for a CPU, with one process unless launched. Kernels and memory "
+    "are checked on the GPU, at the start; there the run has the scheme's own GPU kernels (`qarl-trl schemes`)"
+)
 
 
 @dataclass
@@ -57,28 +61,7 @@ class QaRLScriptArguments:
             "trl.rewards.think_format_reward, my_package.my_reward."
         },
     )
-    dry_run: bool = field(
-        default=False, metadata={"help": "Check the settings and a local dataset, print them, load no model."}
-    )
-
-    def __post_init__(self) -> None:
-        if isinstance(self.reward_funcs, str):  # `reward_funcs: math_reward` in YAML
-            self.reward_funcs = [self.reward_funcs]
-
-
-def make_parser() -> "TrlParser":
-    """Parser of [`QaRLScriptArguments`], [`QaRLConfig`] and `ModelConfig`. Abbreviated options are unknown to it."""
-    from trl import ModelConfig, TrlParser
-
-    from .config import QaRLConfig
-
-    return TrlParser(
-        (QaRLScriptArguments, QaRLConfig, ModelConfig),
-        prog="qarl-trl train",
-        usage=USAGE,
-        description="Every key, of a recipe or of the command line.",
-        allow_abbrev=False,
-    )
+    dry_run: bool = field(default=False, metadata={"help": DRY_RUN})
 
 
 def parse(
@@ -88,30 +71,64 @@ def parse(
     Read and check the command line (without the program's name; by default the process's) and the recipe it names.
 
     With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none. With `engine_only` data, rewards
-    and the checkpoint to resume from, which an engine's machine may lack, are not looked at. `ValueError` on unknown keys and
-    on settings that do not fit together, `FileNotFoundError` if the recipe or a local dataset is missing.
+    and the checkpoint to resume from, which an engine's machine may lack, are not looked at. `ValueError` on unknown keys, wrong
+    types and settings that do not fit together, `FileNotFoundError` if the recipe or a local dataset is missing.
     """
-    import yaml
-
-    early = argparse.ArgumentParser("qarl-trl train", USAGE, add_help=False, allow_abbrev=False)
-    early.add_argument("--config", type=Path)
-    given, options = early.parse_known_args(argv)
-    recipe = {} if given.config is None else read_recipe(given.config)
-    if is_dry(recipe, options):
+    own, options = _own_parser().parse_known_args(argv)
+    values = read_recipe(own.config) if own.config else {}
+    if own.dry_run is not None:
+        values["dry_run"] = own.dry_run
+    if str(values.get("dry_run")).lower() in ("true", "1", "yes", "on"):
         os.environ["HF_HUB_OFFLINE"], any_device = "1", True
-    if any_device:
-        options += without_gpu(recipe, options)
-    from .config import check_names  # after `env:` is set
+    from .config import check_names  # only now: the recipe's `env:` may hold what torch or vLLM read at import
 
-    check_names([*recipe, *(option.removeprefix("--").partition("=")[0] for option in options)])
-    with tempfile.TemporaryDirectory() as folder:  # TrlParser reads a file, and knows no `base:`
-        if given.config is not None:
-            whole = Path(folder, "recipe.yaml")
-            whole.write_text(yaml.safe_dump(recipe))
-            options = ["--config", str(whole), *options]
-        script_args, training_args, model_args = make_parser().parse_args_and_config(args=options)
+    groups = _groups()
+    values |= _given(options, groups)
+    check_names(values)
+    check_keys(values, [field.name for group in groups for field in fields(group)])
+    values = checked(values, groups)
+    if any_device and not _has_gpu():  # transformers then accepts a GPU's settings, bf16 among them
+        values.setdefault("use_cpu", True)
+    script_args, training_args, model_args = (construct(group, values) for group in groups)
     _check(script_args, training_args, model_args, engine_only)
     return script_args, training_args, model_args
+
+
+def _own_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("qarl-trl train", USAGE, description=__doc__, add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML recipe; the other options override its keys."
+    )
+    parser.add_argument("--dry_run", nargs="?", const="true", help=DRY_RUN)
+    return parser
+
+
+def _groups() -> tuple[type, ...]:
+    from trl import ModelConfig
+
+    from .config import QaRLConfig
+
+    return QaRLScriptArguments, QaRLConfig, ModelConfig
+
+
+def _given(options: Sequence[str], groups: tuple[type, ...]) -> dict[str, Any]:
+    """The options by key, as texts: [`checked`] gives those of the command line and of a recipe their types."""
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(groups, exit_on_error=False, allow_abbrev=False, add_help=False)
+    for action in parser._actions:
+        action.default, action.type, action.choices = argparse.SUPPRESS, None, None
+    try:
+        given, unknown = parser.parse_known_args(options)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    return vars(given) | {option.partition("=")[0].lstrip("-"): None for option in unknown}
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def make_trainer(
@@ -165,19 +182,13 @@ def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["D
     from .data import load_math_dataset
 
     s = script_args
-    load = partial(
-        load_math_dataset,
-        prompt_template=s.prompt_template,
-        config_name=s.dataset_config,
-        problem_column=s.problem_column,
-        answer_column=s.answer_column,
-        system_prompt=s.system_prompt,
-        conversational=s.conversational,
-    )
-    train = load(s.dataset_name_or_path, s.dataset_split, max_samples=s.max_train_samples)
+    names = "problem_column", "answer_column", "prompt_template", "system_prompt", "conversational"
+    common = {"config_name": s.dataset_config, **{name: getattr(s, name) for name in names}}
+    train = load_math_dataset(s.dataset_name_or_path, s.dataset_split, max_samples=s.max_train_samples, **common)
     if not with_eval:
         return train, None
-    return train, load(s.eval_dataset_name_or_path, s.eval_dataset_split, max_samples=s.max_eval_samples)
+    name, split = s.eval_dataset_name_or_path, s.eval_dataset_split
+    return train, load_math_dataset(name, split, max_samples=s.max_eval_samples, **common)
 
 
 def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> str:
@@ -198,8 +209,9 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
         f"rollout batch: {args.generation_batch_size // args.num_generations} prompts x {args.num_generations} = "
         f"{args.generation_batch_size} completions on {args.world_size} process(es)",
         f"update: {per_update} completions; {updates:g} updates per rollout batch",
-        *_elsewhere(args),
     ]
+    if not _has_gpu():
+        lines.append(NO_GPU + (" and bfloat16 autocast." if args.bf16 else "."))
     if local_path(data) is None:
         lines.append(f"dataset: {data} (Hub id, not contacted)")
     else:
@@ -207,31 +219,14 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
         lines += [f"dataset: {data}", f"first prompt: {row['prompt']!r}", f"first answer: {row['answer']!r}"]
     for group in (script_args, training_args, model_args):
         for name, value in sorted(changed_fields(group).items()):
-            lines.append(f"{type(group).__name__}.{name}: {'<hidden>' if name.endswith('_token') else repr(value)}")
+            lines.append(f"{type(group).__name__}.{name}: {redact(value, name)!r}")
     return "\n".join(lines)
-
-
-def _elsewhere(args: "QaRLConfig") -> list[str]:
-    """What a dry run on a machine without a GPU cannot tell."""
-    import torch
-
-    if torch.cuda.is_available():
-        return []
-    on_gpu = "bfloat16 autocast on cuda, " if args.bf16 else ""
-    return [
-        "device: no CUDA device here, so the settings were checked for a CPU, with one process unless launched. On a GPU the "
-        f"same recipe runs with {on_gpu}the scheme's own GPU kernels (`qarl-trl schemes`) and learner_ops 'stock'; kernels and "
-        "memory are checked there, at the start."
-    ]
 
 
 def main(argv: Sequence[str]) -> Callable[[], None] | None:
     """`qarl-trl train`: check everything, load everything, and return the training; `None` after a dry run."""
-    if "--help" in argv or "-h" in argv:
-        print(short_help())
-        return None
-    if "--help_all" in argv:
-        make_parser().print_help()
+    if {"--help", "-h", "--help_all"} & {*argv}:
+        _print_help(every_key="--help_all" in argv)
         return None
     script_args, training_args, model_args = parse(argv)
     if not script_args.dry_run:
@@ -241,14 +236,18 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     return None
 
 
-def short_help() -> str:
-    """What can be said of the options without the libraries that hold most of them."""
-    rows = [("config", "YAML recipe, which the other options override."), ("debug", "Bad input ends in a traceback.")]
-    rows += [(f.name, f.metadata["help"]) for f in fields(QaRLScriptArguments)]
-    rows += [("help_all", "Every key: these, and the fields of QaRLConfig and of TRL's ModelConfig.")]
-    indent = " " * 4
-    texts = (f"  --{name}\n{fill(text, 100, initial_indent=indent, subsequent_indent=indent)}" for name, text in rows)
-    return "\n".join([f"usage: {USAGE}", "", __doc__.strip(), "", *texts])
+def _print_help(every_key: bool) -> None:
+    parser = _own_parser()
+    parser.add_argument("--help_all", action="store_true", help="Every key, also of QaRLConfig and of ModelConfig.")
+    parser.add_argument("--debug", action="store_true", help="Bad input ends in a traceback.")
+    for own in fields(QaRLScriptArguments):
+        if own.name != "dry_run":
+            parser.add_argument(f"--{own.name}", metavar="VALUE", help=own.metadata["help"])
+    if every_key:  # needs the libraries that hold the others
+        from transformers import HfArgumentParser
+
+        parser = HfArgumentParser(_groups(), prog=parser.prog, usage=USAGE, description=__doc__)
+    parser.print_help()
 
 
 def _check(

@@ -149,9 +149,16 @@ def test_unknown_kind_of_file_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("problem,answer\n1,2\n")
     with pytest.raises(ValueError, match=r"\.csv"):
         load_math_dataset(str(tmp_path / "a.csv"))
-    (tmp_path / "a.jsonl").write_text("no json\n")
-    with pytest.raises(ValueError, match="a.jsonl' cannot be read: JSON parse error"):
-        load_math_dataset(str(tmp_path / "a.jsonl"))
+    for content in (b"no json\n", b"\xff\xfe\x00"):
+        (tmp_path / "a.jsonl").write_bytes(content)
+        with pytest.raises(ValueError, match="a.jsonl.* cannot be read: JSON parse error"):
+            load_math_dataset(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"content": "x"}, {"role": "assistant", "content": "x"}])
+def test_messages_without_a_role_content_or_user_are_refused(write, message):
+    with pytest.raises(ValueError, match="A prompt"):
+        load_math_dataset(write([{"prompt": [message], "answer": "1"}]))
 
 
 @pytest.mark.parametrize(

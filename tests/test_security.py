@@ -2,8 +2,10 @@
 
 import json
 import sys
+import time
 
 import pytest
+from safetensors.torch import save_file
 
 from qarl_trl import QaRLConfig, cli
 from qarl_trl import recipe as recipe_file
@@ -11,6 +13,7 @@ from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.checkpoint import quantized_source
 from qarl_trl.quant.recipe import read_recipe
+from qarl_trl.redact import HIDDEN, redact
 from qarl_trl.train import parse
 from qarl_trl.validate import check_run
 
@@ -31,7 +34,7 @@ def foreign(tmp_path):
     folder.mkdir()
     (folder / "own.py").write_text(CODE.format(mark=str(mark)))
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}))
-    (folder / "model.safetensors").touch()
+    save_file({}, folder / "model.safetensors")
     return folder, mark
 
 
@@ -42,7 +45,7 @@ def config(tmp_path, **changes):
 CALLS = {
     "training": lambda folder, tmp_path: check_run(folder, config(tmp_path), {}),
     "export": lambda folder, tmp_path: cli.main(["export", folder, str(tmp_path / "out"), "--debug"]),
-    "eval": lambda folder, tmp_path: cli.main(["eval", folder, "--data", "sums.jsonl", "--debug"]),
+    "eval": lambda folder, tmp_path: cli.main(["eval", folder, "--suite", "sums.jsonl", "--debug"]),
 }
 
 
@@ -85,7 +88,7 @@ def test_a_recipe_is_data(tmp_path):
     ["HF_TOKEN", "WANDB_API_KEY", "HF_ENDPOINT", "PATH", "LD_PRELOAD", "PYTHONPATH", "HTTPS_PROXY", "VLLM_API_KEY",
      "VLLM_ALLOW_INSECURE_SERIALIZATION", "WANDB_BASE_URL", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
      "VLLM_NCCL_SO_PATH", "VLLM_PLUGINS", "VLLM_USE_MODELSCOPE", "NCCL_NET_PLUGIN", "CUDA_INJECTION64_PATH",
-     "CUDA_HOME", "TORCHINDUCTOR_CACHE_DIR"],
+     "CUDA_HOME", "TORCHINDUCTOR_CACHE_DIR", "NCCL_DEBUG_FILE", "OMP_TOOL_LIBRARIES", "NCCL_CONF_FILE"],
 )  # fmt: skip
 def test_a_recipe_sets_no_secret_no_address_and_nothing_that_loads_code(tmp_path, monkeypatch, name):
     monkeypatch.delenv(name, raising=False) if name != "PATH" else None
@@ -100,6 +103,61 @@ def test_what_a_recipe_sets_is_shown(tmp_path, monkeypatch, capsys):
     (tmp_path / "recipe.yaml").write_text("env:\n  OMP_NUM_THREADS: 2\n")
     recipe_file.read_recipe(tmp_path / "recipe.yaml")
     assert "OMP_NUM_THREADS=2" in capsys.readouterr().err
+
+
+def test_a_recipe_of_thousands_of_aliases_ends_at_a_limit(tmp_path):
+    lines = ["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 400))]
+    (tmp_path / "recipe.yaml").write_text("\n".join(lines))
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="recipe.yaml is not YAML: .* aliases"):
+        recipe_file.read_recipe(tmp_path / "recipe.yaml")
+    assert time.monotonic() - start < 5
+    (tmp_path / "recipe.yaml").write_text("\n".join(lines[:5]))
+    assert recipe_file.read_recipe(tmp_path / "recipe.yaml")["a4"] == {"x": 1}  # control
+
+
+# Secrets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ({"api_key": "k", "headers": {"Authorization": "Bearer k", "X-Api-Key": "k"}}, None),
+        ({"hf_token": "k", "accessToken": "k", "AWS_SECRET_ACCESS_KEY": "k", "db_password": "k"}, None),
+        ({"max_tokens": "k", "num_key_value_heads": 2, "eos_token": "k", "monkey": "k"}, "same"),
+        ({"token": True, "tokenizer": "k", "key_length": 3, "stop": ["k"]}, "same"),
+    ],
+)
+def test_redaction_hides_what_is_named_as_a_secret(value, shown):
+    found = redact(value)
+    assert found == value if shown else '"k"' not in json.dumps(found) and "Bearer" not in json.dumps(found)
+    assert json.dumps(found).count(HIDDEN) == (0 if shown else 3 + ("hf_token" in value))
+
+
+def test_redaction_hides_secrets_of_the_environment_wherever_they_stand(monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "from-the-environment")
+    monkeypatch.setenv("SHORT_TOKEN", "1")
+    value = {"url": "https://user:from-the-environment@host/1", "args": ["--x=from-the-environment"], "seed": "1"}
+    assert redact(value) == {"url": f"https://user:{HIDDEN}@host/1", "args": [f"--x={HIDDEN}"], "seed": "1"}
+
+
+def test_a_dry_run_and_an_error_show_no_secret(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MY_SECRET", "from-the-environment")
+    (tmp_path / "sums.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    given = [
+        "--model_name_or_path",
+        "a/b",
+        "--dataset_name_or_path",
+        str(tmp_path / "sums.jsonl"),
+        "--use_cpu",
+        "--dry_run",
+    ]
+    engine = {"api_key": "sk-1", "hf_overrides_": {"headers": {"Authorization": "Bearer sk-1"}}}
+    cli.main(["train", *given, "--run_name", "from-the-environment", "--vllm_engine_kwargs", json.dumps(engine)])
+    with pytest.raises(SystemExit):
+        cli.main(["train", *given, "--quant_scheme", "from-the-environment"])
+    said = "".join(capsys.readouterr())
+    assert "sk-1" not in said and "from-the-environment" not in said and said.count(HIDDEN) >= 4
 
 
 @pytest.mark.parametrize("field", ["model_init_kwargs", "vllm_engine_kwargs"])

@@ -2,10 +2,14 @@
 
 import json
 import os
+import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+import yaml
 from conftest import make_model, make_tokenizer
 
 from qarl_trl import cli, train
@@ -48,35 +52,83 @@ def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
     assert parse([f"--config={recipe}", *base])[1].learning_rate == 1e-5
 
 
-def test_unknown_keys_are_refused_in_the_recipe_and_on_the_command_line(base, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("learning_rte: 1e-5\n")
-    with pytest.raises(ValueError, match="learning_rte"):
-        parse(["--config", str(recipe), *base])
-    with pytest.raises(ValueError, match="learning_rte"):
-        parse([*base, "--learning_rte", "1"])
-    with pytest.raises(ValueError, match="quant_schem"):  # argparse would take it for quant_scheme
-        parse([*base, "--quant_schem", "none"])
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("learning_rte", "learning_rate"), ("quant_schem", "quant_scheme"), ("answer_colum", "answer_column")],
+)
+def test_unknown_keys_are_refused_with_the_nearest_one(base, tmp_path, key, near):
+    (tmp_path / "recipe.yaml").write_text(f"{key}: 1e-5\n")
+    for argv in (["--config", str(tmp_path / "recipe.yaml"), *base], [*base, f"--{key}", "1"], [*base, f"--{key}=1"]):
+        with pytest.raises(ValueError, match=f"{key} is no key.* Did you mean {near}"):
+            parse(argv)
 
 
-def test_env_of_the_recipe_is_set_before_the_parser_is_built(base, tmp_path, monkeypatch):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("env:\n  QARL_TEST_VARIABLE: 3\nlearning_rate: 1e-5\n")
-    monkeypatch.setenv("QARL_TEST_VARIABLE", "before")
-    real, seen = train.make_parser, []
-
-    def watched():
-        seen.append(os.environ["QARL_TEST_VARIABLE"])
-        return real()
-
-    monkeypatch.setattr(train, "make_parser", watched)
-    assert parse(["--config", str(recipe), *base])[1].learning_rate == 1e-5
+def test_env_of_the_recipe_is_set_before_a_library_loads(base, tmp_path, monkeypatch):
+    (tmp_path / "recipe.yaml").write_text("env:\n  OMP_NUM_THREADS: 3\nlearning_rate: 1e-5\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", "before")
+    real, seen = train._groups, []
+    monkeypatch.setattr(train, "_groups", lambda: seen.append(os.environ["OMP_NUM_THREADS"]) or real())
+    assert parse(["--config", str(tmp_path / "recipe.yaml"), *base])[1].learning_rate == 1e-5
     assert seen == ["3"]
 
 
-def test_missing_recipe_is_named(base):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        parse(["--config", "nowhere.yaml", *base])
+WRONG = {
+    "a mapping": {"a": [1]},
+    "a list": [[1]],
+    "text": "wrong",
+    "NaN": float("nan"),
+    "infinity": float("inf"),
+    "negative": -3,
+    "negative fraction": -1.5,
+    "boolean": True,
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("group", [0, 1], ids=["QaRLScriptArguments", "QaRLConfig"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_value_of_any_field_is_accepted_or_an_error_that_names_the_field(base, tmp_path, group, kind):
+    """Of all fields, by their types: a number is never NaN, infinite or text, and a switch or a number is no list."""
+    value, recipe = WRONG[kind], tmp_path / "recipe.yaml"
+    given = dict(zip((key[2:] for key in base[::2]), base[1::2], strict=True))
+    accepted = set()
+    for field in fields(train._groups()[group]):
+        recipe.write_text(yaml.safe_dump(given | {field.name: value}))
+        try:
+            parse(["--config", str(recipe)])
+            accepted.add(field.name)
+        except (ValueError, OSError) as error:
+            assert field.name in str(error), f"{field.name}: {error}"
+    types = get_type_hints(train._groups()[group])
+    numbers = {name for name, hint in types.items() if hint in (int, float, int | None, float | None)}
+    switches = {name for name, hint in types.items() if hint is bool}
+    refused = dict.fromkeys(("a mapping", "a list", "text"), numbers | switches)
+    refused |= {
+        "NaN": numbers,
+        "infinity": numbers,
+        "boolean": numbers,
+        "negative fraction": numbers - {"entropy_coef"},
+    }
+    refused["negative"] = numbers - {"entropy_coef", "local_rank", "save_total_limit", "top_k"}
+    assert not accepted & refused.get(kind, set())
+    assert len(numbers | switches) >= (4, 120)[group]  # control
+
+
+def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tmp_path):
+    written = {"learning_rate": "1e-5", "max_steps": "7", "use_vllm": "no", "reward_funcs": "math_reward"}
+    written |= {"save_strategy": "no", "generation_kwargs": '{"n": 1}', "quant_ignore": "lm_head"}
+    (tmp_path / "recipe.yaml").write_text("".join(f"{key}: {value}\n" for key, value in written.items()))
+    options = [part for key, value in written.items() for part in (f"--{key}", value)]
+    (script, args, _), (_, same, _) = (
+        parse([*base, *options]),
+        parse(["--config", str(tmp_path / "recipe.yaml"), *base]),
+    )
+    assert (args.learning_rate, args.max_steps, args.use_vllm) == (1e-5, 7, False)
+    assert (args.generation_kwargs, args.quant_ignore, script.reward_funcs) == ({"n": 1}, ["lm_head"], ["math_reward"])
+    ran_at = {"logging_dir", "run_name"}
+    assert {k: v for k, v in args.to_dict().items() if k not in ran_at} == {
+        k: v for k, v in same.to_dict().items() if k not in ran_at
+    }
 
 
 @pytest.mark.parametrize(
@@ -86,6 +138,8 @@ def test_missing_recipe_is_named(base):
         (["--dataset_name_or_path", ""], "dataset_name_or_path"),
         (["--eval_strategy", "steps"], "eval_dataset_name_or_path"),
         (["--load_in_4bit", "true"], "load_in_4bit"),
+        (["--publish_verify", "off"], "verify_sync"),
+        (["--max_steps"], "max_steps"),
         (["--reward_funcs", "no_such_reward"], "no_such_reward"),
         (["--reward_funcs", "json.no_such_reward"], "no_such_reward"),
         (["--quant_scheme", "W2A2"], "W2A2"),
@@ -94,11 +148,6 @@ def test_missing_recipe_is_named(base):
 def test_wrong_settings_stop_before_a_model_loads(base, extra, message):
     with pytest.raises(ValueError, match=message):
         parse([*base, *extra])
-
-
-def test_missing_local_dataset_is_named(base):
-    with pytest.raises(FileNotFoundError, match="missing"):
-        parse([*base, "--dataset_name_or_path", "missing.jsonl"])
 
 
 def test_rewards_come_by_name_and_by_path(tmp_path, monkeypatch):
@@ -110,14 +159,28 @@ def test_rewards_come_by_name_and_by_path(tmp_path, monkeypatch):
     given = ["math_reward", "boxed_format_reward", "my_rewards.short", "trl.rewards.think_format_reward"]
     names = [reward.__name__ for reward in load_rewards(given)]
     assert names == ["math_reward", "boxed_format_reward", "short", "think_format_reward"]
+    assert sys.path[-1] == str(tmp_path)
 
 
-def test_wrong_settings_on_the_command_line_are_one_message(base, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run([*base, "--quant_scheme", "W2A2"])
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err
-    assert "qarl-trl train: " in said and "W2A2" in said and "Traceback" not in said
+@pytest.mark.parametrize("name", ["math_reward", "math_rewards", "trl.rewards.think_format_reward"])
+def test_no_file_of_the_current_folder_stands_in_for_a_package(tmp_path, name):
+    for module in ("math_verify", "math_rewards", "trl"):
+        (tmp_path / f"{module}.py").write_text(f"print('ran {module}')\n")
+    code = f"""
+import sys
+sys.path = [path for path in sys.path if path]  # as the command's own script has it
+from qarl_trl.rewards import load_rewards
+try:
+    reward, = load_rewards(["{name}"])
+    print(reward([[{{"role": "assistant", "content": r"\\boxed{{1}}"}}]], answer=["1"]))
+except ValueError as error:
+    print("Did you mean math_reward?" in str(error))
+"""
+    path = os.environ | {"PYTHONPATH": str(Path(train.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=path)
+    assert "ran " not in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == {"math_reward": "[1.0]", "math_rewards": "True"}.get(name, "[0.0]")
 
 
 def test_dry_run_prints_batches_data_and_settings_and_loads_no_model(base, capsys, monkeypatch):
@@ -131,7 +194,7 @@ def test_dry_run_prints_batches_data_and_settings_and_loads_no_model(base, capsy
     assert "update: 16 completions; 8 updates per rollout batch" in printed
     assert "Q: 0 + 1" in printed and "first answer: '1'" in printed
     assert "QaRLConfig.steps_per_generation: 32" in printed
-    assert "secret" not in printed
+    assert "secret" not in printed and "QaRLConfig.hub_token: '<hidden>'" in printed
 
 
 def test_a_dry_run_of_a_recipe_for_gpus_needs_no_gpu_and_no_option(base, capsys, monkeypatch):
@@ -173,13 +236,6 @@ def test_dry_run_finds_a_wrong_column(base, tmp_path):
 def test_dry_run_leaves_the_hub_alone(base):
     arguments = parse([*base, "--dataset_name_or_path", "some/dataset"])
     assert "some/dataset (Hub id, not contacted)" in describe(*arguments)
-
-
-def test_parsed_settings_are_those_of_the_parser(base):
-    # control: `parse` adds checks, not values
-    from_parser = train.make_parser().parse_args_and_config(args=base)
-    assert [type(group).__name__ for group in from_parser] == ["QaRLScriptArguments", "QaRLConfig", "ModelConfig"]
-    assert vars(from_parser[0]) == vars(parse(base)[0])
 
 
 @pytest.mark.parametrize("quant_scheme", ["none", "W4A16"])

@@ -136,7 +136,7 @@ def environment(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     from ..._compat import installed_version
     from ...export.files import digest
-    from ..report.settings import redact
+    from ...redact import redact
 
     settings = {name: getattr(options, name) for name in SETTINGS}
     return {

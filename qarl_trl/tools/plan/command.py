@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +55,8 @@ def read_run(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Run, d
 
     numbers = {"gpus": args.gpus, "memory": args.memory, "replicas": args.replicas, "tokens": args.tokens}
     for name, value in numbers.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name} must be a number above 0, got {value:g}.")
+        if value is not None and not 0 < value < 1e9:
+            raise ValueError(f"--{name} must be a number above 0, got {value:g}; the most is 1e9.")
     _, settings, model_args = parse(["--config", args.config, *overrides], any_device=True)
     name = model_args.model_name_or_path
     config, source = meta.read_config(name), quantized_source(name) if settings.from_checkpoint else None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ...redact import redact
 
 
 if TYPE_CHECKING:
@@ -53,18 +54,3 @@ def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
     names = dict.fromkeys((*SHOWN, *sorted({name for run in runs for name in run.settings})))
     rows = {name: [str(run.settings[name]) if name in run.settings else "" for run in runs] for name in names}
     return {name: row for name, row in rows.items() if len(set(row)) > 1 or (name in SHOWN and any(row))}
-
-
-_SECRET = re.compile(r"token|key|secret|password|credential|authorization|header", re.IGNORECASE)
-
-
-def redact(value: Any) -> Any:
-    """The value with what stands under a secret's name, at any depth, replaced; a number is none."""
-    if isinstance(value, dict):
-        return {
-            name: "(redacted)"
-            if found and not isinstance(found, (int, float)) and _SECRET.search(str(name))
-            else redact(found)
-            for name, found in value.items()
-        }
-    return [redact(part) for part in value] if isinstance(value, list) else value
