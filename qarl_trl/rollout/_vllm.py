@@ -7,10 +7,11 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 from trl.generation import vllm_generation
@@ -19,9 +20,8 @@ from .._compat import installed_version
 from . import _vllm_cpu
 
 
-# Places that vLLM reserves for checkpoints of other kinds: with a quantized KV cache, in every attention layer; with reordered
-# channels, in experts of 4-bit weights (0.26).
-_RESERVED = re.compile(r"\.(q|k|v|prob)_(scale|zero_point)$|_g_idx(_sort_indices)?$")
+# Parameters of attention layers for checkpoints with a quantized KV cache, which a sync never has.
+_CACHE_SCALES = re.compile(r"(^|\.)(q|k|v|prob)_(scale|zero_point)$")
 # vLLM's switch for scales of float8 blocks that are powers of two, on wherever DeepGEMM is installed (`vllm.utils.deep_gemm`).
 BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
 
@@ -69,6 +69,61 @@ def engine_model(llm: Any) -> torch.nn.Module:
     return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
 
 
+def keep_cache_scales() -> None:
+    """
+    Start engines of random weights with scales of 1 for KV cache, queries and attention probabilities.
+
+    vLLM's loader of random weights (`load_format="dummy"`) draws these scales as well, a reload of weights leaves attention
+    layers alone, and FlashInfer's kernels and CUDA graphs keep the numbers that they see in the first forward. So the scales
+    have to be right before that: vLLM's loader is replaced, once, for the whole process.
+    """
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    load = DummyModelLoader.load_weights
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @wraps(load)
+    def load_with_scales_of_one(self: Any, model: torch.nn.Module, model_config: Any) -> None:
+        load(self, model, model_config)
+        reset_cache_scales(model)
+
+    DummyModelLoader.load_weights = load_with_scales_of_one
+
+
+@torch.no_grad()
+def reset_cache_scales(model: torch.nn.Module) -> None:
+    """Set the scales of KV cache, queries and attention probabilities to 1 in every attention layer, copies on the host included."""
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+    for layer in model.modules():
+        if not hasattr(layer, "_k_scale"):
+            continue
+        # What a checkpoint would fill, from which vLLM makes the scales as soon as weights are loaded; gone afterwards.
+        for name, parameter in layer.named_parameters(recurse=False):
+            if _CACHE_SCALES.search(name):
+                parameter.fill_(1)
+        set_default_quant_scales(layer)
+
+
+@contextmanager
+def same_draws(group: Any) -> Iterator[None]:
+    """
+    Let numpy's global generator draw the same numbers in all processes of `group`, a torch group, and put it back afterwards.
+
+    vLLM's model runner V2, which GPUs use, takes the seeds of requests from it (`SamplingStates.add_request`). The ranks of one
+    engine sample each for itself: after a reward function that drew on one of them their tokens would differ.
+    """
+    seed = [int(np.random.randint(2**32, dtype=np.uint64))]  # drawn by all, so that the next seed is another one
+    torch.distributed.broadcast_object_list(seed, group=group, group_src=0)
+    state = np.random.get_state()
+    np.random.seed(seed[0])
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
+
+
 def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """
     Stream tensors of a checkpoint into a colocated engine; one call must carry all of them.
@@ -77,13 +132,15 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     CUDA graphs stay valid.
     """
     worker = llm.llm_engine.model_executor.driver_worker
-    reload = partial(worker.reload_weights, weights_iterator=iter(weights))
-    reload_model(engine_model(llm), llm.llm_engine.vllm_config, reload)
+    reload_model(engine_model(llm), partial(worker.reload_weights, weights_iterator=iter(weights)))
 
 
-def reload_model(model: torch.nn.Module, vllm_config: Any, reload: Callable[[], None]) -> None:
+def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     """
-    Run vLLM's `reload` of an engine's model, which calls `model.load_weights`, and see that every tensor came.
+    Run vLLM's `reload` of an engine's model, which calls `model.load_weights`, and check that every tensor came.
+
+    Around it this mends what vLLM 0.31's reload leaves out: loaders and storage of biases, layouts of CPU kernels
+    (`_vllm_cpu.complete_reload`), merged layers of which only a part came, and scales of attention layers.
 
     Raises:
         RuntimeError: when the engine did not take every tensor it has a place for, which it only logs itself.
@@ -95,22 +152,20 @@ def reload_model(model: torch.nn.Module, vllm_config: Any, reload: Callable[[], 
     def checked(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
         # The first call comes after the restore: the parameters are now those of the checkpoint, not of the kernels.
         if not expected:
-            expected.update(_loader_name(name) for name, _ in model.named_parameters() if not _RESERVED.search(name))
+            expected.update(_loader_name(n) for n, _ in model.named_parameters() if not _CACHE_SCALES.search(n))
         names = set(load_weights(stream))
         loaded.update(map(_loader_name, names))
         return names
 
-    load, kept = patch.object(model, "load_weights", checked), (_biases_in_place(model), _locks_in_place(model))
+    biases = _prepare_biases(model)
     with (
-        _loading(vllm_config),
-        load,
-        _vllm_cpu.quick_repack(),
+        patch.object(model, "load_weights", checked),
         _vllm_cpu.complete_reload(model),
-        kept[0],
-        kept[1],
         _merged_in_part(model) as in_part,
     ):
         reload()
+    _keep_biases(model, biases)
+    reset_cache_scales(model)
     if not expected:
         raise RuntimeError(
             f"vLLM {installed_version('vllm')} reloaded without calling the model's load_weights, so nothing is known "
@@ -125,30 +180,44 @@ def reload_model(model: torch.nn.Module, vllm_config: Any, reload: Callable[[], 
         )
 
 
-@contextmanager
-def _loading(vllm_config: Any) -> Iterator[None]:
+def _prepare_biases(model: torch.nn.Module) -> dict[str, Tensor]:
     """
-    What vLLM 0.31 does for a reload and 0.26 does not.
+    Let every bias of the engine be loaded, and return the storage of each by name, for [`_keep_biases`].
 
-    Kernels of experts are made anew, and may ask for the engine's settings. And on a GPU every tensor had the sizes of all that
-    wait added up, for one message: the 55,296 tensors of 48 layers of 128 experts would take an hour.
+    Kernels that permute or cast a bias (Marlin for NVFP4, W4A8 on a CPU) put a plain parameter in its place, without the loader
+    that vLLM's stream of a merged layer calls; the layer itself still has it.
     """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import layerwise
+    for layer in model.modules():
+        bias = getattr(layer, "bias", None)
+        lost = isinstance(bias, torch.nn.Parameter) and not hasattr(bias, "weight_loader")
+        if lost and hasattr(layer, "weight_loader"):
+            bias.output_dim, bias.weight_loader = 0, layer.weight_loader
+    return {name: p.data for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias"}
 
-    with (
-        set_current_vllm_config(vllm_config),
-        patch.object(layerwise, "has_device_tensors", lambda arguments: False),
-    ):
-        yield
+
+def _keep_biases(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
+    """
+    Put every bias back into the storage that CUDA graphs were captured with.
+
+    vLLM's reload copies what a kernel has prepared into the old storage, but leaves biases out of that (`SKIP_TENSORS`), and
+    Marlin's layers permute theirs into a new tensor: a graph would go on reading the loaded one, not permuted.
+    """
+    for name, old in before.items():
+        bias = model.get_parameter(name)
+        if bias.data_ptr() != old.data_ptr():
+            old.copy_(bias.data)
+            bias.data = old
 
 
 @contextmanager
 def _merged_in_part(model: torch.nn.Module) -> Iterator[list[str]]:
     """
-    Names of the merged parameters (q, k, v; gate, up; all experts) that get a part of their checkpoint tensors, as they come.
+    Collect the names of merged parameters (q, k, v; gate, up; all experts) of which only a part of the checkpoint tensors came.
 
-    vLLM takes such a layer for a padded one (`finalize_layerwise_processing`), and the rest is whatever was in the memory.
+    vLLM's own check knows names alone, and has seen the name of a merged parameter after its first part. When a reload ends, it
+    takes such a layer for one with padding, whose last elements never come (`finalize_layerwise_processing`), and processes
+    it with whatever was in the memory. But it keeps the arguments of every call of a loader until it processes the layer
+    (`info.loaded_weights`), and these say which part each call filled.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -158,7 +227,7 @@ def _merged_in_part(model: torch.nn.Module) -> Iterator[list[str]]:
         came: dict[str, set[Any]] = {}
         for name, bound in info.loaded_weights:
             came.setdefault(name, set()).update(_parts(bound.arguments))
-        # A shape comes once for each part, and is taken once.
+        # A `weight_shape` comes once for each part, and vLLM takes the first alone.
         lacking = [name for name, parts in came.items() if "_shape" not in name and not _is_whole(layer, name, parts)]
         in_part.extend(f"{names[id(layer)]}.{name}" for name in lacking)
         process(layer, info)
@@ -189,39 +258,6 @@ def _is_whole(layer: torch.nn.Module, name: str, parts: set[Any]) -> bool:
     places = None if layer.expert_map is None else layer.expert_map.tolist()  # -1: another rank's
     local = [part for part in parts if places is None or places[part[0]] >= 0]
     return len(local) >= layer.local_num_experts * len(matrices)
-
-
-@contextmanager
-def _locks_in_place(model: torch.nn.Module) -> Iterator[None]:
-    """
-    Keep the locks of Marlin's layers in the storage that CUDA graphs were captured with, and open.
-
-    vLLM 0.26 makes new ones in every reload and gives the memory of the old ones away, into which a graph would go on to write. An
-    engine that slept has anything in them. From 0.31 on they are not the layers' own.
-    """
-    kernels = [getattr(getattr(module, "scheme", None), "kernel", None) for module in model.modules()]
-    holders = [h for h in (*model.modules(), *kernels) if isinstance(getattr(h, "workspace", None), Tensor)]
-    before = [holder.workspace for holder in holders]
-    yield
-    for holder, locks in zip(holders, before, strict=True):
-        holder.workspace = locks.zero_()
-
-
-@contextmanager
-def _biases_in_place(model: torch.nn.Module) -> Iterator[None]:
-    """
-    Keep every bias of the engine in the storage that CUDA graphs were captured with.
-
-    vLLM's reload copies what a kernel has prepared back into the old storage, but leaves biases out of that (`SKIP_TENSORS`),
-    and Marlin's layers permute theirs into a new tensor: a graph would go on reading the loaded one, not permuted.
-    """
-    before = {name: p.data for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias"}
-    yield
-    for name, old in before.items():
-        bias = model.get_parameter(name)
-        if bias.data_ptr() != old.data_ptr():
-            old.copy_(bias.data)
-            bias.data = old
 
 
 def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:

@@ -123,9 +123,6 @@ def _loaders_of_w4a8(model: nn.Module, scheme: type) -> None:
     for layer in model.modules():
         if isinstance(getattr(layer, "scheme", None), scheme):
             get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
-            if layer.bias is not None and not hasattr(layer.bias, "weight_loader"):
-                # Cast to float32 for the kernel, by a function that drops how it is loaded.
-                layer.bias.output_dim, layer.bias.weight_loader = 0, layer.weight_loader
 
 
 @contextmanager

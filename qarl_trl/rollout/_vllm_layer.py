@@ -127,14 +127,10 @@ def _own_locks() -> Iterator[None]:
     """
     Marlin's locks for this call alone.
 
-    From vLLM 0.31 it takes them from the engine's manager, by stream: that is closed once graphs are captured, and in a
-    thread of autograd, where a checkpointed block is computed again, asking for the stream changes it.
+    By itself it takes them from the engine's manager, by stream: that is closed once graphs are captured, and in a thread of
+    autograd, where a checkpointed block is computed again, asking for the stream changes it.
     """
     from vllm.model_executor.layers.quantization.utils import marlin_utils
-
-    if not hasattr(marlin_utils, "get_marlin_workspace"):
-        yield
-        return
 
     def locks(device: torch.device) -> Tensor:
         return marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)

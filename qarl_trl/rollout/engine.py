@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self._synced_names: tuple[str, ...] | None = None
         self.reset_clock()
         super().__init__(*args, **kwargs)
+        # The trainer decodes token ids itself: text, a fifth of the engine's CPU time, is for stop strings alone.
+        self.generation_kwargs = {"detokenize": bool(self.generation_kwargs.get("stop"))} | self.generation_kwargs
 
     def _init_vllm(self) -> None:
         if self.mode == "server":
@@ -86,6 +88,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             choose_arithmetic()
         _vllm_cpu.let_kernel_scan_pass()
         _vllm.keep_block_scales()
+        _vllm.keep_cache_scales()
         _vllm.choose_rendezvous_port(self.accelerator.num_processes)
         # TRL puts the engine to sleep as soon as it is built, so the sync check looks at its random weights before that.
         look = None if self.sync_check is None else self.sync_check.look_before
@@ -217,7 +220,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
             if self.sync_check is not None:
                 self._check_sync(self.sync_check)
             start, synced = time.perf_counter(), self.sync_seconds
-            result = super().generate(prompts, *args, **kwargs)
+            several = self.mode == "colocate" and self.tensor_parallel_size > 1
+            with _vllm.same_draws(self.tp_group) if several else nullcontext():
+                result = super().generate(prompts, *args, **kwargs)
             if self.mode == "server":
                 self._from_main(lambda: self.vllm_client.raise_failure())
             lengths = [len(tokens) for tokens in result[1]]

@@ -25,13 +25,18 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
-VOCABULARY_PAD = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 WHOLE_EXPERTS = ", or vllm_engine_kwargs: {enable_expert_parallel: true}"
 
 
 def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
     """Refuse (`ValueError`) a device or scheme that vLLM has no kernel for, before a model loads."""
     check_engine_cpu(args.device.type)
+    cache = (args.vllm_engine_kwargs or {}).get("kv_cache_dtype", "auto")
+    if cache not in ("auto", "bfloat16"):
+        raise ValueError(
+            f"vllm_engine_kwargs: kv_cache_dtype={cache!r} must be 'auto' or 'bfloat16': the learner does not quantize keys and "
+            "values, and what that does to the log-prob mismatch is not measured."
+        )
     for group in plan.config_groups.values():
         scheme = support_of(group)
         missing = missing_in_engine(scheme, args.device)
@@ -50,52 +55,49 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
 
 def check_shards(config: PretrainedConfig, plan: QuantizationConfig | None, args: QaRLConfig) -> None:
     """
-    Refuse (`ValueError`) an engine over ranks that cannot share the model evenly, or whose parts of a layer the groups of `plan`
-    do not divide, before a model loads.
+    Refuse (`ValueError`) an engine over ranks that do not divide the model's heads, layers or quantization groups.
+
+    vLLM stops at the same while it starts; this is for `qarl-trl plan`, and before a model loads.
     """
     ranks, text = args.vllm_tensor_parallel_size, config.get_text_config()
     if ranks < 1:
         raise ValueError(f"vllm_tensor_parallel_size must be at least 1, got {ranks}.")
     if ranks == 1:
         return
+    heads, shared = (getattr(text, f"num_{kind}_heads", None) or 0 for kind in ("attention", "key_value"))
+    uneven = [f"the {heads} attention heads"] if heads % ranks else []
+    if shared and shared % ranks and ranks % shared:
+        uneven.append(f"the {shared} key-value heads (or be a multiple)")
     whole_experts = bool((args.vllm_engine_kwargs or {}).get("enable_expert_parallel"))
-    uneven = _uneven(text, ranks, whole_experts)
+    inputs = _cut_inputs(text, heads, whole_experts)
+    uneven += [f"the {width} inputs of {name}" for name, widths in inputs.items() for width in widths if width % ranks]
     if uneven:
-        possible = (str(n) for n in range(1, ranks) if not _uneven(text, n, whole_experts))
-        raise ValueError(
-            f"vllm_tensor_parallel_size={ranks} must divide {', '.join(uneven)} of the model. Fewer ranks that do: "
-            f"{', '.join(possible) or 'none'}."
-        )
-    if plan is None:
-        return
-    layer, inputs = "model.layers.0.", _cut_inputs(text, whole_experts)
-    for name in inputs:
-        scheme = scheme_for(layer + name, nn.Linear(1, 1, device="meta"), plan)
+        raise ValueError(f"vllm_tensor_parallel_size={ranks} must divide {', '.join(uneven)} of the model.")
+    for name in inputs if plan is not None else ():
+        scheme = scheme_for(f"model.layers.0.{name}", nn.Linear(1, 1, device="meta"), plan)
         if scheme is None:
             continue
         block = scheme.weights.block_structure
         size = block[1] if block else effective_group_size(scheme)
-        for width in inputs[name] if size else ():
-            if (width // ranks) % size == 0:
-                continue
-            raise ValueError(
-                f"vllm_tensor_parallel_size={ranks} cuts the {width} inputs of {name} into parts of {width // ranks}, and groups "
-                f"of {size} weights do not divide them. Use fewer ranks, or a smaller "
-                f"quant_group_size{WHOLE_EXPERTS if 'experts' in name else ''}."
-            )
+        for width in inputs[name]:
+            if size and (width // ranks) % size:
+                raise ValueError(
+                    f"vllm_tensor_parallel_size={ranks} cuts the {width} inputs of {name} into parts of {width // ranks}, and "
+                    f"groups of {size} weights do not divide them. Use fewer ranks, or a smaller "
+                    f"quant_group_size{WHOLE_EXPERTS if 'experts' in name else ''}."
+                )
 
 
-def _cut_inputs(text: PretrainedConfig, whole_experts: bool) -> dict[str, list[int]]:
+def _cut_inputs(text: PretrainedConfig, heads: int, whole_experts: bool) -> dict[str, list[int]]:
     """
     Inputs of the layers that ranks cut along them, by name; `whole_experts` (expert parallel) are not cut.
 
     Some models have a list, a width for each layer (Gemma3n).
     """
-    heads, experts = getattr(text, "num_attention_heads", 0) or 0, num_experts(text)
+    experts = num_experts(text)
     dense, expert = (getattr(text, name, None) for name in ("intermediate_size", "moe_intermediate_size"))
-    partly_dense = ("mlp_only_layers", "first_k_dense_replace")
-    has_dense = not experts or getattr(text, "decoder_sparse_step", 1) > 1
-    has_dense = has_dense or any(getattr(text, name, None) for name in partly_dense)
+    partly_dense = any(getattr(text, name, None) for name in ("mlp_only_layers", "first_k_dense_replace"))
+    has_dense = not experts or partly_dense or getattr(text, "decoder_sparse_step", 1) > 1
     head_dims = (getattr(text, name, None) for name in ("v_head_dim", "head_dim"))  # the first of DeepSeek's attention
     found = {
         "self_attn.o_proj": heads * (next(filter(None, head_dims), None) or text.hidden_size // max(heads, 1)),
@@ -105,23 +107,6 @@ def _cut_inputs(text: PretrainedConfig, whole_experts: bool) -> dict[str, list[i
     }
     lists = {name: width if isinstance(width, list) else [width] for name, width in found.items()}
     return {name: sorted(set(filter(None, widths))) for name, widths in lists.items()}
-
-
-def _uneven(text: PretrainedConfig, ranks: int, whole_experts: bool) -> list[str]:
-    """What vLLM's layers would not divide by `ranks`, in words."""
-    heads, rows = getattr(text, "num_attention_heads", 0) or 0, getattr(text, "vocab_size", 0) or 0
-    shared, rows = getattr(text, "num_key_value_heads", None) or heads, rows + -rows % VOCABULARY_PAD
-    found = [f"the {heads} attention heads"] if heads % ranks else []
-    if shared and shared % ranks and ranks % shared:
-        found.append(f"the {shared} key-value heads (or be a multiple)")
-    cut = [
-        (n, width) for n, widths in _cut_inputs(text, whole_experts).items() for width in widths if "o_proj" not in n
-    ]
-    found += [f"the {width} inputs of {name}" for name, width in cut if width % ranks]
-    found += [f"the {rows} padded rows of the embedding"] if rows % ranks else []
-    if whole_experts and num_experts(text) < ranks:
-        found.append(f"the {num_experts(text)} experts")
-    return found
 
 
 def check_merged_layers(model: nn.Module) -> None:

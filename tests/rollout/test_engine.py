@@ -22,6 +22,7 @@ def generation(order, due=lambda number: True, sleep=False):
     engine = object.__new__(LowBitVLLMGeneration)
     engine.enable_sleep_mode = engine._llm_weights_sleeping = sleep
     engine.mode, engine.sync_check, engine.num_syncs, engine._checked = "colocate", None, 1, 0
+    engine.tensor_parallel_size = 1
     engine.last_sync, engine._failed = Sync(1.0, 8, 1), None
     engine.accelerator = SimpleNamespace(num_processes=1, device="cpu")
     engine.reset_clock()
@@ -168,3 +169,13 @@ def test_the_sync_of_an_evaluation_counts_for_the_step_that_samples_with_it(monk
     assert logged["quant/flip_frac"] == [0.25]
     assert logged["time/sync"] == [1.0, 0.0, 0.0]  # the third was the evaluation's time
     assert [rollout > 0 for rollout in logged["time/rollout"]] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"), [({}, False), ({"stop": ["#"]}, True), ({"stop": []}, False), ({"detokenize": True}, True)]
+)
+def test_only_stop_strings_need_text(monkeypatch, given, text):
+    """The trainer decodes token ids."""
+    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, **kwargs: vars(self).update(kwargs))
+    engine = LowBitVLLMGeneration(quantization_config=None, generation_kwargs=given)
+    assert engine.generation_kwargs == given | {"detokenize": text}

@@ -309,7 +309,7 @@ def worker(tmp_path, monkeypatch):
     worker.model_runner = SimpleNamespace(get_model=lambda: model, reset_lora_state=lambda: None)
     worker._weight_update_active = worker._weight_update_is_draft = False
 
-    def reload(model, vllm_config, run):
+    def reload(model, run):
         worker.seen.append(weights_of(model).version)
         if worker.fails:
             raise RuntimeError("The engine kept old values")

@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from slow.isolated import isolated_group
 from torch import nn
 from trl.generation import vllm_generation
 from vllm.config import VllmConfig
@@ -96,20 +98,13 @@ def test_parts_of_a_merged_parameter_are_counted():
     assert whole(SimpleNamespace(), "w2s", {(0, "w2")})
 
 
-@pytest.mark.parametrize(
-    ("reserved", "other"),
-    [
-        (["layers.0.attn.k_scale", "layers.0.attn.q_zero_point"], "layers.0.k_scales"),
-        (["layers.0.experts.w13_weight_g_idx", "layers.0.experts.w2_g_idx_sort_indices"], "layers.0.experts.g_idxs"),
-    ],
-)
-def test_places_for_other_kinds_of_checkpoints_are_not_expected(reserved, other):
+def test_places_for_scales_of_a_cache_are_not_expected():
     engine = Engine(["a_weight"])
-    names = [(n, object()) for n in ("a_weight", *reserved)]
+    names = [(n, object()) for n in ("a_weight", "layers.0.attn.k_scale", "layers.0.attn.q_zero_point")]
     engine.model.named_parameters = lambda **_: iter(names)
     _vllm.reload_engine(engine, stream("a.weight"))
-    engine.model.named_parameters = lambda **_: iter([*names, (other, object())])
-    with pytest.raises(RuntimeError, match=other):
+    engine.model.named_parameters = lambda **_: iter([*names, ("layers.0.k_scales", object())])
+    with pytest.raises(RuntimeError, match="layers.0.k_scales"):
         _vllm.reload_engine(engine, stream("a.weight"))
 
 
@@ -148,3 +143,29 @@ def test_a_prefix_cache_that_stays_is_an_error():
     assert done == ["features of images"]
     with pytest.raises(RuntimeError, match="requests are still running"):
         _vllm.reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False, llm_engine=forgotten))
+
+
+def _draws():
+    """What numpy's generator gives inside and after; before that a reward function has drawn from it in the second process."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    np.random.seed(0)
+    np.random.random(rank)
+    found = []
+    for _ in range(2):
+        with _vllm.same_draws(torch.distributed.group.WORLD):
+            found.append(np.random.randint(2**60, size=3).tolist())
+    with pytest.raises(KeyError), _vllm.same_draws(torch.distributed.group.WORLD):
+        np.random.random(rank)
+        raise KeyError
+    state = np.random.get_state()[2]
+    return found, state
+
+
+@pytest.mark.slow
+def test_ranks_of_an_engine_draw_the_same_seeds_and_keep_their_own_generator():
+    """vLLM's model runner V2 takes the seeds of requests from it."""
+    (first, state), (second, other) = isolated_group(_draws, 2)
+    assert first == second
+    assert first[0] != first[1]  # the next batch has other seeds
+    assert other > state  # control: the second has drawn once more

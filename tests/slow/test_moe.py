@@ -7,7 +7,6 @@ one: that vLLM's own model classes put every exported tensor where it belongs.
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -46,10 +45,7 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
     store = f"file://{folder}/store"
     with (
         set_current_vllm_config(config),
-        # vLLM 0.26 chooses without one.
-        patch.object(wna16, "select_wna16_moe_backend", lambda **_: (wna16.WNA16MoEBackend.TRITON, None))
-        if hasattr(wna16, "select_wna16_moe_backend")
-        else nullcontext(),
+        patch.object(wna16, "select_wna16_moe_backend", lambda **_: (wna16.WNA16MoEBackend.TRITON, None)),
         patch.object(fp8, "select_fp8_moe_backend", lambda **_: (None, None)),
     ):
         init_distributed_environment(1, 0, store, 0, "gloo")
@@ -61,7 +57,7 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
 
     names = {name.replace(".routed_experts.", "."): name for name, _ in model.named_parameters()}
     # As in a weight sync: there are places that only other kinds of checkpoints fill.
-    missing = [name for name in names if name not in loaded and not _vllm._RESERVED.search(name)]
+    missing = [name for name in names if name not in loaded and not _vllm._CACHE_SCALES.search(name)]
     parameters = dict(model.named_parameters())
     experts = {
         name.rpartition(".")[2]: parameters[names[name]]
@@ -91,7 +87,7 @@ def test_vllm_loads_every_expert_of_the_export_into_its_place(kind, scheme, tmp_
         for name in (quantized, "weight_scale"):
             expected = module.low_bit(ours).tensors[name].unflatten(0, (len(module.down_proj), -1))
             stored = found[f"{fused}_{name}"]
-            stored = stored if stored.shape == expected.shape else stored.transpose(1, 2)  # vLLM 0.26
+            stored = stored if stored.shape == expected.shape else stored.transpose(1, 2)
             assert stored.shape == expected.shape, (fused, name)
             assert torch.equal(stored.to(expected.dtype).float(), expected.float()), (fused, name)
 
