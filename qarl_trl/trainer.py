@@ -168,9 +168,9 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         longest = self.args.vllm_max_model_length or LENGTH + 1
         tokens = sync_check_tokens(tokenizer, self.model.config.get_text_config().vocab_size, min(LENGTH, longest - 1))
 
-        def score(with_wrong: bool) -> Scores:
+        def score() -> Scores:
             with self.accelerator.autocast():
-                return learner_logps(self._unwrapped, tokens, with_wrong)
+                return learner_logps(self._unwrapped, tokens)
 
         return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_value)
 

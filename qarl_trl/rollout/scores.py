@@ -1,11 +1,10 @@
-"""Log-probs of one fixed prompt: by the engine, by the learner, and by learners with a fault."""
+"""Log-probs of one fixed prompt: by the engine, by the learner, and by the learner with rounding noise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,11 @@ SEED = 20260408
 ROUNDING = 2.0**-8
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """Log-probs `(T - 1,)`, float32, of the prompt by the learner's low-bit model."""
 
     plain: Tensor  # as it is
     noisy: Tensor  # with [`rounding_noise`]; its mean distance from `plain` is the noise floor
-    wrong: dict[str, Tensor] = field(default_factory=dict)  # with a fault of an engine, by what the fault leaves out
 
 
 def sync_check_tokens(tokenizer: Any, vocab_size: int, length: int = LENGTH) -> list[int]:
@@ -50,66 +47,24 @@ def engine_logps(llm: Any, token_ids: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def learner_logps(model: nn.Module, token_ids: Sequence[int], with_wrong: bool = False) -> Scores:
-    """
-    Score the prompt by the learner's low-bit model, also where training does not use it. Call inside the learner's autocast.
-
-    With `with_wrong` also without quantization, and without each attention, MLP and decoder block and without all blocks: what an
-    engine computes whose layers there hold tiny random weights.
-    """
+def learner_logps(model: nn.Module, token_ids: Sequence[int]) -> Scores:
+    """Score the prompt by the learner's low-bit model, also where training does not use it. Call inside the learner's autocast."""
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
-    training, wrong = model.training, {}
+    training = model.training
     model.eval()
     try:
         with low_bit_forward(model):
-            plain = _forward(model, ids)[0]
+            plain = _forward(model, ids)
             with rounding_noise(model):
-                noisy = _forward(model, ids)[0]
-            if with_wrong:
-                wrong = _without_branches(model, ids)
-        if with_wrong:
-            with low_bit_forward(model, False):
-                wrong["without quantization"] = _forward(model, ids)[0]
+                return Scores(plain, _forward(model, ids))
     finally:
         model.train(training)
-    return Scores(plain, noisy, wrong)
 
 
 def _forward(model: nn.Module, ids: Tensor) -> Tensor:
-    """Log-probs `(B, T - 1)` of `ids`, `(B, T)`."""
+    """Log-probs `(T - 1,)` of `ids`, `(1, T)`."""
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    return logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-
-
-def _without_branches(model: nn.Module, ids: Tensor, rows: int = 8) -> dict[str, Tensor]:
-    """Log-probs `(T - 1,)` with the output of one branch of a decoder block silenced, or of all; `rows` at a time."""
-    depth = model.config.get_text_config().num_hidden_layers
-    blocks = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth), ())
-    names = {module: name for name, module in model.named_modules()}
-    silent: dict[str, list[nn.Module]] = {}
-    for block in blocks:
-        # Attention and MLP have parts, norms have none.
-        branches = [child for child in block.children() if next(child.children(), None) is not None]
-        silent |= {f"without {names[branch]}": [branch] for branch in branches}
-        silent[f"without {names[block]}"] = branches
-    silent["without its decoder blocks"] = [branch for branches in silent.values() for branch in branches]
-    found: dict[str, Tensor] = {}
-    for start in range(0, len(silent), rows):
-        batch = list(silent)[start : start + rows]
-        hooks = [(branch, _silence(row)) for row, name in enumerate(batch) for branch in silent[name]]
-        with _forward_hooks(hooks):
-            found |= dict(zip(batch, _forward(model, ids.expand(len(batch), -1)), strict=True))
-    return found
-
-
-def _silence(row: int) -> Callable:
-    def hook(module: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
-        stream, *rest = output if isinstance(output, tuple) else (output,)
-        stream = stream.clone()
-        stream[row] = 0
-        return (stream, *rest) if isinstance(output, tuple) else stream
-
-    return hook
+    return logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
 
 
 @contextmanager
@@ -125,7 +80,8 @@ def low_bit_forward(model: nn.Module, on: bool = True) -> Iterator[None]:
             module.quantized_forward = not on
 
 
-def rounding_noise(model: nn.Module) -> Any:
+@contextmanager
+def rounding_noise(model: nn.Module) -> Iterator[None]:
     """Scale each output of each linear layer by `1 + u`, `u` uniform in one bfloat16 rounding; the same on every call."""
     generator = torch.Generator().manual_seed(SEED)
 
@@ -133,12 +89,8 @@ def rounding_noise(model: nn.Module) -> Any:
         u = torch.rand(output.shape, generator=generator) * (2 * ROUNDING) - ROUNDING
         return (output.float() * (1 + u).to(output.device)).to(output.dtype)
 
-    return _forward_hooks((m, disturb) for m in model.modules() if isinstance(m, (nn.Linear, LowBitLayer)))
-
-
-@contextmanager
-def _forward_hooks(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
-    handles = [module.register_forward_hook(hook) for module, hook in hooks]
+    layers = (m for m in model.modules() if isinstance(m, (nn.Linear, LowBitLayer)))
+    handles = [layer.register_forward_hook(disturb) for layer in layers]
     try:
         yield
     finally:

@@ -7,7 +7,6 @@ With `-s` the figures are printed, which docs/numerics.md sums up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,39 +55,29 @@ def _first_sync(trainer: Any, model: str, scheme: str) -> dict[str, dict[str, An
     from qarl_trl.rollout.sync_check import read_first
 
     engine, sync_check = trainer.vllm_generation, trainer.vllm_generation.sync_check
-    learner, found = sync_check._score(True), {}
+    learner, found = sync_check._score(), {}
 
-    def read(
-        name: str, by: scores.Scores = learner, noise: torch.Tensor | float = 0.0, answers: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        answers = scores.engine_logps(engine.llm, sync_check.token_ids) + noise if answers is None else answers
+    def read(name: str, by: scores.Scores = learner, answers: torch.Tensor | None = None) -> None:
+        answers = scores.engine_logps(engine.llm, sync_check.token_ids) if answers is None else answers
         reading = read_first(answers, by, sync_check._before)
-        found[name] = asdict(reading) | {
-            "wrong": reading.wrong,
-            "suspect": [*by.wrong, "never synced"][reading.suspect],
-        }
-        return answers
+        found[name] = reading._asdict() | {"wrong": reading.wrong}
 
     read("never synced")
     engine.sync_weights()
-    residual = read("healthy") - learner.plain
+    read("healthy")
 
-    # Ten times the noise: an engine that rounds ten times as coarsely, and the healthy one's mismatch, in any order and with any
-    # sign. (The two are not added: with 8-bit activations both hold the learner's own activation quantized values, which then count twice.)
+    # An engine that rounds ten times as coarsely.
     seed, rounding = scores.SEED, scores.ROUNDING
     for number in range(10):
         scores.SEED, scores.ROUNDING = seed + number, 10 * rounding
-        read(f"rounding x10, {number}", answers=sync_check._score(False).noisy)
+        read(f"rounding x10, {number}", answers=sync_check._score().noisy)
     scores.SEED, scores.ROUNDING = seed, rounding
-    for number in range(50):
-        order, sign = torch.randperm(len(residual)), 2 * torch.randint(2, residual.shape) - 1
-        read(f"mismatch x10, {number}", noise=10 * residual[order] * sign)
 
     # Another scheme: what the learner computes here is what an engine would that got another configuration.
     other = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     apply_quantization(other, "W8A8" if scheme == "W4A16" else "W4A16")
     with torch.autocast("cpu", torch.bfloat16):
-        read("other scheme", scores.learner_logps(other, sync_check.token_ids, True))
+        read("other scheme", scores.learner_logps(other, sync_check.token_ids))
 
     master_weights = {n: p for n, p in trainer.model.named_parameters() if "proj" in n and "lora" not in n}
     kept = {name: p.detach().clone() for name, p in master_weights.items()}
@@ -119,7 +108,7 @@ def _later_syncs(trainer: Any) -> dict[str, Any]:
             (n, old[n] if kept is not None and kept in n else tensor) for n, tensor in stream(engine)
         )
         engine.sync_weights()
-        found[name] = _outcome(lambda: found.update({f"{name}, reading": asdict(sync_check.check(engine.llm, 2))}))
+        found[name] = _outcome(lambda: found.update({f"{name}, reading": sync_check.check(engine.llm, 2)._asdict()}))
 
     sync_and_check("healthy")
     sync_and_check("nothing moved")
@@ -137,80 +126,42 @@ def _later_syncs(trainer: Any) -> dict[str, Any]:
 def readings(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sync_check")
     found = isolated(_case, save_model(folder / "model", layers=4), str(folder / "run"), request.param)
+    before = found["first"]["never synced"]["logp_diff"]
     for name, row in found["first"].items():
-        figures = row["logp_diff"] / row["before"], row["logp_diff"] / row["noise_floor"], row["explained"]
-        print(f"{request.param:11} {name:24}", *(f"{x:8.2f}" for x in figures), "stops" * row["wrong"], row["suspect"])
+        figures = (row["logp_diff"] / before, row["logp_diff"] / row["noise_floor"], row["limit"] / row["noise_floor"])
+        print(f"{request.param:11} {name:24}", *(f"{x:8.2f}" for x in figures), "stops" * row["wrong"])
     return found
 
 
 def test_a_healthy_engine_is_far_from_every_limit(readings):
     row = readings["first"]["healthy"]
-    assert not row["wrong"]
-    assert row["logp_diff"] < 0.1 * row["before"]  # measured: 0.01 to 0.064
-    assert row["logp_diff"] < 1.4 * row["noise_floor"]
-    assert row["explained"] <= 0
+    assert row["logp_diff"] < 0.1 * readings["first"]["never synced"]["logp_diff"]  # measured: 0.01 to 0.064
+    assert row["logp_diff"] < 1.4 * row["noise_floor"] < 0.5 * row["limit"]
     for name in ("healthy", "nothing moved", "healthy again"):
         reading = readings["later"][f"{name}, reading"]
         assert reading["logp_diff"] < 0.5 * reading["limit"]
     assert readings["later"]["healthy again, reading"]["followed"] == pytest.approx(1, abs=0.1)
 
 
-def test_ten_times_the_noise_stops_no_run(readings):
-    noisy = {name: row for name, row in readings["first"].items() if " x10" in name}
-    assert len(noisy) == 60
-    assert not any(row["wrong"] for row in noisy.values())
-    assert max(row["explained"] for row in noisy.values()) < 0.15  # measured: at most 0.14, in 40 draws of W8A8
+def test_ten_times_coarser_rounding_stops_no_run(readings):
+    noisy = [row for name, row in readings["first"].items() if " x10" in name]
+    assert len(noisy) == 10
+    assert not any(row["wrong"] for row in noisy)
 
 
-def test_a_sync_that_never_came_stops_the_run(readings):
-    for name in ("never synced", "unloaded all", "random all"):
-        assert readings["first"][name]["wrong"], name
-
-
-def test_one_layer_that_was_never_loaded_stops_the_run(readings):
-    """And is found: the learner without that branch answers alike."""
-    for name, row in readings["first"].items():
-        kind, *where = name.split(" ", 1)
-        if kind == "unloaded" and where != ["all"]:
-            part = {"qkv": "self_attn", "o": "self_attn", "block 1": "layers.1"}.get(
-                name.split(".")[-1].removeprefix("unloaded "), "mlp"
-            )
-            assert row["wrong"], name
-            assert row["explained"] > 0.4, name  # measured: 0.94 to 1, of the first layers with LoRA 0.52
-            if row["explained"] > 0.9:
-                assert f"layers.{name.split('.')[0][-1]}" in row["suspect"], name
-                assert part in row["suspect"], name
-
-
-def test_one_layer_of_other_weights_is_at_least_a_warning(readings):
-    """Only what the last block adds can be too little to stop a run."""
-    from qarl_trl.rollout.sync_check import USUAL
-
-    random = {name: row for name, row in readings["first"].items() if name.startswith("random")}
-    assert len(random) == 14
-    assert all(row["logp_diff"] > USUAL * row["noise_floor"] for row in random.values())
-    assert {name for name, row in random.items() if not row["wrong"]} <= {
-        "random layer 3.gate_up",
-        "random layer 3.down",
-    }
-
-
-def test_an_engine_in_another_scheme_is_at_least_a_warning(request, readings):
-    """It stops the run where the engine's scheme is the finer one."""
-    row = readings["first"]["other scheme"]
-    assert row["logp_diff"] > 10 * row["noise_floor"]
-    if "W4A16" not in request.node.callspec.id:
-        assert row["wrong"]
-        assert row["suspect"] == "without quantization"
+def test_every_fault_stops_the_run(readings):
+    """A sync that never came, one layer or all that were not loaded or hold other weights, another scheme."""
+    faults = {n: row for n, row in readings["first"].items() if n != "healthy" and " x10" not in n}
+    assert len(faults) == 30
+    assert not [name for name, row in faults.items() if not row["wrong"]]
 
 
 def test_one_layer_that_a_later_sync_left_out_stops_the_run(readings):
-    assert "Judged by the first sync of this run" in readings["later"]["stale layer"]
+    assert "the engine holds other weights than the synced ones" in readings["later"]["stale layer"]
 
 
 def test_an_engine_that_did_not_follow_is_called_stale(readings):
-    assert "It followed 0 %" in readings["later"]["stale engine"]
-    assert "is stale and answers from earlier weights" in readings["later"]["stale engine"]
+    assert "followed 0 %" in readings["later"]["stale engine"]
 
 
 def _train(
@@ -264,7 +215,6 @@ def test_a_run_with_a_broken_layer_stops_before_its_first_step(tmp_path):
     model = save_model(tmp_path / "model")
     result = isolated(_train, model, str(tmp_path / "run"), {}, "model.layers.1.mlp.down_proj")
     assert "After sync 1 the engine's log-probs of the sync check prompt" in result["outcome"]
-    assert "nearer to those of the learner without model.layers.1.mlp" in result["outcome"]
     assert result["steps"] == 0
 
 
@@ -273,7 +223,7 @@ def test_a_model_that_answers_uniformly_is_not_judged_and_says_so(tmp_path):
     result = isolated(_train, model, str(tmp_path / "run"), {"verify_sync": 1}, "uniform")
     assert (result["outcome"], result["steps"]) == ("passed", 4)
     (said,) = result["said"]
-    assert "verify_sync can tell little about the first sync" in said
+    assert "verify_sync cannot tell" in said
 
 
 def test_the_sync_of_an_evaluation_counts_for_the_step_that_samples_with_it(tmp_path):
