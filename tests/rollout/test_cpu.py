@@ -48,7 +48,7 @@ def a_cpu(monkeypatch):
     """Let this process run on a CPU with the flags given; all that a choice changes is put back afterwards."""
     monkeypatch.setattr(cpu, "why_no_engine", why_no_engine)
     monkeypatch.setattr(torch, "_scaled_mm", getattr(torch._scaled_mm, "__wrapped__", torch._scaled_mm))
-    for name in ("VLLM_CPU_INT4_W4A8", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+    for name in ("VLLM_CPU_INT4_W4A8", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_ATTN_SPLIT_KV"):
         monkeypatch.delenv(name, raising=False)
 
     def become(flags, machine="x86_64"):
@@ -90,10 +90,12 @@ def test_the_choice_holds_for_what_vllm_and_torch_ask(a_cpu, caplog):
     choose_arithmetic()
     assert not torch.cpu._is_amx_tile_supported()
     assert os.environ["VLLM_CPU_INT4_W4A8"] == os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
     assert torch._scaled_mm.__wrapped__ is stock
+    os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "1"  # by the user
     chosen = torch._scaled_mm
     choose_arithmetic()
-    assert torch._scaled_mm is chosen
+    assert torch._scaled_mm is chosen and os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "1"
     assert caplog.text.count("AMX kernels are switched off, oneDNN is left out of float8 products") == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
