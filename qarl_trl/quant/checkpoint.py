@@ -1,6 +1,6 @@
 """A compressed-tensors checkpoint on disk: every tensor is accounted for before one is read.
 
-transformers' own loader fills in missing tensors and drops those of a wrong shape (docs/log.md, 2026-11-22).
+transformers' own loader fills in missing tensors and drops those of a wrong shape (dev/log.md, 2026-11-22).
 """
 
 from __future__ import annotations
