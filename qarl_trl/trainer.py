@@ -28,7 +28,7 @@ from .learner.packing import row_order
 from .loss import clip_to, filter_advantages, loss_mask, mismatch_weight
 from .metrics.bounds import Bounds, clip_bounds
 from .metrics.clock import StepClock, WeightFlips
-from .metrics.error_tokens import find_error_tokens, unfinished, written_tokens
+from .metrics.error_tokens import find_error_tokens, written_tokens
 from .metrics.mismatch import check_mismatch, mismatch_metrics
 from .metrics.ratios import RatioMeter
 from .metrics.token_stats import TokenStats
@@ -268,8 +268,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         written = written_tokens(inputs, self._tokenizer.pad_token_id)
         errors = find_error_tokens(inputs["completion_ids"], written)
         fresh = self._mode == "train" and self.state.global_step == self._step_of_rollout
-        cut = unfinished(inputs["completion_ids"], written, self._ends)
-        for name, value in self._ratios.measure(logps, inputs, errors, cut, fresh).items():
+        for name, value in self._ratios.measure(logps, inputs, errors, fresh).items():
             self._log_value(name, value)
         if self._compares_sampler and "old_per_token_logps" not in inputs:
             # TRL computes no `old` where no update comes between it and the loss: `logps` is of the weights that sampled.
@@ -300,11 +299,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     def _compares_sampler(self) -> bool:
         """Whether the sampler's log-probs are the engine's; what a `rollout_func` returns counts where the loss weighs with it."""
         return self.args.weighs_mismatch or (self.args.use_vllm and self.rollout_func is None)
-
-    @property
-    def _ends(self) -> list[int]:
-        """Tokens that TRL takes for the end of a completion (`completions/clipped_ratio`)."""
-        return [*self.eos_token_ids, self._tokenizer.pad_token_id]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, which averages over micro-batches, with the extremes kept extreme."""

@@ -516,7 +516,7 @@ def quantile(values, q):
 
 def ratio_metrics(rows, own, paper, by_sequence):
     """
-    `ratio/*`, `error_tokens/*` and unfinished answers of completions `(logps, old, mask, advantage, errors, cut)`.
+    `ratio/*` and `error_tokens/*` of completions `(logps, old, mask, advantage, errors)`.
 
     `own` and `paper` are `(pos_high, neg_low, neg_high)`, None where there is no such bound.
     """
@@ -534,7 +534,7 @@ def ratio_metrics(rows, own, paper, by_sequence):
     tokens = {"all": 0, "pos": 0, "neg": 0}
     errors = dict(tokens)
     k3 = 0.0
-    for logps, old, mask, advantage, error, _ in rows:
+    for logps, old, mask, advantage, error in rows:
         steps = [logps[t] - old[t] for t, counts in enumerate(mask) if counts]
         ratio = math.exp(sum(steps) / max(len(steps), 1))
         ratios.append(ratio)
@@ -562,9 +562,6 @@ def ratio_metrics(rows, own, paper, by_sequence):
             found[f"ratio/{sign}_q50"], found[f"ratio/{sign}_q99"] = quantile(values, 0.5), quantile(values, 0.99)
         if tokens[sign]:
             found[f"error_tokens/{sign}_frac"] = errors[sign] / tokens[sign]
-        if any(here):
-            cut = [row[5] for row, is_here in zip(rows, here, strict=True) if is_here]
-            found[f"completions/{sign}_clipped_ratio"] = sum(cut) / len(cut)
     if tokens["all"]:
         found["ratio/kl_k3"] = k3 / tokens["all"]
         found["error_tokens/frac"] = errors["all"] / tokens["all"]
@@ -574,11 +571,4 @@ def ratio_metrics(rows, own, paper, by_sequence):
     ):
         if any(group):
             found[f"error_tokens/{name}_frac"] = sum(x and g for x, g in zip(loops, group, strict=True)) / sum(group)
-    table = [[0, 0], [0, 0]]  # completions by loops and extreme
-    for loop, out, advantage in zip(loops, extreme, advantages, strict=True):
-        table[loop][out] += advantage != 0
-    edges = [sum(table[0]), sum(table[1]), table[0][0] + table[1][0], table[0][1] + table[1][1]]
-    if all(edges):
-        gemm = table[1][1] * table[0][0] - table[1][0] * table[0][1]
-        found["error_tokens/extreme_corr"] = gemm / math.sqrt(math.prod(edges))
     return found

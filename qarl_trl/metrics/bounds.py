@@ -1,16 +1,14 @@
-"""Where a loss stops following a ratio, by the sign of the advantage; `qarl-trl report` reads this without torch."""
+"""Where a loss stops following a ratio, by the sign of the advantage."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from ..loss import TrustBand
 
-    from ..loss import TrustBand
 
 # TRL's losses with a clip. Those that weigh ratios softly (sapo, vespo) or clip a weight that is not differentiated (cispo) have none.
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +18,10 @@ from ..quant.quantize import LowBitWeight
 if TYPE_CHECKING:
     from ..config import QaRLConfig
 
-FLIPS = "quant/flip_frac"
-# By what the names of modules hold, as transformers' families write them.
-LAYER_TYPES = {"attention": ("attn", "attention"), "mlp": ("mlp", "feed_forward", "ffn", "shared_expert")}
-
-
-def layer_type(name: str, module: LowBitLayer) -> str:
-    """`attention`, `mlp`, `experts` or `other`, by the modules that a layer lies in."""
-    parts = name.split(".")
-    if isinstance(module, QuantExperts) or "experts" in parts:
-        return "experts"
-    for kind, marks in LAYER_TYPES.items():
-        if any(mark in part for part in parts for mark in marks):
-            return kind
-    return "other"
-
 
 class WeightFlips:
     """
-    Shares of quantized values that changed between two syncs, of all layers and by their type.
+    Share of quantized values that changed between two syncs.
 
     Keeps at most `words` machine words a layer, evenly strided: exact for layers of up to eight times as many 4-bit
     quantized values, a sample of that size beyond. The two parameters of a layer's experts share its `words`. Where each process holds its
@@ -54,25 +38,21 @@ class WeightFlips:
         Compare with the last call and remember.
 
         Returns:
-            `dict[str, float]`: `quant/flip_frac`, and for each [`layer_type`] there is `quant/flip_frac/TYPE`; empty
-            on the first call or without low-bit layers.
+            `dict[str, float]`: `quant/flip_frac`; empty on the first call or without low-bit layers.
         """
-        changed, total = Counter(), Counter()
+        changed = total = 0
         for module_name, module in modules:
-            parts, kind = _named_weights(module_name, module), layer_type(module_name, module)
+            parts = _named_weights(module_name, module)
             stored = sum(weight.quantized.numel() for weight in parts.values())
             for name, weight in parts.items():
                 sample = _sample(weight, max(1, self._words * weight.quantized.numel() // stored))
                 last = self._last.get(name)
                 if last is not None:
                     nibbles = _holds_pairs(weight)
-                    changed[kind] += _differing_quantized(last, sample, nibbles)
-                    total[kind] += sample.numel() * (2 if nibbles else 1)
+                    changed += _differing_quantized(last, sample, nibbles)
+                    total += sample.numel() * (2 if nibbles else 1)
                 self._last[name] = sample
-        if not total:
-            return {}
-        by_type = {f"{FLIPS}/{kind}": changed[kind] / count for kind, count in total.items()}
-        return {FLIPS: changed.total() / total.total()} | by_type
+        return {"quant/flip_frac": changed / total} if total else {}
 
 
 def _sample(weight: LowBitWeight, most: int) -> Tensor:

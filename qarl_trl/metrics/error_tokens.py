@@ -49,13 +49,6 @@ def written_tokens(batch: dict[str, Any], pad_token_id: int) -> Tensor:
     return written.flip(1).long().cummax(1).values.flip(1).bool()  # up to the last one
 
 
-def unfinished(ids: Tensor, written: Tensor, ends: list[int]) -> Tensor:
-    """Which completions `(B, T)` do not end in one of the tokens `ends`, `(B,)` bool; an empty one does."""
-    last = torch.where(written, torch.arange(1, 1 + ids.shape[1], device=ids.device), 0).amax(1)
-    final = ids.gather(1, (last - 1).clamp(min=0)[:, None])[:, 0]
-    return (last > 0) & ~torch.isin(final, torch.tensor(ends, device=ids.device))
-
-
 def _copies(ids: Tensor) -> Tensor:
     """Whether the n-gram that ends in a token has at least `COPIES` earlier copies in its row, `(B, T)` bool."""
     # Numbers n-grams by doubling: an n-gram of 2 k tokens is a pair of numbers of k tokens.

@@ -89,7 +89,7 @@ def check_mismatch(logp_diff: float, unscored: float, args: QaRLConfig) -> None:
     Stop (`RuntimeError`) at log-probs that are no numbers, and at a mismatch above `args.mismatch_abort_threshold`.
 
     Args:
-        mismatch (`float`): Mean over all tokens, nats.
+        logp_diff (`float`): Mean mismatch over all tokens, nats.
         unscored (`float`): Share of tokens that the engine could not score, in the worst process.
     """
     if not math.isfinite(logp_diff) or unscored > MOST_UNSCORED:

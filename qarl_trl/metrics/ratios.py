@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 class RatioMeter:
     """
-    Measures `ratio/*`, `error_tokens/*` and unfinished answers of each micro-batch; see docs/metrics.md.
+    Measures `ratio/*` and `error_tokens/*` of each micro-batch; see docs/metrics.md.
 
     Args:
         own (`Bounds`): Where the loss of this run stops following a ratio.
@@ -35,9 +35,7 @@ class RatioMeter:
         self._warned = False
 
     @torch.no_grad()
-    def measure(
-        self, logps: Tensor, batch: dict[str, Any], errors: Tensor, cut: Tensor, fresh: bool
-    ) -> dict[str, float]:
+    def measure(self, logps: Tensor, batch: dict[str, Any], errors: Tensor, fresh: bool) -> dict[str, float]:
         """
         The metrics over all processes, in one collective.
 
@@ -45,11 +43,10 @@ class RatioMeter:
             logps (`Tensor`): Of the current policy, `(B, T)`.
             batch (`dict`): TRL's micro-batch.
             errors (`Tensor`): Its error tokens, `(B, T)` bool.
-            cut (`Tensor`): Its completions that do not end, `(B,)` bool.
             fresh (`bool`): Whether no optimizer step came since the rollout, so that every ratio must be 1.
         """
         old, mask, advantages = batch.get("old_per_token_logps", logps), loss_mask(batch), batch["advantages"].float()
-        columns = completion_columns(logps, old, mask, advantages, errors, cut, self.own, self.by_sequence)
+        columns = completion_columns(logps, old, mask, advantages, errors, self.own, self.by_sequence)
         rows = self._gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
         columns = dict(zip(columns, rows.unbind(1), strict=True))
         metrics = ratio_metrics(columns, self.own, self.paper, self.by_sequence)
@@ -70,11 +67,10 @@ def completion_columns(
     mask: Tensor,
     advantages: Tensor,
     errors: Tensor,
-    cut: Tensor,
     own: Bounds,
     by_sequence: bool,
 ) -> dict[str, Tensor]:
-    """What each completion adds to the metrics: from `(B, T)`, with `(B,)` advantages and `cut`, to numbers `(B,)`."""
+    """What each completion adds to the metrics: from `(B, T)`, with `(B,)` advantages, to numbers `(B,)`."""
     counted = mask.bool()
     difference = torch.where(counted, logps.float() - old.float(), 0.0)
     ratio = sequence_log_ratio(logps, old, mask).exp()
@@ -89,7 +85,6 @@ def completion_columns(
         "tokens": counted.sum(1),
         "k3": (difference.expm1() - difference).sum(1),  # expm1: see `mismatch_sums`
         "errors": (errors & counted).sum(1),
-        "cut": cut,
         **beyond,
     }
 
@@ -116,21 +111,10 @@ def ratio_metrics(columns: dict[str, Tensor], own: Bounds, paper: Bounds, by_seq
         # Of completions, not of tokens: one that loops to its end would hide all the others.
         "extreme_frac": _share((errors > 0) & extreme, extreme),
         "inside_frac": _share((errors > 0) & inside, inside),
-        "extreme_corr": _correlation((errors > 0)[extreme | inside], extreme[extreme | inside]),
     }
     named = {f"ratio/{name}": value for name, value in metrics.items()}
     named |= {f"error_tokens/{name}": value for name, value in bad.items()}
-    named |= {f"completions/{sign}_clipped_ratio": _share(columns["cut"] * rows, rows) for sign, rows in signs.items()}
     return {name: float(value) for name, value in named.items() if value is not None}
-
-
-def _correlation(a: Tensor, b: Tensor) -> float | None:
-    """Pearson's, of two bool `(N,)`: their phi. `None` where one of them does not vary."""
-    both = torch.stack([a, b]).double()
-    spread = both.std(1, correction=0) if len(a) else both.new_zeros(2)
-    if not spread.all():
-        return None
-    return float(((both[0] * both[1]).mean() - both.mean(1).prod()) / spread.prod())
 
 
 def _share(part: Tensor, whole: Tensor) -> float | None:

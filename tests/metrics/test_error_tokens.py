@@ -9,7 +9,7 @@ import references
 import torch
 from configs import MATH_SETS, needs_math_sets
 
-from qarl_trl.metrics.error_tokens import COPIES, DENSITY, NGRAM, WINDOW, find_error_tokens, unfinished, written_tokens
+from qarl_trl.metrics.error_tokens import COPIES, DENSITY, NGRAM, WINDOW, find_error_tokens, written_tokens
 
 
 SETTINGS = {"ngram": NGRAM, "copies": COPIES, "window": WINDOW, "density": DENSITY}
@@ -121,7 +121,3 @@ def test_a_completion_that_is_taken_out_of_the_loss_was_written_all_the_same():
     mask = torch.tensor([[0, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
     found = written_tokens({"completion_ids": ids, "completion_mask": mask}, pad_token_id=0)
     assert found.sum(1).tolist() == [3, 3, 1]
-    # As TRL counts `completions/clipped_ratio`: the last token written is none of these; a row without any is not cut off.
-    assert unfinished(ids, found, [0, 6]).tolist() == [True, False, False]
-    assert unfinished(ids, found, [7]).tolist() == [False, True, True]
-    assert unfinished(ids, found & False, [7]).tolist() == [False, False, False]

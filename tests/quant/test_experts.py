@@ -595,7 +595,7 @@ def test_code_flips_count_the_experts_within_the_budget_of_one_layer():
         module.down_proj.mul_(-1)  # amax stays, every code but 0 and the rounded ties changes
     model(TOKENS)
     found = flips.update([("experts", module)])
-    assert 0.2 < found["quant/flip_frac"] == found["quant/flip_frac/experts"] < 0.4  # down_proj is a third
+    assert 0.2 < found["quant/flip_frac"] < 0.4  # down_proj is a third
 
 
 # What is quantized --------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def _measured(model: str, folder: str) -> dict[str, Any]:
     ratios.completion_columns = lambda *given: columns.append(original(*given)) or columns[-1]
     trainer = _trainer(model, folder, False, use_vllm=False, max_completion_length=8, learning_rate=3e-2)
     trainer.train()
-    names = ("ratio/", "error_tokens/", "completions/pos_", "completions/neg_")
+    names = ("ratio/", "error_tokens/")
     rows = [{k: v for k, v in row.items() if k.startswith(names)} for row in trainer.state.log_history]
     columns = [{name: column.numpy() for name, column in given.items()} for given in columns]
     return {"logged": [row for row in rows if row], "columns": columns}
