@@ -17,16 +17,16 @@ def _measure(model: str, folder: str, scheme: str, broken: bool):
     from transformers import AutoTokenizer
 
     from qarl_trl import QaRLConfig
-    from qarl_trl.tools.doctor import budget
+    from qarl_trl.tools.doctor import mismatch
 
     args = QaRLConfig(**settings(Path(folder), quant_scheme=scheme))
-    real = budget._aligned
+    real = mismatch._aligned
     if broken:
         other = QaRLConfig(**settings(Path(folder), quant_scheme=scheme, quant_group_size=32))
-        budget._aligned = lambda model, samples, _: real(model, samples, other)
+        mismatch._aligned = lambda model, samples, _: real(model, samples, other)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = budget.measure(model, args, [tokenizer(row["prompt"])["input_ids"] for row in prompts(16)], 32)
-    return found, budget.verdict(found, args)
+    found = mismatch.measure(model, args, [tokenizer(row["prompt"])["input_ids"] for row in prompts(16)], 32)
+    return found, mismatch.verdict(found, args)
 
 
 def test_the_low_bit_learner_removes_the_logp_diff_and_the_parts_are_told_apart(tmp_path):

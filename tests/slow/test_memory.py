@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools.plan.test_rank import example_run
+from tools.plan.runs import example_run
 from transformers import TrainerCallback
 
 from qarl_trl.quant.model import quantized_modules
@@ -39,15 +39,15 @@ def test_bytes_of_a_sync_and_of_the_engine_that_took_it(tmp_path, scheme):
     moved, held, (cache, tokens) = isolated(_engine, model, str(tmp_path), scheme)
     plan, other = None if scheme == "none" else scheme, "W8A8" if scheme == "W4A16" else "W4A16"
     config = meta.read_config(model)
-    skeleton, wrong = (meta.skeleton(config, torch.float32, plan=p) for p in (plan, other))
+    planned, wrong = (example_run(meta.skeleton(config, torch.float32, plan=p), config).synced for p in (plan, other))
     print("cache", cache, tokens)
     print("sync", scheme, moved, "engine", sum(held.values()))
-    assert moved == meta.synced(skeleton) != meta.synced(wrong)  # control: of another scheme
+    assert moved == planned != wrong  # control: of another scheme
     layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     assert cache == tokens * formulas.cache_bytes(layers, heads, size, 1) > 0
     if scheme != "none":  # of plain layers the CPU engine's kernels keep the weights in a form that is no parameter
         assert sum(held.values()) == pytest.approx(moved, rel=0.02)
-        assert sum(held.values()) != pytest.approx(meta.synced(wrong), rel=0.02)  # control
+        assert sum(held.values()) != pytest.approx(wrong, rel=0.02)  # control
 
 
 class Gradients(TrainerCallback):
@@ -66,7 +66,7 @@ def _shards(model: str, folder: str, muon: bool) -> dict[str, int]:
     weights = [w for _, layer in quantized_modules(trainer.model) for w in layer.last_low_bits().values()]
     return {
         "quantized values (own rows)": sum(w.num_bytes() for w in weights),
-        "master_weights": sum(p.to_local().nbytes for p in trainer.model.parameters()),
+        "master weights": sum(p.to_local().nbytes for p in trainer.model.parameters()),
         "gradients": gradients.held,
         "optimizer state": sum(getattr(t, "_local_tensor", t).nbytes for t in state if isinstance(t, torch.Tensor)),
     }
@@ -83,6 +83,6 @@ def test_shards_of_two_processes(tmp_path, muon):
     for held in isolated_group(_shards, 2, model, str(tmp_path / "run"), muon):
         print("rank", held, "planned", {name: expected[name] for name in held})
         assert held == {name: pytest.approx(expected[name], rel=0.001) for name in held}
-        assert held["master_weights"] < 0.6 * alone["master_weights"]  # control
+        assert held["master weights"] < 0.6 * alone["master weights"]  # control
         assert held["quantized values (own rows)"] < 0.6 * alone["quantized values (whole)"]
         assert "quantized values (whole)" not in expected

@@ -6,7 +6,7 @@ import argparse
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -19,10 +19,9 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
-REWARD_ROWS = 32
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """
     Print all sections; exit code 1 when a check failed.
 
@@ -33,22 +32,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")
-    from .findings import FAIL, SKIPPED, Finding, render
+    from .findings import FAIL, WARN, Finding
 
-    given = None
-    if own.config is not None or others:
-        from ...train import parse
-
-        given = parse([*(["--config", own.config] if own.config else []), *others], any_device=True)
-    failed = warned = 0
-    for title, check in sections(given, own):
+    found: list[Finding] = []
+    for title, check in sections(own, others):
         try:
             findings = check()
         except Exception as error:  # one section must not take the others with it
             findings = [Finding(FAIL, title, f"{type(error).__name__}: {error}")]
-        print("\n".join(render(title, findings or [Finding(SKIPPED, title, "nothing to check")])), flush=True)
-        failed += sum(f.status == FAIL for f in findings)
-        warned += sum(f.status == "warn" for f in findings)
+        print("\n".join([f"\n{title}", *map(str, findings)]), flush=True)
+        found += findings
+    failed, warned = (sum(f.status == status for f in found) for status in (FAIL, WARN))
     print(f"\n{failed} failed, {warned} warnings")
     if failed:
         raise SystemExit(1)
@@ -65,32 +59,36 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="recipe; its keys can also be given here, as to `qarl-trl train`")
-    parser.add_argument("--gpus", type=int, help="processes to estimate memory for (default: as launched)")
-    parser.add_argument("--sharding", choices=("ddp", "fsdp2"), help="of --gpus (default: fsdp2)")
+    parser.add_argument("--gpus", type=int, help="as of `qarl-trl plan` (default: as launched)")
     parser.add_argument(
-        "--probe_prompts", type=int, default=8, help="prompts of the mismatch's budget (default: 8, 0: none)"
+        "--memory", type=float, help="GiB of each, also of GPUs that are not here (default: this one's)"
+    )
+    parser.add_argument("--sharding", choices=("ddp", "fsdp2", "zero3"), help="of --gpus (default: fsdp2)")
+    parser.add_argument(
+        "--probe_prompts", type=int, default=8, help="to measure the mismatch with (default: 8, 0: none)"
     )
     parser.add_argument("--probe_tokens", type=int, default=64, help="tokens sampled after each (default: 64)")
     return parser
 
 
-def sections(given: Any, own: argparse.Namespace) -> list[tuple[str, Callable[[], list[Finding]]]]:
-    """Titles and checks, cheap ones first; those of a run only if there is one."""
+def sections(own: argparse.Namespace, others: list[str]) -> list[tuple[str, Callable[[], list[Finding]]]]:
+    """Titles and checks, cheap ones first; those of a recipe only if there is one."""
     from .machine import devices, versions
 
-    machine: list[tuple[str, Callable]] = [("Versions", versions), ("Devices", devices)]
-    if given is None:
+    machine = [("Machine", lambda: [*versions(), *devices()])]
+    if own.config is None and not others:
         return machine
-    from .run import Run
+    from ...train import parse
+    from .recipe import Recipe
 
-    run = Run(*given)
+    recipe = Recipe(*parse([*(["--config", own.config] if own.config else []), *others], any_device=True))
     return [
         *machine,
-        ("Settings", run.settings),
-        ("Memory of one process at its largest moment, estimated", lambda: run.memory(own.gpus, own.sharding)),
-        ("Data and rewards", lambda: run.data(REWARD_ROWS)),
+        ("Data and rewards", recipe.data),
+        ("Settings", recipe.settings),
+        ("Memory and disk", lambda: recipe.memory(own.gpus, own.memory, own.sharding)),
         (
             "Log-prob mismatch between engine and learner, nats per token",
-            lambda: run.budget(own.probe_prompts, own.probe_tokens),
+            lambda: recipe.mismatch(own.probe_prompts, own.probe_tokens),
         ),
     ]

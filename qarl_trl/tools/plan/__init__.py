@@ -1,1 +1,1 @@
-"""What a run needs of a GPU's memory, before it starts: formulas.py, the model they are of, and the command `qarl-trl plan`."""
+"""What a run needs of a GPU's memory, before it starts: `qarl-trl plan`."""

@@ -1,4 +1,4 @@
-"""Bytes as functions of shapes, ranks, scheme and tokens: pure, and each compared with real tensors in tests/memory.
+"""Bytes as functions of shapes, ranks, scheme and tokens, each compared with real tensors in tests/tools/plan.
 
 `scheme` is a compressed-tensors `QuantizationScheme` with its format, `None` for high precision. A size is bytes per entry.
 """
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 # Logits exist as one tile: TRL's `kernels/chunked_logprob.py` multiplies this many tokens by this much of the vocabulary.
 TILE = (4096, 32768)
-# Bytes beside an entry that ExpertMuon steps, and its entries at a time (`optim._ENTRIES_PER_PASS`).
-MUON_WORK, MUON_ENTRIES = 12, 2**25
 
 
 # Weights ------------------------------------------------------------------------------------------------------------
@@ -47,15 +45,8 @@ def quantized_bytes(rows: int, columns: int, scheme: QuantizationScheme, pieces:
 
 
 def optimizer_bytes(entries: int, size: int, tensors: int, optimizer: str) -> int:
-    """State of `entries` in `tensors` parameters: "muon" has a momentum, "adamw" two moments and a float32 count of steps."""
-    return entries * size if optimizer == "muon" else 2 * entries * size + 4 * tensors
-
-
-def muon_work(largest: int, ranks: int, experts: bool) -> int:
-    """Bytes beside the weights while Muon steps a matrix of `largest` entries, or experts (in place, some at a time)."""
-    return MUON_WORK * (min(largest, MUON_ENTRIES) if experts else largest) + (
-        0 if ranks == 1 or experts else 4 * largest
-    )
+    """State of `entries` in `tensors` parameters: of AdamW two moments and a float32 count of steps, of Muon a momentum."""
+    return 2 * entries * size + 4 * tensors if optimizer == "adamw" else entries * size
 
 
 # Activations, in bytes per token ------------------------------------------------------------------------------------

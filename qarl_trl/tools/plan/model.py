@@ -1,10 +1,7 @@
-"""Whose memory is planned: a model without weights, made from its config and prepared as the trainer prepares the real one."""
+"""From the settings of a run to its numbers: a model without weights, prepared as the trainer prepares the real one."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +14,16 @@ from ...optim import split_parameters
 from ...quant import apply_quantization
 from ...quant.experts import PROJECTIONS, QuantExperts
 from ...quant.layers import check_shardable
-from ...quant.linear import LowBitLayer
 from ...quant.model import quantized_modules
-from .formulas import Layer, quantized_bytes
-from .rank import Run
+from ...quant.scheme import support_of
+from ...quant.start import quantized_source
+from ...rollout.support import check_shards
+from .formulas import Layer
+from .rank import GIB, Parameter, Run
 
 
 PROMPT = 512  # tokens, assumed where nothing limits the length
+MOST = 10**6  # of GPUs, of their GiB: beyond any, and far from what a float or an index holds
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _QWEN3 = {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
 _MOE = _QWEN3 | {"num_experts": 128, "num_experts_per_tok": 8}
@@ -37,12 +37,16 @@ BUNDLED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
+class UnknownSizes(ValueError):
+    """A model whose sizes are not known here, or whose layers are not those of the Llama family."""
+
+
 def read_config(name: str) -> PretrainedConfig:
     """
     The config of a model folder, of a model of the Hub that is in the local cache, or from the bundled sizes; no download.
 
     Raises:
-        ValueError: for a model whose sizes are not known here.
+        UnknownSizes: for a model whose sizes are not known here.
     """
     if name in BUNDLED and not Path(name).exists():
         kind, sizes, more = BUNDLED[name]
@@ -51,7 +55,7 @@ def read_config(name: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         known = ", ".join(BUNDLED)
-        raise ValueError(
+        raise UnknownSizes(
             f"model_name_or_path={name!r} is no folder with a config.json that transformers reads, and its sizes are not bundled "
             f"({known}). Download its config.json and give that folder. ({str(error).strip().partition(chr(10))[0]})"
         ) from error
@@ -64,140 +68,145 @@ def longest_row(settings: Any) -> int:
     return settings.vllm_max_model_length or (settings.max_completion_length or 0) + PROMPT
 
 
-def run_of(settings: Any, model_args: Any, config: PretrainedConfig, source: Any = None, **size: Any) -> Run:
+def plan_run(
+    settings: Any,
+    model_args: Any,
+    gpus: int = 1,
+    memory: float = 79,
+    sharding: str | None = None,
+    replicas: int = 1,
+    tokens: int | None = None,
+    on_gpu: bool = True,
+) -> Run:
     """
-    The run of `settings` (`QaRLConfig`) and TRL's `model_args`; `ValueError` for what cannot be quantized, or not in shards.
+    The run of `settings` (`QaRLConfig`) and TRL's `model_args` on `gpus` of `memory` GiB each.
 
-    Args:
-        source (`QuantizedSource`, *optional*): Of a quantized start.
-        size: `ranks`, `sharded`, `memory` and `tokens` of [`Run`], and `zero3`, if it is.
+    `sharding` is "ddp", "fsdp2" (the default of several GPUs) or "zero3". `ValueError` for what cannot run so.
     """
+    check_gpus(settings, gpus, memory, sharding, replicas, tokens)
+    name = model_args.model_name_or_path
+    config, source = read_config(name), quantized_source(name) if settings.from_checkpoint else None
+    plan = settings.quant_plan(None if source is None else source.plan())
+    ranks = gpus // replicas
+    sharded = ranks > 1 and sharding != "ddp"
+    if settings.use_vllm:
+        for scheme in [] if plan is None else map(support_of, plan.config_groups.values()):
+            if not scheme.gpus:
+                raise ValueError(
+                    f"vLLM has no GPU kernel for {scheme.name}. Choose another scheme (`qarl-trl schemes`)."
+                )
+        check_shards(config, plan, settings)
+    if plan is not None and sharded:
+        check_shardable(plan)
+    model = skeleton(config, dtype_of(settings, model_args, config), get_peft_config(model_args), plan)
+    size = {"ranks": ranks, "sharded": sharded, "zero3": sharded and sharding == "zero3", "replicas": replicas}
+    return describe(settings, config, model, **size, memory=int(memory * GIB), tokens=tokens or longest_row(settings))
+
+
+def check_gpus(
+    settings: Any, gpus: int, memory: float, sharding: str | None, replicas: int, tokens: int | None
+) -> None:
+    """Refuse (`ValueError`) GPUs that the engine's ranks or the copies of the model do not divide, and ZeRO-3 with Muon."""
+    for name, value in {"gpus": gpus, "memory": memory, "replicas": replicas, "tokens": tokens}.items():
+        if value is not None and not 0 < value <= MOST:
+            raise ValueError(f"--{name} must be a number above 0, at most {MOST}, got {value:g}.")
+    engine, share = settings.vllm_tensor_parallel_size, settings.vllm_gpu_memory_utilization
+    if settings.use_vllm and not 0 < share <= 1:
+        raise ValueError(f"vllm_gpu_memory_utilization must be above 0 and at most 1, got {share:g}.")
+    if settings.use_vllm and settings.vllm_mode == "colocate" and gpus % max(engine, 1):
+        raise ValueError(
+            f"vllm_tensor_parallel_size={engine} must divide the GPUs, which share engines of so many, got --gpus {gpus}."
+        )
+    if gpus % replicas or (replicas > 1 and (sharding in ("ddp", "zero3") or replicas == gpus)):
+        raise ValueError(
+            f"--replicas {replicas} must divide --gpus {gpus} into copies of two GPUs and more, with FSDP2 (HSDP), got --sharding "
+            f"{sharding or 'fsdp2'}."
+        )
+    if sharding == "zero3" and settings.optim_muon:
+        raise ValueError("--sharding zero3 needs --optim_muon false: ZeRO leaves Muon no whole matrix.")
+
+
+def dtype_of(settings: Any, model_args: Any, config: PretrainedConfig) -> torch.dtype:
+    """Of the master weights."""
     wanted = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
     wanted = (config.dtype or "float32") if wanted == "auto" else wanted
-    dtype = wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted).removeprefix("torch."))
-    plan = settings.quant_plan(None if source is None else source.plan())
-    if plan is not None and size["sharded"]:
-        check_shardable(plan)
-    model = skeleton(config, dtype, get_peft_config(model_args), plan, settings.trust_remote_code)
+    return wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted).removeprefix("torch."))
+
+
+def describe(settings: Any, config: PretrainedConfig, model: nn.Module, **size: Any) -> Run:
+    """The run of a [`skeleton`]; `size` are fields of [`Run`] that the settings do not tell."""
     text, kept_whole = config.get_text_config(), settings.accelerator_config.gradient_accumulation_kwargs or {}
-    packed = settings.quantize_learner and settings.quant_kernel != "engine"
+    rows, engine = settings.per_device_train_batch_size, settings.vllm_tensor_parallel_size
+    try:
+        layer = decoder_layer(model, config, settings.quantize_learner)
+    except AttributeError as error:
+        raise UnknownSizes(
+            f"The layers of {type(model).__name__} are not those of the Llama family: {error}."
+        ) from error
+    gathers = settings.quantize_learner and settings.quant_kernel != "engine"
     return Run(
-        parameters=tuple(parameters(model, settings.optim_muon, packed and dtype == torch.float32)),
-        layer=decoder_layer(model, config, settings.quantize_learner),
+        parameters=parameters(model, settings.optim_muon, gathers),
+        layer=layer,
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
-        quantized=quantized(model),
-        synced=synced(model),
-        reference=settings.beta > 0 and not model_args.use_peft,
-        rows=settings.per_device_train_batch_size,
+        rows=rows,
         budget=settings.max_tokens_per_pass,
         checkpointing=settings.gradient_checkpointing,
         half=settings.bf16,
-        accumulates=settings.gradient_accumulation_steps > 1 and not kept_whole.get("sync_each_batch", True),
+        reference=settings.beta > 0 and not hasattr(model, "peft_config"),
+        late_reduction=settings.gradient_accumulation_steps > 1 and not kept_whole.get("sync_each_batch", True),
         utilization=settings.vllm_gpu_memory_utilization if settings.use_vllm else 0.0,
         served=settings.use_vllm and settings.vllm_mode == "server",
         sleep=settings.vllm_enable_sleep_mode,
-        engine_ranks=settings.vllm_tensor_parallel_size,
+        engine_ranks=engine,
+        sequences=rows * (settings.steps_per_generation or 1) * engine,
         **size,
     )
 
 
-def skeleton(
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    adapter: Any = None,
-    plan: Any = None,
-    trust_remote_code: bool = False,
-    **how: Any,
-) -> nn.Module:
+def skeleton(config: PretrainedConfig, dtype: torch.dtype, adapter: Any = None, plan: Any = None) -> nn.Module:
     """
     The model of `config` on the meta device, with master weights of `dtype`, peft's `adapter` and the low-bit layers of `plan`.
 
-    `how` goes to [`~qarl_trl.quant.apply_quantization`], which raises `ValueError` for what it cannot quantize.
+    `ValueError` for what cannot be quantized.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if adapter is not None:
         from peft import get_peft_model
 
         model = get_peft_model(model, adapter)
-    return model if plan is None else apply_quantization(model, plan, **how)
+    return model if plan is None else apply_quantization(model, plan)
 
 
-@dataclass(frozen=True)
-class Parameter:
+def parameters(model: nn.Module, muon: bool, gathers: bool = True) -> tuple[Parameter, ...]:
     """
-    One parameter: `(…)` shape, bytes per entry, the layer that FSDP2 gathers it with ("" outside of them), its optimizer.
+    The parameters of `model`, tied ones once, with the optimizer that `optim_muon=muon` gives each.
 
-    `scheme` is that of the quantized values which FSDP2 may gather instead of it, if any.
+    `gathers`: whether the learner's layers are such that FSDP2 gathers quantized values, from float32 master weights.
     """
-
-    name: str
-    shape: tuple[int, ...]
-    size: int
-    layer: str
-    optimizer: str  # "muon", "experts", "adamw", or "" for a frozen one
-    scheme: Any = None
-
-    @property
-    def entries(self) -> int:
-        return math.prod(self.shape)
-
-
-def parameters(model: nn.Module, muon: bool, packed: bool = True) -> list[Parameter]:
-    """The parameters of `model`, tied ones once, with the optimizer that `optim_muon=muon` gives each; `packed`: with schemes."""
     matrices, experts, _ = split_parameters(model) if muon else ([], {}, [])
-    chosen = dict.fromkeys(matrices, "muon") | dict.fromkeys(experts, "experts")
-    layers = tuple(f"{name}." for name, module in model.named_modules() if _is_layer(module))
-    quantized = [module for _, module in quantized_modules(model)] if packed else []
-    schemes = {id(getattr(module, name)): module.scheme for module in quantized for name in module.packed_parameters}
-    return [
+    optimizers = dict.fromkeys(matrices, "muon") | dict.fromkeys(experts, "experts")
+    layers = tuple(f"{n}." for n, module in model.named_modules() if type(module).__name__.endswith("DecoderLayer"))
+    low_bit: dict[int, dict[str, Any]] = {}
+    for _, module in quantized_modules(model):
+        names = {name: len(parts) for name, parts in PROJECTIONS.items()} if isinstance(module, QuantExperts) else {}
+        for name, parts in names.items() or [("weight", 1)]:
+            weight = getattr(getattr(module, "base_layer", module), name)
+            packed = gathers and name in module.packed_parameters and weight.dtype == torch.float32
+            pieces = weight.shape[0] * parts if names else 1  # a layer for each expert's projection
+            low_bit[id(weight)] = {"scheme": module.scheme, "pieces": pieces, "packed": packed}
+    return tuple(
         Parameter(
             name,
             tuple(param.shape),
             param.element_size(),
             next((layer for layer in layers if name.startswith(layer)), ""),
-            chosen.get(name, "adamw") if param.requires_grad else "",
-            schemes.get(id(param)),
+            optimizers.get(name, "adamw") if param.requires_grad else "",
+            **low_bit.get(id(param), {}),
         )
         for name, param in model.named_parameters()
-    ]
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("DecoderLayer")
-
-
-def low_bit_weights(model: nn.Module) -> Iterator[tuple[int, int, int, Any]]:
-    """Rows, columns, layers in the checkpoint and scheme of every low-bit weight of `model`."""
-    for _, module in quantized_modules(model):
-        if isinstance(module, QuantExperts):
-            for name, projections in PROJECTIONS.items():
-                experts, rows, columns = getattr(module, name).shape
-                yield experts * rows, columns, experts * len(projections), module.scheme
-        else:
-            yield module.out_features, module.in_features, 1, module.scheme
-
-
-def quantized(model: nn.Module) -> int:
-    """Bytes of the low-bit weights as the learner keeps them: all experts of a parameter are one."""
-    return sum(quantized_bytes(rows, columns, scheme) for rows, columns, _, scheme in low_bit_weights(model))
-
-
-def synced(model: nn.Module) -> int:
-    """Bytes of the checkpoint's tensors, which a weight sync moves and the engine keeps: low bits, and bfloat16 for the rest."""
-    low_bit = {id(param) for _, m in quantized_modules(model) for param in _quantized_parameters(m)}
-    plain = (p for n, p in model.named_parameters() if id(p) not in low_bit and "lora_" not in n)
-    packed = sum(
-        quantized_bytes(rows, columns, scheme, pieces) for rows, columns, pieces, scheme in low_bit_weights(model)
     )
-    return packed + sum(2 * param.numel() for param in plain)
-
-
-def _quantized_parameters(module: LowBitLayer) -> list[nn.Parameter]:
-    if isinstance(module, QuantExperts):
-        return [getattr(module, name) for name in PROJECTIONS]
-    return [getattr(module, "base_layer", module).weight]
 
 
 def decoder_layer(model: nn.Module, config: PretrainedConfig, low_bit_forward: bool) -> Layer:

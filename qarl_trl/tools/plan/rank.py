@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...quant.gathers import gathers_quantized
 from . import formulas
-
-
-if TYPE_CHECKING:
-    from .formulas import Layer
-    from .model import Parameter
+from .formulas import Layer
 
 
 GIB = 2**30
@@ -21,39 +16,70 @@ GIB = 2**30
 RESERVE = 4 * GIB
 # Of an awake engine beside weights and cache: its own passes of 4096 tokens and CUDA graphs. Assumed, not measured.
 ENGINE_WORK = 3 * GIB
-# DeepSpeed's defaults, in entries: `reduce_bucket_size` (in float32: `_compat.keep_float32`), `stage3_max_live_parameters`,
-# `sub_group_size`.
-ZERO3_BUCKET, ZERO3_LIVE, ZERO3_GROUP = 5 * 10**8, 10**9, 10**9
+# DeepSpeed's bucket for reductions and the weights that it keeps gathered, with its default settings. Assumed.
+ZERO3_BUFFERS = 4 * GIB
+# Bytes an entry of a matrix that Muon steps: the copies of its Newton-Schulz iteration.
+MUON_WORK = 12
+# GPUs of a machine, whose processes share its memory.
+MACHINE = 8
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """
+    One parameter of the policy.
+
+    Attributes:
+        shape (`tuple[int, ...]`), size (`int`): Whole shape, and bytes per entry of the master weight.
+        layer (`str`): The decoder layer that FSDP2 gathers it with, `""` outside of them.
+        optimizer (`str`): `"muon"`, `"experts"` (Muon in place), `"adamw"`, or `""` for a frozen one.
+        scheme (`QuantizationScheme`, *optional*): Of its low-bit weight, if it has one.
+        pieces (`int`): Layers that a checkpoint stores it as.
+        packed (`bool`): Whether FSDP2 may gather its quantized values instead of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    layer: str
+    optimizer: str
+    scheme: Any = None
+    pieces: int = 1
+    packed: bool = False
+
+    @property
+    def entries(self) -> int:
+        return math.prod(self.shape)
+
+    def quantized(self, ranks: int = 1, pieces: int = 1) -> int:
+        """Bytes of its low-bit weight, or of the rows of each of `ranks`; 0 without a scheme."""
+        rows = math.prod(self.shape[:-1]) // ranks
+        return 0 if self.scheme is None else formulas.quantized_bytes(rows, self.shape[-1], self.scheme, pieces)
 
 
 @dataclass(frozen=True)
 class Run:
     """
-    A run in numbers. Bytes where nothing else is said.
+    A run in numbers, bytes where nothing else is said.
 
     Attributes:
-        parameters (`tuple[Parameter, ...]`): Of the policy.
-        layer (`Layer`), layers, vocabulary (`int`): Of its forward.
-        quantized values, synced (`int`): All low-bit weights, a weight sync.
-        reference (`bool`): Whether there is a second, frozen model (beta > 0 without LoRA).
-        ranks (`int`), sharded (`bool`), memory (`int`): GPUs (of one copy under HSDP), whether each has a part, bytes of each.
+        parameters (`tuple[Parameter, ...]`), layer (`Layer`), layers, vocabulary (`int`): Of the policy and its forward.
+        ranks (`int`), replicas (`int`): GPUs of one copy of the model, and copies under HSDP.
+        sharded, zero3 (`bool`): Whether each rank has a part of every parameter, and whether DeepSpeed ZeRO-3 cuts, not FSDP2.
+        memory (`int`): Of each GPU.
         rows, tokens (`int`): Of a micro-batch, and of the longest row.
         budget (`int`, *optional*): `max_tokens_per_pass`.
-        checkpointing, half (`bool`): Gradient checkpointing, 16-bit computation.
-        utilization (`float`), sleep (`bool`), engine_ranks (`int`): Of the engine; utilization 0 is none.
-        accumulates (`bool`): Whether FSDP2 reduces after the last of several micro-batches (`sync_each_batch: false`).
-        served (`bool`): Whether the engine is a server, which has GPUs of its own, of `memory` too.
-        zero3 (`bool`): Sharded by DeepSpeed ZeRO-3, not FSDP2.
-        replicas (`int`): Copies under HSDP, of `ranks` GPUs each.
+        checkpointing, half, reference (`bool`): Gradient checkpointing, 16-bit computation, a frozen second model.
+        late_reduction (`bool`): Whether FSDP2 reduces gradients after the last of several micro-batches (`sync_each_batch: false`).
+        utilization (`float`), sleep, served (`bool`), engine_ranks (`int`): Of the engine; utilization 0 is none. A server has
+            GPUs of its own, of `memory` too.
+        sequences (`int`): That an engine is given at once.
     """
 
     parameters: tuple[Parameter, ...]
     layer: Layer
     layers: int
     vocabulary: int
-    quantized: int
-    synced: int
-    reference: bool
     ranks: int
     sharded: bool
     memory: int
@@ -65,7 +91,9 @@ class Run:
     utilization: float
     sleep: bool
     engine_ranks: int
-    accumulates: bool = False
+    sequences: int = 1
+    reference: bool = False
+    late_reduction: bool = False
     served: bool = False
     zero3: bool = False
     replicas: int = 1
@@ -84,7 +112,14 @@ class Run:
         """Whether an engine shares these GPUs."""
         return self.utilization > 0 and not self.served
 
+    @property
+    def synced(self) -> int:
+        """Bytes of the checkpoint's tensors, which a weight sync moves and the engine keeps: low bits, bfloat16 for the rest."""
+        own = (p for p in self.parameters if "lora_" not in p.name)
+        return sum(p.quantized(pieces=p.pieces) if p.scheme else 2 * p.entries for p in own)
+
     def entries(self, parameter: Parameter) -> int:
+        """Entries of a parameter on this rank."""
         if self.zero3:  # flat pieces
             return math.ceil(parameter.entries / self.ranks)
         return formulas.shard_entries(parameter.shape, self.ranks if self.sharded else 1)
@@ -94,48 +129,30 @@ class Run:
         return 4 if self.zero3 else parameter.size
 
     def own_quantized(self, parameter: Parameter) -> int:
-        """Bytes of the low-bit rows that each rank holds of a parameter, and FSDP2 gathers; 0 where it gathers weights."""
-        scheme = parameter.scheme
-        if (
-            not self.sharded
-            or self.zero3
-            or scheme is None
-            or not gathers_quantized(parameter.shape, self.ranks, scheme)
-        ):
+        """Bytes of the low-bit rows that this rank holds and FSDP2 gathers; 0 where it gathers weights."""
+        gathered = parameter.packed and self.sharded and not self.zero3
+        if not gathered or not gathers_quantized(parameter.shape, self.ranks, parameter.scheme):
             return 0
-        return formulas.quantized_bytes(math.prod(parameter.shape[:-1]) // self.ranks, parameter.shape[-1], scheme)
+        return parameter.quantized(self.ranks)
 
 
 def resident(run: Run) -> dict[str, int]:
     """Bytes that stay between the steps of a run, from its first update on."""
-    own = [(p, run.entries(p)) for p in run.parameters]
-    master_weights = sum(entries * run.size(p) for p, entries in own)
-    state = sum(_state(p, entries, run.size(p)) for p, entries in own)
-    quantized = [
-        (formulas.quantized_bytes(math.prod(p.shape[:-1]), p.shape[-1], p.scheme), run.own_quantized(p))
-        for p in run.parameters
-        if run.own_quantized(p)
-    ]
-    items = {"master_weights": master_weights, "optimizer state": state}
+    master_weights = sum(run.entries(p) * run.size(p) for p in run.parameters)
+    trained = [p for p in run.parameters if p.optimizer]
+    state = sum(formulas.optimizer_bytes(run.entries(p), run.size(p), 1, p.optimizer) for p in trained)
+    items = {
+        "master weights": gradients(run) if run.zero3 else master_weights,
+        "optimizer state": state,
+        "quantized values (whole)": sum(p.quantized() for p in run.parameters if not run.own_quantized(p)),
+        "quantized values (own rows)": sum(run.own_quantized(p) for p in run.parameters),
+        "reference model": master_weights * run.reference,
+        "buckets of DDP": gradients(run) if run.ranks > 1 and not run.sharded else 0,
+    }
     if run.zero3:
-        items["master_weights"] = gradients(run)
-        items["weights to gather"] = run.compute * sum(entries for _, entries in own)
+        items["weights to gather"] = run.compute * sum(map(run.entries, run.parameters))
         items["gradients (kept)"] = gradients(run)
-        items["bucket of DeepSpeed"] = 4 * ZERO3_BUCKET
-    items["quantized values (whole)"] = run.quantized - sum(whole for whole, _ in quantized)
-    items |= {"quantized values (own rows)": sum(own for _, own in quantized)}
-    if run.reference:
-        items["reference model"] = master_weights
-    if run.ranks > 1 and not run.sharded:
-        items["buckets of DDP"] = gradients(run)
     return {name: size for name, size in items.items() if size}
-
-
-def _state(parameter: Parameter, entries: int, size: int) -> int:
-    if not parameter.optimizer:
-        return 0
-    kind = "adamw" if parameter.optimizer == "adamw" else "muon"
-    return formulas.optimizer_bytes(entries, size, 1, kind)
 
 
 def gradients(run: Run) -> int:
@@ -145,7 +162,7 @@ def gradients(run: Run) -> int:
 
 def accumulated(run: Run) -> int:
     """Bytes of the gradients before the last micro-batch of an update: whole and in float32 where FSDP2 reduces after it."""
-    if run.sharded and not run.zero3 and run.accumulates:
+    if run.sharded and not run.zero3 and run.late_reduction:
         return 4 * sum(p.entries for p in run.parameters if p.optimizer)
     return gradients(run)
 
@@ -156,18 +173,15 @@ def pass_tokens(run: Run) -> int:
     return whole * run.tokens
 
 
-def activations(run: Run) -> dict[str, int]:
-    """Bytes of a micro-batch when its backward begins."""
-    layer = formulas.layer_saved(run.layer, run.residual, run.compute)
+def activations(run: Run) -> int:
+    """Bytes that a micro-batch has saved when its backward begins."""
     head = formulas.head_saved(run.layer.hidden, run.layer.head_dim, run.residual)
-    tokens = run.rows * run.tokens
-    if not run.checkpointing:
-        found = {"activations": int(tokens * (run.layers * layer + head))}
-        if run.layer.mlp is None and run.residual != run.compute:  # autocast's copies of the weights, which are saved
-            found["weights in bfloat16"] = run.compute * sum(p.entries for p in run.parameters if p.layer)
-        return found
-    saved = tokens * (run.layers * run.residual * run.layer.hidden + head)
-    return {"activations": int(saved)}
+    if run.checkpointing:
+        return int(run.rows * run.tokens * (run.layers * run.residual * run.layer.hidden + head))
+    layer = formulas.layer_saved(run.layer, run.residual, run.compute)
+    casts = run.layer.mlp is None and run.residual != run.compute  # autocast's copies of the weights are saved
+    weights = run.compute * sum(p.entries for p in run.parameters if p.layer) if casts else 0
+    return int(run.rows * run.tokens * (run.layers * layer + head)) + weights
 
 
 def backward_work(run: Run) -> int:
@@ -191,33 +205,23 @@ def backward_work(run: Run) -> int:
     layer += largest * 2 * run.compute  # what it multiplied by, and the product that is its gradient
     if not run.sharded:
         return int(max(head, layer + 4 * largest * (run.compute < 4)))
+    # Two layers gathered, the gradient of one, and that in float32 to be reduced.
     sums: dict[str, int] = {}
     for p in run.parameters:
-        # Two layers gathered, the gradient of one, and that in float32 to be reduced.
         gathered = run.own_quantized(p) * run.ranks or p.entries * run.compute
         sums[p.layer] = sums.get(p.layer, 0) + 2 * gathered + p.entries * (run.compute + 4)
     sums.pop("", 0)
-    if run.zero3:  # what its next turn is near for stays gathered
-        live = min(ZERO3_LIVE, sum(p.entries for p in run.parameters))
-        sums["live"] = live * run.compute + max(p.entries for p in run.parameters) * (run.compute + 4)
     # What is outside of the layers is gathered from the forward to the end of the backward, when its gradient is reduced.
     outside = sum(p.entries for p in run.parameters if not p.layer)
-    layer += max(sums.values())
-    return int(2 * run.compute * outside + max(head, layer, 4 * outside))
+    return int(2 * run.compute * outside + max(head, layer + max(sums.values()), 4 * outside))
 
 
 def step_work(run: Run) -> int:
     """Bytes that come and go in the optimizer's step: AdamW's square roots (of all its entries at once), Muon's matrix."""
     adamw = 4 * sum(run.entries(p) for p in run.parameters if p.optimizer == "adamw")
-    if run.zero3:  # a copy of some gradients at a time; the Trainer's AdamW is fused, without square roots
-        return min(adamw, 4 * ZERO3_GROUP)
-    ranks = run.ranks if run.sharded else 1
-    muon = [
-        formulas.muon_work(p.entries, ranks, p.optimizer == "experts")
-        for p in run.parameters
-        if p.optimizer in ("muon", "experts")
-    ]
-    return max(adamw, *muon, 0)
+    # A matrix is gathered first. Experts are stepped where they are, in passes that are small beside it.
+    matrix = max((p.entries for p in run.parameters if p.optimizer == "muon"), default=0)
+    return max(adamw, matrix * (MUON_WORK + 4 * (run.sharded and run.ranks > 1)))
 
 
 def sync_work(run: Run) -> int:
@@ -236,12 +240,6 @@ def engine_budget(run: Run) -> int:
     return int(run.utilization * run.memory)
 
 
-def checkpoint_bytes(run: Run) -> int:
-    """Bytes of a whole training checkpoint: what is trained (of LoRA the adapter), the optimizer's state, the low-bit model."""
-    whole = replace(run, sharded=False, zero3=False)
-    return gradients(whole) + resident(whole).get("optimizer state", 0) + run.synced
-
-
 def cache_tokens(run: Run) -> int:
     """Tokens of the engine's key-value cache; below zero when not even its weights fit."""
     free = engine_budget(run) - engine_weights(run) - ENGINE_WORK
@@ -249,9 +247,27 @@ def cache_tokens(run: Run) -> int:
     return free // formulas.cache_bytes(run.layers, layer.kv_heads, layer.head_dim, run.engine_ranks)
 
 
+def checkpoint_bytes(run: Run) -> int:
+    """Bytes of a whole training checkpoint: what is trained (of LoRA the adapter), the optimizer's state, the low-bit model."""
+    whole = replace(run, sharded=False, zero3=False)
+    return gradients(whole) + resident(whole).get("optimizer state", 0) + run.synced
+
+
+def host_bytes(run: Run) -> int:
+    """
+    Bytes of a machine's own memory while the model loads: every process holds it, under FSDP2 one of a machine does.
+
+    0 under ZeRO-3, which loads in pieces.
+    """
+    copies = 1 if run.sharded else min(run.ranks, MACHINE)
+    return 0 if run.zero3 else copies * sum(p.entries * p.size for p in run.parameters)
+
+
 def moments(run: Run) -> dict[str, dict[str, int]]:
     """The items of the four largest moments: "rollout", "sync", "backward" and "optimizer step"."""
     stays = resident(run) | {"reserve (assumed)": RESERVE}
+    if run.zero3:
+        stays["DeepSpeed's buffers (assumed)"] = ZERO3_BUFFERS
     awake = {"engine": engine_budget(run)} if run.beside else {}
     learning = stays if run.sleep else stays | awake
     found = {}
@@ -261,7 +277,8 @@ def moments(run: Run) -> dict[str, dict[str, int]]:
         weights = {"engine weights": engine_weights(run)} if awake and run.sleep else awake
         found["sync"] = stays | weights | {"largest parameter": sync_work(run)}
     before, after = ({}, {}) if run.zero3 else ({"gradients": accumulated(run)}, {"gradients": gradients(run)})
-    found["backward"] = learning | before | activations(run) | {"work of a layer or the head": backward_work(run)}
+    backward = {"activations": activations(run), "work of a layer or the head": backward_work(run)}
+    found["backward"] = learning | before | backward
     found["optimizer step"] = learning | after | {"work of the optimizer": step_work(run)}
     return found
 
@@ -273,30 +290,5 @@ def peaks(run: Run) -> dict[str, int]:
 
 def best_utilization(run: Run) -> float:
     """The largest `vllm_gpu_memory_utilization`, in steps of 0.05, that every moment leaves room for; 0.0 for none."""
-    return max(
-        (u / 100 for u in range(5, 95, 5) if max(peaks(replace(run, utilization=u / 100)).values()) <= run.memory),
-        default=0.0,
-    )
-
-
-def changes(run: Run) -> Iterator[tuple[str, Run]]:
-    """Settings that save memory, by the field to change, with the run that results."""
-    if run.beside and not run.sleep:
-        yield "vllm_enable_sleep_mode: true", replace(run, sleep=True)
-    if (best := run.beside and best_utilization(run)) and best < run.utilization:
-        yield f"vllm_gpu_memory_utilization: {best:g}", replace(run, utilization=best)
-    if not run.checkpointing:
-        yield "gradient_checkpointing: true", replace(run, checkpointing=True)
-    if accumulated(run) > gradients(run):
-        yield "sync_each_batch: true (in accelerator_config; the default)", replace(run, accumulates=False)
-    if run.budget is None or run.budget > run.tokens:
-        yield f"max_tokens_per_pass: {run.tokens}", replace(run, budget=run.tokens)
-    if run.rows > 1:
-        yield "per_device_train_batch_size: 1 (and more gradient_accumulation_steps)", replace(run, rows=1)
-    if run.ranks > 1 and not run.sharded:
-        yield "--sharding fsdp2 (recipes/accelerate/fsdp2.yaml)", replace(run, sharded=True)
-    if run.replicas > 1:
-        yield "--replicas 1", replace(run, ranks=run.ranks * run.replicas, sharded=True, replicas=1)
-    elif run.sharded or run.ranks == 1:
-        kind = "ZeRO-3" if run.zero3 else "FSDP2"
-        yield f"--gpus {2 * run.ranks} with {kind}", replace(run, ranks=2 * run.ranks, sharded=True)
+    tried = (u / 100 for u in range(5, 95, 5))
+    return max((u for u in tried if max(peaks(replace(run, utilization=u)).values()) <= run.memory), default=0.0)

@@ -15,7 +15,8 @@ from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
 from qarl_trl.quant.state_dict import iter_low_bit_weights
 from qarl_trl.tools.plan import formulas
 from qarl_trl.tools.plan import model as meta
-from qarl_trl.tools.plan.rank import Run, activations, backward_work
+from qarl_trl.tools.plan.rank import activations, backward_work, resident
+from tools.plan.runs import example_run
 
 
 SCHEMES = [(name, size) for name, row in SUPPORTED.items() for size in (row.group_sizes or (None,))]
@@ -37,13 +38,12 @@ def test_quantized_bytes(name, group_size):
 def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme):
     model = apply_quantization(make_model(kind), scheme)
     config = model.config
-    skeleton = meta.skeleton(config, torch.float32, plan=scheme)
+    run = example_run(meta.skeleton(config, torch.float32, plan=scheme), config, False)
     stream = list(iter_low_bit_weights(model))
-    assert meta.synced(skeleton) == nbytes(t for _, t in stream)
+    assert run.synced == nbytes(t for _, t in stream)
     real = [w for _, m in quantized_modules(model) for w in m.last_low_bits().values()]
-    assert meta.quantized(skeleton) == sum(weight.num_bytes() for weight in real)
-    found = meta.parameters(skeleton, muon=False)
-    assert sum(p.entries * p.size for p in found) == nbytes(model.parameters())
+    assert resident(run)["quantized values (whole)"] == sum(weight.num_bytes() for weight in real)
+    assert resident(run)["master weights"] == nbytes(model.parameters())
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -199,36 +199,14 @@ def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
 
     update(64, 1)  # gradients and quantized values
     for tokens, passes in ((1024, 1), (1024, 2)):
-        run = example(model, passes, tokens, checkpointing)
+        run = example_run(
+            model, model.config, False, rows=passes, tokens=tokens, budget=tokens, checkpointing=checkpointing
+        )
         measured = peak_bytes(lambda passes=passes: update(1024, passes))
-        expected = sum(activations(run).values()) + backward_work(run)
+        expected = activations(run) + backward_work(run)
         print("peak", kind, scheme, checkpointing, tile, passes, measured, expected)
         assert measured == pytest.approx(expected, rel=0.2 if checkpointing and passes == 2 else 0.1)
     wrong = replace(run, checkpointing=False) if checkpointing else replace(run, layers=run.layers // 2)
-    control = sum(activations(wrong).values()) + backward_work(wrong)
+    control = activations(wrong) + backward_work(wrong)
     print("control", control)
     assert measured != pytest.approx(control, rel=0.2 if checkpointing else 0.1)
-
-
-def example(model, rows, tokens, checkpointing):
-    config = model.config
-    return Run(
-        parameters=tuple(meta.parameters(model, muon=False)),
-        layer=meta.decoder_layer(model, config, low_bit_forward=True),
-        layers=config.num_hidden_layers,
-        vocabulary=config.vocab_size,
-        quantized=0,
-        synced=0,
-        reference=False,
-        ranks=1,
-        sharded=False,
-        memory=0,
-        rows=rows,
-        tokens=tokens,
-        budget=tokens,
-        checkpointing=checkpointing,
-        half=True,
-        utilization=0.0,
-        sleep=True,
-        engine_ranks=1,
-    )

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ...config import QaRLConfig
 from ...export import save_low_bit
@@ -26,7 +25,7 @@ from ...rollout.cpu import choose_arithmetic
 from ...rollout.cpu_ops import use_engine_ops
 from ...rollout.gemm import GEMMS
 from ..evaluate.sample import prompt_seed, start_engine
-from .findings import FAIL, OK, PLAIN, WARN, Finding
+from .findings import FAIL, OK, WARN, Finding
 
 
 LIMIT_S = 1800  # of an engine's process: start, prompts, end
@@ -43,20 +42,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Mismatch:
     """Nats per token; `NaN` where a run has no such part."""
 
     tokens: int  # that the low-bit engine sampled (without a scheme: the bf16 engine)
     floor: float  # bf16 engine and bf16 learner
     weights: float = torch.nan  # Q(W) and W, in one float32 model
     activations: float = torch.nan  # low-bit forward and Q(W), in one float32 model
-    sampling: float = 0.0  # what top_p, top_k, min_p leave out of the distribution that the learner scores
     rollout_only: float = torch.nan  # low-bit engine and bf16 learner
     aligned: float = torch.nan  # low-bit engine and low-bit learner
 
 
-def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]], tokens: int) -> Budget:
-    """Measure with the model in `folder` and `prompts` as token ids, up to `tokens` sampled after each; see [`Budget`]."""
+def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]], tokens: int) -> Mismatch:
+    """Measure with the model in `folder` and `prompts` as token ids, up to `tokens` sampled after each; see [`Mismatch`]."""
     choose_arithmetic()
     settings = engine_settings(args, max(map(len, prompts)) + tokens)
     engine = (settings, prompts, tokens, args.temperature)
@@ -70,14 +68,13 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]], tokens:
         model.to(args.device)
         with torch.autocast(args.device.type, torch.bfloat16):
             floor = _logp_diff(_engine(samples), _learner(model, samples, args.temperature, "bf16 floor"))
-        left_out = _left_out(model, samples, args)
         if not args.quantized:
-            return Budget(len(_engine(samples)), floor, sampling=left_out)
+            return Mismatch(len(_engine(samples)), floor)
         samples = in_fresh_process("the low-bit engine", sample, low_bit, *engine, limit_s=LIMIT_S)
     weights, activations, rollout_only = _parts(model, samples, args)
     del model
     aligned = _logp_diff(_engine(samples), _aligned(_load(folder).to(args.device), samples, args))
-    return Budget(len(_engine(samples)), floor, weights, activations, left_out, rollout_only, aligned)
+    return Mismatch(len(_engine(samples)), floor, weights, activations, rollout_only, aligned)
 
 
 def engine_settings(args: QaRLConfig, longest: int) -> dict[str, Any]:
@@ -157,74 +154,31 @@ def log_probs(model: PreTrainedModel, ids: Tensor, temperature: float = 1.0) -> 
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None].to(logits.device)).squeeze(-1)
 
 
-@torch.no_grad()
-def _left_out(model: PreTrainedModel, samples: list[Sample], args: QaRLConfig) -> float:
-    """
-    How far the engine's log-probs are above the learner's because the engine renormalizes over the tokens that it kept.
-
-    `-log(mass kept)` is the same for every kept token of a position.
-    """
-    filters = sampling_filters(args)
-    if not filters:
-        return 0.0
-    found = []
-    for row in samples:
-        ids = torch.tensor([row.prompt + row.answer], device=args.device)
-        logits = model(input_ids=ids).logits[0, len(row.prompt) - 1 : -1].float() / args.temperature
-        found.append(left_out(logits, filters))
-    return torch.cat(found).mean().item()
-
-
-def sampling_filters(args: QaRLConfig) -> list[Any]:
-    """transformers' form of the run's `top_k`, `top_p` and `min_p`; none where they keep every token."""
-    filters: list[Any] = [TopKLogitsWarper(args.top_k)] if (args.top_k or 0) > 0 else []
-    filters += [TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
-    return filters + ([MinPLogitsWarper(args.min_p)] if args.min_p else [])
-
-
-def left_out(logits: Tensor, filters: Sequence[Any]) -> Tensor:
-    """`-log` of the probability mass that `filters` keep of each row of `logits`, `(N, V)`."""
-    kept = logits
-    for keep in filters:
-        kept = keep(None, kept)
-    return -(logits.softmax(-1) * kept.isfinite()).sum(-1).log()
-
-
 def _logp_diff(one: Tensor, other: Tensor) -> float:
     return (one - other).abs().mean().item()
 
 
-def describe(budget: Budget, args: QaRLConfig) -> list[Finding]:
-    """The table with its verdict and what follows from it."""
-    b, scheme = budget, args.quant_name
-    rows = [("kernel floor", b.floor, "bf16 engine against bf16 learner")]
+def describe(found: Mismatch, args: QaRLConfig) -> list[Finding]:
+    """The parts and what follows from them."""
+    rows = [("kernel floor", found.floor, "bf16 engine against bf16 learner")]
     if args.quantized:
         rows += [
-            ("weight quantization", b.weights, "rounded weights against the master weights, float32"),
-            ("activation quantization", b.activations, "what rounding the layers' inputs adds, float32"),
+            ("weights", found.weights, "rounded weights against the master weights, float32"),
+            ("activations", found.activations, "what rounding the layers' inputs adds, float32"),
+            (
+                "quantized rollout",
+                found.rollout_only,
+                f"{args.quant_name} engine, bf16 learner (quantize_learner: false)",
+            ),
+            ("QaRL", found.aligned, f"{args.quant_name} engine, {args.quant_name} learner"),
         ]
-    rows.append(("sampling parameters", b.sampling, _in_words(args)))
-    if args.quantized:
-        rows += [
-            ("quantized rollout", b.rollout_only, f"{scheme} engine against bf16 learner (quantize_learner: false)"),
-            ("QaRL", b.aligned, f"{scheme} engine against {scheme} learner"),
-            ("removed by the learner", b.rollout_only - b.aligned, f"{1 - b.aligned / b.rollout_only:.1%}"),
-        ]
-    lines = [Finding(PLAIN, name, f"{value:9.2e}  {text}") for name, value, text in rows]
-    return [*lines, *sampling_warning(budget), verdict(budget, args)]
+    lines = [Finding(OK, name, f"{value:.2e}, {text}") for name, value, text in rows]
+    return [*lines, verdict(found, args)]
 
 
-def sampling_warning(budget: Budget) -> list[Finding]:
-    """For sampling parameters that cost more than kernels do."""
-    if budget.sampling <= max(budget.floor, 1e-4):
-        return []
-    text = f"top_p, top_k or min_p cost {budget.sampling:.1e}, more than kernels do, and no learner removes it: sample with 1, 0, 0"
-    return [Finding(WARN, "sampling", text)]
-
-
-def verdict(budget: Budget, args: QaRLConfig) -> Finding:
+def verdict(found: Mismatch, args: QaRLConfig) -> Finding:
     """What to make of the numbers. A mismatch of the learner that is no floor of kernels is a failure or, if expected, a warning."""
-    b, times = budget, lambda logp_diff: f"{logp_diff / max(budget.floor, 1e-9):.1f} times the floor"
+    b, times = found, lambda logp_diff: f"{logp_diff / max(found.floor, 1e-9):.1f} times the floor"
     if not args.quantized:
         return Finding(OK, "verdict", f"no scheme: the mismatch to expect is the floor, {b.floor:.1e}")
     limit = f"mismatch_abort_threshold: {3 * max(b.aligned, 1e-6):.1g} is three times the mismatch"
@@ -239,10 +193,3 @@ def verdict(budget: Budget, args: QaRLConfig) -> Finding:
     text = f"{times(b.aligned)}. With quantized activations that is expected where engine and learner round at "
     text += f"different places (docs/numerics.md); a weight-only scheme (W4A16) reaches the floor. {limit}"
     return Finding(WARN, "verdict", text)
-
-
-def _in_words(args: QaRLConfig) -> str:
-    given = f"temperature {args.temperature:g} (the learner divides by it too)"
-    filters = {"top_p": args.top_p < 1, "top_k": (args.top_k or 0) > 0, "min_p": bool(args.min_p)}
-    changed = ", ".join(f"{name} {getattr(args, name):g}" for name, on in filters.items() if on)
-    return f"{given}, {changed or 'every token kept'}"
