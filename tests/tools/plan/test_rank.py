@@ -120,36 +120,6 @@ def test_8b_by_hand_under_zero3(eight_billion):
     assert max(rank.peaks(zero3).values()) > max(rank.peaks(fsdp2).values())
 
 
-def test_the_second_rollout_of_8b_on_one_h200_is_what_does_not_fit(eight_billion):
-    alone = replace(eight_billion, memory=139 * rank.GIB, rows=1)
-    over = [name for name, size in rank.peaks(alone).items() if size > alone.memory]
-    assert over == ["rollout"]
-    best = rank.best_utilization(alone)
-    assert 0.3 <= best <= 0.45
-
-
-@pytest.mark.parametrize(
-    ("change", "moment"),
-    [
-        ({"checkpointing": False}, "backward"),
-        ({"sleep": False}, "backward"),
-        ({"reference": True}, "rollout"),
-        ({"rows": 8}, "backward"),
-        ({"utilization": 0.6}, "rollout"),
-        ({"ranks": 8}, "rollout"),  # the buckets of DDP
-    ],
-)
-def test_what_costs_memory(eight_billion, change, moment):
-    assert rank.peaks(replace(eight_billion, **change))[moment] > rank.peaks(eight_billion)[moment]
-
-
-def test_fewer_tokens_in_a_pass_cost_less_in_the_layer_that_is_computed_again(eight_billion):
-    padded, short = replace(eight_billion, budget=None), eight_billion
-    assert rank.pass_tokens(padded) == 4 * 18432 and rank.pass_tokens(short) == 18432
-    assert rank.backward_work(padded) > rank.backward_work(short)
-    assert rank.activations(padded) == rank.activations(short)
-
-
 def test_sizes_of_temporaries_are_those_of_the_code():
     from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
