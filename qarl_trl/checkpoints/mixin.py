@@ -23,7 +23,7 @@ from ..quant.names import is_peft_model
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from .folder import INCOMING, commit, finished, rotate
 from .lock import holding
-from .resume import from_first, identity_of, resume_path
+from .resume import identity_of, on_first, resume_path
 from .signals import StopOnSignal
 
 
@@ -60,7 +60,8 @@ class CheckpointMixin:
             self._identity = identity_of(self)
         with ExitStack() as stack:
             checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
-            self._lock_output_dir(stack)
+            # Until this call ends, by the first process; all refuse when another run has it.
+            on_first(self.args, lambda: stack.enter_context(holding(Path(self.args.output_dir))))
             self._signals = signals = StopOnSignal(self._any_process)
             self.add_callback(signals)
             stack.callback(self.remove_callback, signals)
@@ -77,18 +78,6 @@ class CheckpointMixin:
                     f"The run stopped after {self.state.global_step} updates. The last complete checkpoint: {last}."
                 )
                 raise
-
-    def _lock_output_dir(self, stack: ExitStack) -> None:
-        """Until `stack` ends, by the first process; all refuse when another run has it."""
-        refusal = None
-        if self.args.process_index == 0:
-            try:
-                stack.enter_context(holding(Path(self.args.output_dir)))
-            except (ValueError, OSError) as error:
-                refusal = error
-        (refusal,) = from_first(self.args, [refusal])
-        if refusal:
-            raise refusal
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
@@ -142,7 +131,8 @@ class CheckpointMixin:
             if self.args.should_save:
                 self.state.save_to_json(str(incoming / name / TRAINER_STATE_NAME))
                 commit(incoming / name, output_dir / name, processes=self.args.world_size, **(self._identity or {}))
-                rotate(output_dir, self.args.save_total_limit, self._being_pushed | self._best_checkpoint)
+                kept = [folder for folder in (self.state.best_model_checkpoint, *self._being_pushed) if folder]
+                rotate(output_dir, self.args.save_total_limit, [Path(folder) for folder in kept])
                 shutil.rmtree(incoming, ignore_errors=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
@@ -154,10 +144,6 @@ class CheckpointMixin:
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(output_dir / name))
-
-    @property
-    def _best_checkpoint(self) -> set[Path]:
-        return {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
 
     def _finalize_training(self, *args: Any) -> Any:
         """The Trainer's, which with a limit of one deletes every `checkpoint-*` but the best, whoever wrote it."""

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,24 +51,30 @@ def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str
         ValueError, OSError: when there is none, when it is damaged or cannot be read, when it is of another model, scheme or
             tokenizer, or when it cannot be resumed; as `check_shared`.
     """
+
+    def choose() -> str | None:
+        found = _find(str(wish or "false"), Path(args.output_dir))
+        if found:
+            _check_resumable(Path(found), args, identity or {})
+        return found
+
     check_shared(args)
-    found, error = None, None
+    return on_first(args, choose)
+
+
+def on_first(args: QaRLConfig, decide: Callable[[], Any]) -> Any:
+    """What `decide` returns in the first process, on all of them; also its `ValueError` or `OSError`."""
+    result, error = None, None
     if args.process_index == 0:
         try:
-            found = _find(str(wish or "false"), Path(args.output_dir))
-            if found:
-                _check_resumable(Path(found), args, identity or {})
+            result = decide()
         except (ValueError, OSError) as refusal:
             error = refusal
-    found, error = from_first(args, [found, error])
+    if args.world_size > 1:
+        result, error = broadcast_object_list([result, error])
     if error:
         raise error
-    return found
-
-
-def from_first(args: QaRLConfig, values: list[Any]) -> list[Any]:
-    """`values` of the first process, on all of them."""
-    return broadcast_object_list(values) if args.world_size > 1 else values
+    return result
 
 
 def check_shared(args: QaRLConfig) -> None:
@@ -81,19 +87,17 @@ def check_shared(args: QaRLConfig) -> None:
     """
     if args.world_size == 1 or args.save_strategy == "no" or args.save_only_model or args.save_on_each_node:
         return
-    folder, error = Path(args.output_dir), None
-    probe = folder / f"_shared_{uuid4().hex}"
-    if args.process_index == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-        except OSError as failure:
-            error = failure
-    name, error = from_first(args, [probe.name, error])
-    if error:
-        raise error
+    folder = Path(args.output_dir)
+
+    def leave() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"_shared_{uuid4().hex}"
+        file.touch()
+        return file.name
+
+    probe = folder / on_first(args, leave)
     end = time.monotonic() + PATIENCE  # network file systems remember for a while that a file is not there
-    while not (seen := os.path.exists(folder / name)) and time.monotonic() < end:
+    while not (seen := os.path.exists(probe)) and time.monotonic() < end:
         time.sleep(0.2)
     blind = [rank for rank, sees in enumerate(gather_object([seen])) if not sees]
     if args.process_index == 0:

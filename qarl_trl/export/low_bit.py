@@ -162,10 +162,8 @@ def _save_configs(model: nn.Module, tokenizer: Any | None, quant_config: dict[st
     config = copy.deepcopy(model.config)
     config.dtype = torch.bfloat16
     config.architectures = [type(model).__name__]
+    config.quantization_config = quant_config
     config.save_pretrained(folder)
-    file = folder / "config.json"
-    content = json.loads(file.read_text()) | {"quantization_config": quant_config}
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
