@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 DESCRIPTION = """One HTML page of what runs logged, side by side: a verdict, plots, and examples of completions. A RUN is the
-output_dir of a QaRLTrainer or of TRL's GRPOTrainer with a trainer_state.json (at the top or in a checkpoint-*), or a folder
-with a log.json. NAME=RUN gives it another name than the folder's."""
+output_dir of a QaRLTrainer or of TRL's GRPOTrainer with a trainer_state.json (at the top or in a checkpoint-*). NAME=RUN gives it another name than the
+folder's."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

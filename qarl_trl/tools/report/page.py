@@ -94,7 +94,10 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> str:
     rows["held out, last"] = [_number(run.values("eval_reward")[-1:]) for run in runs]
     rows["mismatch, mean"] = [_number(run.values("mismatch/logp_diff_mean")) for run in runs]
     rows["seconds an update"] = [_seconds(run) for run in runs]
-    rows |= {f"<code>{escape(name)}</code>": list(map(escape, row)) for name, row in differing(runs).items()}
+    rows |= {
+        f"<code>{escape(name)}</code>": list(map(escape, row))
+        for name, row in differing([run.settings for run in runs]).items()
+    }
     lines = [f"<tr><th>{name}</th><td>{'</td><td>'.join(row)}</td></tr>" for name, row in rows.items() if any(row)]
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 

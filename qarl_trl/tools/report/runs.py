@@ -82,7 +82,7 @@ def _combine(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def read_run(given: str) -> Run:
     """
-    Read `FOLDER` or `NAME=FOLDER`: a `trainer_state.json`, at the top or in a `checkpoint-*`, or a `log.json`.
+    Read `FOLDER` or `NAME=FOLDER`, which has a `trainer_state.json`, at the top or in a `checkpoint-*`.
 
     Raises:
         ValueError: If the folder is missing, has no log, or logged nothing.
@@ -92,33 +92,21 @@ def read_run(given: str) -> Run:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")
-    log = [
-        row for row in _read_log(folder) if isinstance(row, dict) and isinstance(row.get("step"), int) and len(row) > 1
-    ]
+    files = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
+    if not files:
+        raise ValueError(
+            f"{folder} is no run: it must hold a trainer_state.json (`trainer.save_state()` writes one), at the top or in a "
+            "checkpoint-*."
+        )
+    log = max(map(_read_log, files), key=len)  # of several checkpoints the one that is furthest on
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
     return Run(name or folder.resolve().name, folder, log, read_settings(folder))
 
 
-def _read_log(folder: Path) -> list[Any]:
-    states = [
-        _read_json(file)
-        for file in (*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json"))
-    ]
-    logs = [state.get("log_history") for state in states if isinstance(state, dict)]
-    if (folder / "log.json").is_file():  # `trainer.state.log_history` alone
-        logs.append(_read_json(folder / "log.json"))
-    logs = [log for log in logs if isinstance(log, list)]
-    if not logs:
-        raise ValueError(
-            f"{folder} is no run: it must hold a trainer_state.json (`trainer.save_state()` writes one), at the top or in a "
-            "checkpoint-*, or a log.json."
-        )
-    return max(logs, key=len)  # of several checkpoints the one that is furthest on
-
-
-def _read_json(file: Path) -> Any:
+def _read_log(file: Path) -> list[dict[str, Any]]:
     try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+        rows = json.loads(file.read_text())["log_history"]
+        return [row for row in rows if isinstance(row.get("step"), int) and len(row) > 1]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} cannot be read: {error!r}") from error

@@ -6,13 +6,10 @@ import pickle
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...redact import redact
 
-
-if TYPE_CHECKING:
-    from .runs import Run
 
 SHOWN = ("quant_scheme", "quantize_learner", "loss_type", "learning_rate")  # also where all runs have the same
 WHERE = ("output_dir", "logging_dir", "run_name", "hub_model_id")  # says nothing about the training
@@ -49,8 +46,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+def differing(runs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """Settings that not all runs share, and `SHOWN`: a text for each run, empty where its settings are not known."""
-    names = dict.fromkeys((*SHOWN, *sorted({name for run in runs for name in run.settings})))
-    rows = {name: [str(run.settings[name]) if name in run.settings else "" for run in runs] for name in names}
+    names = dict.fromkeys((*SHOWN, *sorted(set().union(*runs))))
+    rows = {name: [str(settings.get(name, "")) for settings in runs] for name in names}
     return {name: row for name, row in rows.items() if len(set(row)) > 1 or (name in SHOWN and any(row))}
