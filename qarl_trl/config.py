@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
@@ -27,14 +27,8 @@ from .rollout.cpu_ops import unsupported
 logger = get_logger(__name__)
 
 TBPO = "tbpo"
-STOCK_LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-# Fields of a few values. argparse checks them on the command line, and nothing does in a script or a recipe.
-CHOICES = {
-    "loss_type": (TBPO, *STOCK_LOSSES),
-    "advantage_filter": ("none", "positive"),
-    "quant_kernel": ("auto", "dequant", "engine"),
-    "learner_ops": ("auto", "stock", "engine"),
-}
+LossType = Literal["tbpo", "grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+STOCK_LOSSES = get_args(LossType)[1:]
 # The least value of whole numbers with which a run would train nothing, or divide by 0.
 AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
@@ -101,9 +95,8 @@ class QaRLConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
 
-    loss_type: str = HfArg(
-        default=TBPO,
-        help="'tbpo' (QaRL paper Sec. 3.2), or TRL's 'grpo', 'dapo', 'dr_grpo', 'bnpo', 'cispo', 'sapo', 'luspo', 'vespo'.",
+    loss_type: LossType = HfArg(
+        default=TBPO, help="'tbpo' (QaRL paper Sec. 3.2), or a loss of TRL's, as 'grpo' or 'dapo'."
     )
     quant_scheme: str | None = HfArg(
         default="W4A16",
@@ -303,9 +296,10 @@ class QaRLConfig(GRPOConfig):
     def __post_init__(self) -> None:
         _check_numbers(self)  # before TRL divides by them
         super().__post_init__()
-        for name, choices in CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+        for name, hint in get_type_hints(QaRLConfig).items():  # nothing else checks them in a script
+            value = getattr(self, name, None)
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(hint)))}.")
         try:
             _ = self.trust_band  # every loss is measured by it
         except ValueError as error:

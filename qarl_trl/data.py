@@ -68,7 +68,7 @@ def load_math_dataset(
     text = Value("string")
     features = Features({"prompt": List({"role": text, "content": text}) if conversational else text, "answer": text})
     converted = dataset.map(convert, remove_columns=dataset.column_names, features=features, desc="Reading problems")
-    whole = converted.filter(_is_whole, desc="Checking rows")
+    whole = converted.filter(lambda row: bool(row["prompt"] and row["answer"]), desc="Checking rows")
     missing = len(converted) - len(whole)
     lacking = (
         f"{name_or_path!r} (split {split!r}) lack a problem in {problem_column!r} or an answer in {answer_column!r}"
@@ -80,12 +80,6 @@ def load_math_dataset(
     if missing:
         logger.warning(f"{missing} of {len(converted)} rows of {lacking}, and are left out.")
     return whole
-
-
-def _is_whole(row: dict[str, Any]) -> bool:
-    prompt = row["prompt"]
-    said = all(message["content"] for message in prompt) if isinstance(prompt, list) else True
-    return bool(prompt and said and row["answer"])
 
 
 def final_answer(reference: Any) -> str:

@@ -9,13 +9,12 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.trainer_pt_utils import get_parameter_names
+from transformers import Trainer
 
 from .quant.experts import PROJECTIONS, expert_modules
 from .quant.layers import EXPERTS_LAYOUT
@@ -31,8 +30,6 @@ MOMENTUM, NS_STEPS = 0.95, 5
 # Moonshot AI's scaling by a matrix's shape (Liu et al., 2025): the update is as large as AdamW's, so that rates of AdamW for RL,
 # as the paper's 1e-6, carry over.
 ADJUST_LR = "match_rms_adamw"
-# What `Trainer.get_decay_parameter_names` leaves without weight decay (a test holds the two together).
-_NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 # `gate_proj`, an ordinary hidden matrix, is not meant.
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)\.")
 # Entries of experts in one pass of Newton-Schulz: at most 0.4 GB beside the parameter, at 12 bytes an entry (the float32
@@ -125,18 +122,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([group for inner in self._parts.values() for group in inner.param_groups], defaults={})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of all parts; `closure` is called once, and its loss is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:
+        """One step of all parts; accelerate passes a closure, which is always `None`."""
         for key, inner in self._parts.items():
             # Linked at every step, because `load_state_dict` replaces both attributes on this object only.
             inner.state = self.state
             inner.param_groups = [g for g in self.param_groups if (g["use_muon"], "projections" in g) == key]
             inner.step()
-        return loss
 
 
 def _embedding_and_head_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -162,6 +154,11 @@ def _expert_projections(model: nn.Module) -> dict[nn.Parameter, int]:
     }
 
 
+def _decayed(model: nn.Module) -> set[str]:
+    """Names of the parameters with weight decay: the Trainer's rule, which reads nothing of a trainer."""
+    return set(Trainer.get_decay_parameter_names(None, model))
+
+
 def split_parameters(model: nn.Module) -> tuple[list[str], dict[str, int], list[str]]:
     """
     Names, as in `named_parameters()`, of Muon's matrices, of its experts with their number of projections, and of the rest.
@@ -169,7 +166,7 @@ def split_parameters(model: nn.Module) -> tuple[list[str], dict[str, int], list[
     Muon gets the fused weights of routed experts and the 2-D weights, except embeddings, output heads, routers and whatever
     the Trainer would not decay (norms, and biases of any shape). The rest of what is trained is AdamW's.
     """
-    decay = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+    decay = _decayed(model)
     excluded, projections = _embedding_and_head_parameters(model), _expert_projections(model)
     matrices, experts, others = [], {}, []
     for name, param in model.named_parameters():
@@ -217,7 +214,7 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
         {"params": [params[name] for name in experts if experts[name] == count], "projections": count}
         for count in sorted(set(experts.values()))
     ]
-    decay = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+    decay = _decayed(model)
     adamw = torch.optim.AdamW(
         [
             {"params": [params[name] for name in others if name in decay], "weight_decay": args.weight_decay},

@@ -19,14 +19,8 @@ ENVIRONMENT = (
     *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_COMPILE_THREADS"),
-    *(
-        "NCCL_DEBUG",
-        "NCCL_P2P_DISABLE",
-        "NCCL_IB_DISABLE",
-        "NCCL_SOCKET_IFNAME",
-        "NCCL_NVLS_ENABLE",
-        "NCCL_CUMEM_ENABLE",
-    ),
+    *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE"),
+    "NCCL_CUMEM_ENABLE",
     *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DOWNLOAD_TIMEOUT"),
     *("WANDB_PROJECT", "WANDB_MODE", "WANDB_NAME", "WANDB_RUN_GROUP", "TRACKIO_PROJECT"),
     *("VLLM_LOGGING_LEVEL", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_ATTN_SPLIT_KV"),
@@ -154,8 +148,6 @@ def construct(group: type, values: Mapping[str, Any]) -> Any:
     try:
         return group(**given)
     except Exception as error:
-        if "bf16/gpu" in str(error):
-            raise ValueError("bf16 needs a GPU, and none is here. Set use_cpu: true to train on the CPU.") from error
         # transformers' messages do not always name the field, so find the one without which there is no error.
         guilty = [name for name in given if _constructs(group, {k: v for k, v in given.items() if k != name})]
         named = "" if not guilty or any(name in str(error) for name in guilty) else f"{' or '.join(guilty)}: "

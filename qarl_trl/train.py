@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ class QaRLScriptArguments:
         default=None, metadata={"help": "Hub id, or a local .jsonl, .json or .parquet file. Required."}
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_split: str = field(default="train", metadata={"help": "Split to train on, slices included: train[:1000]."})
     eval_dataset_name_or_path: str | None = field(default=None, metadata={"help": "Needed with eval_strategy."})
     eval_dataset_split: str = field(default="test", metadata={"help": "Of the Hub; a single local file is any split."})
     problem_column: str | None = field(default=None, metadata={"help": "Unset: problem, question or prompt."})
@@ -52,8 +52,6 @@ class QaRLScriptArguments:
     prompt_template: str | None = field(default=None, metadata={"help": "Text around {problem}. Unset: nothing."})
     system_prompt: str | None = field(default=None, metadata={"help": "Replaces a system message of the data."})
     conversational: bool = field(default=True, metadata={"help": "Prompts as chat messages, or as plain text."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many problems."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many problems."})
     reward_funcs: list[str] = field(
         default_factory=lambda: ["math_reward"],
         metadata={
@@ -177,18 +175,19 @@ def train(trainer: "QaRLTrainer", dataset: str) -> None:
     trainer.accelerator.print(f"Model saved in {args.output_dir}")
 
 
-def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["Dataset", "Dataset | None"]:
+def load_datasets(
+    script_args: QaRLScriptArguments, with_eval: bool, max_samples: int | None = None
+) -> tuple["Dataset", "Dataset | None"]:
     """The training set and, if asked for, the evaluation set, with the columns `prompt` and `answer`."""
     from .data import load_math_dataset
 
     s = script_args
     names = "problem_column", "answer_column", "prompt_template", "system_prompt", "conversational"
-    common = {"config_name": s.dataset_config, **{name: getattr(s, name) for name in names}}
-    train = load_math_dataset(s.dataset_name_or_path, s.dataset_split, max_samples=s.max_train_samples, **common)
+    common = {name: getattr(s, name) for name in names} | {"config_name": s.dataset_config, "max_samples": max_samples}
+    train = load_math_dataset(s.dataset_name_or_path, s.dataset_split, **common)
     if not with_eval:
         return train, None
-    name, split = s.eval_dataset_name_or_path, s.eval_dataset_split
-    return train, load_math_dataset(name, split, max_samples=s.max_eval_samples, **common)
+    return train, load_math_dataset(s.eval_dataset_name_or_path, s.eval_dataset_split, **common)
 
 
 def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> str:
@@ -215,7 +214,7 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
     if local_path(data) is None:
         lines.append(f"dataset: {data} (Hub id, not contacted)")
     else:
-        row = load_datasets(replace(script_args, max_train_samples=1), with_eval=False)[0][0]
+        row = load_datasets(script_args, with_eval=False, max_samples=1)[0][0]
         lines += [f"dataset: {data}", f"first prompt: {row['prompt']!r}", f"first answer: {row['answer']!r}"]
     for group in (script_args, training_args, model_args):
         for name, value in sorted(changed_fields(group).items()):

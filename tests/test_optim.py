@@ -304,22 +304,6 @@ def test_global_step_post_hook_fires_last_with_all_weights_new():
     assert len(seen) == 3  # control: the removed hook is silent
 
 
-def test_closure_runs_once_with_gradients_and_gives_the_loss():
-    model, tokens, calls = make_model(), TOKENS[0], []
-    optimizer = build_muon(model, make_args())
-
-    def closure():
-        calls.append(1)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        return loss
-
-    loss = optimizer.step(closure)
-    assert len(calls) == 1 and loss.requires_grad
-    expected = make_model()
-    assert all_equal(model.parameters(), train(expected, slice(1), build_muon(expected, make_args())))
-
-
 def sharded_steps(folder):
     """Three steps on a matrix sharded over two processes, as FSDP2 does it; rank 0 writes the whole matrix."""
     torch.distributed.init_process_group("gloo")

@@ -19,7 +19,7 @@ from slow.toys import distinct_characters, prompts, save_gptq, save_model, setti
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from qarl_trl import QaRLConfig, QaRLTrainer, _compat, validate
+from qarl_trl import QaRLConfig, QaRLTrainer, _compat
 from qarl_trl.loss import loss_mask
 from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.gemm import dequantize
@@ -503,14 +503,6 @@ def test_arguments_that_cannot_work_are_refused_before_a_model_loads(tmp_path, k
     positional = [by_name.get(name, () if name == "optimizers" else None) for name in order]
     with pytest.raises(error, match=words):
         QaRLTrainer("no/such-model", distinct_characters, *positional)
-
-
-def test_a_model_without_a_folder_cannot_start_an_engine(model, tmp_path):
-    in_memory = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(model).config)
-    in_memory.config._name_or_path = in_memory.name_or_path = ""
-    args = QaRLConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
-    with pytest.raises(ValueError, match=r"Call save_pretrained"):
-        validate.check_arguments(in_memory, args, {})
 
 
 # From a quantized checkpoint ----------------------------------------------------------------------------------------

@@ -8,16 +8,9 @@ from configs import config
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
-from trl import GRPOConfig
 
 from qarl_trl import QaRLTrainer, validate
 from qarl_trl.validate import check_arguments, check_data, check_processes
-
-
-def test_a_grpo_config_is_refused_before_a_model_loads(tmp_path):
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    with pytest.raises(TypeError, match="needs a QaRLConfig, got GRPOConfig"):
-        QaRLTrainer("no/such-model", reward_funcs=[], args=args)
 
 
 @pytest.mark.parametrize(
