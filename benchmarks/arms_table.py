@@ -45,12 +45,13 @@ def mean_of(cell: Cell, name: str, last: int = 0) -> float | None:
 
 
 def spread(cells: list[Cell], value: Callable[[Cell], float | None], form: str) -> str:
-    """`mean ± standard deviation` over seeds (one seed: the value)."""
+    """`mean ± standard deviation` over seeds; the mean alone of one seed, and where the deviation rounds to 0."""
     values = [v for cell in cells if (v := value(cell)) is not None]
     if not values:
         return "-"
     mean = form.format(statistics.fmean(values))
-    return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values))}"
+    deviation = form.format(statistics.stdev(values)) if len(values) > 1 else "0"
+    return f"{mean} ± {deviation}" if float(deviation) else mean
 
 
 def row(arm: str, cells: list[Cell]) -> list[str]:
