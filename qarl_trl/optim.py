@@ -123,7 +123,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step of all parts; accelerate passes a closure, which is always `None`."""
+        """One step of all parts. accelerate passes `closure=None`; the Trainer has no other, so another is a `ValueError`."""
+        if closure is not None:
+            raise ValueError(f"closure must be None, got {closure!r}. Compute loss and gradients before the step.")
         for key, inner in self._parts.items():
             # Linked at every step, because `load_state_dict` replaces both attributes on this object only.
             inner.state = self.state

@@ -78,14 +78,16 @@ def parse(
         values["dry_run"] = own.dry_run
     if str(values.get("dry_run")).lower() in ("true", "1", "yes", "on"):
         os.environ["HF_HUB_OFFLINE"], any_device = "1", True
-    from .config import check_names  # only now: the recipe's `env:` may hold what torch or vLLM read at import
+    import torch  # only now: the recipe's `env:` may hold what torch or vLLM read at import
+
+    from .config import check_names
 
     groups = _groups()
     values |= _given(options, groups)
     check_names(values)
     check_keys(values, [field.name for group in groups for field in fields(group)])
     values = checked(values, groups)
-    if any_device and not _has_gpu():  # transformers then accepts a GPU's settings, bf16 among them
+    if any_device and not torch.cuda.is_available():  # transformers then accepts a GPU's settings, bf16 among them
         values.setdefault("use_cpu", True)
     script_args, training_args, model_args = (construct(group, values) for group in groups)
     _check(script_args, training_args, model_args, engine_only)
@@ -121,12 +123,6 @@ def _given(options: Sequence[str], groups: tuple[type, ...]) -> dict[str, Any]:
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
     return vars(given) | {option.partition("=")[0].lstrip("-"): None for option in unknown}
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def make_trainer(
@@ -192,6 +188,8 @@ def load_datasets(
 
 def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> str:
     """The settings to print: the method, the batch arithmetic, a look at local data, every field off its default."""
+    import torch
+
     from .config import changed_fields
     from .data import local_path
 
@@ -209,7 +207,7 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
         f"{args.generation_batch_size} completions on {args.world_size} process(es)",
         f"update: {per_update} completions; {updates:g} updates per rollout batch",
     ]
-    if not _has_gpu():
+    if not torch.cuda.is_available():
         lines.append(NO_GPU + (" and bfloat16 autocast." if args.bf16 else "."))
     if local_path(data) is None:
         lines.append(f"dataset: {data} (Hub id, not contacted)")

@@ -80,13 +80,6 @@ def test_messages_of_the_data_are_kept_around_the_template(write):
     assert load_math_dataset(path, answer_column="target")[0]["answer"] == "3"
 
 
-def test_plain_prompts_are_text(write):
-    path = write([{"problem": "1+1?", "answer": "2"}])
-    assert load_math_dataset(path, prompt_template=BOXED, conversational=False)[0]["prompt"] == (
-        "1+1?\nAnswer in \\boxed{}."
-    )
-
-
 def test_named_columns_win(write):
     path = write([{"problem": "a", "text": "b", "answer": "1", "meta": {"gold": "2"}}])
     dataset = load_math_dataset(path, problem_column="text", answer_column="meta.gold")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import math
 import shutil
@@ -34,6 +35,12 @@ def model(tmp_path_factory):
 def without_engine(folder: Path, **changes) -> dict:
     small = {"use_vllm": False, "max_completion_length": 8, "per_device_train_batch_size": 4, "bf16": False}
     return settings(folder, **small) | changes
+
+
+def stock_config(folder: Path, **changes) -> GRPOConfig:
+    """TRL's config of the same run."""
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    return GRPOConfig(**{k: v for k, v in without_engine(folder, **changes).items() if k in known})
 
 
 def make(model: str, folder: Path, peft_config=None, **changes) -> QaRLTrainer:
@@ -77,9 +84,8 @@ def test_a_run_that_ends_without_an_update_is_an_error(model, tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
 def test_with_the_scheme_off_losses_and_weights_are_those_of_trl_bit_for_bit(model, tmp_path, loss_type):
-    own = ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "vllm_engine_kwargs")
-    plain = {k: v for k, v in without_engine(tmp_path / "a").items() if k not in own}
-    stock = GRPOTrainer(model, distinct_characters, GRPOConfig(**plain, loss_type=loss_type), train_dataset=prompts())
+    args = stock_config(tmp_path / "a", loss_type=loss_type)
+    stock = GRPOTrainer(model, distinct_characters, args, train_dataset=prompts())
     stock_losses = losses(stock)
     off = {"quant_scheme": None, "max_tokens_per_pass": None}
     ours = make(model, tmp_path / "b", loss_type=loss_type, **off)  # seeds the generator again
@@ -123,10 +129,8 @@ def test_without_a_correction_the_logp_diff_is_measured_and_no_bit_of_training_c
     model, tmp_path, monkeypatch, updates
 ):
     """The oracle is TRL, which has no use for the sampler's log-probs then. With one update a rollout batch it computes no `old`."""
-    own = ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "vllm_engine_kwargs")
     settings = {"loss_type": "grpo", "steps_per_generation": updates, "vllm_importance_sampling_correction": False}
-    plain = {k: v for k, v in without_engine(tmp_path / "a", **settings).items() if k not in own}
-    args = GRPOConfig(**plain)
+    args = stock_config(tmp_path / "a", **settings)
     given = {"train_dataset": prompts(), "rollout_func": scored_rollout}
     monkeypatch.setattr(QaRLTrainer, "_compares_sampler", True)  # as beside an engine, which this has none of
     stock = GRPOTrainer(model, distinct_characters, args, **given)
@@ -168,9 +172,7 @@ def test_positive_only_is_trl_with_negative_advantages_at_zero(model, tmp_path, 
             kept = references.positive_advantages(output["advantages"].tolist())
             return output | {"advantages": torch.tensor(kept)}
 
-    own = ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "vllm_engine_kwargs")
-    plain = {k: v for k, v in without_engine(tmp_path / "a").items() if k not in own}
-    args = GRPOConfig(**plain, loss_type=loss_type)
+    args = stock_config(tmp_path / "a", loss_type=loss_type)
     expected = losses(PositiveOnly(model, distinct_characters, args, train_dataset=prompts()))
     off = {"quant_scheme": None, "max_tokens_per_pass": None, "loss_type": loss_type}
     assert losses(make(model, tmp_path / "b", advantage_filter="positive", **off)) == expected
