@@ -194,10 +194,9 @@ def identity_of(trainer: GRPOTrainer) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            part = (
-                parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            )  # the first, in the first process
-            first = part.detach().flatten()[:64].float().cpu()
+            # Of a sharded parameter the first process has the first rows.
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            first = local.detach().flatten()[:64].float().cpu()
             weights.update(f"{name} {shape}".encode() + first.numpy().tobytes())
     schemes = Counter(describe_scheme(layer.scheme) for _, layer in quantized_modules(model))
     read = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, tokenizer.chat_template]

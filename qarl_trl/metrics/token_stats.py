@@ -71,9 +71,7 @@ class TokenStats(TrainerCallback):
             logps (`Tensor`): Of the current policy, `(B, T)`.
             errors (`Tensor`): The error tokens, `(B, T)` bool.
         """
-        if (
-            "followed" not in batch
-        ):  # of a rollout batch that a resume brought along, sampled when nothing was followed
+        if "followed" not in batch:  # a resume brought it along, and when it was sampled nothing was followed
             return
         old, engine, mask = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps"), loss_mask(batch)
         base = logps if old is None else old

@@ -23,18 +23,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def write_report(given: Sequence[str], output_dir: str | None = None) -> Path:
     """
-    Write `report.html`.
+    Write `report.html` of the runs `given` as `FOLDER` or `NAME=FOLDER` into `output_dir`, or into the first run's folder.
 
-    Args:
-        given (`Sequence[str]`): `FOLDER` or `NAME=FOLDER`, one for each run.
-        output_dir (`str`, *optional*): The first run's folder unless given.
-
-    Returns:
-        `Path`: of the page.
-
-    Raises:
-        ValueError: for a folder that is missing or without a log; for two runs of one name or too many.
-        ImportError: without matplotlib.
+    `ValueError` for a folder that is missing or without a log, for two runs of one name and for too many; `ImportError` without
+    matplotlib.
     """
     from .page import page
     from .plots import COLOURS, PANELS

@@ -39,9 +39,8 @@ def read_rows(run: Run) -> list[dict[str, Any]]:
     if files := sorted((run.folder / "token_stats").glob("*.parquet"))[-FILES:]:
         columns += ["token_ids", "error_mask"]
     else:
-        files = sorted((run.folder / "completions").glob("*.parquet"), key=lambda file: (len(file.name), file.name))[
-            -1:
-        ]
+        files = sorted((run.folder / "completions").glob("*.parquet"), key=lambda file: (len(file.name), file.name))
+        files = files[-1:]
     rows = []
     for file in files:
         try:
