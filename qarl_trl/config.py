@@ -73,6 +73,8 @@ OLD_NAMES = {
     "eval_temperature": "Evaluate saved models with `qarl-trl eval --temperature`.",
     "reward_timeout": "Give the reward function a limit of its own; between processes ddp_timeout is one.",
     "muon_adamw_learning_rate": "AdamW has the same learning_rate as Muon.",
+    "max_train_samples": "Give a slice: `dataset_split: train[:1000]`.",
+    "max_eval_samples": "Give a slice: `eval_dataset_split: test[:1000]`.",
     **dict.fromkeys(("hub_masters", "hub_master_weights"), "Push a training checkpoint yourself with `hf upload`."),
     **dict.fromkeys(("muon_momentum", "muon_ns_steps", "muon_adjust_lr"), "It is a constant of qarl_trl/optim.py."),
 }
@@ -82,7 +84,7 @@ def check_names(names: Iterable[str]) -> None:
     """Refuse (`ValueError`) earlier names of fields, which a recipe, a command line or a script may still hold."""
     for name in names:
         if name in OLD_NAMES:
-            raise ValueError(f"{name} is no field of QaRLConfig any more. {OLD_NAMES[name]}")
+            raise ValueError(f"{name} is no setting any more. {OLD_NAMES[name]}")
 
 
 @dataclass
