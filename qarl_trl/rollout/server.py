@@ -301,8 +301,12 @@ def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = 
     parts: list[list[str]] = []
 
     def save() -> None:
+        path = folder / f"{len(parts)}.safetensors"
         try:
-            save_file(part, folder / f"{len(parts)}.safetensors")
+            path.touch()
+            mode = path.stat().st_mode
+            save_file(part, path)
+            path.chmod(mode)  # safetensors 0.8 lets nobody else read it, and the server may be another user's
         except (OSError, SafetensorError) as error:
             free = shutil.disk_usage(folder).free / 2**30
             raise RuntimeError(

@@ -267,6 +267,8 @@ def test_parts_end_at_their_size_and_hold_views_of_one_storage(tmp_path):
     parts = save_parts([("b", whole[:4]), ("a", whole[4:]), ("c", whole)], tmp_path, limit=64)
     assert parts == [["b", "a"], ["c"]]  # in order, which the files do not keep
     first, second = (load_file(tmp_path / f"{number}.safetensors") for number in (0, 1))
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "0.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode  # as the umask says
     assert torch.equal(torch.cat([first["b"], first["a"]]), second["c"])
 
 
