@@ -58,7 +58,7 @@ def test_a_checkpoint_is_evaluated(tmp_path, scheme, quantized):
 
     model = save_model(tmp_path / "plain")
     if scheme is not None:
-        cli.main(["export", model, str(tmp_path / "low_bit"), "--scheme", scheme, "--group-size", "64"])
+        cli.main(["export", model, str(tmp_path / "low_bit"), "--scheme", scheme, "--group_size", "64"])
         model = str(tmp_path / "low_bit")
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps({"problem": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(12)))
