@@ -155,7 +155,7 @@ def make_trainer(
 
 
 def train(trainer: "QaRLTrainer", dataset: str) -> None:
-    """Train, save and (with `push_to_hub`) sync; `dataset` is a name for the model card."""
+    """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
     from .data import local_path
     from .export.push import HubError
 

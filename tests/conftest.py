@@ -7,6 +7,7 @@ import platform
 # Before torch: OpenMP threads that spin make two busy processes on two cores ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "0")  # which importing the quickstart would set to 1
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest

@@ -63,6 +63,8 @@ class Hub:
                 "files": [row | {"uploadMode": "regular", "shouldIgnore": False} for row in json.loads(body)["files"]]
             }
         if action == "tree":
+            if "/" in argument:  # a folder, such as one of chat templates; no model here has any
+                return 404, {"error": "no such folder"}
             files = self.files(repo, argument)
             return 200, [{"type": "file", "path": name, "size": len(f), "oid": name} for name, f in files.items()]
         if action == "commit":

@@ -46,7 +46,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             bfloat16.
         engine_kwargs (`dict`, *optional*): More arguments for `vllm.LLM`.
         sync_folder (`str`, *optional*): Folder that a server sees too, through which it gets its weights.
-        sync check ([`~qarl_trl.rollout.sync_check.Sync check`], *optional*): Checks a weight sync before anything is sampled with it.
+        sync_check ([`~qarl_trl.rollout.sync_check.SyncCheck`], *optional*): Checks a weight sync before anything is sampled with it.
         kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
 
     Attributes:
@@ -145,7 +145,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         yield from iter_low_bit_weights(self.model, named_params)
 
     def sync_weights(self) -> None:
-        """Weight sync the learner's current low-bit tensors to the engine and forget cached keys and values."""
+        """Send the learner's current low-bit tensors to the engine and forget cached keys and values."""
         start = time.perf_counter()
         if self.enable_sleep_mode:
             clear_device_cache()

