@@ -232,7 +232,7 @@ def sharded_steps(folder, experts):
         collectives.append((moved.gathered, moved.summed))
     master_weights = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
     if torch.distributed.get_rank() == 0:
-        torch.save(master_weights, f"{folder}/master weights.pt")
+        torch.save(master_weights, f"{folder}/master_weights.pt")
     own = len(model.model.layers[0].mlp.experts.down_proj.to_local())
 
     cut, optimizer = expert_muon(torch.ones(2, 8, 8), 2)

@@ -340,7 +340,7 @@ def _stale(place: dict[str, Any]) -> str:
 
 def test_old_weights_under_a_new_version_are_caught_by_the_sync_check(server):
     found = isolated(_stale, server)
-    assert "After sync 2 the engine's log-probs" in found and "the engine is stale" in found
+    assert "After sync 2 the engine's log-probs" in found and "it is stale" in found
 
 
 def _by_another_path(place: dict[str, Any]) -> dict[str, Any]:
