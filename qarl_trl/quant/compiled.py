@@ -2,8 +2,8 @@
 
 Invariant: a compiled form is used only after it gave, in this process, on this device and for these arguments' scheme and dtypes,
 the bytes of the eager one. Otherwise eager runs, and one warning says why. On a CPU eager runs always: inductor is no
-faster there, and kernels of numba saved 0.1 to 0.2 s of an update of 12 s (SmolLM2-135M: quantizing its 106 M weights took 0.04
-instead of 0.13 s, dequantizing them 0.01 instead of 0.07 s a pass; the step: `benchmarks/bench_real_step.py`).
+faster there, and kernels of numba would save an estimated 0.1 to 0.3 s of an update of 12 s (SmolLM2-135M, from times a weight;
+the step itself: `benchmarks/bench_real_step.py`).
 """
 
 from __future__ import annotations
