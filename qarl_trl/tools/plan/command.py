@@ -54,10 +54,11 @@ def add_size(parser: argparse.ArgumentParser) -> None:
 
 def read_run(argv: Sequence[str]) -> tuple[Run, dict[str, Any]]:
     """The run that a recipe and the command line describe, and what the table says of it. `ValueError` for what cannot run."""
+    args, overrides = make_parser().parse_known_args(argv)  # `--help` ends here
+
     from ...train import parse
     from .model import longest_row, plan_run
 
-    args, overrides = make_parser().parse_known_args(argv)
     _, settings, model_args = parse(["--config", args.config, *overrides], any_device=True)
     run = plan_run(settings, model_args, args.gpus, args.memory, args.sharding, args.replicas, args.tokens)
     facts = {"model": model_args.model_name_or_path, "scheme": settings.quant_name, "longest": longest_row(settings)}
