@@ -28,6 +28,7 @@ def on_cpu(monkeypatch):
     """Functions are compiled on a CPU too, and compared anew; a difference is an error unless the test expects it."""
     monkeypatch.setattr(compiled, "DEVICES", ("cpu",))
     monkeypatch.setattr(compiled, "_CHOSEN", {})
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # which `isolated` sets to 1 for good
     torch._dynamo.reset()
     counters.clear()
     with warnings.catch_warnings():

@@ -21,6 +21,12 @@ pytestmark = pytest.mark.slow
 BF16, ASYM = torch.bfloat16, resolve_scheme("W4A16_ASYM")
 
 
+@pytest.fixture(autouse=True)
+def dynamo(monkeypatch):
+    """`isolated` switches it off for good. (This file comes before test_compiled.py, after which inductor lowers no `clamp_`.)"""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+
+
 @contextlib.contextmanager
 def pretended_gpu(capability):
     from torch._inductor.runtime.hints import DeviceProperties
