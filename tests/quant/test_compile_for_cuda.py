@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.utils._triton
 from torch._inductor import config as inductor
 
 from qarl_trl.quant import activations, compiled, reference, resolve_scheme
@@ -23,7 +24,7 @@ BF16, ASYM = torch.bfloat16, resolve_scheme("W4A16_ASYM")
 
 @pytest.fixture(autouse=True)
 def dynamo(monkeypatch):
-    """`isolated` switches it off for good. (This file comes before test_compiled.py, after which inductor lowers no `clamp_`.)"""
+    """`isolated` switches it off for good."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
 
 
@@ -52,7 +53,9 @@ def pretended_gpu(capability):
             stack.enter_context(patch(name, value))
         stack.enter_context(patch("torch.cuda._get_device_properties", lambda device=None: props, create=True))
         stack.enter_context(patch.object(driver, "_active", current))
-        stack.callback(DeviceProperties.create.__func__.cache_clear)
+        for answered in (DeviceProperties.create.__func__, torch.utils._triton.has_triton):  # once for a process
+            answered.cache_clear()
+            stack.callback(answered.cache_clear)
         yield target
 
 
@@ -70,7 +73,8 @@ def source(function, *inputs):
     with inductor.patch({**compiled.OPTIONS, "compile_threads": 1}):
         with mode:
             fakes = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]
-            graph = GraphLowering(make_fx(function, select_decomp_table())(*fakes), shape_env=mode.shape_env)
+            traced = make_fx(torch.func.functionalize(function), select_decomp_table())(*fakes)  # no `clamp_` is left
+            graph = GraphLowering(traced, shape_env=mode.shape_env)
         handlers = V.set_graph_handler(graph), V.set_fake_mode(mode), V.set_debug_handler(DebugContext())
         with handlers[0], handlers[1], handlers[2], torch.no_grad():
             graph.run(*fakes)
