@@ -192,30 +192,44 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale:
 
     Of bfloat16 `(tokens, heads, head_dim)`, one sequence of `lengths`, int64, after the other; key and value with fewer heads.
 
-    Each sequence is a call of its own: of several in one call, of different lengths, the kernel adds up the last tokens of the longest
-    in another order than alone (seen from token 726 on, `VLLM_CPU_ATTN_SPLIT_KV=0`), and than the engine did while it decoded.
+    Each token is a request of its own, as in an engine that decodes. Over a query of many tokens the kernel cuts keys and values into
+    smaller tiles and adds them up in another order: with heads of 128 seen from 350 tokens on, with heads of 64 from 770 on. So of a
+    prompt longer than that, which the engine takes as one query, some log-probs still differ by roundings.
     """
-    sequences = zip(*(t.split(lengths.tolist()) for t in (query, key, value)), strict=True)
-    return torch.cat([_attend(*sequence, scale) for sequence in sequences])
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     from vllm import _custom_ops as ops
     from vllm import envs
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     tokens, heads, head_dim = query.shape
-    blocks = -(-tokens // _BLOCK)
-    key_cache, value_cache = query.new_zeros(blocks, key.shape[1], 2 * _BLOCK, head_dim).chunk(2, dim=2)
-    starts, lengths = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    blocks = (lengths + _BLOCK - 1) // _BLOCK
+    first = blocks.cumsum(0) - blocks  # block of a sequence
+    steps = torch.cat([torch.arange(n) for n in lengths.tolist()])  # of a token in its sequence
+    # Of each token the blocks of its sequence; those behind its own position are not read.
+    table = (
+        (first[:, None] + torch.arange(int(blocks.max())))
+        .repeat_interleave(lengths, 0)
+        .clamp_(max=int(blocks.sum()) - 1)
+    )
+    key_cache, value_cache = query.new_zeros(int(blocks.sum()), key.shape[1], 2 * _BLOCK, head_dim).chunk(2, dim=2)
     isa = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim)
-    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, torch.arange(tokens), isa)
-    sequence = {"query_start_loc": starts, "seq_lens": lengths, "causal": True}
-    sizes = {"num_reqs": 1, "num_heads": heads, "num_kv_heads": key.shape[1], "head_dim": head_dim}
+    places = (first * _BLOCK).repeat_interleave(lengths) + steps
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, places, isa)
+    requests = {
+        "query_start_loc": torch.arange(tokens + 1, dtype=torch.int32),
+        "seq_lens": (steps + 1).int(),
+        "causal": True,
+    }
+    sizes = {"num_reqs": tokens, "num_heads": heads, "num_kv_heads": key.shape[1], "head_dim": head_dim}
     kernel = {"dtype": torch.bfloat16, "isa": isa, "enable_kv_split": envs.VLLM_CPU_ATTN_SPLIT_KV}
-    schedule = ops.cpu_attn_get_scheduler_metadata(**sizes, **kernel, **sequence, sliding_window_size=-1)
-    y, table = torch.empty_like(query), torch.arange(blocks, dtype=torch.int32)[None]
-    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "output": y, "block_table": table}
+    schedule = ops.cpu_attn_get_scheduler_metadata(**sizes, **kernel, **requests, sliding_window_size=-1)
+    y = torch.empty_like(query)
+    tensors = {
+        "query": query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "output": y,
+        "block_table": table.int(),
+    }
     unused = {"alibi_slopes": None, "sliding_window": -1, "softcap": 0.0, "s_aux": None}
-    ops.cpu_attention_with_kv_cache(**tensors, **sequence, **unused, scale=scale, scheduler_metadata=schedule)
+    ops.cpu_attention_with_kv_cache(**tensors, **requests, **unused, scale=scale, scheduler_metadata=schedule)
     return y

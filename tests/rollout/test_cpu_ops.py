@@ -248,6 +248,34 @@ def test_attention_of_a_packed_row_is_that_of_padded_ones_with_its_gradients():
     assert not same_bytes(across, found)  # control
 
 
+def one_request(query, key, value):
+    """vLLM's kernel over the last tokens of a sequence, `(queries, heads, size)`, as one request."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    (tokens, kv_heads, size), (queries, heads, _), block = key.shape, query.shape, 128
+    caches = torch.zeros(2, -(-tokens // block), kv_heads, block, size, dtype=torch.bfloat16)
+    isa = _get_attn_isa(torch.bfloat16, block, size)
+    ops.cpu_attn_reshape_and_cache(key, value, *caches, torch.arange(tokens), isa)
+    starts, lengths = torch.tensor([0, queries], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    sizes = (1, heads, kv_heads, size, lengths, torch.bfloat16, starts, True, -1, isa, False)
+    output, table = torch.empty_like(query), torch.arange(caches.shape[1], dtype=torch.int32)[None]
+    rest = (starts, lengths, 0.2, True, None, -1, table, 0.0, ops.cpu_attn_get_scheduler_metadata(*sizes), None)
+    ops.cpu_attention_with_kv_cache(query, *caches, output, *rest)
+    return output
+
+
+@pytest.mark.slow
+def test_a_token_attends_as_in_an_engine_that_decodes():
+    key, value = (normal(1200, 2, 128, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    query, lengths = normal(1200, 4, 128, seed=3, dtype=torch.bfloat16), torch.tensor([100, 1000, 100])
+    found = _vllm_cpu.attention(query, key, value, lengths, 0.2)[100:1100]
+    query, key, value = query[100:1100], key[100:1100], value[100:1100]
+    decoded = torch.cat([one_request(query[t : t + 1], key[: t + 1], value[: t + 1]) for t in range(1000)])
+    assert same_bytes(found, decoded)
+    assert not same_bytes(one_request(query, key, value), decoded)  # control: as one query, a prompt
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [33, 600])
 def test_attention_over_several_blocks_is_exact_attention_cut_off(tokens):
