@@ -15,18 +15,18 @@ from typing import Any
 from .redact import redact
 
 
-# Commands with a parser of their own: the module and function that get the other arguments, `--help` included. A function
-# may return another one: the long work, whose errors keep their traceback.
-_FORWARDED = {
+# The module and function that get the other arguments, `--help` included. A function may return another one: the long work, whose
+# errors keep their traceback.
+COMMANDS = {
     "train": (".train:main", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
     "serve": (".tools.serve:main", "the engine of a recipe as a server, for a trainer with vllm_mode=server"),
     "plan": (".tools.plan.command:main", "what a recipe needs of each GPU's memory, estimated without a model"),
     "eval": (".tools.evaluate.command:main", "what a checkpoint scores on math problems, through vLLM"),
     "report": (".tools.report.command:main", "plots and one page of what runs logged, side by side"),
-    "doctor": (
-        ".tools.doctor.command:main",
-        "check this machine, a recipe, its data and rewards, and the log-prob mismatch",
-    ),
+    "doctor": (".tools.doctor.command:main", "check this machine, a recipe, its data and rewards, and the mismatch"),
+    "export": (".tools.export:main", "write a checkpoint in low bits for vLLM"),
+    "push": (".tools.export:push", "push a low-bit folder with its card to the Hub"),
+    "schemes": (".cli:schemes", "what can be trained, sampled and exported, and where"),
 }
 # What a user can mend by another setting, file or package; the second by name, because their packages load late.
 _USER_ERRORS = (ValueError, OSError, ImportError, OverflowError)
@@ -51,13 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         time.sleep(_OTHERS_SPEAK_AFTER_S if int(os.environ.get("LOCAL_RANK", "0")) else 0)
         print(f"qarl-trl {argv[0]}: {_in_one_line(error)} (--debug: where)", file=sys.stderr)
         raise SystemExit(2) from error
-    if work is None:
-        return
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun and accelerate launch end their output with what is in it
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        work = record(work)
-    work()
+    if work is not None:
+        work()
 
 
 def _is_of_the_user(error: Exception) -> bool:
@@ -87,17 +82,9 @@ def _files(values: Iterable[Any]) -> Iterator[str]:
 
 def run(argv: Sequence[str]) -> Callable[[], None] | None:
     """Run one command and raise what it raises; of a command that trains, return the training."""
-    if argv and argv[0] in _FORWARDED:
-        module, _, function = _FORWARDED[argv[0]][0].partition(":")
-        return getattr(import_module(module, __package__), function)(argv[1:])
-    args = _make_parser().parse_args(argv)
-    if args.command == "schemes":
-        print(schemes())
-    elif args.command == "push":
-        push(args)
-    else:
-        export(args)
-    return None
+    name = _parser().parse_args(argv[:1]).command
+    module, _, function = COMMANDS[name][0].partition(":")
+    return getattr(import_module(module, __package__), function)(argv[1:])
 
 
 def _take_debug(argv: list[str]) -> bool:
@@ -109,61 +96,9 @@ def _take_debug(argv: list[str]) -> bool:
     return False
 
 
-def export(args: argparse.Namespace) -> None:
-    """
-    Write a high-precision checkpoint, or a LoRA adapter merged into its base, as vLLM loads it, by round-to-nearest.
-
-    Of a run in the same scheme these are the tensors it trained with. `ValueError` if it cannot be quantized.
-    """
-    from tqdm import tqdm
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from .export import check_target, check_writable, save_low_bit
-    from .export.card import FACTS, base_facts, write_card
-    from .export.files import tensor_names
-    from .export.push import Repository
-    from .quant import apply_quantization, iter_low_bit_weights
-    from .quant.scheme import DEFAULT_IGNORE, resolve_scheme
-
-    resolve_scheme(args.scheme, args.group_size)  # before the weights are read
-    loader, weights = AutoModelForCausalLM, args.checkpoint
-    if (Path(args.checkpoint) / "adapter_config.json").is_file():
-        from peft import AutoPeftModelForCausalLM, PeftConfig
-
-        loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(args.checkpoint).base_model_name_or_path
-    if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
-        raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
-    tensor_names(args.checkpoint)
-    check_writable(args.output, "output")
-    check_target(args.output)
-    # Before the work: the Hub may refuse.
-    repository = Repository(args.push, private=args.private, revision=args.revision) if args.push else None
-    model = loader.from_pretrained(args.checkpoint, dtype="auto")
-    ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
-    apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
-    stream = tqdm(iter_low_bit_weights(model), "quantizing", unit=" tensors")
-    folder = save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output, weights=stream)
-    (folder / FACTS).unlink(missing_ok=True)  # of a model that was here before
-    write_card(folder, repository and repository.name, **base_facts(weights))
-    print(f"{args.scheme} checkpoint written to {args.output}")
-    if repository is not None:
-        print(f"pushed: {repository.push(folder, f'{args.scheme} model').commit_url}")
-
-
-def push(args: argparse.Namespace) -> None:
-    """Push a low-bit folder with its card, written anew for that address and with the evaluations in its sub-folders."""
-    from .export.card import model_card, write_card
-    from .export.push import Repository
-
-    folder = Path(args.folder)
-    model_card(folder)  # refuses what is no low-bit model
-    repository = Repository(args.repo, private=args.private, revision=args.revision)
-    write_card(folder, repository.name)
-    print(f"pushed: {repository.push(folder, args.message).commit_url}")
-
-
-def schemes() -> str:
-    """Table of what is quantized in each scheme, and where learner, engine and export run, tested or untested."""
+def schemes(argv: Sequence[str]) -> None:
+    """Print what is quantized in each scheme, and where learner, engine and export run, tested or untested."""
+    argparse.ArgumentParser("qarl-trl schemes", description=schemes.__doc__).parse_args(argv)
     from .quant.table import GPU_GENERATIONS, SUPPORTED
 
     head = "scheme", "group sizes", "activations", "learner CPU", "learner GPU", "engine CPU"
@@ -176,37 +111,19 @@ def schemes() -> str:
         merged = "no" if row.global_scale else "tested"
         rows.append((row.name, groups, row.activations, *learner, *engines, "tested", merged))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qarl-trl",
         description="Reinforcement learning with low-bit rollouts on TRL.",
         epilog="Every command takes --debug: a traceback where bad input is otherwise one line.",
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (_, text) in _FORWARDED.items():
+    for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
-    commands.add_parser("schemes", help="what can be trained, sampled and exported, and where", allow_abbrev=False)
-    exporter = commands.add_parser("export", help="write a checkpoint in low bits for vLLM", allow_abbrev=False)
-    exporter.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
-    exporter.add_argument("output", help="folder to write")
-    exporter.add_argument("--scheme", default="W4A16", help="a scheme of `qarl-trl schemes` (default: W4A16)")
-    exporter.add_argument("--group_size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
-    exporter.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
-    exporter.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")
-    exporter.add_argument("--push", metavar="REPO", help="push it to this repository of the Hub: user/model")
-    pusher = commands.add_parser("push", help="push a low-bit folder with its card to the Hub", allow_abbrev=False)
-    pusher.add_argument("folder", help="as `save_model` and `qarl-trl export` write it")
-    pusher.add_argument("repo", help="user/model; created if it is not there")
-    pusher.add_argument("--message", default="Low-bit model", help="of the commit")
-    for command in (exporter, pusher):
-        # The token is that of HF_TOKEN or `hf auth login`: on a command line others could read it.
-        command.add_argument("--private", action="store_true", default=None, help="make a new repository private")
-        command.add_argument("--revision", help="branch to push to (default: main)")
     return parser
 
 

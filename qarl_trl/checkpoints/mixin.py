@@ -131,8 +131,10 @@ class CheckpointMixin:
             if self.args.should_save:
                 self.state.save_to_json(str(incoming / name / TRAINER_STATE_NAME))
                 commit(incoming / name, output_dir / name, processes=self.args.world_size, **(self._identity or {}))
-                kept = [folder for folder in (self.state.best_model_checkpoint, *self._being_pushed) if folder]
-                rotate(output_dir, self.args.save_total_limit, [Path(folder) for folder in kept])
+                if self.args.save_total_limit:
+                    self._finish_current_push()  # of a checkpoint that may be the one to go
+                kept = self.state.best_model_checkpoint
+                rotate(output_dir, self.args.save_total_limit, [Path(kept)] if kept else [])
                 shutil.rmtree(incoming, ignore_errors=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:

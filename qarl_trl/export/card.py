@@ -9,8 +9,6 @@ import importlib.metadata
 import json
 import re
 import textwrap
-from dataclasses import fields
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from .. import __version__
 from ..quant.names import base_model
 from ..quant.scheme import describe_scheme, support_of
-from .files import digest, tensor_names
+from .files import tensor_names
 
 
 if TYPE_CHECKING:
@@ -45,20 +43,14 @@ PAPER = {
             eprint       = {arXiv:2604.07853},
         }"""),
 }
-# Last values in a run's log that a card shows.
-METRICS = ("reward", "mismatch/logp_diff_mean", "mismatch/kl_k3", "sync/verify_logp_diff", "sync/verify_noise_floor")
 # Settings in words that a card shows. Other texts may be paths, addresses or tokens; numbers cannot.
 IN_WORDS = ("quant_scheme", "loss_type", "advantage_filter", "learner_ops", "scale_rewards")
-_IN_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)[/\\]snapshots")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def base_facts(name: str) -> dict[str, Any]:
     """What a card says of the model that a low-bit one was made from: its Hub id, or of a local folder the last name alone."""
-    cached = _IN_CACHE.search(name)
-    known = "/".join(cached.groups()) if cached else name
-    if not _HUB_ID.fullmatch(known) or Path(known).exists():
-        known = None
+    known = name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
     return {"base_id": known, "base": known or Path(name).name or "a local model"}
 
 
@@ -69,12 +61,7 @@ def training_facts(trainer: GRPOTrainer) -> dict[str, Any]:
     args, tbpo = trainer.args, trainer.args.loss_type == TBPO
     settings = changed_fields(args)
     if tbpo:
-        settings |= {f.name: getattr(args, f.name) for f in fields(args) if f.name.startswith("tbpo_")}
         settings.pop("delta", None)  # the trainer set it from the band
-    settings = {name: value.value if isinstance(value, Enum) else value for name, value in settings.items()}
-    last: dict[str, Any] = {}
-    for row in trainer.state.log_history:
-        last |= row
     return base_facts(base_model(trainer._unwrapped).config._name_or_path) | {
         "rewards": list(trainer.reward_func_names),
         "objective": "TBPO (trust-band policy optimization)" if tbpo else args.loss_type,
@@ -85,7 +72,6 @@ def training_facts(trainer: GRPOTrainer) -> dict[str, Any]:
             for name, value in settings.items()
             if isinstance(value, bool | int | float) or (isinstance(value, str) and name in IN_WORDS)
         },
-        "metrics": {name: f"{float(last[name]):.2g}" for name in METRICS if name in last},
         "code": f"qarl_trl {__version__}, "
         + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("trl", "transformers", "torch")),
     }
@@ -102,7 +88,7 @@ def write_card(folder: Path, repo: str | None = None, **facts: Any) -> None:
 
 def model_card(folder: Path, repo: str | None = None) -> ModelCard:
     """
-    The card of a low-bit folder, with its `training.yaml` and evaluations; `ValueError` when it holds no low-bit model.
+    The card of a low-bit folder, with its `training.yaml`; `ValueError` when it holds no low-bit model.
 
     `repo` is where it will be loaded from. Unset: commands are for a shell in the folder.
     """
@@ -132,29 +118,10 @@ def model_card(folder: Path, repo: str | None = None) -> ModelCard:
         "chat": (folder / "chat_template.jinja").is_file(),
         "experts": any(".experts." in name and name.endswith(".weight_scale") for name in tensor_names(folder)),
         "settings": yaml.safe_dump(facts.pop("settings", {}), sort_keys=False).strip(),
-        "evaluations": evaluations(folder),
         "paper": PAPER["citation"],
         "generated": GENERATED,
     }
     return ModelCard.from_template(data, template_path=Path(__file__).with_name("card.md"), **facts, **values)
-
-
-def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """What `qarl-trl eval` wrote into sub-folders, of exactly the files that are in `folder` now: rows with a score in percent."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*/results*.json"))]
-    found = [results for results in found if "model_sha256" in results.get("settings", ())]
-    current = digest(folder) if found else None
-    rows = []
-    for results in found:
-        settings = results["settings"]
-        if settings["model_sha256"] != current:
-            continue  # of an earlier state of the model
-        sampling = ", ".join(f"{name} {settings.get(name)}" for name in ("temperature", "top_p", "max_new_tokens"))
-        for suite, content in results["suites"].items():
-            for metric in results["mean"]:
-                score = "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * content[metric][k] for k in ("value", "low", "high")))
-                rows.append([suite, str(content["problems"]), metric, score, sampling])
-    return rows
 
 
 def _stored(folder: Path) -> dict[str, Any]:

@@ -103,16 +103,10 @@ def save_low_bit(
     """
     Write the low-bit checkpoint of `model`; returns the folder.
 
-    Args:
-        model: After `apply_quantization`; its master weights are not changed. Of a `PeftModel`, the base is written with the active
-            adapter merged.
-        tokenizer: Saved beside the weights.
-        path: Folder. Weights already there are replaced; other files stay.
-        weights: Checkpoint tensors, where `model` holds shards only. Defaults to `iter_low_bit_weights(model)`.
-        recipe: llm-compressor recipe of the model, copied as `recipe.yaml`.
-
-    Raises:
-        ValueError: when the model is not quantized, or when `path` holds high-precision weights.
+    `model` is quantized, and its master weights are not changed; of a `PeftModel` the base is written with the active adapter
+    merged. In `path` weights are replaced, and other files stay. `weights` are the checkpoint's tensors where `model` holds shards only,
+    `recipe` is the llm-compressor recipe of the model, copied as `recipe.yaml`. `ValueError` when the model is not quantized, or when
+    `path` holds high-precision weights.
     """
     path = Path(path)
     quant_config = quantization_config(model)

@@ -22,7 +22,6 @@ class SharingMixin:
     """The card and the pushes of [`QaRLTrainer`], over `GRPOTrainer`. With quantization off they are TRL's."""
 
     _repository: Repository  # of the main process
-    _uploads: dict[Future, Path] = {}  # the checkpoint that each pushes
     _named_in_card: dict[str, list[str]] = {}  # by the user: datasets, tags
 
     def create_model_card(
@@ -62,12 +61,12 @@ class SharingMixin:
             return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)  # before the Hub is asked anything
+        self._finish_current_push()
         if self.hub_model_id is None or token is not None:
             self.init_hf_repo(token)
         self.create_model_card(**kwargs)
         if not self.is_world_process_zero():
             return None
-        self._finish_current_push()
         return self._repository.push(self._low_bit_output, commit_message, revision, blocking)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -77,20 +76,15 @@ class SharingMixin:
         if not self.args.quantized:
             super()._push_from_checkpoint(checkpoint_folder)
         elif self.is_world_process_zero() and self.args.hub_strategy != "end":
-            if self._being_pushed and not self.args.hub_always_push:
+            last = self.push_in_progress
+            if last is not None and not last.is_done() and not self.args.hub_always_push:
                 return
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
             folder = Path(checkpoint_folder)
             message = f"Training in progress, {folder.name}"
             job = self._repository.push(folder / LOW_BIT_FOLDER, message, blocking=False)
             job.add_done_callback(_report)
-            self._uploads = {job: folder} | {old: f for old, f in self._uploads.items() if not old.done()}
-            self.push_in_progress = PushInProgress(list(self._uploads))
-
-    @property
-    def _being_pushed(self) -> set[Path]:
-        """Checkpoints whose files are still read, which rotation must leave."""
-        return {folder for job, folder in self._uploads.items() if not job.done()}
+            self.push_in_progress = PushInProgress([*(last.jobs if last else ()), job])
 
     def _describe(self, folder: Path) -> None:
         """Write the card of the low-bit model that was just saved in `folder`."""

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 
 # All that a model repository needs: no pickles, logs, completions or states of a run, whatever else is in the folder.
@@ -28,16 +28,10 @@ class HubError(OSError):
 
 class Repository:
     """
-    A model repository on the Hub; it is created where it does not exist.
+    A model repository on the Hub (`user/model`, or `model` of the token's user), created where it does not exist.
 
-    Args:
-        name (`str`): `user/model`, or `model` of the token's user.
-        token (`str`, *optional*): By default that of `HF_TOKEN` or `hf auth login`.
-        private (`bool`, *optional*): Of a new repository. Unset: as the Hub's settings of the owner say.
-        revision (`str`, *optional*): Branch, created where missing. Unset: `main`.
-
-    Raises:
-        HubError: when the Hub cannot be reached or refuses.
+    `token` is by default that of `HF_TOKEN` or `hf auth login`, `revision` a branch other than `main`. [`HubError`] when the Hub
+    cannot be reached or refuses.
     """
 
     def __init__(
@@ -53,30 +47,21 @@ class Repository:
 
     def push(self, folder: Path, message: str, revision: str | None = None, blocking: bool = True) -> Any:
         """
-        Make the repository's content the model of `folder`.
+        Make the repository's content the model of `folder`; returns a `CommitInfo`, without `blocking` a `Future` of it.
 
-        Returns:
-            `CommitInfo`, or a `Future` of it without `blocking`.
-
-        Raises:
-            ValueError: when `folder` has no weights.
-            HubError: when it cannot be pushed. What is on disk is never touched.
+        [`HubError`] when it cannot be pushed. What is on disk is never touched.
         """
         if not blocking:
             return self.api.run_as_future(self.push, folder, message, revision)
-        branch = revision or self.revision
-        files = model_files(folder)
+        files, branch = model_files(folder), revision or self.revision
         command = f"qarl-trl push {folder} {self.name}" + (f" --revision {branch}" if branch else "")
         with self._errors_named(f"Nothing is lost: the model is in {folder}; `{command}` tries again."):
-            return self._commit(files, message, branch)
-
-    def _commit(self, files: dict[str, Path], message: str, branch: str | None) -> CommitInfo:
-        # `upload_folder` may make several commits, between which people would download half of a model.
-        present = self.api.list_repo_files(self.name, revision=branch)
-        stale = [name for name in present if "/" not in name and _any(name, WEIGHTS) and name not in files]
-        operations: list[Any] = [CommitOperationAdd(name, file) for name, file in files.items()]
-        operations += [CommitOperationDelete(name) for name in stale]
-        return self.api.create_commit(self.name, operations, commit_message=message, revision=branch)
+            present = self.api.list_repo_files(self.name, revision=branch)
+            stale = [name for name in present if "/" not in name and _any(name, WEIGHTS) and name not in files]
+            changes: list[Any] = [CommitOperationAdd(name, file) for name, file in files.items()]
+            changes += [CommitOperationDelete(name) for name in stale]
+            # `upload_folder` may make several commits, between which people would download half of a model.
+            return self.api.create_commit(self.name, changes, commit_message=message, revision=branch)
 
     @contextmanager
     def _errors_named(self, remedy: str) -> Iterator[None]:
@@ -98,12 +83,7 @@ def repository_of(args: Any, token: str | None = None) -> Repository:
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """
-    The files of `folder` that make up its model, by their names in a repository.
-
-    Raises:
-        ValueError: when it has no weights.
-    """
+    """The files of `folder` that make up its model, by their names in a repository; `ValueError` when it has no weights."""
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and _any(file.name, MODEL_FILES)]
     if not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(f"{folder} holds no model to push: it has no *.safetensors.")

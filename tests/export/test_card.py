@@ -1,22 +1,18 @@
 """`qarl_trl.export.card`: what a card says, from what it says it, and what it never says."""
 
 import getpass
-import json
 import re
 import socket
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import ModelCard
-from quant.schemes import NAMES
 from slow.toys import save_model
-from test_trainer import adapter, make
+from test_trainer import make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl.export import save_low_bit
 from qarl_trl.export.card import GENERATED, base_facts, model_card, write_card
-from qarl_trl.export.files import digest
 from qarl_trl.quant import apply_quantization
 
 
@@ -39,11 +35,8 @@ def blocks(card, language):
     ("name", "found"),
     [
         ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B-Base"),
-        ("/data/hub/models--Qwen--Qwen2.5-Math-1.5B/snapshots/4a83ca6/", "Qwen/Qwen2.5-Math-1.5B"),
         ("/data/users/someone/my-model", None),
-        ("./my-model", None),
         ("here", None),
-        ("runs/warm/start", None),
         ("", None),
     ],
 )
@@ -53,36 +46,26 @@ def test_only_what_is_on_the_hub_has_an_id(name, found, tmp_path, monkeypatch):
     assert base_facts(name)["base_id"] == found
 
 
-def test_a_trained_model_says_what_it_is_and_how_it_was_made(model, tmp_path):
-    trainer = make(model, tmp_path / "out")
+def test_a_trained_model_says_what_it_is_and_how_it_was_made_and_nothing_of_who_made_it(model, tmp_path):
+    home = tmp_path / "someone" / "out"
+    trainer = make(model, home, run_name="someone-7")
     trainer.train()
     trainer.save_model()
-    card = ModelCard.load(tmp_path / "out" / "README.md")
+    card = ModelCard.load(home / "README.md")
     assert "base_model" not in card.data.to_dict()  # a local model has no page to link to
     assert {"w4a16", "compressed-tensors", "qarl", "vllm"} <= set(card.data.tags)
     assert "`sums-base`, trained by reinforcement learning" in card.text
     assert "| W4A16 | weights int4 per group 128 |" in card.text and "`lm_head`" in card.text
     assert "TBPO" in card.text and "tbpo_epsilon_high: 0.03" in card.text and "4 optimizer steps" in card.text
-    assert "distinct_characters" in card.text and "learning_rate: 0.001" in card.text and "| `reward` |" in card.text
-    assert "2604.07853" in card.text and "vonwerra2020trl" in card.text
-    assert "python -m vllm.entrypoints.openai.api_server --model ." in card.text
-    assert "VLLM_CPU_INT4_W4A8=0" in card.text and "VLLM_CPU_ATTN_SPLIT_KV=0" in card.text
-    assert "None" not in card.text
-    trainer.create_model_card(dataset_name="someone/sums", tags=["sums"])
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert card.data.datasets == ["someone/sums"] and "sums" in card.data.tags
-
-
-def test_no_path_host_or_user_is_in_a_card(model, tmp_path):
-    home = tmp_path / "someone" / "out"
-    trainer = make(model, home, run_name="someone-7")
-    trainer.train()
-    trainer.save_model()
+    assert "distinct_characters" in card.text and "learning_rate: 0.001" in card.text
+    assert "python -m vllm.entrypoints.openai.api_server --model ." in card.text and "None" not in card.text
     written = (home / "README.md").read_text() + (home / "training.yaml").read_text()
     host = socket.gethostname()
     for secret in (str(tmp_path), "someone", host if len(host) > 3 else "\0", f"/{getpass.getuser()}/", "hf_"):
         assert secret not in written
-    assert "learning_rate: 0.001" in written  # control: settings were written
+    trainer.create_model_card(dataset_name="some/sums", tags=["sums"])
+    card = ModelCard.load(home / "README.md")
+    assert card.data.datasets == ["some/sums"] and "sums" in card.data.tags
 
 
 def test_a_model_of_the_hub_is_linked(folder):
@@ -105,25 +88,7 @@ def test_a_card_that_was_edited_stays(folder):
     assert GENERATED in first
 
 
-def test_evaluations_of_these_files_alone_are_shown(folder):
-    score = {"value": 0.5, "low": 0.4, "high": 0.6}
-    (folder / "eval").mkdir()
-    results = {
-        "model": "/data/someone/sums-w4a16",
-        "settings": {"model_sha256": digest(folder), "temperature": 0.6, "top_p": 1.0},
-        "suites": {"math500": {"avg@4": score, "problems": 500}},
-        "mean": {"avg@4": score},
-    }
-    (folder / "eval" / "results.json").write_text(json.dumps(results))
-    text = model_card(folder).text
-    assert "| math500 | 500 | avg@4 | 50.0 [40.0, 60.0] |" in text and "someone" not in text
-    write_card(folder, "me/sums")  # the card itself does not count
-    assert "math500" in (folder / "README.md").read_text()
-    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
-    assert "math500" not in model_card(folder).text  # of another state of the model
-
-
-@pytest.mark.parametrize("scheme", [*NAMES, "NVFP4A16"])
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
 def test_what_the_card_says_of_transformers_works_as_pasted(
     tiny_model, tmp_path, monkeypatch, capsys, scheme, tiny_tokenizer
 ):
@@ -159,12 +124,3 @@ def test_with_a_chat_template_the_snippets_chat(folder):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     assert "llm.chat(" in model_card(folder).text
-
-
-def test_with_lora_the_card_is_beside_the_merged_model(model, tmp_path):
-    trainer = make(model, tmp_path / "out", adapter())
-    trainer.train()
-    trainer.save_model()
-    facts = yaml.safe_load((tmp_path / "out" / "low_bit" / "training.yaml").read_text())
-    assert facts["base"] == "sums-base"
-    assert "trained by reinforcement learning" in (tmp_path / "out" / "low_bit" / "README.md").read_text()

@@ -1,6 +1,7 @@
 """`qarl_trl.export.push`, by huggingface_hub's own client against a server that speaks its endpoints."""
 
 import pickle
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from test_trainer import adapter, make
 from transformers import AutoModelForCausalLM
 
 from qarl_trl import cli
-from qarl_trl.export import save_low_bit
+from qarl_trl.export import push, save_low_bit
 from qarl_trl.export.push import HubError, Repository, model_files
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
@@ -82,12 +83,6 @@ def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub,
     assert "model.safetensors" not in hub.files("me/toy")
 
 
-def test_a_folder_without_weights_is_no_model(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="no model to push"):
-        model_files(tmp_path)
-
-
 # Failures --------------------------------------------------------------------------------------------------------
 
 
@@ -145,8 +140,9 @@ def test_with_lora_the_root_is_the_merged_model(hub, model, tmp_path):
     assert same(hub.files("me/toy"), tmp_path / "low_bit")
 
 
-def test_a_push_that_fails_does_not_stop_training_and_is_said(hub, model, tmp_path, caplog):
-    trainer = pushing(model, tmp_path, hub_always_push=True)
+def test_a_push_that_fails_does_not_stop_training_is_said_and_names_no_token(hub, model, tmp_path, caplog, capfd):
+    caplog.set_level("DEBUG", logger="qarl_trl")
+    trainer = pushing(model, tmp_path, hub_token=WRITER, hub_always_push=True)
     hub.refusals = [403]
     trainer.train()
     said = [record.getMessage() for record in caplog.records if "Push failed" in record.getMessage()]
@@ -159,22 +155,32 @@ def test_a_push_that_fails_does_not_stop_training_and_is_said(hub, model, tmp_pa
         trainer.push_to_hub()
     assert AutoModelForCausalLM.from_pretrained(tmp_path)
 
+    saved = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert any(file.name == "training_args.bin" for file in saved)
+    assert not [file for file in saved if WRITER.encode() in file.read_bytes()]
+    assert not [content for content in hub.files("me/toy").values() if WRITER.encode() in content]
+    printed = capfd.readouterr()
+    assert WRITER not in caplog.text + printed.out + printed.err + str(trainer.args.to_dict())
+    assert pickle.loads(pickle.dumps(trainer.args)).hub_token is None
+    assert WRITER.encode() in pickle.dumps(dict(vars(trainer.args)))  # control: pickle would have kept it
+
 
 def test_a_checkpoint_is_not_rotated_away_while_it_is_pushed(hub, model, tmp_path, monkeypatch):
     trainer = pushing(model, tmp_path, save_steps=1, save_total_limit=1)
-    push, seen = Repository._commit, []
+    stock, seen = push.model_files, []
 
-    def slow(repository, files, *args):
-        """The push of the first checkpoint lasts until the second is saved and rotation was done."""
-        while not seen and not (tmp_path / "checkpoint-3").exists():
-            pass
-        seen.append({name: file.read_bytes() for name, file in files.items()})
-        return push(repository, files, *args)
+    def slow(folder):
+        """The push of the first checkpoint lasts until the second is there, and rotation would delete the first."""
+        while not seen and not (tmp_path / "checkpoint-2").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        seen.append(stock(folder))
+        return seen[-1]
 
-    monkeypatch.setattr(Repository, "_commit", slow)
+    monkeypatch.setattr(push, "model_files", slow)
     trainer.train()
     assert hub.messages("me/toy")[-2] == "Training in progress, checkpoint-1" and "model.safetensors" in seen[0]
-    assert not (tmp_path / "checkpoint-1").exists()  # control: a later rotation took it
+    assert not (tmp_path / "checkpoint-1").exists()  # control: rotation took it afterwards
 
 
 def test_what_cannot_be_pushed_to_is_refused_before_the_model_loads(hub, model, tmp_path, monkeypatch):
@@ -182,23 +188,6 @@ def test_what_cannot_be_pushed_to_is_refused_before_the_model_loads(hub, model, 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(HubError, match="401"):
         pushing(model, tmp_path)
-
-
-def test_no_token_is_in_what_is_saved_logged_or_pushed(hub, model, tmp_path, caplog, capfd):
-    caplog.set_level("DEBUG", logger="qarl_trl")
-    trainer = pushing(model, tmp_path, hub_token=WRITER, hub_always_push=True)
-    hub.refusals = [403]
-    trainer.train()
-    trainer.push_to_hub()
-    saved = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert any(file.name == "training_args.bin" for file in saved)
-    assert not [file for file in saved if WRITER.encode() in file.read_bytes()]
-    assert not [content for content in hub.files("me/toy").values() if WRITER.encode() in content]
-    printed = capfd.readouterr()
-    assert "Push failed" in caplog.text
-    assert WRITER not in caplog.text + printed.out + printed.err + str(trainer.args.to_dict())
-    assert pickle.loads(pickle.dumps(trainer.args)).hub_token is None
-    assert WRITER.encode() in pickle.dumps(dict(vars(trainer.args)))  # control: pickle would have kept it
 
 
 # Commands --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""`qarl-trl export` and `qarl-trl push`: a checkpoint in low bits for vLLM, and such a folder on the Hub."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> None:
+    """
+    Write a high-precision checkpoint, or a LoRA adapter merged into its base, as vLLM loads it, by round-to-nearest.
+
+    Of a run in the same scheme these are the tensors it trained with. `ValueError` if it cannot be quantized.
+    """
+    parser = argparse.ArgumentParser("qarl-trl export", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
+    parser.add_argument("output", help="folder to write")
+    parser.add_argument("--scheme", default="W4A16", help="a scheme of `qarl-trl schemes` (default: W4A16)")
+    parser.add_argument("--group_size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
+    parser.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
+    parser.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")
+    parser.add_argument("--push", metavar="REPO", help="push it to this repository of the Hub: user/model")
+    _add_hub_options(parser)
+    args = parser.parse_args(argv)
+
+    from tqdm import tqdm
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from ..export import check_target, check_writable, save_low_bit
+    from ..export.card import FACTS, base_facts, write_card
+    from ..export.files import tensor_names
+    from ..export.push import Repository
+    from ..quant import apply_quantization, iter_low_bit_weights
+    from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
+
+    resolve_scheme(args.scheme, args.group_size)  # before the weights are read
+    loader, weights = AutoModelForCausalLM, args.checkpoint
+    if (Path(args.checkpoint) / "adapter_config.json").is_file():
+        from peft import AutoPeftModelForCausalLM, PeftConfig
+
+        loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(args.checkpoint).base_model_name_or_path
+    if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
+        raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
+    tensor_names(args.checkpoint)
+    check_writable(args.output, "output")
+    check_target(args.output)
+    # Before the work: the Hub may refuse.
+    repository = Repository(args.push, private=args.private, revision=args.revision) if args.push else None
+    model = loader.from_pretrained(args.checkpoint, dtype="auto")
+    ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
+    apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
+    stream = tqdm(iter_low_bit_weights(model), "quantizing", unit=" tensors")
+    folder = save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output, weights=stream)
+    (folder / FACTS).unlink(missing_ok=True)  # of a model that was here before
+    write_card(folder, repository and repository.name, **base_facts(weights))
+    print(f"{args.scheme} checkpoint written to {args.output}")
+    if repository is not None:
+        print(f"pushed: {repository.push(folder, f'{args.scheme} model').commit_url}")
+
+
+def push(argv: Sequence[str]) -> None:
+    """Push a low-bit folder to the Hub, with its card written anew for that address."""
+    parser = argparse.ArgumentParser("qarl-trl push", description=push.__doc__, allow_abbrev=False)
+    parser.add_argument("folder", help="as `save_model` and `qarl-trl export` write it")
+    parser.add_argument("repo", help="user/model; created if it is not there")
+    parser.add_argument("--message", default="Low-bit model", help="of the commit")
+    _add_hub_options(parser)
+    args = parser.parse_args(argv)
+
+    from ..export.card import model_card, write_card
+    from ..export.push import Repository
+
+    folder = Path(args.folder)
+    model_card(folder)  # refuses what is no low-bit model
+    repository = Repository(args.repo, private=args.private, revision=args.revision)
+    write_card(folder, repository.name)
+    print(f"pushed: {repository.push(folder, args.message).commit_url}")
+
+
+def _add_hub_options(parser: argparse.ArgumentParser) -> None:
+    # The token is that of HF_TOKEN or `hf auth login`: on a command line others could read it.
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--revision", help="branch to push to (default: main)")
