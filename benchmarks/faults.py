@@ -1,12 +1,14 @@
 """
 Kills training at random moments (SIGKILL), starts it again each time, and compares how it ends with a run that nothing interrupted.
 
-Runs alternate between vLLM's engine and transformers' generation; each is killed five times and then left alone. Master weights,
-optimizer state and low-bit tensors must be equal bit for bit, and after each kill every checkpoint in its place must be whole.
-The result file is written after every run, and a second call goes on from it.
+Runs alternate between vLLM's engine and transformers' generation; each is killed five times and then left alone. Two more lose their
+server (`qarl-trl serve`) once, and go on with a new one. Master weights, optimizer state, low-bit tensors and the saved model must be equal
+bit for bit, and after each kill every checkpoint in its place must be whole. The result file is written after every run, and a second
+call goes on from it.
 """
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -18,54 +20,101 @@ import common
 
 
 sys.path.insert(0, str(common.ROOT / "tests"))
+import yaml
 from slow.kills import PHASES, random_kill, run
-from slow.toys import save_model
+from slow.test_server import KEY, free_port, start, wait_for
+from slow.toys import save_model, settings
 
 from qarl_trl.checkpoints.folder import damage
 
 
-KILLS_PER_RUN = 5
+KILLS_PER_RUN, SERVERS = 5, 2
 
 
-def interrupted_run(model: str, folder: Path, engine: bool, index: int, expected: dict[str, str]) -> dict:
+def after(found: dict, folder: Path) -> dict:
+    """What a kill met, with the damage it did."""
+    damaged = [path.name for path in folder.glob("checkpoint-*") if damage(path)]
+    return {key: found[key] for key in ("phase", "step", "resumed", "code")} | {"damaged": damaged}
+
+
+def interrupted_run(model: str, folder: Path, kind: str, index: int, expected: dict[str, str]) -> dict:
     """One run with its kills; `equal` says whether it ended as `expected`."""
-    kills, rng = [], random.Random(index)
+    kills, rng, engine = [], random.Random(index), kind == "engine"
     while len(kills) < KILLS_PER_RUN:
         found = run(model, folder, engine, random_kill(rng, engine))
         if not found["killed"]:
             break
-        damaged = [path.name for path in folder.glob("checkpoint-*") if damage(path)]
-        kills.append({key: found[key] for key in ("phase", "step", "resumed")} | {"damaged": damaged})
-    last = run(model, folder, engine)
-    return {"run": index, "engine": engine, "equal": last["digests"] == expected, "kills": kills}
+        kills.append(after(found, folder))
+    return {"run": index, "kind": kind, "equal": run(model, folder, engine)["digests"] == expected, "kills": kills}
+
+
+def run_that_loses_its_server(model: str, scratch: Path, index: int, expected: dict[str, str]) -> dict:
+    """Its server is killed in a sync or while it samples; a new one and a resume end the run."""
+    rng, kills = random.Random(index), []
+    found = served_run(model, scratch, (rng.choice(["sync", "sample"]), 2, rng.uniform(0, 0.1)))
+    if found["killed"]:
+        kills.append(after(found, scratch / "run"))
+        found = served_run(model, scratch)
+    return {"run": index, "kind": "server", "equal": found["digests"] == expected, "kills": kills}
+
+
+def served_run(model: str, scratch: Path, kill: tuple[str, int, float] | None = None) -> dict:
+    """A run beside a server that starts for it. Samples are seeded: the random numbers of a server are in no checkpoint."""
+    place = {"folder": str(scratch), "model": model, "port": free_port()}
+    changes = {
+        "vllm_mode": "server",
+        "vllm_server_base_url": f"http://127.0.0.1:{place['port']}",
+        "vllm_server_timeout": 5.0,
+    }
+    changes |= {"sync_folder": str(scratch / "syncs"), "generation_kwargs": {"seed": 0}}
+    recipe = settings(scratch / "served", model_name_or_path=model, report_to="none", **changes)
+    (scratch / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    os.environ["VLLM_API_KEY"] = KEY
+    with start(place) as server:
+        wait_for(server, place)
+        return run(model, scratch / "run", True, kill, server=server.pid if kill else None, **changes)
 
 
 def main() -> None:
-    args = common.arguments(__doc__, kills=(30, 2, "kills in all"), seed=(0, 0, "of the moments"))
+    args = common.arguments(
+        __doc__, kills=(30, 2, "kills in all, those of servers apart"), seed=(0, 0, "of the moments")
+    )
     file = common.result_file("faults", args.quick)
     runs = json.loads(file.read_text())["runs"] if file.exists() else []
-    with tempfile.TemporaryDirectory() as scratch:
-        model = save_model(Path(scratch) / "model", layers=1)
-        expected = {}
-        while sum(len(found["kills"]) for found in runs) < args.kills:
-            engine = len(runs) % 2 == 1
-            if engine not in expected:
-                expected[engine] = run(model, Path(scratch) / f"straight-{engine}", engine)["digests"]
-            folder = Path(scratch) / "run"
-            runs.append(interrupted_run(model, folder, engine, args.seed + len(runs), expected[engine]))
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        model, folder = save_model(scratch / "model", layers=1), scratch / "run"
+        expected: dict[str, dict] = {}
+
+        def next_run(kind: str) -> dict:
+            index = args.seed + len(runs)
+            if kind not in expected:
+                straight = served_run(model, scratch) if kind == "server" else run(model, folder, kind == "engine")
+                expected[kind] = straight["digests"]
+                shutil.rmtree(folder)
+            if kind == "server":
+                return run_that_loses_its_server(model, scratch, index, expected[kind])
+            return interrupted_run(model, folder, kind, index, expected[kind])
+
+        def number(*kinds: str) -> int:
+            return sum(len(found["kills"]) for found in runs if found["kind"] in kinds)
+
+        while (alone := number("engine", "transformers") < args.kills) or number("server") < SERVERS:
+            kind = "server" if not alone else "engine" if len(runs) % 2 else "transformers"
+            runs.append(next_run(kind))
             shutil.rmtree(folder)
             write(args, runs)
 
 
 def write(args, runs: list[dict]) -> None:
-    kills = [(found["engine"], kill) for found in runs for kill in found["kills"]]
-    by_phase = Counter((engine, kill["phase"]) for engine, kill in kills)
-    rows = [
-        {"killed in": phase, "engine": by_phase[True, phase], "without": by_phase[False, phase]} for phase in PHASES
-    ]
+    kills = [(found["kind"], kill) for found in runs for kill in found["kills"]]
+    by_phase = Counter((kind, kill["phase"]) for kind, kill in kills)
+    kinds = ("engine", "transformers", "server")
+    rows = [{"killed in": phase} | {kind: by_phase[kind, phase] for kind in kinds} for phase in PHASES]
     damaged = sum(bool(kill["damaged"]) for _, kill in kills)
+    killed = [found for found in runs if found["kills"]]
     headlines = [
-        f"{sum(found['equal'] for found in runs)} of {len(runs)} runs ended as the uninterrupted one, after {len(kills)} kills",
+        f"{sum(found['equal'] for found in killed)} of {len(killed)} runs with kills ended as the uninterrupted one, after {len(kills)} kills",
         f"{damaged} kills left a damaged checkpoint in its place",
     ]
     common.report("faults", args, headlines, rows, start_load=0.0, runs=runs)

@@ -17,7 +17,16 @@ from .toys import make_trainer
 
 
 # What a kill may fall into. The longest delay after its begin, in seconds, reaches beyond its end.
-PHASES = {"start": 3.0, "resume": 0.5, "sync": 0.3, "sample": 0.5, "train": 0.2, "save": 0.4}
+PHASES = {
+    "start": 3.0,
+    "resume": 0.5,
+    "sync": 0.3,
+    "sample": 0.5,
+    "train": 0.2,
+    "save": 0.4,
+    "rotate": 0.02,
+    "end": 0.2,
+}
 # Rollout batches of four updates, two of them an epoch; a checkpoint after each update.
 SETTINGS = {
     "per_device_train_batch_size": 4,
@@ -34,22 +43,29 @@ WITHOUT_ENGINE = {"use_vllm": False, "max_completion_length": 8, "bf16": False}
 
 
 def run(
-    model: str, folder: Path, engine: bool, kill: tuple[str, int, float] | None = None, by: int = signal.SIGKILL
+    model: str,
+    folder: Path,
+    engine: bool,
+    kill: tuple[str, int, float] | None = None,
+    by: int = signal.SIGKILL,
+    server: int | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """
     One start with `resume_from_checkpoint="auto"`, in a process of its own.
 
     Args: model folder; output folder; with the engine or by transformers; `kill`: the phase, which of its beginnings in this
-    process, and how many seconds after it the process gets the signal `by`, after which it may take a minute to leave.
+    process, and how many seconds after it the process gets the signal `by`, after which it may take a minute to leave, or with
+    `server` that process group SIGKILL, after which the run must end by itself; `changes` of the settings.
 
     Returns: `killed`, the phase and step it was in, `resumed` (step), `code`, and, of a run that ended, `digests` of master weights,
-    quantized values and optimizer.
+    quantized values, optimizer and the saved model.
     """
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_train, args=(sender, model, str(folder), engine, dict(os.environ)))
+    process = context.Process(target=_train, args=(sender, model, str(folder), engine, changes, dict(os.environ)))
     process.start()
     sender.close()
     found: dict[str, Any] = {"killed": False, "resumed": None, "phase": None, "step": None, "digests": None}
@@ -72,7 +88,10 @@ def run(
                 at = time.monotonic() + kill[2]
     finally:
         found["killed"] = process.is_alive()
-        if by != signal.SIGKILL and found["killed"]:
+        if found["killed"] and server is not None:
+            os.killpg(server, signal.SIGKILL)
+            process.join(120)
+        elif found["killed"] and by != signal.SIGKILL:
             os.kill(process.pid, by)
             process.join(60)
         with contextlib.suppress(ProcessLookupError):
@@ -88,11 +107,15 @@ def run(
 def random_kill(rng: random.Random, engine: bool) -> tuple[str, int, float]:
     """A moment to kill at, see [`run`]."""
     phase = rng.choice([name for name in PHASES if engine or name not in ("sync", "sample")])
-    number = 1 if phase in ("start", "resume") else rng.randint(1, 2 if phase in ("sync", "sample") else 5)
+    number = 1 if phase in ("start", "resume", "end") else rng.randint(1, 2 if phase in ("sync", "sample") else 5)
     return phase, number, rng.uniform(0, PHASES[phase])
 
 
-def _train(sender: Any, model: str, folder: str, engine: bool, environment: dict[str, str]) -> None:
+def _train(
+    sender: Any, model: str, folder: str, engine: bool, changes: dict[str, Any], environment: dict[str, str]
+) -> None:
+    from qarl_trl.checkpoints import mixin
+    from qarl_trl.export.files import digest
     from qarl_trl.rollout.cpu import choose_arithmetic
 
     os.setpgrp()
@@ -103,9 +126,9 @@ def _train(sender: Any, model: str, folder: str, engine: bool, environment: dict
     os.dup2(log, 1)
     os.dup2(log, 2)
     sender.send(("start", 0))
-    trainer = make_trainer(model, Path(folder), number=4, **SETTINGS | ({} if engine else WITHOUT_ENGINE))
+    trainer = make_trainer(model, Path(folder), number=4, **SETTINGS | ({} if engine else WITHOUT_ENGINE) | changes)
     owners = {"_load_from_checkpoint": "resume", "training_step": "train", "_save_checkpoint": "save"}
-    seams = [(trainer, name, phase) for name, phase in owners.items()]
+    seams = [(mixin, "rotate", "rotate"), *((trainer, name, phase) for name, phase in owners.items())]
     if engine:
         seams += [
             (trainer.vllm_generation, "sync_weights", "sync"),
@@ -116,7 +139,9 @@ def _train(sender: Any, model: str, folder: str, engine: bool, environment: dict
     load = trainer._load_rng_state
     trainer._load_rng_state = lambda path: (load(path), sender.send(("resumed", trainer.state.global_step)))
     trainer.train(resume_from_checkpoint="auto")
-    sender.send(("digests", digests(trainer)))
+    sender.send(("end", trainer.state.global_step))
+    trainer.save_model()
+    sender.send(("digests", digests(trainer) | {"saved": digest(Path(folder))}))
 
 
 def _announce(trainer: Any, owner: Any, name: str, phase: str, sender: Any) -> None:
