@@ -15,10 +15,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import common
+import torch
 
 
 PARTS = ("rollout", "sync", "update")
@@ -88,6 +90,25 @@ def measured(tree: str, args: Any) -> list[dict[str, float]]:
         return json.loads(Path(out).read_text())
 
 
+def quantizing(model: str, group_size: int) -> float:
+    """Least seconds to quantize and dequantize all low-bit weights once, as each update and each sync does."""
+    from transformers import AutoModelForCausalLM
+
+    from qarl_trl.quant import apply_quantization
+    from qarl_trl.quant.model import quantized_modules
+    from qarl_trl.quant.quantize import dequantize, quantize_weight
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    apply_quantization(policy, "W4A16", group_size=group_size)
+    layers, seconds = [layer for _, layer in quantized_modules(policy)], []
+    for _ in range(10):
+        start = time.perf_counter()
+        for weight in [quantize_weight(layer.weight, layer.scheme) for layer in layers]:
+            dequantize(weight)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
 def main() -> None:
     args = common.arguments(
         __doc__,
@@ -127,7 +148,10 @@ def main() -> None:
         {"part": part, f"now / {base}": r["ratio"], "now s": r["seconds"], f"{base} s": r["base_seconds"]}
         for part, r in found.items()
     ]
+    quantizer, step = 5 * quantizing(args.model, args.group_size), min(times["step"]["now"])
+    rows.append({"part": "all quantizing of a step (4 updates, a sync)", "now s": quantizer})
     headlines = [
+        f"all quantizing of a step takes {quantizer:.2f} of its {step:.0f} s, {quantizer / step:.1%}: no kernel could save more",
         f"step, now / {base}: {found['step']['ratio']:.3f}x ({found['step']['quartile_low']:.3f} to {found['step']['quartile_high']:.3f})",
         f"{', '.join(SAME)} of {sum(map(len, logs.values()))} runs are {'equal, bit for bit' if equal else 'NOT EQUAL'}",
     ]
