@@ -99,7 +99,7 @@ def _take_debug(argv: list[str]) -> bool:
 def schemes(argv: Sequence[str]) -> None:
     """Print what is quantized in each scheme, and where learner, engine and export run, tested or untested."""
     argparse.ArgumentParser("qarl-trl schemes", description=schemes.__doc__).parse_args(argv)
-    from .quant.table import GPU_GENERATIONS, SUPPORTED
+    from .quant.scheme import GPU_GENERATIONS, SUPPORTED
 
     head = "scheme", "group sizes", "activations", "learner CPU", "learner GPU", "engine CPU"
     rows = [(*head, *GPU_GENERATIONS, "export", "LoRA, experts")]
@@ -108,7 +108,7 @@ def schemes(argv: Sequence[str]) -> None:
         learner = "tested", "untested" if row.gpus else "no"
         engines = ["tested" if row.cpu_engine else "no"]
         engines += ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
-        merged = "no" if row.global_scale else "tested"
+        merged = "no" if row.name == "NVFP4A16" else "tested"
         rows.append((row.name, groups, row.activations, *learner, *engines, "tested", merged))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

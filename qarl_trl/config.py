@@ -20,7 +20,7 @@ from trl import GRPOConfig
 from . import _compat
 from .loss import TrustBand
 from .quant.recipe import read_recipe
-from .quant.scheme import DEFAULT_IGNORE, is_off, resolve_scheme, single_group
+from .quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
 from .rollout.cpu_ops import unsupported
 
 
@@ -209,7 +209,7 @@ class QaRLConfig(GRPOConfig):
     @property
     def quantized(self) -> bool:
         """Whether the rollout runs in low bits."""
-        return self.quant_recipe is not None or not is_off(self.quant_scheme)
+        return self.quant_recipe is not None or self.quant_scheme not in (None, "none")
 
     @property
     def quant_name(self) -> str:

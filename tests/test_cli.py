@@ -234,7 +234,7 @@ def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):
 
 
 def test_schemes_prints_a_row_for_each_of_the_table(capsys):
-    from qarl_trl.quant.table import GPU_GENERATIONS, SUPPORTED
+    from qarl_trl.quant.scheme import GPU_GENERATIONS, SUPPORTED
 
     cli.main(["schemes"])
     head, *rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]

@@ -109,7 +109,7 @@ def test_no_field_takes_a_nan(config, name):
         {"top_p": 0.9},  # sampled by the learner itself
         VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},  # plain TRL stays plain TRL
         VLLM | {"vllm_mode": "server", "sync_folder": "f"},
-        {"quant_scheme": " None "},
+        {"quant_scheme": "none"},
         {"quant_scheme": "fp8_dynamic"},
         {"quant_group_size": -1},
         {"tbpo_delta_high": 4e-4},  # as epsilon_high

@@ -28,8 +28,8 @@ from ..quant.linear import LowBitLayer
 from ..quant.model import quantized_modules
 from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.scheme import MINMAX
+from ..quant.shards import shape_of
 from ..quant.state_dict import iter_low_bit_weights
-from ..quant.zero import shape_of
 from .files import flush
 
 

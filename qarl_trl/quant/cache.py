@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 
-from .zero import is_partitioned
+from .shards import is_partitioned
 
 
 _optimizer_steps = 0

@@ -21,8 +21,7 @@ from .linear import LowBitLayer
 from .names import checkpoint_modules
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
-from .shards import whole
-from .zero import shape_of
+from .shards import shape_of, whole
 
 
 # The projections that the rows of each parameter hold, by the names llm-compressor writes for every architecture. vLLM

@@ -20,8 +20,7 @@ from .activations import (
     quantize_tokens_int8_asymmetric,
 )
 from .quantize import LowBitWeight, dequantize
-from .scheme import effective_group_size, support_of
-from .table import gpu_generation
+from .scheme import effective_group_size, gpu_generation, support_of
 
 
 Bias = Tensor | None  # `(out,)`

@@ -16,7 +16,7 @@ from .linear import LowBitLayer
 from .names import base_model, checkpoint_modules, is_peft_model
 from .quantize import rows_together
 from .scheme import effective_group_size, has_global_scale, scheme_for
-from .zero import shape_of
+from .shards import shape_of
 
 
 # What transformers' `use_experts_implementation` says of a layout that `QuantExperts.forward` computes.

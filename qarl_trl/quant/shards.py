@@ -18,6 +18,16 @@ from .reference import QParams
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
+def is_partitioned(param: Tensor) -> bool:
+    """Whether ZeRO-3 holds `param`: empty, or whole at an address of its own in each forward."""
+    return hasattr(param, "ds_id")
+
+
+def shape_of(param: Tensor) -> torch.Size:
+    """The shape of the whole `param`, which under ZeRO-3 may be empty at the moment."""
+    return getattr(param, "ds_shape", param.shape)
+
+
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """`tensor`, or all of one that is cut (collective): floats in bfloat16, to which they are cast before they move."""

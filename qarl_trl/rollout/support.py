@@ -13,8 +13,7 @@ from transformers import PretrainedConfig
 from ..quant.experts import QuantExperts, num_experts
 from ..quant.layers import merged_by_engines
 from ..quant.linear import LowBitLayer
-from ..quant.scheme import effective_group_size, scheme_for, support_of
-from ..quant.table import SchemeSupport, gpu_generation
+from ..quant.scheme import SchemeSupport, effective_group_size, gpu_generation, scheme_for, support_of
 from . import _vllm
 from .cpu import check_engine_cpu
 from .cpu_ops import has_engine_ops

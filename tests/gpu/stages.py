@@ -37,7 +37,7 @@ from qarl_trl.quant import (
     resolve_scheme,
 )
 from qarl_trl.quant.quantize import dequantize
-from qarl_trl.quant.table import SUPPORTED, gpu_generation
+from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
 from qarl_trl.rollout.gemm import GEMMS
 from qarl_trl.rollout.scores import low_bit_forward
 

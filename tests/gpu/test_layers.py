@@ -10,7 +10,7 @@ from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
 from qarl_trl.quant.gemm import dequantize, plain_gemm
 from qarl_trl.quant.grouped import grouped_gemm
-from qarl_trl.quant.table import SUPPORTED, gpu_generation
+from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
 from qarl_trl.rollout.gemm import engine_gemm
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from qarl_trl.metrics.clock import WeightFlips
 from qarl_trl.quant import apply_quantization, quantized_modules
-from qarl_trl.quant.table import SUPPORTED
+from qarl_trl.quant.scheme import SUPPORTED
 
 
 FLIPS = "quant/flip_frac"

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from qarl_trl.quant import activations, compiled, quantize_weight, resolve_scheme
 from qarl_trl.quant.gemm import dequantize
-from qarl_trl.quant.table import SUPPORTED
+from qarl_trl.quant.scheme import SUPPORTED
 from quant.schemes import NVFP4, normal, same_bytes, same_tensors
 from quant.test_reference import many_weights, parts
 

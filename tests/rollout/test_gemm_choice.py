@@ -6,7 +6,7 @@ import torch
 from qarl_trl.quant import gemm as plain_module
 from qarl_trl.quant import resolve_scheme
 from qarl_trl.quant.gemm import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, plain_gemm
-from qarl_trl.quant.table import SUPPORTED
+from qarl_trl.quant.scheme import SUPPORTED
 from qarl_trl.rollout import gemm as rollout_gemm
 from qarl_trl.rollout.gemm import GEMMS, EngineGemm, engine_gemm
 

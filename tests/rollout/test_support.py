@@ -12,8 +12,7 @@ from transformers import Gemma3nTextConfig, Qwen3Config, Qwen3MoeConfig
 
 from qarl_trl import QaRLTrainer
 from qarl_trl.quant import apply_quantization
-from qarl_trl.quant.scheme import resolve_scheme, single_group
-from qarl_trl.quant.table import SUPPORTED
+from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme, single_group
 from qarl_trl.rollout import _vllm
 from qarl_trl.rollout.support import check_engine, check_merged_layers, check_shards, default_engine_kwargs
 from qarl_trl.validate import check_arguments, check_run

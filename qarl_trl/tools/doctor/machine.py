@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ..._compat import installed_version
-from ...quant.table import gpu_generation
+from ...quant.scheme import gpu_generation
 from ...rollout.cpu import cpu_flags, switched_off, why_no_engine
 from ...validate import available_memory
 from .findings import FAIL, OK, SKIPPED, WARN, Finding
