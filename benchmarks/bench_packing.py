@@ -74,7 +74,7 @@ class Arm:
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
         self.passes = PackedPasses(BUDGET, _autocast, lambda t: t, lambda m: m) if packed else None
         if packed:
-            self.passes._packs(self.model)
+            assert self.passes.packs(self.model)
 
     def _count(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         self.computed += kwargs["input_ids"].numel()
@@ -83,7 +83,7 @@ class Arm:
         if self.passes is None:
             trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=_autocast))
             return _padded(trainer, self.model, **given)[0]
-        return self.passes.run(_padded, {"model": self.model, **given})[0]
+        return self.passes.run({"model": self.model, **given})[0]
 
     def update(self, batch: dict[str, Any], micro: int) -> None:
         ids, mask, keep = batch["input_ids"], batch["attention_mask"], batch["logits_to_keep"]

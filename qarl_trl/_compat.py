@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -143,16 +143,41 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
     """
 
     def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
-        order = order_of(len(next(value for value in batch.values() if value is not None)))
-
-        def permuted(value: Any) -> Any:
-            if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
-                return value
-            return value[order] if isinstance(value, torch.Tensor) else [value[i] for i in order]
-
-        return {name: permuted(value) for name, value in batch.items()}
+        return _permuted(batch, order_of(len(next(value for value in batch.values() if value is not None))))
 
     return patch.object(_grpo_trainer(), "shuffle_sequence_dict", shuffle)
+
+
+def _permuted(batch: dict[str, Any], order: torch.Tensor) -> dict[str, Any]:
+    """A batch with its rows in another `order`, as TRL's shuffle returns it."""
+
+    def of(value: Any) -> Any:
+        if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+            return value
+        return value[order] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+
+    return {name: of(value) for name, value in batch.items()}
+
+
+# Arguments of `GRPOTrainer._get_per_token_logps_and_entropies` that are no rows, and the rows of a text.
+NO_ROWS = {"model", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss"}
+TEXT = {*NO_ROWS, "input_ids", "attention_mask"}
+
+
+def is_text(given: Mapping[str, Any]) -> bool:
+    """Whether the arguments `given` to TRL's method for log-probs have neither images nor token types."""
+    return all(value is None for name, value in given.items() if name not in TEXT)
+
+
+def in_order(padded: Callable[..., Any], given: Mapping[str, Any], order: torch.Tensor) -> tuple[Any, ...]:
+    """What TRL's method `padded` for log-probs returns for the arguments `given`, from micro-batches that are cut in `order`."""
+    from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+    rows = {name: value for name, value in given.items() if name not in NO_ROWS and value is not None}
+    rows = unsplit_pixel_values_by_grid(_permuted(split_pixel_values_by_grid(rows), order))
+    logps, entropies, balance = padded(**{**given, **rows})
+    back = order.argsort()
+    return logps[back], None if entropies is None else entropies[back], balance
 
 
 def ungathered_rewards() -> AbstractContextManager:

@@ -149,9 +149,8 @@ class QaRLConfig(GRPOConfig):
         default=22528,
         help="Tokens that one forward pass of the learner may hold, without padding. Rows of a micro-batch are packed into "
         "passes of at most this many; the activations of a micro-batch's passes are kept until its backward. At least the "
-        "longest prompt and completion together. Where rows cannot be packed (images, linear attention) padding counts. "
-        "Unset (null): rows padded to the longest of the rollout batch, as in TRL. "
-        "Table 2, ppo_max_token_len_per_gpu.",
+        "longest prompt and completion together. Unset (null), and for models that cannot be packed (images, linear attention): "
+        "rows padded to the longest of the rollout batch, as in TRL. Table 2, ppo_max_token_len_per_gpu.",
     )
     tbpo_epsilon_high: float = HfArg(
         default=4e-4, help="Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."

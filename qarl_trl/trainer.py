@@ -213,7 +213,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         """TRL's, with one error for all processes; the weighted sums, NaN where no function gave one, go to `log_token_stats`."""
         calculate = partial(super()._calculate_rewards, inputs, *args)
         with _compat.ungathered_rewards():
-            rewards = guards.rewards_of_all(calculate, len(inputs), self.reward_func_names, self.accelerator)
+            rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
         self._rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)
         return rewards
@@ -221,16 +221,17 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     # Loss -----------------------------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-        """TRL's, by passes that hold real tokens only, or trimmed rows (`max_tokens_per_pass`)."""
+        """TRL's, by passes that hold real tokens only (`max_tokens_per_pass`) where the model's rows can be packed."""
         padded = super()._get_per_token_logps_and_entropies
-        if self._passes is None:
-            result = padded(*args, **kwargs)
+        given = inspect.signature(padded).bind(*args, **kwargs).arguments
+        # A rollout batch comes with the size of its micro-batches. They must be those of the loss, or kernels would round `old`
+        # otherwise.
+        rollout = self._passes is not None and self._mode == "train" and given.get("batch_size") is not None
+        order = self._row_order(len(given["input_ids"])) if rollout else None
+        if self._passes is not None and self._passes.packs(given["model"]) and _compat.is_text(given):
+            result = self._passes.run(given, order)
         else:
-            given = inspect.signature(padded).bind(*args, **kwargs).arguments
-            # A rollout batch comes with the size of its micro-batches. They must be those of the loss, or kernels would round
-            # `old` otherwise.
-            rollout = self._mode == "train" and given.get("batch_size") is not None
-            result = self._passes.run(padded, given, self._row_order(len(given["input_ids"])) if rollout else None)
+            result = padded(*args, **kwargs) if order is None else _compat.in_order(padded, given, order)
         # `_compute_loss` calls this once and returns the loss alone: its metrics need the log-probs that it was made from.
         self._current_logps = result[0].detach()
         return result
@@ -282,7 +283,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
         """The Trainer's, which asks before each update; it must be a number."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        guards.check_gradient(grad_norm, self._unwrapped)
+        guards.check_gradient(grad_norm)
         return grad_norm
 
     # Small helpers --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from learner.test_features import rollout
 from slow.toys import distinct_characters, prompts, save_model, settings
 from transformers import TrainerCallback
 
-from qarl_trl import QaRLConfig, QaRLTrainer, _compat
+from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.learner import guards
 
 
@@ -61,7 +61,7 @@ def master_weights(trainer):
 def test_a_gradient_that_is_no_number_stops_before_the_step(make, value):
     trainer = make(save_strategy="steps", save_steps=1, export_low_bit=False)
     trainer.add_callback(SpoilGradient(value))
-    with pytest.raises(RuntimeError, match=f"gradient norm is {value}.*All weights are finite and as before") as error:
+    with pytest.raises(RuntimeError, match=f"gradient norm is {value}") as error:
         trainer.train()
     assert "stopped after 1 updates. The last complete checkpoint: " in error.value.__notes__[0]
     assert error.value.__notes__[0].endswith("checkpoint-1.")
@@ -76,30 +76,6 @@ def test_without_the_guard_one_nan_spoils_every_weight(make):
         trainer.train()
     assert not any(p.isfinite().all() for p in master_weights(trainer).values())
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
-
-
-def test_a_weight_that_is_no_number_is_named(make):
-    trainer = make(quant_scheme=None, loss_type="grpo")
-    with torch.no_grad():
-        trainer.model.model.norm.weight[3] = NAN
-    with pytest.raises(
-        RuntimeError, match=r"1 weights hold NaN or infinity already, first 'model\.norm\.weight'"
-    ) as e:
-        trainer.train()
-    assert "after 0 updates. The last complete checkpoint: none." in e.value.__notes__[0]
-    left = pytest.raises(RuntimeError, match="Under HSDP sums of gradients are left")
-    with patch.object(_compat, "is_replicated", lambda _: True), left:
-        trainer.train()
-    with pytest.raises(RuntimeError, match="hold NaN or infinity already"):  # control: elsewhere it may train again
-        trainer.train()
-
-
-def test_a_weight_of_zero3_that_is_no_number_is_named():
-    """DeepSpeed leaves an empty parameter, and its piece beside it."""
-    model = torch.nn.Linear(2, 2)
-    model.weight.data, model.weight.ds_tensor = torch.empty(0), torch.tensor([1.0, NAN])
-    with pytest.raises(RuntimeError, match="1 weights hold NaN or infinity already, first 'weight'"):
-        guards.check_gradient(float("inf"), model)
 
 
 def rewarded(function):
@@ -117,8 +93,8 @@ def broken(_):
     ("function", "kind", "words"),
     [
         (broken, KeyError, "no such answer"),
-        (lambda r: [INF, *r[1:]], ValueError, "'reward' gave an infinite reward to completion 0 of process 0"),
-        (lambda r: [-INF] * len(r), ValueError, "'reward' gave an infinite reward to completion 0 of process 0"),
+        (lambda r: [INF, *r[1:]], ValueError, "'reward' gave an infinite reward"),
+        (lambda r: [-INF] * len(r), ValueError, "'reward' gave an infinite reward"),
         (lambda r: r[1:], ValueError, "'reward' returned 7 rewards, but 8 were expected"),
         (lambda r: ["good"] * len(r), (ValueError, TypeError), "str"),
         (lambda r: None, TypeError, "not iterable"),
@@ -206,18 +182,14 @@ def test_both_processes_learn_that_the_rewards_of_one_failed():
     healthy = torch.tensor([[1.0], [NAN]])
     failing = TwoProcesses(healthy, first=False)
     with pytest.raises(KeyError, match="no such answer"):
-        guards.rewards_of_all(functools.partial(broken, None), 2, ["f"], failing)
+        guards.rewards_of_all(functools.partial(broken, None), ["f"], failing)
     waiting = TwoProcesses(None, first=True)
     with pytest.raises(RuntimeError, match="The rewards failed in process 1, which says why"):
-        guards.rewards_of_all(lambda: healthy, 2, ["f"], waiting)
+        guards.rewards_of_all(lambda: healthy, ["f"], waiting)
     endless = TwoProcesses(torch.full((2, 1), -INF), first=True)  # rewards, and no failure
-    with pytest.raises(ValueError, match="'f' gave an infinite reward to completion 0 of process 1"):
-        guards.rewards_of_all(lambda: healthy, 2, ["f"], endless)
-    one = TwoProcesses(torch.tensor([[INF], [0.0]]), first=True)
-    with pytest.raises(ValueError, match="'f' gave an infinite reward to completion 0 of process 1"):
-        guards.rewards_of_all(lambda: healthy, 2, ["f"], one)
-    whole = guards.rewards_of_all(lambda: healthy, 2, ["f"], TwoProcesses(healthy, first=True))
-    assert whole.shape == (4, 1)
+    with pytest.raises(ValueError, match="'f' gave an infinite reward"):
+        guards.rewards_of_all(lambda: healthy, ["f"], endless)
+    assert guards.rewards_of_all(lambda: healthy, ["f"], TwoProcesses(healthy, first=True)).shape == (4, 1)
 
 
 def test_a_second_train_begins_with_a_rollout_of_its_own(make):

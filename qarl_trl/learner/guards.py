@@ -7,31 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def check_gradient(norm: Tensor | float | None, model: nn.Module) -> None:
+def check_gradient(norm: Tensor | float | None) -> None:
     """
     Stop (`RuntimeError`) at a gradient norm that is NaN or infinite, before the optimizer writes it into the weights.
 
     The norm is that of all processes, so all of them stop.
     """
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if norm is None or math.isfinite(norm):
-        return
-    # Under ZeRO-3 the parameter itself is empty and `ds_tensor` is this process's shard.
-    shards = {name: getattr(p, "ds_tensor", p) for name, p in model.named_parameters()}
-    local = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in shards.items()}
-    broken = [name for name, p in local.items() if not p.detach().isfinite().all()]
-    if broken:
-        cause = f"{len(broken)} weights hold NaN or infinity already, first {broken[0]!r}."
-    else:
-        cause = "All weights are finite and as before this step: a log-prob, an advantage or the backward overflowed."
-    raise RuntimeError(
-        f"The gradient norm is {float(norm)}, and a step would make the weights NaN. {cause} Resume from the last "
-        "checkpoint with a lower learning rate or max_grad_norm, and look at grad_norm, entropy and reward in the log."
-    )
+    if norm is not None and not math.isfinite(norm):
+        raise RuntimeError(
+            f"The gradient norm is {float(norm)}, and a step would make the weights NaN. Resume from the last checkpoint with a "
+            "lower learning rate or max_grad_norm, and look at grad_norm, entropy and reward in the log."
+        )
 
 
 def of_all(what: str, calculate: Callable[[], Any], accelerator: Any) -> Any:
@@ -49,21 +40,20 @@ def of_all(what: str, calculate: Callable[[], Any], accelerator: Any) -> Any:
     return result
 
 
-def rewards_of_all(calculate: Callable[[], Tensor], rows: int, names: Sequence[str], accelerator: Any) -> Tensor:
+def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accelerator: Any) -> Tensor:
     """
     The rewards of all processes `(processes * rows, functions)`, from the `(rows, functions)` that `calculate` gives each.
 
     Raises as [`of_all`], and `ValueError` on all for an infinite reward. NaN stands for `None` in TRL: not applicable.
     """
     rewards = accelerator.gather(of_all("rewards", calculate, accelerator))
-    if not rewards.isinf().any():
-        return rewards
-    row, column = rewards.isinf().nonzero()[0].tolist()
-    process, row = divmod(row, rows)
-    raise ValueError(
-        f"The reward function {names[column]!r} gave an infinite reward to completion {row} of process {process}. A reward "
-        "must be a finite number, or None where it does not apply: the advantages of its whole group would be NaN or 0."
-    )
+    infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
+    if infinite:
+        raise ValueError(
+            f"The reward function {names[infinite[0]]!r} gave an infinite reward. It must be a finite number, or None where it "
+            "does not apply: the advantages of its whole group would be NaN or 0."
+        )
+    return rewards
 
 
 def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], trainer: Any) -> Any:
@@ -77,17 +67,19 @@ def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], tra
 
 
 def check_rollout(output: Any, rows: int) -> None:
-    """Refuse (`ValueError`) a rollout without a completion of at least one token, with its log-probs, for each of `rows` prompts."""
+    """Refuse (`ValueError`) what TRL would train on in silence: other rows than prompts, and log-probs of other tokens."""
     names = ("prompt_ids", "completion_ids", "logprobs")
     if not isinstance(output, Mapping) or not set(names) <= output.keys():
-        raise ValueError(f"rollout_func must return a dict with {', '.join(names)} (or None), got {output!r:.100}.")
+        raise ValueError(f"rollout_func must return a dict with {', '.join(names)}, got {output!r:.100}.")
     prompts, completions, logps = (output[name] for name in names)
     logps = completions if logps is None else logps
-    if not len(prompts) == len(completions) == len(logps) == rows:
-        found = f"{len(prompts)} prompt_ids, {len(completions)} completion_ids and {len(logps)} logprobs"
-        raise ValueError(f"rollout_func must return a row for each of {rows} prompts, got {found}.")
+    if {len(prompts), len(completions), len(logps)} != {rows}:
+        raise ValueError(
+            f"rollout_func must return a row for each of {rows} prompts, got {len(prompts)} prompt_ids, {len(completions)} "
+            f"completion_ids and {len(logps)} logprobs."
+        )
     for row, (tokens, values) in enumerate(zip(completions, logps, strict=True)):
-        if len(tokens) == 0 or len(tokens) != len(values):
+        if not 0 < len(tokens) == len(values):
             raise ValueError(
                 f"Completion {row} of rollout_func must have at least one token (EOS for an empty answer) and a log-prob "
                 f"for each, got {len(tokens)} tokens and {len(values)} log-probs."

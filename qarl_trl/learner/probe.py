@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +49,16 @@ def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], vocab_siz
     generator = torch.Generator().manual_seed(0)
     first, other, last = torch.randint(vocab_size, (3, 1, LENGTH), generator=generator)
     keep = LENGTH - 1
-    with torch.no_grad(), _evaluation(model):
-        beside_first = score(torch.cat((first, last)), keep)[1]
-        beside_other = score(torch.cat((other, last)), keep)[1]
-        alone = score(last, keep)[0]
-        continued = score(torch.cat((first, last), dim=1), keep)[0]  # what it is when it sees the first
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            beside_first = score(torch.cat((first, last)), keep)[1]
+            beside_other = score(torch.cat((other, last)), keep)[1]
+            alone = score(last, keep)[0]
+            continued = score(torch.cat((first, last), dim=1), keep)[0]  # what it is when it sees the first
+    finally:
+        model.train(training)
     seen = (continued - alone).abs().mean() * NOISE
     change = (beside_first - beside_other).abs().mean()
     if change > (seen if num_experts(transformers_model(model).config) else 0):
@@ -63,14 +67,3 @@ def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], vocab_siz
     if not change <= seen:
         return f"a sequence's log-probs change by {change:.1e} when it is packed"
     return None
-
-
-@contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -9,16 +9,12 @@ import references
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.integrations import sdpa_attention
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
+from qarl_trl import _compat
 from qarl_trl.learner import attention
 from qarl_trl.learner.logps import PackedPasses
 from qarl_trl.learner.packing import split_rows
@@ -48,7 +44,8 @@ def make_passes(budget=1000, gather=lambda t: t):
 
 
 def run(passes, model, order=None, **given):
-    return passes.run(padded, {"model": model, "compute_entropy": True, **given}, order)
+    attention.use_packed_attention(model)
+    return passes.run({"model": model, "compute_entropy": True, **given}, order)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +70,7 @@ def make(tiny_model):
 
 def watch(model, passes):
     """The token ids of each pass from now on."""
-    passes._packs(model)
+    assert passes.packs(model)
     seen = []
     model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"]), with_kwargs=True)
     return seen
@@ -84,10 +81,6 @@ def gradients(model, logps, entropies):
     loss = (weights * logps).sum() + 0.1 * (weights * entropies).sum()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return dict(zip(parameters, torch.autograd.grad(loss, parameters.values()), strict=True))
-
-
-def apart(a, b):
-    return ((a - b).norm() / b.norm()).item()
 
 
 @pytest.mark.parametrize("budget", [1000, 45])
@@ -108,8 +101,8 @@ def test_packed_log_probs_and_gradients_are_the_padded_ones(make, kind, changes,
     model, passes = make(kind, **changes), make_passes(budget)
     expected = padded(model, **batch, compute_entropy=True)
     expected_gradients = gradients(model, *expected[:2])
+    assert passes.packs(model)
     found = run(passes, model, **batch)
-    assert passes._why_padded[model] is None
     mask = batch["attention_mask"][:, -KEEP:].bool()
     for mine, theirs in zip(found[:2], expected[:2], strict=True):
         assert mine.dtype == torch.float32 and mine.shape == (len(SPANS), KEEP)
@@ -125,15 +118,6 @@ def test_packed_log_probs_and_gradients_are_the_padded_ones(make, kind, changes,
         assert (grad - expected_gradients[name]).norm() < 1e-6 * norm, name
     alone = references.logps_of_each_alone(model, batch["input_ids"], batch["attention_mask"], KEEP)
     assert (found[0] - alone).abs().max() < 5e-6
-
-
-@pytest.mark.parametrize(
-    "spans", [[(3, 30)], [(4, 28)] * 3, [(4, 16)] * 2], ids=["one row", "same length", "no completion"]
-)
-def test_batches_of_other_forms(make, spans):
-    batch, model = make_batch(spans), make()
-    expected = padded(model, **batch)[0]
-    assert (run(make_passes(), model, **batch)[0] - expected).abs().max() < 5e-6
 
 
 def test_micro_batches_in_any_order_give_the_same_and_are_split_alike(make):
@@ -199,83 +183,16 @@ def reaching_across(module, query, key, value, attention_mask, sequence_lengths=
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_an_attention_across_sequences_is_caught_and_rows_are_trimmed(make, monkeypatch, caplog, kind):
+def test_an_attention_across_sequences_is_caught(make, monkeypatch, caplog, kind):
     batch, model, passes = make_batch(), make(kind), make_passes()
     expected = padded(model, **batch)[0]
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.ATTENTION, reaching_across)
-    wrong = make_passes()
-    wrong._why_padded[model] = None
-    attention.use_packed_attention(model)
-    assert (run(wrong, model, **batch)[0] - expected).abs().max() > 0.1  # what is to be caught
+    assert (run(make_passes(), model, **batch)[0] - expected).abs().max() > 0.1  # what is to be caught
     with caplog.at_level(logging.WARNING):
-        assert passes._packs(model) is False
-        assert passes._packs(model) is False
-    assert "change by" in passes._why_padded[model] and "with its neighbour" in passes._why_padded[model]
-    assert len([r for r in caplog.records if "cut to the longest" in r.getMessage()]) == 1
+        assert passes.packs(model) is passes.packs(model) is False
+    (warning,) = (r.getMessage() for r in caplog.records if "padded rows, as in TRL" in r.getMessage())
+    assert "change by" in warning and "with its neighbour" in warning
     assert model.training
-    monkeypatch.undo()
-    seen = watch(model, passes)
-    order = torch.tensor([2, 3, 0, 1, 4, 5, 6])
-    found = run(passes, model, order, **batch, batch_size=2)
-    assert [tuple(ids.shape) for ids in seen] == [(2, 7), (2, 37), (2, 31), (1, 25)]
-    assert (found[0] - expected).abs().max() < 5e-6
-    assert found[0].shape == found[1].shape == (len(SPANS), KEEP)
-
-
-# Measured for Qwen3Next, whose recurrence sums in another order: 5.7e-6 at one log-prob, else 1e-6; gradients 1.1e-6.
-@pytest.mark.parametrize(("kind", "close", "gradients_close"), [("eager", 5e-6, 1e-6), ("Qwen3Next", 2e-5, 4e-6)])
-def test_padded_rows_are_trimmed_and_split_under_the_budget(make, kind, close, gradients_close):
-    batch = make_batch()
-    model = make(attn_implementation="eager") if kind == "eager" else linear_attention()
-    expected = padded(model, **batch, compute_entropy=True)[:2]
-    expected_gradients = gradients(model, *expected)
-    order, passes = torch.tensor([3, 0, 6, 1, 5, 2, 4]), make_passes(80)
-    seen = watch(model, passes)
-    assert passes._why_padded[model] is not None
-    found = run(passes, model, order, **batch, batch_size=4)[:2]
-    at_once = list(seen)
-    # Of the spans (12, 16), (3, 24), (15, 40), (5, 40), and (0, 22), (10, 17), (7, 31).
-    assert [tuple(ids.shape) for ids in seen] == [(2, 35), (2, 21), (2, 31), (1, 7)]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine - theirs).abs().max() < close
-    norm = torch.stack([g.norm() for g in expected_gradients.values()]).norm()
-    for name, grad in gradients(model, *found).items():
-        assert (grad - expected_gradients[name]).norm() < gradients_close * norm, name
-    del seen[:]
-    for rows in order.split(4):  # as the loss asks: `old` has seen the same
-        run(passes, model, **{k: v[rows] if k != "logits_to_keep" else v for k, v in batch.items()})
-    assert len(seen) == len(at_once) and all(map(torch.equal, seen, at_once))
-    del seen[:]
-    run(make_passes(1000), model, order, **batch, batch_size=4)
-    assert [tuple(ids.shape) for ids in seen] == [(4, 37), (3, 31)]  # control: without the split
-    with pytest.raises(ValueError, match="A sequence of 35 tokens does not fit into max_tokens_per_pass=34"):
-        run(make_passes(34), model, **batch)
-    passes = make_passes(1000, gather=lambda t: torch.cat((t, torch.full_like(t, 3))) if t.dtype == torch.long else t)
-    passes._why_padded[model] = "as above"
-    del seen[:]
-    run(passes, model, **batch)
-    assert len(seen) == 3  # as many as another process needs
-
-
-def linear_attention():
-    """One layer of gated delta nets and one of attention, by transformers' plain operations."""
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    heads |= {f"linear_{name}": n for name, n in [("num_key_heads", 2), ("num_value_heads", 2), ("key_head_dim", 16)]}
-    config = Qwen3NextConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        mlp_only_layers=[0, 1],
-        linear_value_head_dim=16,
-        initializer_range=0.1,
-        **heads,
-    )
-    model = Qwen3NextForCausalLM(config)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    return model.train()
 
 
 # Images -------------------------------------------------------------------------------------------------------------
@@ -313,37 +230,21 @@ def with_images(batch, counts):
     return batch | images | {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()}
 
 
-def test_rows_with_images_are_trimmed_and_split_like_others():
-    batch = with_images(make_batch([(5, 24), (3, 30), (9, 22), (4, 20), (6, 31)]), (1, 2, 1, 2, 1))
-    model = vision()
-    expected = padded(model, **batch, compute_entropy=True)[:2]
-    expected_gradients = gradients(model, *expected)
-    order, passes = torch.tensor([3, 0, 4, 1, 2]), make_passes(60)
-    seen = watch(model, passes)
-    assert "other parts than a text model" in passes._why_padded[model]
-    found = run(passes, model, order, **batch, batch_size=3)[:2]
-    assert [tuple(ids.shape) for ids in seen] == [(2, 26), (1, 16), (2, 27)]
+def test_padded_rows_are_scored_in_the_micro_batches_of_the_loss():
+    """Also of rows with one image, two and none: each keeps its own."""
+    batch, model = with_images(make_batch([(5, 24), (3, 30), (9, 22), (4, 20), (6, 31)]), (1, 2, 0, 2, 1)), vision()
+    order, given = torch.tensor([3, 0, 4, 1, 2]), {"model": model, **batch, "batch_size": 3, "compute_entropy": True}
+    assert not make_passes().packs(model) and not _compat.is_text(given)
+    seen = []
+    model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"]), with_kwargs=True)
+    found = _compat.in_order(lambda **given: padded(**given), given, order)[:2]
+    assert all(map(torch.equal, seen, batch["input_ids"][order].split(3)))
+    expected = padded(**given)[:2]
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine - theirs).abs().max() < 5e-6
-    norm = torch.stack([g.norm() for g in expected_gradients.values()]).norm()
-    mine = gradients(model, *found)
-    for name, grad in mine.items():
-        assert (grad - expected_gradients[name]).norm() < 1e-6 * norm, name
-    assert mine["model.visual.patch_embed.proj.weight"].norm() > 1e-3 * norm
-    # Some rows without an image, some passes with none.
-    mixed = with_images(make_batch([(5, 24), (3, 30), (9, 22), (4, 20), (6, 31)]), (1, 0, 1, 0, 1))
-    whole = padded(model, **mixed)[0]
-    assert (run(make_passes(36), model, order, **mixed, batch_size=3)[0] - whole).abs().max() < 5e-6
     # Control: each row with the pixels of another one.
-    others = batch | {"pixel_values": batch["pixel_values"].roll(16, 0)}
-    assert (run(passes, model, order, **others, batch_size=3)[0] - expected[0]).abs().max() > 1e-3
-    # An image in a completion that is masked as truncated is not cut off.
-    batch["input_ids"][2, 35:39], batch["mm_token_type_ids"][2, 35:39], batch["num_images"][2] = IMAGE, 1, 2
-    batch |= {
-        name: torch.cat((batch[name], batch[name][:n])) for name, n in (("pixel_values", 16), ("image_grid_thw", 1))
-    }
-    expected = padded(model, **batch)[0]
-    assert (run(passes, model, order, **batch, batch_size=3)[0] - expected).abs().max() < 5e-6
+    others = given | {"pixel_values": batch["pixel_values"].roll(16, 0)}
+    assert (_compat.in_order(padded, others, order)[0] - expected[0]).abs().max() > 1e-3
 
 
 def test_a_sequence_over_the_budget_is_refused_with_its_length(make):

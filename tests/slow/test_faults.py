@@ -215,7 +215,7 @@ def test_what_fails_in_one_process_stops_both_at_once(tmp_path):
     expected = {
         "a folder is not shared": ("output_dir='", "1 of 2 (first: 1) do not see a file that the first wrote there"),
         "a reward raises": ("The rewards failed in process 1, which says why", "KeyError: 'no such answer'"),
-        "a reward infinite": ("'reward' gave an infinite reward to completion 0 of process 1",) * 2,
+        "a reward infinite": ("'reward' gave an infinite reward",) * 2,
         "a rollout_func raises": ("The rollout_func failed in process 1, which says why", "KeyError: 'no such tool'"),
         "a gradient is NaN": ("The gradient norm is nan",) * 2,
         "a generation raises": ("The generation failed in 1 of 2 processes", "ValueError: no memory"),

@@ -51,13 +51,13 @@ def _gradients(find_unused: bool, experts: bool) -> tuple[dict[str, Any], int]:
     model, rank = accelerator.prepare(bare), accelerator.process_index
     assert model is not bare
     passes = PackedPasses(80, accelerator.autocast, accelerator.gather, accelerator.unwrap_model)
-    assert passes._packs(model)
+    assert passes.packs(model)
     number = []
     bare.register_forward_pre_hook(lambda *_: number.append(1))
     with torch.no_grad():
-        old = passes.run(None, {"model": model, **_batch(rank), "batch_size": 2})[0]
+        old = passes.run({"model": model, **_batch(rank), "batch_size": 2})[0]
     before = len(number)
-    logps = passes.run(None, {"model": model, **_batch(rank)})[0]
+    logps = passes.run({"model": model, **_batch(rank)})[0]
     assert torch.allclose(old, logps, atol=1e-5)
     accelerator.backward(_loss(logps, rank))
     return {name: p.grad.numpy() for name, p in bare.named_parameters()}, (before, len(number) - before)
