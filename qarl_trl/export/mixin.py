@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from transformers.utils import PushInProgress
 
-from ..quant.names import is_peft_model
 from .card import training_facts, write_card
 from .low_bit import LOW_BIT_FOLDER
 from .push import Repository, repository_of

@@ -1,4 +1,4 @@
-"""`apply_quantization`: turn the linear layers of a model into low-bit layers, in place, and back.
+"""`apply_quantization`: find the linear layers and experts of a model and make them low-bit layers, in place, and back.
 
 Invariant: a layer that matches the targets is quantized or the call fails; parameter names, `state_dict` and the
 module tree stay as they were, because only `module.__class__` changes.
@@ -6,17 +6,56 @@ module tree stay as they were, because only `module.__class__` changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils import match_targets
 from torch import nn
 
-from .experts import QuantExperts
+from .experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
 from .gemm import GemmChoice, plain_gemm
-from .layers import check_layers, check_model, match_layers, merged_by_engines
 from .linear import LowBitLayer, QParams, QuantLinear
-from .scheme import DEFAULT_IGNORE, has_global_scale, resolve_config, resolve_scheme, single_group
+from .names import base_model, checkpoint_modules
+from .scheme import (
+    DEFAULT_IGNORE,
+    effective_group_size,
+    has_global_scale,
+    resolve_config,
+    resolve_scheme,
+    scheme_for,
+    single_group,
+)
+from .shards import shape_of
+
+
+# What transformers' `use_experts_implementation` says of a layout that `QuantExperts.forward` computes.
+EXPERTS_LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+# Layers that vLLM loads into one matrix.
+MERGED_BY_ENGINES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+)
+
+
+class Matched(NamedTuple):
+    """A module to quantize."""
+
+    name: str  # in a checkpoint
+    module: nn.Module  # a linear layer, peft's layer around one, or a module of experts
+    scheme: QuantizationScheme
+    weights: dict[str, list[str]]  # of each parameter: names of the linear layers that a checkpoint has for it
+
+    @property
+    def base(self) -> nn.Module:
+        """The module that owns the parameters: below an adapter, if it has one."""
+        return getattr(self.module, "base_layer", self.module)
 
 
 def apply_quantization(
@@ -55,15 +94,15 @@ def apply_quantization(
         plan = resolve_config(scheme)
     else:
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
-    check_model(model)
-    layers = match_layers(model, plan)
-    check_layers(model, layers, gemm, qparams)
+    _check_model(model)
+    layers = _match_layers(model, plan)
+    _check_layers(model, layers, qparams)
     for _, module, layer_scheme, weights in layers:
         frozen = {} if qparams is None else {key: _stacked(qparams, names) for key, names in weights.items()}
         _low_bit_class(module).convert(module, layer_scheme, gemm, quantize_forward, frozen)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
-    for _, _, merged in merged_by_engines(model) if any(map(has_global_scale, plan.config_groups.values())) else ():
+    for _, _, merged in merged_by_engines(model):
         for layer in merged:
             if isinstance(layer, LowBitLayer) and has_global_scale(layer.scheme):
                 layer.merged_with = tuple(other for other in merged if other is not layer)
@@ -87,6 +126,15 @@ def bypassed_layers(model: nn.Module) -> list[str]:
     return [name for name, layer in quantized_modules(model) if layer.quantized_forward and not layer.has_run]
 
 
+def merged_by_engines(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], list[nn.Module]]]:
+    """Layers that vLLM loads into one matrix: name of their parent, their own names, the layers."""
+    for parent_name, parent in model.named_modules():
+        for names in MERGED_BY_ENGINES:
+            layers = [getattr(parent, name, None) for name in names]
+            if None not in layers:
+                yield parent_name, names, layers
+
+
 def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:
     if hasattr(module, "base_layer"):
         from .lora import LoraQuantLinear  # imports peft, which nothing else needs
@@ -99,3 +147,142 @@ def _stacked(qparams: Mapping[str, QParams], names: Sequence[str]) -> QParams:
     """Scales and zero points of the layers `names`, one above the other, as a parameter holds their rows."""
     scales, zero_points = zip(*(qparams[name] for name in names), strict=True)
     return torch.cat(scales), None if zero_points[0] is None else torch.cat(zero_points)
+
+
+# Which layers -------------------------------------------------------------------------------------------------------
+
+
+def _match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
+    """
+    The modules that `plan` quantizes, in module order; every group must have one.
+
+    Containers, norms and activations that a wide pattern matches are passed over.
+    """
+    experts, matched = dict(expert_modules(model)), []
+    for name, module in checkpoint_modules(model):
+        if name in experts:
+            scheme, weights = _match_experts(name, module, plan)
+        else:
+            scheme, weights = scheme_for(name, getattr(module, "base_layer", module), plan), {"weight": [name]}
+        found = scheme and Matched(name, module, scheme, weights)
+        if found and any(len(shape_of(param)) >= 2 for param in found.base.parameters(recurse=False)):
+            matched.append(found)
+    groups = list(plan.config_groups.values())
+    empty = [group.targets for group in groups if not any(layer.scheme is group for layer in matched)]
+    if empty or not groups:
+        raise ValueError(
+            f"targets={empty} must match a layer, got none with ignore={plan.ignore}. Check the patterns against "
+            "`model.named_modules()`."
+        )
+    return matched
+
+
+def _match_experts(
+    name: str, module: nn.Module, plan: QuantizationConfig
+) -> tuple[QuantizationScheme | None, dict[str, list[str]]]:
+    """
+    The one scheme of a module of experts, which is matched as the linear layers that a checkpoint has in its place.
+
+    As in llm-compressor; in addition, an ignore pattern that names the module or its class means all of it.
+    """
+    layout = {key: getattr(module, key, None) for key in EXPERTS_LAYOUT}
+    params = [name for name, _ in module.named_parameters(recurse=False)]
+    if layout != EXPERTS_LAYOUT or params != [*PROJECTIONS]:
+        raise ValueError(
+            f"The experts {name!r} ({type(module).__name__}) must have the parameters {[*PROJECTIONS]} and {EXPERTS_LAYOUT}, got "
+            f"{params} and {layout}. Such a model needs quant_scheme='none'."
+        )
+    weights = {parameter: layer_names(name, module, parameter) for parameter in PROJECTIONS}
+    if match_targets(name, module, plan.ignore or []):
+        return None, weights
+    linear = nn.Linear(1, 1, device="meta")
+    schemes = {layer: scheme_for(layer, linear, plan) for layers in weights.values() for layer in layers}
+    scheme = schemes[weights["down_proj"][0]]
+    if others := [layer for layer, other in schemes.items() if other is not scheme]:
+        raise ValueError(
+            f"All {len(schemes)} expert layers of {name!r} must have one scheme, since an engine runs them in one kernel; that of "
+            f"{others[0]!r} is another. Quantize all of them alike, or ignore all of them with 're:.*experts.*'."
+        )
+    return scheme, weights
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse (`ValueError`) a model whose weights or layers are in the hands of another library, or quantized already."""
+    if any(quantized_modules(model)):
+        raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
+    foreign = getattr(getattr(model, "config", None), "quantization_config", None)
+    if foreign is not None:
+        raise ValueError(
+            f"The model is quantized already (quantization_config={foreign}), so it has no high-precision master weights. Start "
+            "from the unquantized checkpoint, or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
+        )
+    if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
+        raise ValueError(
+            "The model has LoRA layers without a PeftModel around them, so a sync would miss them. Use peft.get_peft_model or "
+            "`peft_config`."
+        )
+
+
+def _check_layers(model: nn.Module, layers: list[Matched], qparams: Mapping[str, QParams] | None) -> None:
+    """Refuse (`ValueError`) `layers` that cannot be quantized as asked."""
+    if is_peft_model(model):
+        from .lora import check_adapters, check_lora_config, check_lora_layer
+
+        for config in model.peft_config.values():
+            check_lora_config(config)
+        for layer in layers:
+            if layer.base is not layer.module:
+                check_lora_layer(layer.name, layer.module)
+        check_adapters(base_model(model), {layer.name: layer.module for layer in layers})
+    owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    for layer in layers:
+        _check_layer(layer, owners)
+        if has_global_scale(layer.scheme) and (qparams is not None or type(layer.module) is not nn.Linear):
+            raise ValueError(
+                f"Layer {layer.name!r}: a scheme with a global scale (NVFP4A16) does not go with frozen scales, LoRA or "
+                "experts. Choose another scheme."
+            )
+    names = {name for layer in layers for names in layer.weights.values() for name in names}
+    if qparams is not None and (differing := sorted(names ^ qparams.keys())):
+        raise ValueError(
+            f"{len(differing)} layers are quantized without frozen scales or have them without being quantized, first "
+            f"{differing[:3]}. Use quant_scheme: checkpoint."
+        )
+
+
+def _check_layer(layer: Matched, owners: Counter[int]) -> None:
+    """A plain linear layer or experts, whose weights have one owner, in matrices that groups or blocks divide."""
+    # A subclass may compute something else in its forward, which the swap would silently drop.
+    if len(layer.weights) == 1 and type(layer.base) is not nn.Linear:
+        raise ValueError(
+            f"Layer {layer.name!r} must be a torch.nn.Linear to be quantized, got {type(layer.base)}. Add it to "
+            "`quant_ignore` if it may stay in high precision."
+        )
+    # Blocks padded at the edge are stored alike, but engines that merge layers (q, k, v) cannot load them.
+    height, width = layer.scheme.weights.block_structure or (1, effective_group_size(layer.scheme) or 1)
+    for parameter, names in layer.weights.items():
+        weight = getattr(layer.base, parameter)
+        if owners[id(weight)] > 1:  # a checkpoint stores it once: it cannot be both quantized values and an embedding
+            raise ValueError(
+                f"Layer {layer.name!r} cannot be quantized: its weight is tied to another. Add it to `quant_ignore`."
+            )
+        *stack, columns = shape_of(weight)
+        rows = math.prod(stack) // len(names)
+        if rows % height or columns % width:
+            raise ValueError(
+                f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, which groups of {height} x {width} weights do "
+                "not divide. Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), or "
+                "another scheme."
+            )
+
+
+def check_shardable(plan: QuantizationConfig) -> None:
+    """Refuse (`ValueError`) a `plan` whose layers no process may hold in parts."""
+    if any(map(has_global_scale, plan.config_groups.values())):
+        raise ValueError(
+            "A scheme with a global scale (NVFP4A16) needs q, k, v (and gate, up) whole at once, and FSDP and ZeRO-3 cut them. "
+            "Use DDP, or a scheme without a global scale."
+        )

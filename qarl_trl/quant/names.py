@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 
-from accelerate.utils import extract_model_from_parallel
+from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -15,12 +14,6 @@ from transformers.core_model_loading import PrefixChange, WeightRenaming
 def plain_name(name: str) -> str:
     """A parameter's or module's name without the part that activation checkpointing inserts."""
     return name.replace("_checkpoint_wrapped_module.", "")
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """accelerate's function of this name, which reads peft's package metadata at every call, without that."""
-    peft = sys.modules.get("peft")  # not imported: nothing can be its model
-    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
 
 
 def base_model(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationType
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
@@ -17,7 +18,7 @@ from .checkpoint import QuantizedSource, quantized_source
 from .experts import PROJECTIONS, QuantExperts, layer_names
 from .linear import LowBitLayer
 from .model import quantized_modules
-from .names import checkpoint_modules, is_peft_model
+from .names import checkpoint_modules
 from .quantize import LowBitWeight
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
 from .experts import PROJECTIONS, checkpoint_tensors, expert_modules
 from .linear import LowBitLayer
-from .names import base_model, checkpoint_name, checkpoint_renaming, is_peft_model, plain_name
+from .names import base_model, checkpoint_name, checkpoint_renaming, plain_name
 from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
 

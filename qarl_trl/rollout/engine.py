@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..quant.names import is_peft_model
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from . import _vllm, _vllm_cpu, _vllm_layer
 from .cpu import choose_arithmetic

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..quant.experts import QuantExperts, num_experts
-from ..quant.layers import merged_by_engines
 from ..quant.linear import LowBitLayer
+from ..quant.model import merged_by_engines
 from ..quant.scheme import SchemeSupport, effective_group_size, gpu_generation, scheme_for, support_of
 from . import _vllm
 from .cpu import check_engine_cpu

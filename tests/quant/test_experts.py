@@ -38,7 +38,6 @@ from qarl_trl.quant.model import bypassed_layers
 from qarl_trl.quant.quantize import LowBitWeight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import readable_parameters
-from qarl_trl.rollout.gemm import engine_gemm
 from quant.schemes import NAMES, same_tensors
 
 
@@ -646,7 +645,7 @@ def test_experts_and_attention_can_have_schemes_of_their_own():
     assert experts_of(model).scheme.weights.num_bits == 4
     assert model.model.layers[0].self_attn.q_proj.scheme.weights.num_bits == 8
     groups = {"FP8_DYNAMIC": [r"re:.*down_proj"], "W4A16": [r"re:.*(gate|up)_proj"]}
-    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.experts' must have one scheme.*several"):
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.experts' must have one scheme"):
         apply_quantization(make_model("qwen3_moe"), QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
 
 
@@ -662,14 +661,16 @@ def test_frozen_scales_are_kept_for_each_expert():
     assert not torch.equal(kept[f"{EXPERTS}.2.up_proj.weight_packed"], stream[f"{EXPERTS}.2.up_proj.weight_packed"])
     remove_quantization(model)
     frozen.pop(f"{EXPERTS}.2.up_proj")
-    with pytest.raises(ValueError, match=r"1 layers differ.*experts\.2\.up_proj"):
+    with pytest.raises(ValueError, match=r"1 layers are quantized without frozen scales.*experts\.2\.up_proj"):
         apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, qparams=frozen)
 
 
 @pytest.mark.parametrize("pattern", [r"re:.*experts\.0\..*", r"re:.*experts.*down_proj", f"{EXPERTS}.3.up_proj"])
 def test_a_part_of_the_experts_cannot_be_ignored(pattern):
     model = make_model("qwen3_moe")
-    with pytest.raises(ValueError, match=r"of the 12 expert layers of 'model\.layers\.0\.mlp\.experts'.*all of them"):
+    with pytest.raises(
+        ValueError, match=r"All 12 expert layers of 'model\.layers\.0\.mlp\.experts' must have one scheme"
+    ):
         apply_quantization(model, "W4A16", ignore=["lm_head", pattern])
     assert not list(quantized_modules(model))
 
@@ -687,32 +688,17 @@ def test_experts_of_another_form_are_refused():
     assert not list(quantized_modules(model))
 
 
-def with_a_linear_router(model):
-    model.model.layers[1].mlp.gate = nn.Linear(128, 4, bias=False)
-    return {"ignore": ["lm_head"]}
-
-
-def with_a_replaced_forward(model):
-    experts_of(model).forward = lambda *args: args[0]
-    return {}
-
-
 @pytest.mark.parametrize(
-    ("scheme", "changes", "change", "words"),
+    ("scheme", "changes", "words"),
     [
-        ("W4A16", {"moe_intermediate_size": 96}, None, "down_proj.*in_features=96"),
-        ("W4A16_ASYM", {"moe_intermediate_size": 20}, lambda model: {"group_size": -1}, "zero points of 8 rows"),
-        ("FP8_BLOCK", {"moe_intermediate_size": 64, "num_key_value_heads": 2}, None, "gate_proj.*out_features=64"),
-        ("W4A16", {}, with_a_linear_router, r"'model\.layers\.1\.mlp\.gate' routes tokens.*quant_ignore"),
-        ("W4A16", {}, with_a_replaced_forward, "experts.*replaced forward"),
-        ("W4A16", {}, lambda model: {"gemm": engine_gemm}, "'engine'.*mixture-of-experts"),
+        ("W4A16", {"moe_intermediate_size": 96}, "down_proj.*in_features=96"),
+        ("FP8_BLOCK", {"moe_intermediate_size": 64, "num_key_value_heads": 2}, "gate_proj.*out_features=64"),
     ],
 )
-def test_experts_that_cannot_be_quantized_are_refused(scheme, changes, change, words):
+def test_experts_that_cannot_be_quantized_are_refused(scheme, changes, words):
     model = make_model("qwen3_moe", **changes)
-    options = {"ignore": DEFAULT_IGNORE} | (change(model) if change else {})
     with pytest.raises(ValueError, match=words):
-        apply_quantization(model, scheme, **options)
+        apply_quantization(model, scheme)
     assert not list(quantized_modules(model))
 
 

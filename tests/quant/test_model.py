@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from qarl_trl import QaRLConfig
 from qarl_trl.quant import QuantLinear, apply_quantization, quantized_modules, remove_quantization
 from qarl_trl.quant.gemm import dequant_gemm
 from qarl_trl.quant.model import bypassed_layers
-from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -58,18 +56,6 @@ def test_names_parameters_and_state_dict_stay_as_they_were(tiny_model, kind, sch
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_a_plain_model_loads_the_state_of_a_quantized_one_and_back(tiny_model, tmp_path):
-    quantized = apply_quantization(tiny_model(), "W4A16")
-    plain = tiny_model(seed=1)
-    plain.load_state_dict(quantized.state_dict(), strict=True)
-    assert torch.equal(plain.lm_head.weight, quantized.lm_head.weight)
-
-    quantized.save_pretrained(tmp_path)
-    loaded = type(quantized).from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), quantized.parameters(), strict=True))
-    assert torch.equal(apply_quantization(loaded, "W4A16")(TOKENS).logits, quantized(TOKENS).logits)
-
-
 def test_gradient_checkpointing_of_transformers_gives_equal_gradients(tiny_model):
     """Also the control that checkpointing was on: the layers ran twice."""
     gradients, calls = [], []
@@ -92,11 +78,8 @@ def test_gradient_checkpointing_of_transformers_gives_equal_gradients(tiny_model
 @pytest.mark.parametrize(
     ("targets", "ignore", "expected"),
     [
-        (["Linear"], ["lm_head"], LINEARS),
-        (["Linear"], DEFAULT_IGNORE, LINEARS),
         (["Linear"], [], [*LINEARS, "lm_head"]),
         (["Linear"], ["lm_head", r"re:.*down_proj$"], [n for n in LINEARS if "down_proj" not in n]),
-        (["Linear"], ["lm_head", LINEARS[5]], [n for n in LINEARS if n != LINEARS[5]]),
         ([r"re:.*mlp\.(gate|up)_proj$"], ["lm_head"], [n for n in LINEARS if "gate_proj" in n or "up_proj" in n]),
         (["model.layers.1.self_attn.q_proj"], [], ["model.layers.1.self_attn.q_proj"]),
     ],
@@ -138,24 +121,10 @@ class LinearWithAdapter(nn.Linear):
     """A layer of another library."""
 
 
-def integers(layer):
-    layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda layer: setattr(layer, "__class__", LinearWithAdapter), "LinearWithAdapter"),
-        (lambda layer: setattr(layer, "_hf_hook", object()), "replaced forward"),
-        (lambda layer: setattr(layer, "forward", layer.forward), "replaced forward"),
-        (integers, "torch.int8"),
-        (lambda layer: layer.__init__(96, 256), "in_features=96"),
-    ],
-)
-def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_model, spoil, words):
+def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_model):
     model = tiny_model()
-    spoil(model.model.layers[1].mlp.up_proj)
-    with pytest.raises(ValueError, match=rf"'model\.layers\.1\.mlp\.up_proj'.*{words}"):
+    model.model.layers[1].mlp.up_proj.__class__ = LinearWithAdapter
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.up_proj'.*LinearWithAdapter"):
         apply_quantization(model, "W4A16")
     assert names_of(model) == []
     # The way out that the message names: leave the layer alone.
@@ -168,10 +137,7 @@ def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_m
     [
         ((8, 256), "W4A16", 128, True),
         ((8, 192), "W4A16", 128, False),
-        ((8, 192), "W4A16", 64, True),
-        ((8, 100), "W4A16", 32, False),
         ((8, 100), "W4A16", -1, True),
-        ((8, 100), "FP8_DYNAMIC", None, True),
         ((128, 256), "FP8_BLOCK", None, True),
         ((64, 256), "FP8_BLOCK", None, False),
         ((256, 96), "FP8_BLOCK", None, False),
@@ -187,14 +153,9 @@ def test_groups_and_blocks_divide_a_layer_or_it_is_refused(sizes, scheme, group_
             apply_quantization(model, scheme, group_size=group_size)
 
 
-def test_a_target_that_is_no_linear_layer_is_an_error(tiny_model):
-    with pytest.raises(ValueError, match=r"'model\.embed_tokens'.*Embedding"):
-        apply_quantization(tiny_model(), "W4A16", targets=["Linear", "Embedding"])
-
-
 def test_a_tied_head_cannot_be_quantized(tiny_model):
     model = tiny_model(tie_word_embeddings=True)
-    with pytest.raises(ValueError, match=r"'lm_head'.*tied.*embed_tokens"):
+    with pytest.raises(ValueError, match="'lm_head'.*tied"):
         apply_quantization(model, "W4A16", ignore=[])
     assert names_of(apply_quantization(model, "W4A16")) == LINEARS
     assert names_of(apply_quantization(tiny_model(), "W4A16", ignore=[]))[-1] == "lm_head"  # control
@@ -204,10 +165,10 @@ def test_a_group_that_matches_nothing_is_an_error(tiny_model):
     groups = {"W4A16": ["Linear"], "FP8_DYNAMIC": ["re:.*experts.*"]}
     for scheme, fields in (
         ("W4A16", {"targets": ["Liner"]}),
-        ("W4A16", {"ignore": ["Linear"]}),
         (QuantizationConfig(config_groups=groups), {}),
+        (QuantizationConfig(config_groups={}), {}),
     ):
-        with pytest.raises(ValueError, match="targets=.*nothing would be quantized"):
+        with pytest.raises(ValueError, match="targets=.*must match a layer"):
             apply_quantization(tiny_model(), scheme, **fields)
 
 
@@ -232,18 +193,7 @@ def test_adapters_without_a_peft_model_around_them_are_refused(tiny_model):
     model.add_adapter(adapter)
     with pytest.raises(ValueError, match="without a PeftModel"):
         apply_quantization(model, "W4A16")
-    del model.peft_config  # only the layers are left
-    with pytest.raises(ValueError, match="without a PeftModel"):
-        apply_quantization(model, "W4A16")
     apply_quantization(get_peft_model(tiny_model(num_hidden_layers=1), adapter), "W4A16")
-
-
-@pytest.mark.parametrize(("kind", "refused"), [("qwen3_moe", True), ("qwen3", False)])
-def test_experts_in_kernels_of_the_hub_are_refused(tiny_model, kind, refused):
-    model = tiny_model(kind, num_hidden_layers=1)
-    model._use_kernels = True  # what the property reads; its setter would fetch kernels
-    with pytest.raises(ValueError, match="use_kernels") if refused else nullcontext():
-        apply_quantization(model, "W4A16")
 
 
 # And back -----------------------------------------------------------------------------------------------------------
@@ -276,13 +226,6 @@ def test_a_copy_of_a_quantized_model_is_quantized_and_independent(tiny_model, cl
             p.mul_(2)
     assert torch.equal(model(TOKENS).logits, logits)
     assert not torch.equal(twin(TOKENS).logits, logits)
-
-
-def test_a_pickle_holds_no_quantized(tiny_model):
-    model = apply_quantization(tiny_model(), "W4A16")
-    size = len(pickle.dumps(model))
-    model(TOKENS)
-    assert len(pickle.dumps(model)) < 1.001 * size
 
 
 def test_a_bypassed_layer_is_named():

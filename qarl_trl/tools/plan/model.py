@@ -13,8 +13,7 @@ from trl import get_peft_config
 from ...optim import split_parameters
 from ...quant import apply_quantization
 from ...quant.experts import PROJECTIONS, QuantExperts
-from ...quant.layers import check_shardable
-from ...quant.model import quantized_modules
+from ...quant.model import check_shardable, quantized_modules
 from ...quant.scheme import support_of
 from ...quant.start import quantized_source
 from ...rollout.support import check_shards
