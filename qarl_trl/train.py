@@ -158,16 +158,17 @@ def train(trainer: "QaRLTrainer", dataset: str) -> None:
     """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
     from .data import local_path
     from .export.push import HubError
+    from .trainer import NothingTrained
 
     args = trainer.args
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    if args.push_to_hub:  # saves first
-        try:
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        if args.push_to_hub:  # saves first
             trainer.push_to_hub(dataset_name=dataset if local_path(dataset) is None else None)
-        except HubError as error:
-            raise SystemExit(f"qarl-trl train: {error}") from error
-    else:
-        trainer.save_model(args.output_dir)
+        else:
+            trainer.save_model(args.output_dir)
+    except (HubError, NothingTrained) as error:
+        raise SystemExit(f"qarl-trl train: {error}") from error
     trainer.accelerator.print(f"Model saved in {args.output_dir}")
 
 

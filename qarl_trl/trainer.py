@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 
 from . import _compat
 from .checkpoints.mixin import CheckpointMixin
+from .checkpoints.resume import identity_of, on_first, resume_path
 from .config import TBPO, QaRLConfig
 from .export import quantization_config
 from .export.card import PAPER
@@ -50,6 +51,10 @@ from .validate import check_run
 logger = get_logger(__name__)
 
 
+class NothingTrained(RuntimeError):
+    """A run ended without an update."""
+
+
 class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     """
     Reinforcement learning on low-bit rollouts with a learner that runs the same low-bit weights.
@@ -80,6 +85,10 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             choose_arithmetic()
         given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
         source = check_run(model, args, given.arguments)
+        plan = args.quant_plan(None if source is None else source.plan())
+        self._identity = on_first(args, lambda: identity_of(model, args, plan, given.arguments))
+        if args.resume_from_checkpoint:  # a checkpoint of another run is refused before anything loads
+            resume_path(args.resume_from_checkpoint, args, self._identity)
         as_stored = isinstance(model, str)  # master weights given as an object may have been changed
         self._weight_flips = WeightFlips()
         self._current_logps: Tensor | None = None
@@ -124,10 +133,10 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             self.add_callback(self._token_stats)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As [`CheckpointMixin.train`]; a run that ends without an update is an error (`RuntimeError`), and no trained model."""
+        """As [`CheckpointMixin.train`]; a run that ends without an update is an error ([`NothingTrained`]), and no trained model."""
         output = super().train(*args, **kwargs)
         if output.global_step == 0:
-            raise RuntimeError(
+            raise NothingTrained(
                 "The run ended without an update, so nothing was trained. The data or the batch sizes gave no full rollout batch: "
                 "look at train_dataset, max_steps and num_train_epochs."
             )

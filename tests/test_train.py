@@ -85,12 +85,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("group", [0, 1], ids=["QaRLScriptArguments", "QaRLConfig"])
+@pytest.mark.parametrize("group", [0, 1, 2], ids=["QaRLScriptArguments", "QaRLConfig", "ModelConfig"])
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_value_of_any_field_is_accepted_or_an_error_that_names_the_field(base, tmp_path, group, kind):
     """Of all fields, by their types: a number is never NaN, infinite or text, and a switch or a number is no list."""
     value, recipe = WRONG[kind], tmp_path / "recipe.yaml"
-    given = dict(zip((key[2:] for key in base[::2]), base[1::2], strict=True))
+    given = dict(zip((key[2:] for key in base[::2]), base[1::2], strict=True)) | {"lora_dropout": 0}
     accepted = set()
     for field in fields(train._groups()[group]):
         recipe.write_text(yaml.safe_dump(given | {field.name: value}))
@@ -111,7 +111,7 @@ def test_a_wrong_value_of_any_field_is_accepted_or_an_error_that_names_the_field
     }
     refused["negative"] = numbers - {"entropy_coef", "local_rank", "save_total_limit", "top_k"}
     assert not accepted & refused.get(kind, set())
-    assert len(numbers | switches) >= (2, 120)[group]  # control
+    assert len(numbers | switches) >= (2, 120, 9)[group]  # control
 
 
 def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tmp_path):
@@ -236,6 +236,22 @@ def test_dry_run_finds_a_wrong_column(base, tmp_path):
 def test_dry_run_leaves_the_hub_alone(base):
     arguments = parse([*base, "--dataset_name_or_path", "some/dataset"])
     assert "some/dataset (Hub id, not contacted)" in describe(*arguments)
+
+
+def test_a_run_without_an_update_is_one_line_and_no_success(base, tmp_path, monkeypatch, capsys):
+    make_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("qarl_trl.validate.check_data", lambda *_: None)  # which refuses too few prompts
+    given = {
+        "model_name_or_path": tmp_path / "model",
+        "conversational": False,
+        "steps_per_generation": 64,
+        "max_steps": 2,
+        "use_vllm": False,
+    }
+    with pytest.raises(SystemExit, match="qarl-trl train: The run ended without an update"):
+        run([*base, "--report_to=none", *(f"--{key}={value}" for key, value in given.items())])
+    assert "Model saved" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("quant_scheme", ["none", "W4A16"])

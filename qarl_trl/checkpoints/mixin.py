@@ -23,7 +23,7 @@ from ..quant.model import quantized_modules
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from .folder import INCOMING, commit, finished, rotate
 from .lock import holding
-from .resume import identity_of, on_first, resume_path
+from .resume import on_first, resume_path
 from .signals import StopOnSignal
 
 
@@ -34,7 +34,7 @@ class CheckpointMixin:
     """What [`QaRLTrainer`] saves and resumes, over `GRPOTrainer`."""
 
     _incoming: Path | None = None  # while a checkpoint is written
-    _identity: dict[str, Any] | None = None  # of the main process, from the first call of `train`
+    _identity: dict[str, Any]  # what the run is of, for manifests
     _signals: StopOnSignal | None = None
     _sampler: Any = None
     _failed = False
@@ -56,8 +56,6 @@ class CheckpointMixin:
             raise RuntimeError(
                 "Under HSDP sums of gradients are left of a training that failed. Build a new trainer, and resume from a checkpoint."
             )
-        if self._identity is None and self.args.process_index == 0:
-            self._identity = identity_of(self)
         with ExitStack() as stack:
             checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
             # Until this call ends, by the first process; all refuse when another run has it.
@@ -130,7 +128,7 @@ class CheckpointMixin:
                 self.state.best_model_checkpoint = str(output_dir / best)  # also where the folder has moved since
             if self.args.should_save:
                 self.state.save_to_json(str(incoming / name / TRAINER_STATE_NAME))
-                commit(incoming / name, output_dir / name, processes=self.args.world_size, **(self._identity or {}))
+                commit(incoming / name, output_dir / name, processes=self.args.world_size, **self._identity)
                 if self.args.save_total_limit:
                     self._finish_current_push()  # of a checkpoint that may be the one to go
                 kept = self.state.best_model_checkpoint

@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,12 @@ from uuid import uuid4
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
-from torch.distributed.tensor import DTensor
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer
 
 from ..export.files import tensor_names
-from ..quant.model import quantized_modules
 from ..quant.names import base_model
 from ..quant.scheme import describe_scheme
 from .folder import INCOMING, MANIFEST, damage, finished, read_manifest, steps
@@ -26,14 +27,14 @@ from .lock import holding
 
 
 if TYPE_CHECKING:
-    from trl import GRPOTrainer
-
     from ..config import QaRLConfig
 
 # transformers.trainer calls it TRAINER_STATE_NAME; to import that loads datasets and pandas, a fifth of a dry run.
 STATE = "trainer_state.json"
 # Seconds in which a file must be seen by the other machines.
 PATIENCE = 15.0
+# Of a config: what may differ between two copies of a model.
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype")
 
 logger = get_logger(__name__)
 
@@ -166,7 +167,7 @@ def _check_resumable(folder: Path, args: QaRLConfig, identity: Mapping[str, Any]
         )
     stored = read_manifest(folder) if (folder / MANIFEST).exists() else {}
     for name, value in identity.items():
-        if name != "model" and name in stored and stored[name] != value:
+        if name != "model" and None not in (value, stored.get(name)) and stored[name] != value:
             raise ValueError(
                 f"{folder} is a checkpoint of another run: {name} was {stored[name]!r} with the model {stored.get('model')!r}, and is "
                 f"{value!r} with {identity.get('model')!r}. Start with what it was made from, or use another output_dir."
@@ -181,32 +182,54 @@ def _check_resumable(folder: Path, args: QaRLConfig, identity: Mapping[str, Any]
         )
 
 
-def identity_of(trainer: GRPOTrainer) -> dict[str, Any]:
+def identity_of(
+    model: str | nn.Module, args: QaRLConfig, plan: QuantizationConfig | None, given: Mapping[str, Any]
+) -> dict[str, Any]:
     """
-    What a run is of, as a manifest holds it: to be asked before the first step, on the first process.
+    What a run is of, as a manifest holds it, before anything loads; `None` for what cannot be known then.
 
-    `model` is its name, and `weights` a digest of the names, shapes and first values of all weights it starts from (a folder may
-    move, and another model may have its name and shapes). Of an adapter the base counts; under ZeRO-3, whose processes hold parts, names
-    and shapes. The rest is what gives a rollout or an update another meaning.
+    `weights` is a digest of some first values: a folder may move, and another model may have its name and shapes. Of a Hub id it is that
+    and the revision. Of an adapter the base counts. The rest is what gives a rollout or an update another meaning. `given` are the
+    trainer's arguments.
     """
-    args, model, tokenizer = trainer.args, base_model(trainer._unwrapped), trainer._tokenizer
-    weights = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if "lora_" not in name:
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            # Of a sharded parameter the first process has the first rows.
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            first = local.detach().flatten()[:64].float().cpu()
-            weights.update(f"{name} {shape}".encode() + first.numpy().tobytes())
-    schemes = Counter(describe_scheme(layer.scheme) for _, layer in quantized_modules(model))
-    read = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, tokenizer.chat_template]
+    module = None if isinstance(model, str) else base_model(model)
+    name = model if module is None else module.config._name_or_path
+    where = {"trust_remote_code": args.trust_remote_code, "revision": None} | (args.model_init_kwargs or {})
+    where = {key: where[key] for key in ("trust_remote_code", "revision")}
+    config = None if module is not None else AutoConfig.from_pretrained(name, **where).to_dict()
+    tokenizer = given.get("processing_class") or (AutoTokenizer.from_pretrained(name, **where) if name else None)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    read = tokenizer and [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token, tokenizer.chat_template]
+    if name and not Path(name).is_dir():
+        weights = f"{name}@{where['revision'] or 'main'}"
+    else:
+        weights = _digest([(n, t.flatten()[:64].float().tolist()) for n, t in _first_tensors(name, module)])
+    layers = plan and {describe_scheme(group): group.targets for group in plan.config_groups.values()}
     return {
-        "model": model.config._name_or_path,
-        "weights": weights.hexdigest()[:16],
-        "tokenizer": hashlib.sha256(json.dumps(read, default=str).encode()).hexdigest()[:16],
-        "scheme": ", ".join(f"{number} layers with {scheme}" for scheme, number in schemes.items()) or "none",
+        "model": name,
+        "config": config and _digest({key: config[key] for key in config if key not in _NOT_THE_MODEL}),
+        "weights": weights,
+        "tokenizer": read and _digest(read),
+        "scheme": f"{layers} without {plan.ignore}" if plan else "none",
         "quantize_learner": args.quantized and args.quantize_learner,
         "loss_type": args.loss_type,
         "optim_muon": args.optim_muon,
-        "adapter": model is not trainer._unwrapped,
+        "adapter": given.get("peft_config") is not None or module not in (None, model),
     }
+
+
+def _first_tensors(folder: str, module: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
+    """Names and first rows of up to 256 tensors of each file in the folder, or of a model without one."""
+    for path in sorted(Path(folder).glob("*.safetensors")) if folder else ():
+        with safe_open(path, framework="pt") as file:
+            names = sorted(file.keys())
+            for name in names[:: len(names) // 256 + 1]:
+                rows = file.get_slice(name)
+                yield name, rows[:1] if rows.get_shape() else file.get_tensor(name)
+    for name, parameter in () if folder else module.named_parameters():
+        if "lora_" not in name:
+            yield name, parameter.detach()
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]

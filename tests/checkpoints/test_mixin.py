@@ -115,24 +115,33 @@ def test_other_rollout_batches_cannot_continue_a_stored_one(model, straight, tmp
         resumed.train(resume_from_checkpoint=str(Path(straight.args.output_dir) / "checkpoint-6"))
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_the_names_of_both(model, straight, tmp_path):
+def test_a_checkpoint_of_another_run_is_refused_before_a_model_loads(model, straight, tmp_path, monkeypatch):
     """Shapes are equal, so nothing else would notice: the run would go on from the other's weights."""
     checkpoint = str(Path(straight.args.output_dir) / "checkpoint-6")
     moved = shutil.copytree(model, tmp_path / "moved")
     other = save_model(tmp_path / "other", layers=1, seed=1)
-    again = LONG | {"save_strategy": "no"}
-    with pytest.raises(ValueError, match=f"weights was .*{model}.* and is .*{other}"):
-        make(other, tmp_path / "a", **again).train(resume_from_checkpoint=checkpoint)
-    with pytest.raises(ValueError, match="scheme was .*int4 per group 128.* and is .*int4 per group 32"):
-        make(model, tmp_path / "b", **again, quant_group_size=32).train(resume_from_checkpoint=checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = "{{ messages }}"
-    tokenizer.save_pretrained(moved)
-    with pytest.raises(ValueError, match="tokenizer was"):
-        make(str(moved), tmp_path / "c", **again).train(resume_from_checkpoint=checkpoint)
-    # Control: the same model at another place is the same run.
-    AutoTokenizer.from_pretrained(model).save_pretrained(moved)
-    (moved / "chat_template.jinja").unlink()
+    again = LONG | {"save_strategy": "no", "resume_from_checkpoint": checkpoint}
+    with monkeypatch.context() as loading:
+        loading.setattr(GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("loads"))
+        with pytest.raises(ValueError, match=f"weights was .*{model}.* and is .*{other}"):
+            make(other, tmp_path / "a", **again)
+        with pytest.raises(ValueError, match="scheme was .*int4 per group 128.* and is .*int4 per group 32"):
+            make(model, tmp_path / "b", **again, quant_group_size=32)
+        with pytest.raises(ValueError, match="optim_muon was True.* and is False"):
+            make(model, tmp_path / "b", **again | {"optim_muon": False})
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template = "{{ messages }}"
+        tokenizer.save_pretrained(moved)
+        with pytest.raises(ValueError, match="tokenizer was"):
+            make(str(moved), tmp_path / "c", **again)
+        AutoTokenizer.from_pretrained(model).save_pretrained(moved)
+        (moved / "chat_template.jinja").unlink()
+        config = (moved / "config.json").read_text()
+        (moved / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+        with pytest.raises(ValueError, match="config was"):
+            make(str(moved), tmp_path / "c", **again)
+        (moved / "config.json").write_text(config)
+    # Control: the same model at another place is the same run, whether the config or the call names the checkpoint.
     resumed = make(str(moved), tmp_path / "d", **again)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert same(master_weights(resumed), master_weights(straight))
