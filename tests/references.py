@@ -5,7 +5,6 @@ Only tests import this file. Nothing here calls the package, compressed-tensors 
 
 import itertools
 import math
-import random
 import struct
 
 import torch
@@ -478,13 +477,6 @@ def pass_at_k(rewards, k):
     """Share of all ways to draw `k` of the completions in which at least one is correct."""
     draws = list(itertools.combinations(rewards, k))
     return sum(any(draw) for draw in draws) / len(draws)
-
-
-def bootstrap_interval(values, resamples, seed):
-    """95 % percentile interval of the mean, one draw at a time, by Python's own generator."""
-    rng = random.Random(seed)
-    means = sorted(sum(rng.choice(values) for _ in values) / len(values) for _ in range(resamples))
-    return means[round(0.025 * resamples)], means[round(0.975 * resamples) - 1]
 
 
 # Error tokens -------------------------------------------------------------------------------------------------------

@@ -21,34 +21,29 @@ from ...rollout.support import missing_in_engine
 
 
 def find_checkpoint(name_or_path: str) -> Path:
-    """
-    The folder of a checkpoint, downloaded if `name_or_path` is a Hub id.
-
-    `FileNotFoundError` if it holds no model, `ConnectionError` if the Hub does not give it, `ValueError` if it is an adapter.
-    """
+    """The folder of a checkpoint, downloaded if `name_or_path` is a Hub id; `FileNotFoundError` if it holds no model."""
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(name_or_path, allow_patterns=list(READ_BY_ENGINE)))
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConnectionError(
-                f"{name_or_path} is no folder (seen from {Path.cwd()}), and the Hub does not give it: {reason}"
-            ) from error
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{folder} is an adapter. Evaluate its folder low_bit, or what `qarl-trl export {folder} OUTPUT` writes."
-        )
-    for needed in ("config.json", "*.safetensors", "tokenizer*"):  # without it transformers makes an empty tokenizer
+        folder = Path(snapshot_download(name_or_path, allow_patterns=list(READ_BY_ENGINE)))
+    for needed in (
+        "config.json",
+        "*.safetensors",
+        "tokenizer*",
+    ):  # without the last transformers makes an empty tokenizer
         if not any(folder.glob(needed)):
-            raise FileNotFoundError(f"{folder} is no model folder: it has no {needed}.")
+            raise FileNotFoundError(
+                f"{folder} is no model folder: it has no {needed}. Of an adapter evaluate the folder low_bit, or what "
+                "`qarl-trl export` writes."
+            )
     return folder
 
 
-def quantization_of(config: PretrainedConfig) -> dict | None:
-    """The `quantization_config` of a model, as a dict."""
+def quantization_of(config: PretrainedConfig) -> QuantizationConfig | str | None:
+    """How a model is quantized: by compressed-tensors, by another method, which is named, or not at all."""
     stored = getattr(config, "quantization_config", None)
-    return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
+    if stored is None or stored.get("quant_method") == "compressed-tensors":
+        return stored and QuantizationConfig.model_validate(stored)
+    return str(stored.get("quant_method"))
 
 
 def check_complete(folder: Path, config: PretrainedConfig) -> None:
@@ -58,10 +53,10 @@ def check_complete(folder: Path, config: PretrainedConfig) -> None:
     A plain one vLLM refuses itself. An architecture that transformers does not have is checked layer by layer, but not for
     whole layers that are missing.
     """
-    stored = quantization_of(config)
-    if stored is None or stored.get("quant_method") != "compressed-tensors":
+    quantization = quantization_of(config)
+    if not isinstance(quantization, QuantizationConfig):
         return
-    source = QuantizedSource(str(folder), folder, QuantizationConfig.model_validate(stored))
+    source = QuantizedSource(str(folder), folder, quantization)
     shapes = {_of_transformers(name): shape for name, shape in source.shapes().items()}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
@@ -89,13 +84,11 @@ def precision(config: PretrainedConfig) -> str:
     """The precision of the quantized layers in words; `ValueError` if vLLM has no kernel for a scheme on this machine."""
     device = torch.device("cpu" if is_cpu_engine() else "cuda")
     check_engine_cpu(device.type)
-    stored = quantization_of(config)
-    if stored is None:
-        return "not quantized"
-    if stored.get("quant_method") != "compressed-tensors":
-        return str(stored.get("quant_method"))
+    quantization = quantization_of(config)
+    if not isinstance(quantization, QuantizationConfig):
+        return quantization or "not quantized"
     parts = []
-    for group in QuantizationConfig.model_validate(stored).config_groups.values():
+    for group in quantization.config_groups.values():
         parts.append(describe_scheme(group))
         try:
             row = support_of(group)

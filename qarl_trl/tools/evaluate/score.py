@@ -40,15 +40,11 @@ def summarize(rewards: Mapping[str, Sequence[Sequence[float]]], pass_at: Sequenc
         per_problem |= {f"pass@{k}": [pass_at_k(len(row), round(sum(row)), k) for row in rows] for k in pass_at}
         values[name] = {metric: np.mean(column) for metric, column in per_problem.items()}
         draws[name] = {metric: bootstrap_means(column, [0, position]) for metric, column in per_problem.items()}
-    metrics = list(per_problem)
-    mean = {
-        m: _score(np.mean([v[m] for v in values.values()]), sum(d[m] for d in draws.values()) / len(draws))
-        for m in metrics
-    }
-    return {
-        "suites": {name: {m: _score(values[name][m], draws[name][m]) for m in metrics} for name in values},
-        "mean": mean,
-    }
+    suites = {name: {m: _score(values[name][m], draws[name][m]) for m in per_problem} for name in values}
+    mean = {}
+    for m in per_problem:
+        mean[m] = _score(np.mean([v[m] for v in values.values()]), np.mean([d[m] for d in draws.values()], axis=0))
+    return {"suites": suites, "mean": mean}
 
 
 def table(summary: Mapping[str, Any]) -> str:

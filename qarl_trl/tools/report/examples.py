@@ -15,20 +15,23 @@ EXAMPLES = 3
 
 def examples(run: Run) -> str:
     """Completions with the most error tokens; without any, the best and the worst of the last update. Empty without texts."""
-    rows = read_rows(run)
-    distinct = {(str(row["prompt"]), str(row["completion"])): row for row in sorted(rows, key=error_share)}
-    chosen = [row for row in distinct.values() if error_share(row)][: -EXAMPLES - 1 : -1]
+    rows = sorted(read_rows(run), key=error_share, reverse=True)
+    chosen = [row for row in rows if error_share(row)][:EXAMPLES]
     if rows and not chosen:
-        last = [row for row in distinct.values() if row["step"] == rows[-1]["step"]]
-        ranked = sorted(last, key=lambda row: row["advantage"])
-        chosen = [ranked[-1], ranked[0]][: len(ranked)]
+        step = max(row["step"] for row in rows)
+        ranked = sorted((row for row in rows if row["step"] == step), key=lambda row: row["advantage"])
+        chosen = [ranked[-1], ranked[0]]
     files = [*run.folder.glob("tokenizer.json"), *run.folder.glob("checkpoint-*/tokenizer.json")]
     tokenizer = None
     if chosen and files:  # otherwise no single token can be marked
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(files[0]))
-    return "\n".join(_example(row, tokenizer) for row in chosen)
+    parts = []
+    for row in chosen:
+        facts = f"update {row['step']}, advantage {row['advantage']:.3g}, {error_share(row):.0%} error tokens"
+        parts.append(f"<p>{facts}</p><pre>{escape(str(row['prompt']))}</pre><pre>{marked(row, tokenizer)}</pre>")
+    return "\n".join(parts)
 
 
 def read_rows(run: Run) -> list[dict[str, Any]]:
@@ -39,8 +42,7 @@ def read_rows(run: Run) -> list[dict[str, Any]]:
     if files := sorted((run.folder / "token_stats").glob("*.parquet"))[-FILES:]:
         columns += ["token_ids", "error_mask"]
     else:
-        files = sorted((run.folder / "completions").glob("*.parquet"), key=lambda file: (len(file.name), file.name))
-        files = files[-1:]
+        files = sorted((run.folder / "completions").glob("*.parquet"), key=lambda file: file.stat().st_mtime)[-1:]
     rows = []
     for file in files:
         try:
@@ -52,8 +54,8 @@ def read_rows(run: Run) -> list[dict[str, Any]]:
 
 def error_share(row: dict[str, Any]) -> float:
     """Share of error tokens in a stored completion; 0 where they were not stored."""
-    mask = row.get("error_mask") or []
-    return sum(mask) / len(mask) if mask else 0.0
+    mask = row.get("error_mask") or [0]
+    return sum(mask) / len(mask)
 
 
 def marked(row: dict[str, Any], tokenizer: Any) -> str:
@@ -65,8 +67,3 @@ def marked(row: dict[str, Any], tokenizer: Any) -> str:
         text = escape(tokenizer.decode([token for token, _ in group], skip_special_tokens=False))
         parts.append(f"<mark>{text}</mark>" if wrong else text)
     return "".join(parts)
-
-
-def _example(row: dict[str, Any], tokenizer: Any) -> str:
-    facts = f"update {row['step']}, advantage {row['advantage']:.3g}, {error_share(row):.0%} error tokens"
-    return f"<p>{facts}</p><pre>{escape(str(row['prompt']))}</pre><pre>{marked(row, tokenizer)}</pre>"

@@ -21,19 +21,17 @@ STYLES = {"solid": "-", "dashed": "--", "dotted": ":"}
 # A metric that moves by less is constant: float32 rounding, such as a KL of 1e-14, is not a signal.
 NOISE = 1e-9
 RELATIVE_NOISE = 1e-6
-# Log-probs in float32 resolve about 1e-7 nats: a log axis ends below that and spans at least three decades.
-LOG_BOTTOM, LOG_SPAN = 1e-8, 1e3
+LOG_BOTTOM = 1e-8  # log-probs in float32 resolve about 1e-7 nats: a log axis ends below that
 
 
 @dataclass(frozen=True)
 class Panel:
-    """`metrics` in the order of `STYLES`; `floors` are horizontal lines at a metric's mean."""
+    """One plot, of `metrics` in the order of `STYLES`."""
 
     title: str
     unit: str
     metrics: tuple[str, ...]
     log: bool = False
-    floors: tuple[str, ...] = ()
 
 
 PANELS = (
@@ -41,9 +39,8 @@ PANELS = (
     Panel(
         "Log-prob mismatch, engine and learner",
         "nats per token",
-        ("mismatch/logp_diff_mean",),
+        ("mismatch/logp_diff_mean", "sync/verify_noise_floor"),
         log=True,
-        floors=("sync/verify_noise_floor",),
     ),
     Panel(
         "Clipped: beyond the bounds of the loss",
@@ -59,21 +56,16 @@ PANELS = (
 )
 
 
-def is_constant(runs: Sequence[Run], name: str) -> bool:
-    """Whether a metric has one value in all runs, but for rounding."""
-    values = np.concatenate([run.values(name) for run in runs])
-    return bool(len(values)) and np.ptp(values) <= max(NOISE, RELATIVE_NOISE * np.abs(values).max())
-
-
 def shown_panels(runs: Sequence[Run]) -> tuple[list[tuple[Panel, dict[str, str]]], dict[str, float]]:
-    """The panels to draw, each with its metrics that vary and their line styles; and the constant ones with their value."""
+    """The panels to draw, each with its metrics that vary and their line styles; and the constant metrics with their value."""
     panels, constant = [], {}
     for panel in PANELS:
         styles = {}
         for name, style in zip(panel.metrics, STYLES, strict=False):
-            if is_constant(runs, name):
-                constant[name] = next(float(run.values(name)[0]) for run in runs if len(run.values(name)))
-            elif any(len(run.values(name)) for run in runs):
+            values = np.concatenate([run.values(name) for run in runs])
+            if len(values) and np.ptp(values) <= max(NOISE, RELATIVE_NOISE * np.abs(values).max()):
+                constant[name] = values[0]
+            elif len(values):
                 styles[name] = style
         if styles:
             panels.append((panel, styles))
@@ -82,35 +74,24 @@ def shown_panels(runs: Sequence[Run]) -> tuple[list[tuple[Panel, dict[str, str]]
 
 def png(panel: Panel, styles: dict[str, str], runs: Sequence[Run]) -> bytes:
     """One panel as a picture that is readable at 380 pixels of width."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(4.2, 2.6), layout="constrained")
-        draw(figure.add_subplot(), panel, styles, runs)
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=200)
+    figure, file = Figure(figsize=(4.8, 3), layout="constrained"), io.BytesIO()
+    draw(figure.add_subplot(), panel, styles, runs)
+    figure.savefig(file, format="png", dpi=175)
     return file.getvalue()
 
 
 def draw(axis: Axes, panel: Panel, styles: dict[str, str], runs: Sequence[Run]) -> None:
     """Draw the metrics of `styles` of each run that has them. Text of a run is not drawn: the page escapes it."""
-    from matplotlib.ticker import MaxNLocator
-
     for colour, run in zip(COLOURS, runs, strict=False):
         for name, style in styles.items():
             steps, values = run.series(name)
             values = np.maximum(values, LOG_BOTTOM) if panel.log else values
             marker = "o" if len(values) < 12 else None  # single points, as of few evaluations, need one
             axis.plot(steps, values, STYLES[style], color=colour, linewidth=1.2, marker=marker, markersize=3)
-        for name in panel.floors:
-            if len(values := run.values(name)):
-                axis.axhline(values.mean(), color=colour, linewidth=1, linestyle=STYLES["dotted"])
     axis.set(xlabel="update", ylabel=panel.unit)
     axis.grid(color="#e4e7eb")
-    axis.set_axisbelow(True)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if panel.log:
         axis.set_yscale("log")
-        low, high = axis.get_ylim()
-        axis.set_ylim(max(LOG_BOTTOM, min(low, high / LOG_SPAN)), high)
+        axis.set_ylim(bottom=LOG_BOTTOM)

@@ -1,9 +1,11 @@
-"""A run's folder, read: its log, one point per rollout batch, and its settings."""
+"""A run's folder, read: its log, one point per rollout batch, and its settings. Nothing that is pickled in it is run."""
 
 from __future__ import annotations
 
 import json
 import math
+import pickle
+import zipfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .settings import read_settings
+from ...redact import redact
 
 
 # Plain TRL's names for the same or nearly the same, used where ours were not logged.
@@ -21,6 +23,7 @@ TRL_NAMES = {
     "ratio/neg_low_frac": "clip_ratio/low_mean",
     "time/update": "step_time",
 }
+PLACES = ("output_dir", "logging_dir", "run_name", "hub_model_id")  # say nothing about the training
 
 
 @dataclass
@@ -39,28 +42,26 @@ class Run:
 
         The ratio of a batch is 1 at its first update and leaves 1 with each further one, so that a point per update draws a
         saw-tooth. A batch has the mean over its log lines, or the extreme for names that end in `min` or `max`.
-        Evaluations keep a row of their own.
         """
-        batches: list[list[dict[str, Any]]] = []
-        evaluations: list[list[dict[str, Any]]] = []
+        batches: list[dict[str, list[float]]] = []
         for row in sorted(self.log, key=lambda row: row["step"]):
-            if any(name.startswith("eval_") for name in row):
-                evaluations.append([row])
-            elif "reward" in row or not batches:  # TRL logs the reward in the line of the update that samples
-                batches.append([row])
-            else:
-                batches[-1].append(row)
-        return [_combine(rows) for rows in batches + evaluations]
-
-    def logged_name(self, name: str) -> str:
-        """The name under which this run logged a metric: ours or TRL's."""
-        logged = any(name in row for row in self.points)
-        return name if logged else TRL_NAMES.get(name, name)
+            if "reward" in row or not batches:  # TRL logs the reward in the line of the update that samples
+                batches.append({})
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and math.isfinite(value):
+                    batches[-1].setdefault(name, []).append(value)
+        combine = {"min": min, "max": max}
+        return [
+            {name: combine.get(name[-3:], np.mean)(values) for name, values in batch.items()}
+            | {"step": batch["step"][0]}
+            for batch in batches
+        ]
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and finite values of a metric, `(N,)` each, in order; empty if it was not logged."""
-        logged = self.logged_name(name)
-        found = sorted((row["step"], row[logged]) for row in self.points if logged in row)
+        """Steps and finite values of a metric, or of TRL's in its place, `(N,)` each, in order; empty if neither was logged."""
+        if not any(name in row for row in self.points):
+            name = TRL_NAMES.get(name, name)
+        found = [(row["step"], row[name]) for row in self.points if name in row]
         steps, values = np.array(found, dtype=float).reshape(-1, 2).T
         return steps, values
 
@@ -69,44 +70,47 @@ class Run:
         return self.series(name)[1]
 
 
-def _combine(rows: list[dict[str, Any]]) -> dict[str, float]:
-    columns: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                columns.setdefault(name, []).append(value)
-    combine = {"min": min, "max": max}
-    point = {name: combine.get(name[-3:], np.mean)(values) for name, values in columns.items()}
-    return point | {"step": rows[0]["step"]}
-
-
-def read_run(given: str) -> Run:
-    """
-    Read `FOLDER` or `NAME=FOLDER`, which has a `trainer_state.json`, at the top or in a `checkpoint-*`.
-
-    Raises:
-        ValueError: If the folder is missing, has no log, or logged nothing.
-    """
-    named = "=" in given and not Path(given).expanduser().exists()
-    name, _, path = given.partition("=") if named else ("", "", given)
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"no such folder: {folder}")
-    files = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
-    if not files:
+def read_run(folder: Path, name: str) -> Run:
+    """Read a folder with a `trainer_state.json` at the top or in a `checkpoint-*`; `ValueError` if it has none or an empty one."""
+    logs = [json.loads(file.read_text())["log_history"] for file in _files(folder, "trainer_state.json")]
+    if not logs:
         raise ValueError(
             f"{folder} is no run: it must hold a trainer_state.json (`trainer.save_state()` writes one), at the top or in a "
             "checkpoint-*."
         )
-    log = max(map(_read_log, files), key=len)  # of several checkpoints the one that is furthest on
+    log = max(logs, key=len)  # of several checkpoints the one that is furthest on
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
-    return Run(name or folder.resolve().name, folder, log, read_settings(folder))
+    return Run(name, folder, log, read_settings(folder))
 
 
-def _read_log(file: Path) -> list[dict[str, Any]]:
+class _Inert:
+    """Stands for every class and function that a pickle names; to call it does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type:
+        return _Inert
+
+    def persistent_load(self, pid: Any) -> None:
+        return None
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Plain values of the newest `training_args.bin`, secrets redacted; empty if there is none that can be read."""
+    files = sorted(_files(folder, "training_args.bin"), key=lambda file: file.stat().st_mtime)
     try:
-        rows = json.loads(file.read_text())["log_history"]
-        return [row for row in rows if isinstance(row.get("step"), int) and len(row) > 1]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} cannot be read: {error!r}") from error
+        with zipfile.ZipFile(files[-1]) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            found = vars(_Reader(archive.open(name)).load())
+    except Exception:  # whatever a foreign pickle raises
+        return {}
+    plain = (bool, int, float, str, list, dict, type(None))
+    return redact({name: value for name, value in found.items() if isinstance(value, plain) and name not in PLACES})
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    return [*folder.glob(name), *folder.glob(f"checkpoint-*/{name}")]

@@ -9,7 +9,7 @@ from qarl_trl.metrics.token_stats import SCHEMA
 from qarl_trl.tools.report.plots import PANELS
 
 
-DRAWN = [name for panel in PANELS for name in (*panel.metrics, *panel.floors) if name != "eval_reward"]
+DRAWN = [name for panel in PANELS for name in panel.metrics if name != "eval_reward"]
 OF_A_ROLLOUT = ("reward", "mismatch/", "sync/", "quant/", "completions/")
 
 

@@ -20,7 +20,7 @@ def levels(rows):
 
 def test_a_healthy_run():
     findings = verdict(Run("a", Path(), log()))
-    assert headline(findings) == "healthy" and {finding.level for finding in findings} == {"good"}
+    assert headline(findings) == "healthy" and [finding.level for finding in findings] == ["good", "good"]
     assert any("at the noise floor" in finding.text for finding in findings)
 
 
@@ -29,13 +29,11 @@ def test_a_healthy_run():
     [
         ({"mismatch/logp_diff_mean": 0.2, "mismatch/kl_k3": 0.02}, "bad", "a KL of 0.02"),
         ({"mismatch/logp_diff_mean": 0.2, "sync/verify_noise_floor": 0.02}, "look", "10.0 noise floors"),
-        ({"quant/flip_frac": 0.0}, "bad", "changes 0.00%"),
+        ({"quant/flip_frac": 0.0}, "bad", "no sync changes"),
         ({"quant/flip_frac": 0.4}, "bad", "changes 40.00%"),
-        ({"ratio/neg_low_frac": 0.4}, "look", "40% (A < 0, below)"),
-        ({"ratio/pos_high_frac": 0.9}, "bad", "90% (A > 0, above)"),
-        ({"frac_reward_zero_std": 0.9}, "look", "all rewards are equal in 90%"),
-        ({"completions/clipped_ratio": 0.5}, "look", "50% of the answers are cut off"),
-        ({"error_tokens/frac": 0.05}, "look", "5.0% of the tokens"),
+        ({"ratio/neg_low_frac": 0.4}, "look", "40% of the answers are clipped (A < 0, below)"),
+        ({"ratio/pos_high_frac": 0.9}, "bad", "90% of the answers are clipped (A > 0, above)"),
+        ({"frac_reward_zero_std": 0.9}, "look", "90% of the prompts have equal rewards"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_to_do(changes, level, text):
@@ -59,7 +57,7 @@ def test_without_a_log_of_it_nothing_is_claimed():
     assert [finding.level for finding in found] == ["unknown", "unknown"]
 
 
-@pytest.mark.parametrize(("arm", "wrong"), [("qarl_tbpo", False), ("bf16_grpo", False), ("rollout-only_grpo", True)])
+@pytest.mark.parametrize(("arm", "wrong"), [("qarl_tbpo", False), ("rollout-only_grpo", True)])
 def test_committed_runs(arm, wrong):
     """Regime "stale": the rollout-only arm collapses (docs/results.md)."""
     cell = json.loads((ARMS / "stale" / f"{arm}.0.json").read_text())["log"]
