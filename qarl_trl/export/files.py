@@ -1,8 +1,7 @@
-"""Files that leave a run: folders tried before the work, names and digests of what is in them, and bytes that reached the disk."""
+"""Files that leave a run: folders tried before the work, names of what is in them, and bytes that reached the disk."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -34,15 +33,6 @@ def tensor_names(folder: str | os.PathLike) -> list[str]:
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}. Copy or download it again.") from error
     return names
-
-
-def digest(folder: Path) -> str:
-    """SHA-256 over the names and bytes of all files that decide what a checkpoint answers. It reads the weights once."""
-    total = hashlib.sha256()
-    for path in sorted({path for kind in READ_BY_ENGINE for path in folder.glob(kind)}):
-        with path.open("rb") as file:
-            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()
 
 
 def flush(folder: Path, tree: bool = True) -> None:

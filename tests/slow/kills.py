@@ -115,7 +115,7 @@ def _train(
     sender: Any, model: str, folder: str, engine: bool, changes: dict[str, Any], environment: dict[str, str]
 ) -> None:
     from qarl_trl.checkpoints import mixin
-    from qarl_trl.export.files import digest
+    from qarl_trl.export.files import READ_BY_ENGINE
     from qarl_trl.rollout.cpu import choose_arithmetic
 
     os.setpgrp()
@@ -141,7 +141,9 @@ def _train(
     trainer.train(resume_from_checkpoint="auto")
     sender.send(("end", trainer.state.global_step))
     trainer.save_model()
-    sender.send(("digests", digests(trainer) | {"saved": digest(Path(folder))}))
+    saved = {path for kind in READ_BY_ENGINE for path in Path(folder).glob(kind)}
+    files = {f"saved {path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in saved}
+    sender.send(("digests", digests(trainer) | files))
 
 
 def _announce(trainer: Any, owner: Any, name: str, phase: str, sender: Any) -> None:

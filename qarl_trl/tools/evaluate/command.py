@@ -26,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     from transformers import AutoConfig, AutoTokenizer
 
     from ..._compat import installed_version, require_vllm
-    from ...export.files import digest
     from ...redact import redact
     from .checkpoint import check_complete, find_checkpoint, precision
     from .sample import start_engine
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     head = {
         "model": options.model,
         "precision": precision(config),
-        "settings": {"model_sha256": digest(folder), **redact(vars(options))},
+        "settings": redact(vars(options)),
         "versions": {name: installed_version(name) for name in VERSIONS},
     }
     prompting = {name: getattr(options, name) for name in ("prompt_template", "system_prompt")}
