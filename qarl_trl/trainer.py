@@ -37,7 +37,7 @@ from .optim import build_muon
 from .quant.linear import gather_quantized
 from .quant.model import apply_quantization, bypassed_layers, quantized_modules
 from .quant.names import base_model
-from .quant.start import QuantizedSource, check_first_quantized, load_master_weights
+from .quant.start import QuantizedSource, load_master_weights
 from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
@@ -89,7 +89,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         self._identity = on_first(args, lambda: identity_of(model, args, plan, given.arguments))
         if args.resume_from_checkpoint:  # a checkpoint of another run is refused before anything loads
             resume_path(args.resume_from_checkpoint, args, self._identity)
-        as_stored = isinstance(model, str)  # master weights given as an object may have been changed
         self._weight_flips = WeightFlips()
         self._current_logps: Tensor | None = None
         self._step_of_rollout = -1
@@ -98,7 +97,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
-            prepare(model, args, source, as_stored)
+            prepare(model, args, source)
             return LowBitVLLMGeneration(
                 model,
                 quantization_config=quantization_config(model),
@@ -116,7 +115,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         else:
-            prepare(self.model, args, source, as_stored)
+            prepare(self.model, args, source)
         self._tbpo = args.loss_type == TBPO
         if self._tbpo:
             clip_to(args.trust_band, self)
@@ -335,10 +334,10 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             )
 
 
-def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
+def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
     """Give the policy its low-bit layers and, beside a CPU engine, that engine's operations."""
     if args.quantized:
-        _quantize(model, args, source, as_stored)
+        _quantize(model, args, source)
     if _compat.is_zero3(args):
         _compat.fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):
@@ -351,7 +350,7 @@ def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, 
         )
 
 
-def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None, as_stored: bool) -> None:
+def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
     apply_quantization(
         model,
         args.quant_plan(None if source is None else source.plan()),
@@ -359,5 +358,3 @@ def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None
         quantize_forward=args.quantize_learner,
         qparams=source.qparams() if args.quant_freeze_scales else None,
     )
-    if args.quant_freeze_scales and as_stored and _compat.loads_weights():
-        check_first_quantized(model, source)

@@ -9,9 +9,6 @@ from safetensors.torch import save_file
 
 from qarl_trl import QaRLConfig, cli
 from qarl_trl import recipe as recipe_file
-from qarl_trl.export import save_low_bit
-from qarl_trl.quant import apply_quantization
-from qarl_trl.quant.checkpoint import quantized_source
 from qarl_trl.quant.recipe import read_recipe
 from qarl_trl.redact import HIDDEN, redact
 from qarl_trl.train import parse
@@ -167,20 +164,3 @@ def test_a_token_in_the_settings_is_refused_unseen(tmp_path, field):
         config(tmp_path, **{field: {key: "hf_secret"}})
     assert "hf_secret" not in str(refused.value)
     config(tmp_path, model_init_kwargs={"token": True})  # control: "the one I am logged in with"
-
-
-# Files -----------------------------------------------------------------------------------------------------------
-
-
-def test_an_index_names_no_file_outside_of_its_folder(tiny_model, tmp_path):
-    folder = save_low_bit(apply_quantization(tiny_model(), "W4A16"), None, tmp_path / "low")
-    index = folder / "model.safetensors.index.json"
-    names = list(quantized_source(str(folder)).tensors)
-    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
-    for file in ("../outside.safetensors", str(tmp_path / "outside.safetensors")):
-        index.write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
-        with pytest.raises(ValueError, match="not a file of its folder"):
-            _ = quantized_source(str(folder)).tensors
-    (tmp_path / "outside.safetensors").rename(folder / "inside.safetensors")
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "inside.safetensors")}))
-    assert len(quantized_source(str(folder)).tensors) == len(names)  # control

@@ -19,8 +19,8 @@ from llmcompressor.modifiers.transform import AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from qarl_trl.quant.checkpoint import quantized_source
 from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
+from qarl_trl.quant.start import quantized_source
 
 
 if not torch.accelerator.is_available():

@@ -1,28 +1,131 @@
-"""High-precision master weights from a quantized checkpoint, without a trace of quantization (paper Sec. 3.1)."""
+"""A run that starts from a compressed-tensors checkpoint: its master weights and, to keep them, its scales (paper Sec. 3.1).
+
+transformers' own loader of such a checkpoint leaves scales and replaced forwards in the model, multiplies in float32 where the
+master weights are float32, and loads broken checkpoints without an error (dev/log.md, 2026-11-22).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
-from compressed_tensors.quantization import QuantizationType
-from torch import nn
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from .checkpoint import QuantizedSource, quantized_source
-from .experts import PROJECTIONS, QuantExperts, layer_names
-from .linear import LowBitLayer
-from .model import quantized_modules
-from .names import checkpoint_modules
-from .quantize import LowBitWeight
+from .reference import QParams
+from .scheme import scheme_for
 
 
-logger = get_logger(__name__)
+# What `from_pretrained` and `snapshot_download` both take.
+_HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
+
+
+@dataclass(frozen=True)
+class QuantizedSource:
+    """A compressed-tensors checkpoint on disk: its name as the user wrote it, its folder, and what its `config.json` says."""
+
+    name: str
+    folder: Path
+    config: QuantizationConfig
+
+    @cached_property
+    def tensors(self) -> dict[str, Any]:
+        """The names of all tensors, each with the open file that holds it."""
+        found = {}
+        for file in sorted(self.folder.glob("model*.safetensors")):
+            try:
+                content = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise self._broken(f"{file.name} cannot be read ({error})") from error
+            found |= dict.fromkeys(content.keys(), content)
+        return found
+
+    @cached_property
+    def layers(self) -> dict[str, QuantizationScheme]:
+        """The layers stored in low bits, with their schemes."""
+        linear = nn.Linear(1, 1, device="meta")
+        names = (name.rpartition(".") for name in sorted(self.tensors))
+        low_bit = {layer for layer, _, local in names if local in ("weight_packed", "weight_scale")}
+        found = {layer: scheme_for(layer, linear, self.config) for layer in sorted(low_bit)}
+        if not all(found.values()):
+            raise self._broken("it has layers in low bits, or without weights, that quantization_config does not have")
+        return found
+
+    def plan(self) -> QuantizationConfig:
+        """`config` as the learner carries it out: round-to-nearest, whatever method found the quantized values."""
+        plan = self.config.model_copy(deep=True)
+        for group in plan.config_groups.values():
+            group.weights.actorder = group.weights.observer = None
+        return plan
+
+    def dense(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the unquantized model, layers decompressed by compressed-tensors, in the stored dtype."""
+        for layer in self.layers:
+            yield f"{layer}.weight", self._decompressed(layer)["weight"]
+        for name in self.tensors:
+            layer, _, local = name.rpartition(".")
+            if layer not in self.layers or local == "bias":
+                yield name, self._read(name)
+
+    def qparams(self) -> dict[str, QParams]:
+        """Scale `(out, groups)` and zero point, int8 of that shape or `None`, of every low-bit layer."""
+        return {
+            layer: (
+                self._read(f"{layer}.weight_scale"),
+                None if scheme.weights.symmetric else self._decompressed(layer)["weight_zero_point"],
+            )
+            for layer, scheme in self.layers.items()
+        }
+
+    def _decompressed(self, layer: str) -> dict[str, Tensor]:
+        scheme = self.layers[layer]
+        stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
+        compressor = BaseCompressor.get_value_from_registry(stored_as.value)
+        stored = {local: self._read(f"{layer}.{local}") for local in compressor.compression_param_names(scheme)}
+        return compressor.decompress(stored, scheme)
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise self._broken(f"{name} is missing")
+        return self.tensors[name].get_tensor(name)
+
+    def _broken(self, what: str) -> ValueError:
+        return ValueError(f"The quantized checkpoint {self.name} is incomplete or damaged: {what}. Download it again.")
+
+
+def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
+    """
+    The checkpoint `name` if it is quantized, otherwise `None`; `kwargs` are those of `from_pretrained`.
+
+    Reads `config.json` alone (from the Hub: all files). `ValueError` when it is quantized in a way that has no master weights.
+    """
+    raw = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", None)
+    if raw is None:
+        return None
+    raw = raw if isinstance(raw, dict) else raw.to_dict()
+    if raw.get("quant_method") != "compressed-tensors" or raw.get("transform_config"):
+        raise ValueError(
+            f"{name} must be quantized by compressed-tensors without a transform_config (rotations that only the engine would "
+            f"apply), got quantization_config={raw}. Start from the unquantized model, or see examples/llmcompressor."
+        )
+    folder, inner = Path(name), kwargs.get("subfolder") or ""
+    if not folder.is_dir():
+        hub = {key: value for key, value in kwargs.items() if key in _HUB_ARGUMENTS}
+        patterns = [str(Path(inner, kind)) for kind in ("*.safetensors", "*.json")]
+        folder = Path(snapshot_download(name, allow_patterns=patterns, **hub))
+    return QuantizedSource(name, folder / inner, QuantizationConfig.model_validate(raw))
 
 
 def load_master_weights(
@@ -33,7 +136,7 @@ def load_master_weights(
 
     `dtype` is that of the master weights (`"auto"`: the checkpoint's), `architecture` the model class (by default of `config.json`);
     `kwargs` are arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's config.
-    `ValueError` when the checkpoint is not quantized, is incomplete, or has tensors that the model does not.
+    `ValueError` when the checkpoint is not quantized or lacks a tensor.
     """
     source = quantized_source(name, **kwargs)
     if source is None:
@@ -49,58 +152,12 @@ def load_master_weights(
         dtype=dtype,
         trust_remote_code=kwargs.get("trust_remote_code", False),
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, with the name of the checkpoint
         **settings,
     )
-    problems = {kind: report.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    wrong = [f"{kind.replace('_', ' ')} {sorted(map(str, found))[:3]}" for kind, found in problems.items() if found]
-    if wrong:
-        raise source.broken(f"its tensors are not those of {type(model).__name__}: {'; '.join(wrong)}")
+    if missing := sorted(map(str, report["missing_keys"])):  # transformers would leave them at random values
+        raise source._broken(f"{missing[:3]} are missing")
     model.config._name_or_path = model.name_or_path = name
     if model.can_generate():
         with suppress(OSError):  # it has none: the defaults stay
             model.generation_config = GenerationConfig.from_pretrained(source.folder)
     return model
-
-
-def check_first_quantized(model: nn.Module, source: QuantizedSource) -> None:
-    """
-    With frozen scales: the quantized values of the loaded master weights are those of the checkpoint, but for the sign of a float8 zero.
-
-    8-bit integers are the exception: code times scale has more digits than bfloat16, so a few quantized values come back one step off,
-    which is logged. `RuntimeError` when other quantized values than these differ: then the master weights are not the checkpoint.
-    """
-    total = differing = 0
-    adapted = is_peft_model(model)
-    with model.disable_adapter() if adapted else nullcontext():
-        for name, weight in _low_bit_weights(model):
-            pair = weight.quantized, source.quantized(name).to(weight.quantized.device)
-            # Floats by value, where -0.0 is 0.0; integers byte by byte, since eight may be packed into one.
-            found, stored = (t.float() if t.is_floating_point() else t.view(torch.uint8) for t in pair)
-            wrong, args = (found != stored).sum().item(), weight.scheme.weights
-            if wrong and (args.num_bits, args.type) != (8, QuantizationType.INT):
-                raise RuntimeError(
-                    f"{wrong} quantized values of layer {name!r} differ from those in {source.name}, although its scales are "
-                    "frozen: the master weights are not what is stored. Use tested versions of transformers and "
-                    "compressed-tensors."
-                )
-            differing, total = differing + wrong, total + stored.numel()
-    for _, module in quantized_modules(model) if adapted else ():
-        module.forget()  # quantized values of the base alone, which nothing reads again
-    if differing:
-        logger.warning(
-            f"{differing} of {total} quantized values ({differing / total:.4%}) start one step beside those of {source.name}: an 8-bit "
-            "integer code times its scale is no bfloat16 number."
-        )
-
-
-def _low_bit_weights(model: nn.Module) -> Iterator[tuple[str, LowBitWeight]]:
-    """The low-bit weights of `model` by their layers' names in a checkpoint; none of a layer that is a shard (ZeRO-3)."""
-    for name, module in checkpoint_modules(model):
-        if not isinstance(module, LowBitLayer) or any(p.numel() == 0 for p in module.parameters()):
-            continue
-        if isinstance(module, QuantExperts):
-            for parameter in PROJECTIONS:
-                yield from zip(layer_names(name, module, parameter), module.low_bit_layers(parameter), strict=True)
-        else:
-            yield name, module.low_bit()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import re
+import json
 from pathlib import Path
 
 import torch
-import transformers
 from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 
-from ...export.files import READ_BY_ENGINE
-from ...quant.checkpoint import QuantizedSource
+from ...export.files import READ_BY_ENGINE, tensor_names
 from ...quant.scheme import describe_scheme, support_of
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import check_engine_cpu
@@ -46,38 +43,14 @@ def quantization_of(config: PretrainedConfig) -> QuantizationConfig | str | None
     return str(stored.get("quant_method"))
 
 
-def check_complete(folder: Path, config: PretrainedConfig) -> None:
-    """
-    Refuse (`ValueError`) a compressed-tensors checkpoint that lacks a tensor: vLLM loads it all the same, and answers garbage.
-
-    A plain one vLLM refuses itself. An architecture that transformers does not have is checked layer by layer, but not for
-    whole layers that are missing.
-    """
-    quantization = quantization_of(config)
-    if not isinstance(quantization, QuantizationConfig):
-        return
-    source = QuantizedSource(str(folder), folder, quantization)
-    shapes = {_of_transformers(name): shape for name, shape in source.shapes().items()}
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    if architecture is None:
-        return
-    plain = copy.deepcopy(config)
-    del plain.quantization_config
-    settings = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:  # transformers' own loader knows the names of every family; without values it reads and allocates nothing
-        _, report = architecture.from_pretrained(None, config=plain, state_dict=tensors, **settings)
-    except RuntimeError as error:  # one of the experts that it would stack is missing
-        raise source.broken(f"its tensors are not those of {architecture.__name__}") from error
-    if wrong := [*report["missing_keys"], *report["mismatched_keys"]]:
-        raise source.broken(f"{architecture.__name__} lacks {sorted(map(str, wrong))[:3]}")
-
-
-def _of_transformers(name: str) -> str:
-    """Mixtral's experts as transformers stores them: llm-compressor, and so our export, names their layers otherwise."""
-    stored = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    expert = re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.(\w+)")
-    return expert.sub(lambda match: f"{match[1]}.{stored.get(match[2], match[2])}", name)
+def check_complete(folder: Path) -> None:
+    """Refuse (`ValueError`) files that are missing or cut off: of a low-bit checkpoint vLLM loads what is there, and answers garbage."""
+    index, names = folder / "model.safetensors.index.json", tensor_names(folder)
+    listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    if missing := sorted(listed.keys() - set(names)):
+        raise ValueError(
+            f"{folder} lacks {len(missing)} tensors of {index.name} (first: {missing[0]}). Download it again."
+        )
 
 
 def precision(config: PretrainedConfig) -> str:
