@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools.plan.runs import example_run
+from tools.plan.runs import example_run, resident
 from transformers import TrainerCallback
 
 from qarl_trl.quant.model import quantized_modules
-from qarl_trl.tools.plan import formulas, rank
+from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
 from slow.isolated import isolated, isolated_group
 from slow.test_processes import _trainer
@@ -39,12 +39,12 @@ def test_bytes_of_a_sync_and_of_the_engine_that_took_it(tmp_path, scheme):
     moved, held, (cache, tokens) = isolated(_engine, model, str(tmp_path), scheme)
     plan, other = None if scheme == "none" else scheme, "W8A8" if scheme == "W4A16" else "W4A16"
     config = meta.read_config(model)
-    planned, wrong = (example_run(meta.skeleton(config, torch.float32, plan=p), config).synced for p in (plan, other))
+    runs = [example_run(meta.skeleton(config, torch.float32, plan=p), config) for p in (plan, other)]
+    planned, wrong = map(items.synced_bytes, runs)
     print("cache", cache, tokens)
     print("sync", scheme, moved, "engine", sum(held.values()))
     assert moved == planned != wrong  # control: of another scheme
-    layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    assert cache == tokens * formulas.cache_bytes(layers, heads, size, 1) > 0
+    assert items.cache_tokens(runs[0]) == items.cache_bytes(runs[0]) * tokens // cache > 0
     if scheme != "none":  # of plain layers the CPU engine's kernels keep the weights in a form that is no parameter
         assert sum(held.values()) == pytest.approx(moved, rel=0.02)
         assert sum(held.values()) != pytest.approx(wrong, rel=0.02)  # control
@@ -65,7 +65,7 @@ def _shards(model: str, folder: str, muon: bool) -> dict[str, int]:
     state = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values()]
     weights = [w for _, layer in quantized_modules(trainer.model) for w in layer.last_low_bits().values()]
     return {
-        "quantized values (own rows)": sum(w.num_bytes() for w in weights),
+        "quantized values": sum(w.num_bytes() for w in weights),
         "master weights": sum(p.to_local().nbytes for p in trainer.model.parameters()),
         "gradients": gradients.held,
         "optimizer state": sum(getattr(t, "_local_tensor", t).nbytes for t in state if isinstance(t, torch.Tensor)),
@@ -77,12 +77,11 @@ def test_shards_of_two_processes(tmp_path, muon):
     model = save_model(tmp_path / "model")
     config = meta.read_config(model)
     skeleton = meta.skeleton(config, torch.float32, plan="W4A16")
-    run = example_run(skeleton, config, muon, ranks=2, sharded=True)
-    expected = {"gradients": rank.gradients(run)} | rank.resident(run)
-    alone = {"gradients": rank.gradients(run)} | rank.resident(replace(run, sharded=False))
+    run = example_run(skeleton, config, muon, ranks=2, sharding="fsdp2")
+    expected = {"gradients": items.trained_bytes(run)} | resident(run)
+    alone = {"gradients": items.trained_bytes(run)} | resident(replace(run, ranks=1))
     for held in isolated_group(_shards, 2, model, str(tmp_path / "run"), muon):
         print("rank", held, "planned", {name: expected[name] for name in held})
         assert held == {name: pytest.approx(expected[name], rel=0.001) for name in held}
         assert held["master weights"] < 0.6 * alone["master weights"]  # control
-        assert held["quantized values (own rows)"] < 0.6 * alone["quantized values (whole)"]
-        assert "quantized values (whole)" not in expected
+        assert held["quantized values"] < 0.6 * alone["quantized values"]

@@ -17,14 +17,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tools.plan.runs import example_run
+from tools.plan.runs import example_run, resident
 from tools.plan.test_formulas import peak_bytes
 from transformers import TrainerCallback
 
 from qarl_trl.quant.model import quantized_modules
 from qarl_trl.quant.names import base_model
+from qarl_trl.tools.plan import items as plan_items
 from qarl_trl.tools.plan import model as meta
-from qarl_trl.tools.plan import rank
 from slow.isolated import isolated, isolated_group
 from slow.test_processes import FLOOR, _same
 from slow.toys import make_trainer, random_adapter, save_model, stored_tensors, sync
@@ -381,8 +381,8 @@ def _held(model: str, folder: str, adapter: Any) -> tuple[dict[str, int], dict[s
         "master weights": sum(t.nbytes for t in held.fp32_partitioned_groups_flat),
         "optimizer state": sum(t.nbytes for t in state),
         "weights to gather": sum(p.ds_tensor.nbytes for p in trainer._unwrapped.parameters()),
-        "gradients (kept)": held.grad_partitions_flat_buffer.nbytes,
-        "quantized values (whole)": sum(w.num_bytes() for w in weights),
+        "gradients": held.grad_partitions_flat_buffer.nbytes,
+        "quantized values": sum(w.num_bytes() for w in weights),
     }
     together = sum(size for place, size in _storages().items() if place not in before)
     bucket = sum(bucket.buffer.nbytes for bucket in held.ipg_buckets.values())
@@ -395,13 +395,15 @@ def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path, kind):
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
     config, adapter = meta.read_config(model), random_adapter() if kind == "lora" else None
     skeleton = meta.skeleton(config, torch.float32, adapter, plan="W4A16")
-    run = example_run(skeleton, config, False, ranks=2, sharded=True, zero3=True)
-    expected = rank.resident(run)
+    run = example_run(skeleton, config, False, ranks=2, sharding="zero3")
+    expected = resident(run)
     for items, rest in isolated_group(_held, 2, model, str(tmp_path / "run"), adapter, timeout=120):
-        print("zero3", kind, items, rest, "planned", expected, rank.step_work(run))
+        print("zero3", kind, items, rest, "planned", expected, plan_items.step_work(run))
         assert items == {name: pytest.approx(size, rel=1e-3) for name, size in expected.items()}
         assert rest["together"] - rest["bucket"] == pytest.approx(sum(expected.values()), rel=0.01)
-        assert rest["bucket"] + rest["gathered"] < rank.ZERO3_BUFFERS  # what the plan assumes of DeepSpeed's buffers
-        assert rest["step"] == pytest.approx(rank.step_work(run), rel=0.01)
-        for wrong in (replace(run, ranks=1), replace(run, zero3=False), replace(run, half=False)):  # controls
-            assert items != {name: pytest.approx(size, rel=0.1) for name, size in rank.resident(wrong).items()}
+        assert (
+            rest["bucket"] + rest["gathered"] < plan_items.ZERO3_BUFFERS
+        )  # what the plan assumes of DeepSpeed's buffers
+        assert rest["step"] == pytest.approx(plan_items.step_work(run), rel=0.01)
+        for wrong in (replace(run, ranks=1), replace(run, sharding="fsdp2"), replace(run, half=False)):  # controls
+            assert items != {name: pytest.approx(size, rel=0.1) for name, size in resident(wrong).items()}

@@ -13,12 +13,10 @@ from trl import get_peft_config
 from ...optim import split_parameters
 from ...quant import apply_quantization
 from ...quant.experts import PROJECTIONS, QuantExperts
-from ...quant.model import check_shardable, quantized_modules
-from ...quant.scheme import support_of
+from ...quant.model import quantized_modules
 from ...quant.start import quantized_source
-from ...rollout.support import check_shards
-from .formulas import Layer
-from .rank import GIB, Parameter, Run
+from .activations import Layer
+from .items import GIB, Parameter, Run
 
 
 PROMPT = 512  # tokens, assumed where nothing limits the length
@@ -36,93 +34,75 @@ BUNDLED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-class UnknownSizes(ValueError):
-    """A model whose sizes are not known here, or whose layers are not those of the Llama family."""
-
-
-def read_config(name: str) -> PretrainedConfig:
-    """
-    The config of a model folder, of a model of the Hub that is in the local cache, or from the bundled sizes; no download.
-
-    Raises:
-        UnknownSizes: for a model whose sizes are not known here.
-    """
-    if name in BUNDLED and not Path(name).exists():
-        kind, sizes, more = BUNDLED[name]
-        return AutoConfig.for_model(kind, **dict(zip(_SIZES, sizes, strict=True)), **more)
-    try:
-        config = AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError) as error:
-        known = ", ".join(BUNDLED)
-        raise UnknownSizes(
-            f"model_name_or_path={name!r} is no folder with a config.json that transformers reads, and its sizes are not bundled "
-            f"({known}). Download its config.json and give that folder. ({str(error).strip().partition(chr(10))[0]})"
-        ) from error
-    vars(config).pop("quantization_config", None)
-    return config
-
-
-def longest_row(settings: Any) -> int:
-    """Tokens of prompt and completion together, at most; `PROMPT` for the prompt where nothing limits it."""
-    return settings.vllm_max_model_length or (settings.max_completion_length or 0) + PROMPT
-
-
 def plan_run(
     settings: Any,
     model_args: Any,
     gpus: int = 1,
     memory: float = 79,
     sharding: str | None = None,
-    replicas: int = 1,
     tokens: int | None = None,
-    on_gpu: bool = True,
 ) -> Run:
     """
     The run of `settings` (`QaRLConfig`) and TRL's `model_args` on `gpus` of `memory` GiB each.
 
-    `sharding` is "ddp", "fsdp2" (the default of several GPUs) or "zero3". `ValueError` for what cannot run so.
+    `sharding` is "ddp", "fsdp2" (the default) or "zero3". `ValueError` for what cannot run so, or an unknown model.
     """
-    check_gpus(settings, gpus, memory, sharding, replicas, tokens)
+    for name, value in {"gpus": gpus, "memory": memory, "tokens": tokens}.items():
+        if value is not None and not 0 < value <= MOST:
+            raise ValueError(f"--{name} must be a number above 0, at most {MOST}, got {value:g}.")
+    engine = settings.vllm_mode if settings.use_vllm else ""
+    engine_ranks = settings.vllm_tensor_parallel_size
+    if engine_ranks < 1 or (engine == "colocate" and gpus % engine_ranks):
+        raise ValueError(f"vllm_tensor_parallel_size={engine_ranks} must divide the GPUs, got --gpus {gpus}.")
+    if sharding == "zero3" and settings.optim_muon:
+        raise ValueError("--sharding zero3 needs --optim_muon false: ZeRO leaves Muon no whole matrix.")
     name = model_args.model_name_or_path
     config, source = read_config(name), quantized_source(name) if settings.from_checkpoint else None
     plan = settings.quant_plan(None if source is None else source.plan())
-    ranks = gpus // replicas
-    sharded = ranks > 1 and sharding != "ddp"
-    if settings.use_vllm:
-        for scheme in [] if plan is None else map(support_of, plan.config_groups.values()):
-            if not scheme.gpus:
-                raise ValueError(
-                    f"vLLM has no GPU kernel for {scheme.name}. Choose another scheme (`qarl-trl schemes`)."
-                )
-        check_shards(config, plan, settings)
-    if plan is not None and sharded:
-        check_shardable(plan)
     model = skeleton(config, dtype_of(settings, model_args, config), get_peft_config(model_args), plan)
-    size = {"ranks": ranks, "sharded": sharded, "zero3": sharded and sharding == "zero3", "replicas": replicas}
-    return describe(settings, config, model, **size, memory=int(memory * GIB), tokens=tokens or longest_row(settings))
+    try:
+        layer = decoder_layer(model, config, settings.quantize_learner)
+    except AttributeError as error:
+        raise ValueError(
+            f"The layers of {type(model).__name__} are not those of the Llama family: {error}."
+        ) from error
+    return Run(
+        parameters=parameters(
+            model, settings.optim_muon, settings.quantize_learner and settings.quant_kernel != "engine"
+        ),
+        layer=layer,
+        layers=config.get_text_config().num_hidden_layers,
+        vocabulary=config.get_text_config().vocab_size,
+        memory=int(memory * GIB),
+        rows=settings.per_device_train_batch_size,
+        tokens=tokens or settings.vllm_max_model_length or (settings.max_completion_length or 0) + PROMPT,
+        budget=settings.max_tokens_per_pass,
+        checkpointing=settings.gradient_checkpointing,
+        half=settings.bf16,
+        engine=engine,
+        utilization=settings.vllm_gpu_memory_utilization,
+        sleep=settings.vllm_enable_sleep_mode,
+        engine_ranks=engine_ranks,
+        ranks=gpus,
+        sharding=sharding or "fsdp2",
+        reference=settings.beta > 0 and not hasattr(model, "peft_config"),
+    )
 
 
-def check_gpus(
-    settings: Any, gpus: int, memory: float, sharding: str | None, replicas: int, tokens: int | None
-) -> None:
-    """Refuse (`ValueError`) GPUs that the engine's ranks or the copies of the model do not divide, and ZeRO-3 with Muon."""
-    for name, value in {"gpus": gpus, "memory": memory, "replicas": replicas, "tokens": tokens}.items():
-        if value is not None and not 0 < value <= MOST:
-            raise ValueError(f"--{name} must be a number above 0, at most {MOST}, got {value:g}.")
-    engine, share = settings.vllm_tensor_parallel_size, settings.vllm_gpu_memory_utilization
-    if settings.use_vllm and not 0 < share <= 1:
-        raise ValueError(f"vllm_gpu_memory_utilization must be above 0 and at most 1, got {share:g}.")
-    if settings.use_vllm and settings.vllm_mode == "colocate" and gpus % max(engine, 1):
+def read_config(name: str) -> PretrainedConfig:
+    """The config of a model folder, of a model in the Hub's cache, or from the bundled sizes; no download. Else `ValueError`."""
+    if name in BUNDLED and not Path(name).exists():
+        kind, sizes, more = BUNDLED[name]
+        return AutoConfig.for_model(kind, **dict(zip(_SIZES, sizes, strict=True)), **more)
+    try:
+        config = AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"vllm_tensor_parallel_size={engine} must divide the GPUs, which share engines of so many, got --gpus {gpus}."
-        )
-    if gpus % replicas or (replicas > 1 and (sharding in ("ddp", "zero3") or replicas == gpus)):
-        raise ValueError(
-            f"--replicas {replicas} must divide --gpus {gpus} into copies of two GPUs and more, with FSDP2 (HSDP), got --sharding "
-            f"{sharding or 'fsdp2'}."
-        )
-    if sharding == "zero3" and settings.optim_muon:
-        raise ValueError("--sharding zero3 needs --optim_muon false: ZeRO leaves Muon no whole matrix.")
+            f"model_name_or_path={name!r} is no folder with a config.json that transformers reads, and its sizes are not bundled "
+            f"({', '.join(BUNDLED)}). Download its config.json and give that folder. ({str(error).strip().splitlines()[0]})"
+        ) from error
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 def dtype_of(settings: Any, model_args: Any, config: PretrainedConfig) -> torch.dtype:
@@ -132,43 +112,8 @@ def dtype_of(settings: Any, model_args: Any, config: PretrainedConfig) -> torch.
     return wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted).removeprefix("torch."))
 
 
-def describe(settings: Any, config: PretrainedConfig, model: nn.Module, **size: Any) -> Run:
-    """The run of a [`skeleton`]; `size` are fields of [`Run`] that the settings do not tell."""
-    text, kept_whole = config.get_text_config(), settings.accelerator_config.gradient_accumulation_kwargs or {}
-    rows, engine = settings.per_device_train_batch_size, settings.vllm_tensor_parallel_size
-    try:
-        layer = decoder_layer(model, config, settings.quantize_learner)
-    except AttributeError as error:
-        raise UnknownSizes(
-            f"The layers of {type(model).__name__} are not those of the Llama family: {error}."
-        ) from error
-    gathers = settings.quantize_learner and settings.quant_kernel != "engine"
-    return Run(
-        parameters=parameters(model, settings.optim_muon, gathers),
-        layer=layer,
-        layers=text.num_hidden_layers,
-        vocabulary=text.vocab_size,
-        rows=rows,
-        budget=settings.max_tokens_per_pass,
-        checkpointing=settings.gradient_checkpointing,
-        half=settings.bf16,
-        reference=settings.beta > 0 and not hasattr(model, "peft_config"),
-        late_reduction=settings.gradient_accumulation_steps > 1 and not kept_whole.get("sync_each_batch", True),
-        utilization=settings.vllm_gpu_memory_utilization if settings.use_vllm else 0.0,
-        served=settings.use_vllm and settings.vllm_mode == "server",
-        sleep=settings.vllm_enable_sleep_mode,
-        engine_ranks=engine,
-        sequences=rows * (settings.steps_per_generation or 1) * engine,
-        **size,
-    )
-
-
 def skeleton(config: PretrainedConfig, dtype: torch.dtype, adapter: Any = None, plan: Any = None) -> nn.Module:
-    """
-    The model of `config` on the meta device, with master weights of `dtype`, peft's `adapter` and the low-bit layers of `plan`.
-
-    `ValueError` for what cannot be quantized.
-    """
+    """The model of `config` on the meta device, with peft's `adapter` and the low-bit layers of `plan`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if adapter is not None:
@@ -189,11 +134,11 @@ def parameters(model: nn.Module, muon: bool, gathers: bool = True) -> tuple[Para
     layers = tuple(f"{n}." for n, module in model.named_modules() if type(module).__name__.endswith("DecoderLayer"))
     low_bit: dict[int, dict[str, Any]] = {}
     for _, module in quantized_modules(model):
-        names = {name: len(parts) for name, parts in PROJECTIONS.items()} if isinstance(module, QuantExperts) else {}
-        for name, parts in names.items() or [("weight", 1)]:
+        in_experts = isinstance(module, QuantExperts)
+        for name in PROJECTIONS if in_experts else ("weight",):
             weight = getattr(getattr(module, "base_layer", module), name)
             packed = gathers and name in module.packed_parameters and weight.dtype == torch.float32
-            pieces = weight.shape[0] * parts if names else 1  # a layer for each expert's projection
+            pieces = weight.shape[0] * len(PROJECTIONS[name]) if in_experts else 1  # each expert's projections
             low_bit[id(weight)] = {"scheme": module.scheme, "pieces": pieces, "packed": packed}
     return tuple(
         Parameter(
@@ -223,7 +168,7 @@ def decoder_layer(model: nn.Module, config: PretrainedConfig, low_bit_forward: b
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         inner=inner,
         experts=experts,
-        top_k=text.num_experts_per_tok if experts else 0,
+        top_k=text.num_experts_per_tok if experts else 1,
         query_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         **schemes,
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
+from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
-from qarl_trl.tools.plan.rank import GIB, Run
+from qarl_trl.tools.plan.items import GIB, Run
 
 
 def example_run(model: nn.Module, config: PretrainedConfig, muon: bool = True, **changes: Any) -> Run:
@@ -17,16 +19,20 @@ def example_run(model: nn.Module, config: PretrainedConfig, muon: bool = True, *
         "layer": meta.decoder_layer(model, config, low_bit_forward=True),
         "layers": config.num_hidden_layers,
         "vocabulary": config.vocab_size,
-        "ranks": 1,
-        "sharded": False,
         "memory": 79 * GIB,
         "rows": 4,
         "tokens": 18432,
         "budget": 22528,
         "checkpointing": True,
         "half": True,
+        "engine": "colocate",
         "utilization": 0.5,
         "sleep": True,
-        "engine_ranks": 1,
     }
     return Run(**settings | changes)
+
+
+def resident(run: Run) -> dict[str, int]:
+    """What stays between the steps of a run, without what is assumed."""
+    rollout = items.moments(replace(run, engine=""))["rollout"]
+    return {name: size for name, size in rollout.items() if "assumed" not in name}

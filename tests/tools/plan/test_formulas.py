@@ -13,10 +13,9 @@ from qarl_trl.quant.model import quantized_modules
 from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
 from qarl_trl.quant.state_dict import iter_low_bit_weights
-from qarl_trl.tools.plan import formulas
+from qarl_trl.tools.plan import activations, items
 from qarl_trl.tools.plan import model as meta
-from qarl_trl.tools.plan.rank import activations, backward_work, resident
-from tools.plan.runs import example_run
+from tools.plan.runs import example_run, resident
 
 
 SCHEMES = [(name, size) for name, row in SUPPORTED.items() for size in (row.group_sizes or (None,))]
@@ -30,7 +29,7 @@ def nbytes(tensors):
 @pytest.mark.parametrize(("name", "group_size"), SCHEMES)
 def test_quantized_bytes(name, group_size):
     scheme, weight = resolve_scheme(name, group_size), torch.randn(384, 256)
-    assert formulas.quantized_bytes(384, 256, scheme) == quantize_weight(weight, scheme).num_bytes()
+    assert items.quantized_bytes(384, 256, scheme) == quantize_weight(weight, scheme).num_bytes()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
@@ -40,22 +39,25 @@ def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme
     config = model.config
     run = example_run(meta.skeleton(config, torch.float32, plan=scheme), config, False)
     stream = list(iter_low_bit_weights(model))
-    assert run.synced == nbytes(t for _, t in stream)
+    assert items.synced_bytes(run) == nbytes(t for _, t in stream)
     real = [w for _, m in quantized_modules(model) for w in m.last_low_bits().values()]
-    assert resident(run)["quantized values (whole)"] == sum(weight.num_bytes() for weight in real)
+    assert resident(run)["quantized values"] == sum(weight.num_bytes() for weight in real)
     assert resident(run)["master weights"] == nbytes(model.parameters())
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_a_shard_is_what_fsdp2_keeps(ranks):
     # `FSDPParam._init_sharded_param`: chunks of dimension 0, each padded to the first.
+    config = meta.read_config("Qwen/Qwen2.5-Math-1.5B")
+    run = example_run(meta.skeleton(config, torch.float32), config, ranks=ranks, sharding="fsdp2")
     for shape in [(151936, 8), (7, 4, 2), (3,)]:
         chunk = torch.chunk(torch.empty(shape, device="meta"), ranks)[0]
-        assert formulas.shard_entries(shape, ranks) == chunk.numel()
+        assert run.own(items.Parameter("", shape, 4, "", "adamw")) == (chunk.numel(), 4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8, 16])
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-Math-1.5B", "Qwen/Qwen3-8B-Base"])
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(1, "Qwen/Qwen2.5-Math-1.5B"), (2, "Qwen/Qwen3-8B-Base"), (16, "Qwen/Qwen3-8B-Base")]
+)
 def test_a_block_of_the_cache_is_what_vllm_reserves(tmp_path, name, ranks):
     """2 and 8 key-value heads, that is also ranks which share one."""
     pytest.importorskip("vllm")
@@ -66,14 +68,10 @@ def test_a_block_of_the_cache_is_what_vllm_reserves(tmp_path, name, ranks):
     config.save_pretrained(tmp_path)
     model, parallel = ModelConfig(str(tmp_path), skip_tokenizer_init=True), ParallelConfig(tensor_parallel_size=ranks)
     sizes = {"num_kv_heads": model.get_num_kv_heads(parallel), "head_size": model.get_head_size()}
-    block, eighths = (
-        FullAttentionSpec(block_size=16, dtype=t, **sizes) for t in (torch.bfloat16, torch.float8_e4m3fn)
-    )
-    layer = meta.decoder_layer(meta.skeleton(config, torch.float32), config, low_bit_forward=False)
-    layers = model.get_num_layers(parallel)
-    planned = 16 * formulas.cache_bytes(config.num_hidden_layers, layer.kv_heads, layer.head_dim, ranks)
-    assert planned == layers * block.page_size_bytes
-    assert planned != layers * eighths.page_size_bytes  # control: a cache in float8, which the plan does not know
+    block = FullAttentionSpec(block_size=16, dtype=torch.bfloat16, **sizes)
+    run = example_run(meta.skeleton(config, torch.float32), config, engine_ranks=ranks)
+    blocks = items.cache_bytes(run) / (model.get_num_layers(parallel) * block.page_size_bytes)
+    assert items.cache_tokens(run) == int(16 * blocks)
 
 
 # As the model cards count them.
@@ -142,17 +140,17 @@ def test_saved_activations(kind, scheme, dtype):
     tokens = 512
     one, two = (prepared(kind, layers, dtype, scheme) for layers in (1, 2))
     layer = meta.decoder_layer(two, two.config, low_bit_forward=True)
-    expected = formulas.layer_saved(layer, dtype.itemsize, 2)
+    expected = activations.layer_saved(layer, dtype.itemsize, 2)
     first, second = saved_bytes(one, tokens), saved_bytes(two, tokens)
     measured = second - first
     print("saved", kind, scheme, dtype, measured / tokens, expected)
     if scheme is None and dtype == torch.float32:
         measured -= 2 * sum(p.numel() for p in two.model.layers[1].parameters() if p.ndim > 1)
     assert measured / tokens == pytest.approx(expected, rel=2e-3)
-    head = formulas.head_saved(layer.hidden, layer.head_dim, dtype.itemsize)
+    head = activations.head_saved(layer, dtype.itemsize)
     if scheme is not None:
         assert (2 * first - second) / tokens == pytest.approx(head, rel=2e-3)
-    wrong = formulas.layer_saved(layer, 6 - dtype.itemsize, 2)  # control: the other dtype between layers
+    wrong = activations.layer_saved(layer, 6 - dtype.itemsize, 2)  # control: the other dtype between layers
     assert measured / tokens != pytest.approx(wrong, rel=0.02)
 
 
@@ -188,7 +186,7 @@ def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
 
     TRL's tile of 32,768 logits a token outweighs a toy's layers; a small one shows these.
     """
-    monkeypatch.setattr(formulas, "TILE", (4096, tile))
+    monkeypatch.setattr(items, "TILE", (4096, tile))
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", tile)
     model = prepared(kind, 4, torch.float32, scheme)
     if checkpointing:
@@ -203,10 +201,10 @@ def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
             model, model.config, False, rows=passes, tokens=tokens, budget=tokens, checkpointing=checkpointing
         )
         measured = peak_bytes(lambda passes=passes: update(1024, passes))
-        expected = activations(run) + backward_work(run)
+        expected = items.activations(run) + items.backward_work(run)
         print("peak", kind, scheme, checkpointing, tile, passes, measured, expected)
         assert measured == pytest.approx(expected, rel=0.2 if checkpointing and passes == 2 else 0.1)
     wrong = replace(run, checkpointing=False) if checkpointing else replace(run, layers=run.layers // 2)
-    control = activations(wrong) + backward_work(wrong)
+    control = items.activations(wrong) + items.backward_work(wrong)
     print("control", control)
     assert measured != pytest.approx(control, rel=0.2 if checkpointing else 0.1)
