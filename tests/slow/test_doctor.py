@@ -1,4 +1,4 @@
-"""`qarl-trl doctor` with real engines: the parts of the mismatch, and that a learner which computes something else is found."""
+"""`qarl-trl doctor` with real engines: the mismatch, and that a learner which computes something else is found."""
 
 from __future__ import annotations
 
@@ -29,17 +29,14 @@ def _measure(model: str, folder: str, scheme: str, broken: bool):
     return found, mismatch.verdict(found, args)
 
 
-def test_the_low_bit_learner_removes_the_logp_diff_and_the_parts_are_told_apart(tmp_path):
+def test_the_low_bit_learner_removes_the_logp_diff(tmp_path):
     model = save_model(tmp_path / "model", layers=4)
     w4a16, verdict = isolated(_measure, model, str(tmp_path / "run"), "W4A16", False)
     assert w4a16.tokens > 100
     # As in test_logp_diff.py, where it is 27 times the floor; the learner has the engine's operations and formula here.
     assert w4a16.rollout_only > 5 * w4a16.floor > 0
     assert w4a16.aligned == 0.0
-    assert w4a16.activations < 1e-4 * w4a16.weights  # float32 rounding
     assert verdict.status == "ok"
-    fp8, _ = isolated(_measure, model, str(tmp_path / "run"), "FP8_DYNAMIC", False)
-    assert fp8.weights < w4a16.weights and fp8.activations > 0.1 * fp8.weights
 
 
 def test_a_learner_that_computes_something_else_fails(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +13,8 @@ from qarl_trl import QaRLConfig, cli
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
 from qarl_trl.rewards import boxed_format_reward, math_reward
-from qarl_trl.tools.doctor import machine, mismatch, rewards
-from qarl_trl.tools.doctor.findings import FAIL, OK, WARN
-from qarl_trl.tools.plan import rank
+from qarl_trl.tools.doctor import FAIL, OK, WARN, machine, mismatch, rewards
+from qarl_trl.tools.plan.items import checkpoint_bytes
 from qarl_trl.tools.plan.model import plan_run
 
 
@@ -59,10 +57,11 @@ def test_every_section_of_a_run_reports_in_lines_of_one_finding(recipe, capsys, 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     code, found, said = doctor(capsys, "--config", recipe)
     assert code == 0 and "hf_secret" not in said.out
-    names = ("versions", "dataset", "math_reward", "settings", "memory", "disk")
+    names = ("versions", "dataset", "math_reward", "settings", "disk")
     assert {found[name] for name in names} <= {OK, WARN}
     assert "right answers 1.00, wrong ones 0.00; told apart in 9 of 9 rows" in said.out
     assert found["mismatch"] == "-" and "use_vllm: false" in said.out
+    assert found["memory"] == "-" and "no GPU here" in said.out
 
 
 def test_a_section_that_cannot_be_run_says_why_and_does_not_fail_the_rest(recipe, capsys):
@@ -110,11 +109,6 @@ def test_amx_is_said_to_be_off_and_a_cpu_without_avx512_is_said_to_have_no_engin
 ROWS = [{"prompt": "p", "answer": answer} for answer in ("1", "2", "2", "3")]
 
 
-def test_wrong_answers_are_those_of_other_rows():
-    assert rewards.rotated(["1", "2", "2", "3"]) == ["2", "3", "3", "1"]
-    assert rewards.rotated(["1", "1"]) == ["1", "1"]
-
-
 def backwards(completions, answer, **_):
     return [float(text != a) for text, a in zip(completions, answer, strict=True)]
 
@@ -148,15 +142,6 @@ def test_conversational_rows_get_messages():
     assert rewards.check_reward("math_reward", math_reward, row).status == OK
 
 
-def test_processes_share_the_memory_of_a_cpu_and_too_many_fail(recipe, capsys, monkeypatch):
-    _, _, said = doctor(capsys, "--config", recipe)
-    needed = float(re.search(r"memory +([\d.]+) of", said.out)[1])
-    monkeypatch.setattr("qarl_trl.tools.doctor.recipe.available_memory", lambda: 2.5 * needed * rank.GIB)
-    for gpus, status in (("1", OK), ("4", FAIL)):
-        code, found, _ = doctor(capsys, "--config", recipe, "--gpus", gpus, "--sharding", "ddp")
-        assert (code, found["memory"]) == (int(gpus == "4"), status)
-
-
 def test_a_checkpoint_has_the_size_of_its_files(tmp_path):
     args = QaRLConfig(str(tmp_path), use_vllm=False, bf16=False, use_cpu=True, quant_group_size=32)
     model = make_model(num_hidden_layers=1)
@@ -170,10 +155,10 @@ def test_a_checkpoint_has_the_size_of_its_files(tmp_path):
     save_low_bit(apply_quantization(model, "W4A16", group_size=32), None, tmp_path / "low_bit")
     files = [*tmp_path.glob("*/model.safetensors"), tmp_path / "optimizer.pt"]
     assert len(files) == 3
-    assert rank.checkpoint_bytes(run) == pytest.approx(sum(f.stat().st_size for f in files), rel=0.05)  # headers
+    assert checkpoint_bytes(run) == pytest.approx(sum(f.stat().st_size for f in files), rel=0.05)  # headers
 
 
-MEASURED = mismatch.Mismatch(100, 0.006, 0.01, 0.0, 0.012, 0.0)
+MEASURED = mismatch.Mismatch(100, 0.006, 0.012, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +166,12 @@ MEASURED = mismatch.Mismatch(100, 0.006, 0.01, 0.0, 0.012, 0.0)
     [
         ({}, {}, OK, "agree as far as kernels let them. mismatch_abort_threshold: 3e-06"),
         ({"aligned": 0.03, "rollout_only": 0.031}, {}, FAIL, "does not compute what the engine does"),
-        ({"aligned": 0.03, "activations": 0.02, "rollout_only": 0.031}, {}, WARN, "5.0 times the floor"),
+        ({"aligned": 0.03, "weight_only": False, "rollout_only": 0.031}, {}, WARN, "5.0 times the floor"),
         ({}, {"quantize_learner": False}, WARN, "2.0 times the floor"),
         ({}, {"quantized": False}, OK, "no scheme"),
     ],
 )
 def test_the_verdict_follows_the_numbers(changes, settings, status, words):
     args = SimpleNamespace(**{"quantized": True, "quantize_learner": True} | settings)
-    found = mismatch.verdict(replace(MEASURED, **changes), args)
+    found = mismatch.verdict(MEASURED._replace(**changes), args)
     assert found.status == status and words in found.text

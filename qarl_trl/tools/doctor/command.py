@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
+from . import FAIL, WARN, Finding
 
-if TYPE_CHECKING:
-    from .findings import Finding
 
 # Of vLLM and OpenMP, before they are imported.
 ENVIRONMENT = {
@@ -32,8 +30,6 @@ def main(argv: Sequence[str]) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")
-    from .findings import FAIL, WARN, Finding
-
     found: list[Finding] = []
     for title, check in sections(own, others):
         try:
@@ -54,15 +50,13 @@ def make_parser() -> argparse.ArgumentParser:
         "qarl-trl doctor",
         "qarl-trl doctor [--config FILE] [--key value ...]",
         description="Check this machine and, with a recipe or keys of `qarl-trl train`, the run: settings, memory, disk, "
-        "data, rewards, and with a local model where the log-prob mismatch comes from (starts two engines, minutes).",
+        "data, rewards, and with a local model the log-prob mismatch (starts two engines, minutes).",
         epilog="Exit code: 0 fine, 1 a check failed, 2 bad use.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="recipe; its keys can also be given here, as to `qarl-trl train`")
     parser.add_argument("--gpus", type=int, help="as of `qarl-trl plan` (default: as launched)")
-    parser.add_argument(
-        "--memory", type=float, help="GiB of each, also of GPUs that are not here (default: this one's)"
-    )
+    parser.add_argument("--memory", type=float, help="GiB of each, of GPUs that are not here (default: this one's)")
     parser.add_argument("--sharding", choices=("ddp", "fsdp2", "zero3"), help="of --gpus (default: fsdp2)")
     parser.add_argument(
         "--probe_prompts", type=int, default=8, help="to measure the mismatch with (default: 8, 0: none)"
@@ -71,24 +65,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sections(own: argparse.Namespace, others: list[str]) -> list[tuple[str, Callable[[], list[Finding]]]]:
+def sections(own: argparse.Namespace, others: list[str]) -> Iterator[tuple[str, Callable[[], list[Finding]]]]:
     """Titles and checks, cheap ones first; those of a recipe only if there is one."""
     from .machine import devices, versions
 
-    machine = [("Machine", lambda: [*versions(), *devices()])]
+    yield "Machine", lambda: [*versions(), *devices()]
     if own.config is None and not others:
-        return machine
+        return
     from ...train import parse
     from .recipe import Recipe
 
     recipe = Recipe(*parse([*(["--config", own.config] if own.config else []), *others], any_device=True))
-    return [
-        *machine,
-        ("Data and rewards", recipe.data),
-        ("Settings", recipe.settings),
-        ("Memory and disk", lambda: recipe.memory(own.gpus, own.memory, own.sharding)),
-        (
-            "Log-prob mismatch between engine and learner, nats per token",
-            lambda: recipe.mismatch(own.probe_prompts, own.probe_tokens),
-        ),
-    ]
+    yield "Data and rewards", recipe.data
+    yield "Settings", recipe.settings
+    yield "Memory and disk", lambda: recipe.memory(own.gpus, own.memory, own.sharding)
+    yield (
+        "Log-prob mismatch between engine and learner, nats per token",
+        lambda: recipe.mismatch(own.probe_prompts, own.probe_tokens),
+    )

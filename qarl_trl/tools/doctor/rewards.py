@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
-from .findings import FAIL, OK, SKIPPED, WARN, Finding
+from . import FAIL, OK, SKIPPED, WARN, Finding
 
 
 # How an answer may be written in a completion; the first that a reward tells apart counts.
@@ -40,21 +41,19 @@ def check_reward(name: str, reward: Callable[..., Any], rows: Sequence[dict[str,
             return Finding(FAIL, name, f"raised {type(error).__name__}: {error}")
         told = sum(a > b for a, b in zip(right, other, strict=True))
         inverted = sum(a < b for a, b in zip(right, other, strict=True))
-        seen.append((told, inverted, form, _mean(right), _mean(other)))
+        means = (
+            fmean([score for score in scores if not math.isnan(score)] or [math.nan]) for scores in (right, other)
+        )
+        seen.append((told, inverted, form, *means))
     told, inverted, form, mean_right, mean_other = max(seen, key=lambda row: row[0] + row[1])
     text = f"right answers {mean_right:.2f}, wrong ones {mean_other:.2f}; told apart in {told} of {len(rows)} rows ({form})"
     if inverted > told:
         return Finding(FAIL, name, f"{text}: in {inverted} the wrong answer pays more")
-    if not told:
-        return Finding(WARN, name, f"{text}. It judges something else, such as a format, or cannot read these answers")
     if told < 0.9 * sum(a != b for a, b in zip(answers, wrong, strict=True)):
-        return Finding(WARN, name, f"{text}. The others teach nothing: look at their answers")
+        return Finding(
+            WARN, name, f"{text}. It judges something else, such as a format, or cannot read the other answers"
+        )
     return Finding(OK, name, text)
-
-
-def _mean(scores: Sequence[float]) -> float:
-    given = [score for score in scores if not math.isnan(score)]
-    return sum(given) / len(given) if given else math.nan
 
 
 def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[float]:
@@ -66,10 +65,6 @@ def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], texts: Se
     hooks = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
     ids = [list(text.encode()) for text in texts]
     scores = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns, **hooks)
-    if inspect.isawaitable(scores):
-        scores = asyncio.run(_awaited(scores))
+    if inspect.iscoroutine(scores):
+        scores = asyncio.run(scores)
     return [math.nan if score is None else float(score) for score in scores]
-
-
-async def _awaited(scores: Awaitable[Any]) -> Any:
-    return await scores
