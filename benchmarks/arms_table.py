@@ -44,6 +44,11 @@ def mean_of(cell: Cell, name: str, last: int = 0) -> float | None:
     return statistics.fmean(values) if values else None
 
 
+def neg_high(cell: Cell) -> str:
+    """Name of the share beyond TBPO's upper bound of negatives: with TBPO, whose own bound it is, it has no "paper_"."""
+    return next(name for name in ("ratio/paper_neg_high_frac", "ratio/neg_high_frac") if name in cell["log"])
+
+
 def spread(cells: list[Cell], value: Callable[[Cell], float | None], form: str) -> str:
     """`mean ± standard deviation` over seeds; the mean alone of one seed, and where the deviation rounds to 0."""
     values = [v for cell in cells if (v := value(cell)) is not None]
@@ -65,7 +70,7 @@ def row(arm: str, cells: list[Cell]) -> list[str]:
         spread(cells, lambda c: mean_of(c, "reward", 3), "{:.2f}"),
         f"{sum(map(collapsed, cells))} of {len(cells)}",
         spread(cells, lambda c: mean_of(c, "mismatch/logp_diff_mean"), "{:.1g}"),
-        spread(cells, lambda c: 100 * mean_of(c, "ratio/paper_neg_high_frac"), "{:.1f}"),
+        spread(cells, lambda c: 100 * mean_of(c, neg_high(c)), "{:.1f}"),
         spread(cells, lambda c: 100 * mean_of(c, "completions/clipped_ratio", 3), "{:.1f}"),
         spread(cells, lambda c: 100 * mean_of(c, "error_tokens/frac", 3), "{:.2f}"),
         PAPER.get(arm, "-"),

@@ -308,12 +308,6 @@ def keep_gradients_sharded(accelerator: Any, args: Any) -> None:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
 
-def is_replicated(accelerator: Any) -> bool:
-    """Whether the processes hold several copies of the model, each of them sharded (HSDP)."""
-    parallelism = accelerator.parallelism_config
-    return bool(accelerator.is_fsdp2 and parallelism is not None and parallelism.dp_replicate_enabled)
-
-
 def sum_over_nodes_once(model: torch.nn.Module, accelerator: Any) -> None:
     """
     Under HSDP, before each micro-batch: only in the last one of an update are gradients summed over the nodes.
@@ -322,5 +316,7 @@ def sum_over_nodes_once(model: torch.nn.Module, accelerator: Any) -> None:
     micro-batch. Models of several parts are left to that: a vision tower without a gradient in the last micro-batch would keep
     its sum for the next update (`FSDPParamGroup.post_backward`, torch 2.13).
     """
-    if is_replicated(accelerator) and model.config.get_text_config() is model.config:
+    parallelism = accelerator.parallelism_config
+    replicated = accelerator.is_fsdp2 and parallelism is not None and parallelism.dp_replicate_enabled
+    if replicated and model.config.get_text_config() is model.config:
         model.set_requires_all_reduce(accelerator.sync_gradients)

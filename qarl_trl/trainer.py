@@ -27,7 +27,6 @@ from .learner import guards
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .loss import clip_to, filter_advantages, loss_mask, mismatch_weight
-from .metrics.bounds import Bounds, clip_bounds
 from .metrics.clock import StepClock, WeightFlips
 from .metrics.error_tokens import find_error_tokens, written_tokens
 from .metrics.mismatch import check_mismatch, mismatch_metrics
@@ -121,14 +120,13 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             clip_to(args.trust_band, self)
         if args.max_tokens_per_pass is not None:
             self._passes = self._packed_passes(args.max_tokens_per_pass)
-        own = clip_bounds(self.loss_type, self.epsilon_low, self.epsilon_high, self.args.delta)
-        by_sequence = self.importance_sampling_level == "sequence"
-        self._ratios = RatioMeter(own, Bounds.of_band(args.trust_band), by_sequence, self.accelerator.gather)
+        self._ratios = RatioMeter(args.trust_band, "" if self._tbpo else "paper_", self.accelerator.gather)
         engine = self.vllm_generation if self.use_vllm else None
         self.add_callback(StepClock(engine, self._log_value, self._flips, self._check_layers_ran))
         if args.log_token_stats and self.is_world_process_zero():
-            folder, tokenizer = Path(args.output_dir) / "token_stats", self._tokenizer
-            self._token_stats = TokenStats(folder, args.log_token_stats, tokenizer, args.tbpo_mismatch_cap)
+            self._token_stats = TokenStats(
+                Path(args.output_dir) / "token_stats", args.log_token_stats, self._tokenizer
+            )
             self.add_callback(self._token_stats)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -285,8 +283,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             if self.accelerator.gather(mask.sum().view(1)).any():
                 self._log_mismatch(logps, inputs["sampling_per_token_logps"], mask)
         if self._token_stats is not None and self._mode == "train":
-            step, rollout_step = self.state.global_step + 1, self._step_of_rollout + 1
-            self._token_stats.add(step, rollout_step, inputs, logps, errors)
+            self._token_stats.add(self.state.global_step + 1, inputs, logps, errors)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
         """The Trainer's, which asks before each update; it must be a number."""

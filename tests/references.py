@@ -506,23 +506,16 @@ def quantile(values, q):
     return values[low] + (place - low) * (values[min(low + 1, len(values) - 1)] - values[low])
 
 
-def ratio_metrics(rows, own, paper, by_sequence):
-    """
-    `ratio/*` and `error_tokens/*` of completions `(logps, old, mask, advantage, errors)`.
-
-    `own` and `paper` are `(pos_high, neg_low, neg_high)`, None where there is no such bound.
-    """
+def ratio_metrics(rows, band, prefix):
+    """`ratio/*` and `error_tokens/*` of completions `(logps, old, mask, advantage, errors)`; `band` is `(pos_high, neg_low, neg_high)`."""
     edges = ("pos_high", "neg_low", "neg_high")
 
     def beyond(edge, bound, ratio, advantage):
-        if bound is None:
-            return False
         if edge == "pos_high":
             return advantage > 0 and ratio > bound
         return advantage < 0 and (ratio < bound if edge == "neg_low" else ratio > bound)
 
     found, ratios, extreme, loops = {}, [], [], []
-    units = dict.fromkeys(edges, 0)
     tokens = {"all": 0, "pos": 0, "neg": 0}
     errors = dict(tokens)
     k3 = 0.0
@@ -531,10 +524,7 @@ def ratio_metrics(rows, own, paper, by_sequence):
         ratio = math.exp(sum(steps) / max(len(steps), 1))
         ratios.append(ratio)
         k3 += sum(math.expm1(step) - step for step in steps)
-        for edge, bound in zip(edges, own, strict=True):
-            seen = [ratio] if by_sequence else [math.exp(step) for step in steps]
-            units[edge] += sum(beyond(edge, bound, r, advantage) for r in seen)
-        extreme.append(any(beyond(edge, bound, ratio, advantage) for edge, bound in zip(edges, paper, strict=True)))
+        extreme.append(any(beyond(edge, bound, ratio, advantage) for edge, bound in zip(edges, band, strict=True)))
         wrong = sum(error[t] for t, counts in enumerate(mask) if counts)
         loops.append(wrong > 0)
         for kind in ("all", *(["pos"] if advantage > 0 else ["neg"] if advantage < 0 else [])):
@@ -542,12 +532,9 @@ def ratio_metrics(rows, own, paper, by_sequence):
             errors[kind] += wrong
     advantages = [row[3] for row in rows]
     found["ratio/min"], found["ratio/max"] = min(ratios), max(ratios)
-    total = len(rows) if by_sequence else tokens["all"]
-    for edge, mine, theirs in zip(edges, own, paper, strict=True):
-        if mine is not None and total:
-            found[f"ratio/{edge}_frac"] = units[edge] / total
-        hits = [beyond(edge, theirs, r, a) for r, a in zip(ratios, advantages, strict=True)]
-        found[f"ratio/paper_{edge}_frac"] = sum(hits) / len(rows)
+    for edge, bound in zip(edges, band, strict=True):
+        hits = [beyond(edge, bound, r, a) for r, a in zip(ratios, advantages, strict=True)]
+        found[f"ratio/{prefix}{edge}_frac"] = sum(hits) / len(rows)
     for sign, here in (("pos", [a > 0 for a in advantages]), ("neg", [a < 0 for a in advantages])):
         values = [r for r, is_here in zip(ratios, here, strict=True) if is_here]
         if values:

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.config import STOCK_LOSSES
-from qarl_trl.loss import TrustBand, clip_to, filter_advantages, loss_mask, mismatch_weight, sequence_ratio
+from qarl_trl.loss import TrustBand, clip_to, filter_advantages, mismatch_weight, sequence_log_ratio
 
 
 PAPER = {"epsilon_high": 4e-4, "delta_low": 3e-4, "delta_high": 7e-4, "mismatch_cap": 2.0}
@@ -69,7 +69,7 @@ def without_empty(batch):
 
 def with_tie(batch, band):
     """`band` moved so that the first completion with a gradient sits exactly on one of its bounds."""
-    ratio = sequence_ratio(batch.logps, batch.old, batch.mask).double()
+    ratio = sequence_log_ratio(batch.logps, batch.old, batch.mask).exp().double()
     for r, advantage in zip(ratio.tolist(), batch.advantages.tolist(), strict=True):
         if r > 1 and advantage > 0:
             return band | {"epsilon_high": r - 1}
@@ -100,7 +100,7 @@ def test_the_batches_hold_every_case():
     for seed in SEEDS:
         batch = random_batch(seed)
         band = with_tie(batch, PAPER)
-        ratio = sequence_ratio(batch.logps, batch.old, batch.mask)
+        ratio = sequence_log_ratio(batch.logps, batch.old, batch.mask).exp()
         negative = batch.advantages < 0
         low = torch.where(negative, 1 - band["delta_low"], 0.0)
         high = torch.where(negative, 1 + band["delta_high"], 1 + band["epsilon_high"])
@@ -132,7 +132,7 @@ def test_bfloat16_log_probs_are_computed_with_in_float32():
     """A token that gained 4e-4: float32 sees it, and the control, the same formula in bfloat16, does not."""
     old, mask = torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2)
     logps = old + torch.tensor([[8e-4, 0.0]])
-    assert sequence_ratio(logps, old, mask).item() == pytest.approx(1.0004, abs=1e-7)
+    assert sequence_log_ratio(logps, old, mask).exp().item() == pytest.approx(1.0004, abs=1e-7)
     in_bfloat16 = ((logps.bfloat16() - old.bfloat16()) * mask.bfloat16()).sum(-1) / mask.bfloat16().sum(-1)
     assert in_bfloat16.exp().item() == 1.0
 
@@ -140,7 +140,7 @@ def test_bfloat16_log_probs_are_computed_with_in_float32():
 def test_an_empty_completion_has_ratio_and_weight_one():
     mask = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
     old = torch.tensor([[math.nan, -1.0], [-1.0, -1.0]])
-    assert sequence_ratio(old + 1e-4, old, mask)[0].item() == 1.0
+    assert sequence_log_ratio(old + 1e-4, old, mask)[0].item() == 0.0
     assert mismatch_weight(old, torch.full((2, 2), -3.0), mask, 2.0).tolist() == pytest.approx([1.0, 2.0])
 
 
@@ -152,13 +152,6 @@ def test_mismatch_weight_is_between_one_over_c_and_c(logp_diff, expected):
     """`logp_diff` is learner minus engine on every token; a token that the engine could not score counts as matched."""
     old = torch.full((1, 3), -1.0)
     assert mismatch_weight(old, old - logp_diff, torch.ones(1, 3), 2.0).item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_mismatch_weight_does_not_grow_with_length():
-    """The geometric mean; the control is the product, which stock TRL takes."""
-    old = torch.full((1, 1000), -1.0)
-    assert mismatch_weight(old, old - 0.01, torch.ones(1, 1000), 2.0).item() == pytest.approx(math.exp(0.01), rel=1e-5)
-    assert math.exp(0.01 * 1000) > 2e4
 
 
 @pytest.mark.parametrize(
@@ -298,15 +291,6 @@ def test_a_band_that_trl_cannot_clip_to_is_another_loss(trainers, compute):
     clip_to(TrustBand(**PAPER), trainer)
 
 
-def test_accumulation_divides_the_trainers_loss(trainers, compute):
-    trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
-    clip_to(TrustBand(**PAPER), trainer)
-    batch = without_empty(random_batch(6))
-    one, four = compute(trainer, batch), compute(trainer, batch, accumulation=4)
-    assert four[0] == pytest.approx(one[0] / 4, abs=1e-7)
-    assert torch.allclose(four[1], one[1] / 4, rtol=0, atol=1e-8)
-
-
 @pytest.mark.parametrize("loss_type", STOCK_LOSSES)
 def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute, loss_type):
     mode = {"vllm_importance_sampling_mode": "token_truncate"} if loss_type == "vespo" else {}
@@ -318,10 +302,3 @@ def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute
     tbpo = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
     clip_to(TrustBand(**PAPER), tbpo)
     assert compute(tbpo, batch)[0] != expected[0]  # control
-
-
-def test_tool_tokens_are_outside_the_trainers_mask():
-    batch = without_empty(random_batch(10))
-    inputs = {"completion_mask": batch.completion_mask, "tool_mask": batch.tool_mask}
-    assert torch.equal(loss_mask(inputs), batch.mask)
-    assert not torch.equal(batch.mask, batch.completion_mask)

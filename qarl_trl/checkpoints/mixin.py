@@ -37,24 +37,18 @@ class CheckpointMixin:
     _identity: dict[str, Any]  # what the run is of, for manifests
     _signals: StopOnSignal | None = None
     _sampler: Any = None
-    _failed = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
         The Trainer's, from a weight sync and a rollout of its own; an error names the last checkpoint.
 
         `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `ValueError` when another run has this
-        `output_dir`, `RuntimeError` for a second call under DeepSpeed, for one after `evaluate` there, and under HSDP for one after
-        a call that failed.
+        `output_dir`, `RuntimeError` for a second call under DeepSpeed and for one after `evaluate` there.
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError(
                 "Under DeepSpeed a trainer trains once, and not after evaluate(): transformers ends its engine and takes it again. "
                 "Build a new trainer, and resume from a checkpoint."
-            )
-        if self._failed and _compat.is_replicated(self.accelerator):
-            raise RuntimeError(
-                "Under HSDP sums of gradients are left of a training that failed. Build a new trainer, and resume from a checkpoint."
             )
         with ExitStack() as stack:
             checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
@@ -70,11 +64,8 @@ class CheckpointMixin:
                 with signals.listening():
                     return super().train(checkpoint, *args, **kwargs)
             except Exception as error:
-                self._failed = True
-                last = next(reversed(finished(Path(self.args.output_dir))), "none")
-                error.add_note(
-                    f"The run stopped after {self.state.global_step} updates. The last complete checkpoint: {last}."
-                )
+                last = _last_finished(Path(self.args.output_dir))
+                error.add_note(f"The run stopped after {self.state.global_step} updates. {last}")
                 raise
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -137,8 +128,7 @@ class CheckpointMixin:
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
                 shutil.rmtree(incoming, ignore_errors=True)
-            last = next(reversed(finished(output_dir)), "none")
-            raise OSError(f"{name} could not be saved: {error}. The last complete checkpoint: {last}.") from error
+            raise OSError(f"{name} could not be saved: {error}. {_last_finished(output_dir)}") from error
         finally:
             self._incoming = None
         self.accelerator.wait_for_everyone()
@@ -211,17 +201,24 @@ class CheckpointMixin:
         super()._run_epoch(epoch=epoch, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self._stored_under_other_names:
-            _compat.restore_master_weights(self._unwrapped, resume_from_checkpoint)
-        else:
+        if not self._restores(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if self._stored_under_other_names:
-            _compat.restore_master_weights(self._unwrapped, self.state.best_model_checkpoint)
-        else:
+        if not self._restores(self.state.best_model_checkpoint):
             super()._load_best_model()
         self._weights_change()
+
+    def _restores(self, checkpoint: str) -> bool:
+        """Load a mixture or a model of several parts, which `save_pretrained` stores under other names; other models stay as they are."""
+        model = self._unwrapped
+        # FSDP, DeepSpeed and peft write the files by the model's own names.
+        own_names = is_peft_model(model) or self.is_fsdp_enabled or self.is_deepspeed_enabled
+        one_part = model.config.get_text_config() is model.config and not any(expert_modules(model))
+        if own_names or one_part:
+            return False
+        _compat.restore_master_weights(model, checkpoint)
+        return True
 
     def _weights_change(self) -> None:
         """Weight sync before the next rollout, and quantize before the next pass: shards do not tell that they were loaded."""
@@ -229,17 +226,13 @@ class CheckpointMixin:
         for _, layer in quantized_modules(self._unwrapped):
             layer.forget()
 
-    @property
-    def _stored_under_other_names(self) -> bool:
-        """Mixtures and models of several parts, unless FSDP, DeepSpeed or peft write the files, by the model's own names."""
-        model = self._unwrapped
-        if is_peft_model(model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return False
-        return any(expert_modules(model)) or model.config.get_text_config() is not model.config
-
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """The Trainer's, but a weight that a checkpoint lacks is an error: training would go on from another one."""
         super()._issue_warnings_after_load(load_result)
         missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
         if missing:
             raise RuntimeError(f"The checkpoint lacks {len(missing)} weights of the model, first {min(missing)!r}.")
+
+
+def _last_finished(output_dir: Path) -> str:
+    return f"The last complete checkpoint: {next(reversed(finished(output_dir)), 'none')}."

@@ -1,19 +1,16 @@
-"""Which checkpoint a run resumes from, and whether every process can save in its folder."""
+"""Which checkpoint a run resumes from, decided before a model loads."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
 
 # transformers.trainer calls it TRAINER_STATE_NAME; to import that loads datasets and pandas, a fifth of a dry run.
 STATE = "trainer_state.json"
-# Seconds in which a file must be seen by the other machines.
-PATIENCE = 15.0
 # Of a config: what may differ between two copies of a model.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype")
 
@@ -50,7 +45,7 @@ def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str
 
     Raises:
         ValueError, OSError: when there is none, when it is damaged or cannot be read, when it is of another model, scheme or
-            tokenizer, or when it cannot be resumed; as `check_shared`.
+            tokenizer, or when it cannot be resumed.
     """
 
     def choose() -> str | None:
@@ -59,7 +54,6 @@ def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str
             _check_resumable(Path(found), args, identity or {})
         return found
 
-    check_shared(args)
     return on_first(args, choose)
 
 
@@ -78,60 +72,26 @@ def on_first(args: QaRLConfig, decide: Callable[[], Any]) -> Any:
     return result
 
 
-def check_shared(args: QaRLConfig) -> None:
-    """
-    Of several processes that save checkpoints, each must see what the first writes to `args.output_dir`. Collective.
-
-    Each writes its part of a checkpoint to its own `output_dir`, and the first tells all where to resume. With `save_only_model`
-    nothing can be resumed, and `save_on_each_node` is for folders that are not shared. `ValueError`, in every process, when one
-    does not see it within `PATIENCE`.
-    """
-    if args.world_size == 1 or args.save_strategy == "no" or args.save_only_model or args.save_on_each_node:
-        return
-    folder = Path(args.output_dir)
-
-    def leave() -> str:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"_shared_{uuid4().hex}"
-        file.touch()
-        return file.name
-
-    probe = folder / on_first(args, leave)
-    end = time.monotonic() + PATIENCE  # network file systems remember for a while that a file is not there
-    while not (seen := os.path.exists(probe)) and time.monotonic() < end:
-        time.sleep(0.2)
-    blind = [rank for rank, sees in enumerate(gather_object([seen])) if not sees]
-    if args.process_index == 0:
-        probe.unlink(missing_ok=True)
-    if blind:
-        raise ValueError(
-            f"output_dir={args.output_dir!r} must be on a file system that all processes share: {len(blind)} of {args.world_size} "
-            f"(first: {blind[0]}) do not see a file that the first wrote there. Share it, or set save_strategy: 'no'."
-        )
-
-
 def _find(wish: str, output_dir: Path) -> str | None:
     if wish.lower() == "false":
         return None
     if wish.lower() not in ("true", "auto"):
         return _given(Path(wish))
     _put_back(output_dir)
-    bad = {folder: why for folder in steps(output_dir) if (why := damage(folder))}
-    for folder, why in bad.items():
-        logger.warning("%s is not resumed from and left alone: %s.", folder, why)
+    bad = [f"{folder} ({why})" for folder in sorted(steps(output_dir)) if (why := damage(folder))]
+    for found in bad:
+        logger.warning("A damaged checkpoint is not resumed from and left alone: %s.", found)
     if done := finished(output_dir):
         return str(done[-1])
     if bad:
         # To start over by oneself would in the end write over what may still be saved by hand.
         raise ValueError(
-            f"resume_from_checkpoint={wish} found only damaged checkpoints in {output_dir}: "
-            f"{'; '.join(f'{folder.name} ({why})' for folder, why in sorted(bad.items()))}. "
-            "To start over, move them away or choose another output_dir."
+            f"resume_from_checkpoint={wish} found only damaged checkpoints: {'; '.join(bad)}. To start over, move them away or "
+            "choose another output_dir."
         )
     if wish.lower() == "true":
         raise ValueError(
-            f"resume_from_checkpoint={wish} found no checkpoint in {output_dir}. Give its path, or 'auto' to start "
-            "from the beginning when there is none."
+            f"resume_from_checkpoint={wish} found no checkpoint in {output_dir}. Give its path, or 'auto'."
         )
     return None
 
@@ -146,10 +106,7 @@ def _put_back(output_dir: Path) -> None:
 
 def _given(folder: Path) -> str:
     if not (folder / STATE).is_file():
-        raise ValueError(
-            f"resume_from_checkpoint={str(folder)!r} is no training checkpoint. Give 'true', 'auto' or the path of a "
-            "checkpoint-N."
-        )
+        raise ValueError(f"resume_from_checkpoint={str(folder)!r} is no training checkpoint: it has no {STATE}.")
     if not (folder / MANIFEST).exists():
         tensor_names(folder)  # refuses weights that are cut off
         logger.warning("%s has no %s: that it is complete cannot be checked.", folder, MANIFEST)
@@ -174,12 +131,8 @@ def _check_resumable(folder: Path, args: QaRLConfig, identity: Mapping[str, Any]
             )
     processes = stored.get("processes", args.world_size)
     if processes != args.world_size:
-        logger.warning(
-            "%s was written by %d processes, and this run has %d: order of the data and random numbers will differ.",
-            folder,
-            processes,
-            args.world_size,
-        )
+        text = "%s was written by %d processes, and this run has %d: order of the data and random numbers will differ."
+        logger.warning(text, folder, processes, args.world_size)
 
 
 def identity_of(

@@ -18,18 +18,6 @@ EXIT_CODE = 75
 
 logger = get_logger(__name__)
 
-_taken: set[signal.Signals] = set()
-
-
-def _give_back() -> None:
-    for number in _taken:
-        signal.signal(number, signal.SIG_DFL)
-    _taken.clear()
-
-
-# A fork of a reward function must end when it is told to, and not remember the signal for a training that it does not run.
-os.register_at_fork(after_in_child=_give_back)
-
 
 class StopOnSignal(TrainerCallback):
     """
@@ -40,22 +28,25 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:
         self.received = self.leaving = False
-        self._agree = agree
+        self._agree, self._process = agree, os.getpid()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Take the signals inside the block; Python lets only the main thread do that."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, self._receive)
-                    _taken.add(number)
+        main = threading.current_thread() is threading.main_thread()
+        free = [n for n in (signal.SIGTERM, signal.SIGUSR1) if main and signal.getsignal(n) is signal.SIG_DFL]
+        for number in free:
+            signal.signal(number, self._receive)
         try:
             yield
         finally:
-            _give_back()
+            for number in free:
+                signal.signal(number, signal.SIG_DFL)
 
     def _receive(self, number: int, _: Any) -> None:
+        if os.getpid() != self._process:  # a fork of a reward function, which must end when it is told to
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self.received = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 
 from ..quant.experts import QuantExperts
 from ..quant.linear import LowBitLayer
-from ..quant.quantize import LowBitWeight
 
 
 if TYPE_CHECKING:
@@ -23,60 +22,32 @@ class WeightFlips:
     """
     Share of quantized values that changed between two syncs.
 
-    Keeps at most `words` machine words a layer, evenly strided: exact for layers of up to eight times as many 4-bit
-    quantized values, a sample of that size beyond. The two parameters of a layer's experts share its `words`. Where each process holds its
-    own rows, of those.
+    Exact for weights of up to `most` stored bytes, beyond them of so many bytes, evenly strided. Where each process holds its own
+    rows, of those.
     """
 
-    def __init__(self, words: int = 131_072) -> None:
-        self._words = words
+    def __init__(self, most: int = 524_288) -> None:
+        self._most = most
         self._last: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, modules: Iterable[tuple[str, LowBitLayer]]) -> dict[str, float]:
-        """
-        Compare with the last call and remember.
-
-        Returns:
-            `dict[str, float]`: `quant/flip_frac`; empty on the first call or without low-bit layers.
-        """
+        """`quant/flip_frac` since the last call; empty on the first call or without low-bit layers."""
         changed = total = 0
         for module_name, module in modules:
-            parts = _named_weights(module_name, module)
-            stored = sum(weight.quantized.numel() for weight in parts.values())
-            for name, weight in parts.items():
-                sample = _sample(weight, max(1, self._words * weight.quantized.numel() // stored))
-                last = self._last.get(name)
-                if last is not None:
-                    nibbles = _holds_pairs(weight)
-                    changed += _differing_quantized(last, sample, nibbles)
-                    total += sample.numel() * (2 if nibbles else 1)
-                self._last[name] = sample
+            weights = module.last_low_bits() if isinstance(module, QuantExperts) else {"": module.last_low_bit}
+            for name, weight in weights.items():
+                stored = weight.quantized.reshape(-1).view(torch.uint8)
+                sample = stored[:: max(1, -(-len(stored) // self._most))].clone()
+                last = self._last.get(f"{module_name}.{name}", sample[:0])
+                self._last[f"{module_name}.{name}"] = sample
+                if len(last):
+                    holds_pairs = "weight_packed" in weight.tensors and weight.scheme.weights.num_bits == 4
+                    differing = last ^ sample
+                    values = (differing & 0xF, differing >> 4) if holds_pairs else (differing,)
+                    changed += sum(int(value.count_nonzero()) for value in values)
+                    total += sum(value.numel() for value in values)
         return {"quant/flip_frac": changed / total} if total else {}
-
-
-def _sample(weight: LowBitWeight, most: int) -> Tensor:
-    """At most `most` words of the quantized values, evenly strided, as bytes `(words, bytes of a word)`."""
-    words = weight.quantized.reshape(-1).view(torch.uint8).view(-1, weight.quantized.element_size())
-    return words[:: max(1, -(-len(words) // most))].clone()
-
-
-def _holds_pairs(weight: LowBitWeight) -> bool:
-    """Whether a byte of the stored quantized values holds two of them."""
-    return "weight_packed" in weight.tensors and weight.scheme.weights.num_bits == 4
-
-
-def _named_weights(name: str, module: LowBitLayer) -> dict[str, LowBitWeight]:
-    if isinstance(module, QuantExperts):
-        return {f"{name}.{local}": weight for local, weight in module.last_low_bits().items()}
-    return {name: module.last_low_bit}
-
-
-def _differing_quantized(a: Tensor, b: Tensor, pairs: bool) -> int:
-    difference = a ^ b
-    if not pairs:
-        return int(difference.count_nonzero())
-    return int((difference & 0xF).count_nonzero() + (difference >> 4).count_nonzero())
 
 
 class StepClock(TrainerCallback):

@@ -1,4 +1,4 @@
-"""How far the policy has moved from the one that sampled: shares beyond the bounds, extremes, quantiles (paper Figs. 4 and 5)."""
+"""How far the policy has moved from the one that sampled: shares beyond TBPO's bounds, extremes, quantiles (paper Figs. 4 and 5)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from ..loss import loss_mask, sequence_log_ratio
-from .bounds import Bounds
+from ..loss import TrustBand, loss_mask, sequence_log_ratio
 
 
 # Two passes of one model over one batch shape agree to float32 rounding.
@@ -24,14 +23,13 @@ class RatioMeter:
     Measures `ratio/*` and `error_tokens/*` of each micro-batch; see docs/metrics.md.
 
     Args:
-        own (`Bounds`): Where the loss of this run stops following a ratio.
-        paper (`Bounds`): Those of TBPO, for comparison.
-        by_sequence (`bool`): Whether the loss has one ratio for each sequence, not for each token.
+        band (`TrustBand`): The bounds of TBPO, also where the loss is another.
+        prefix (`str`): Of the shares beyond them. A stock loss clips elsewhere, which TRL logs as `clip_ratio/*`.
         gather (`Callable`): Rows of all processes, one after the other.
     """
 
-    def __init__(self, own: Bounds, paper: Bounds, by_sequence: bool, gather: Callable[[Tensor], Tensor]) -> None:
-        self.own, self.paper, self.by_sequence, self._gather = own, paper, by_sequence, gather
+    def __init__(self, band: TrustBand, prefix: str, gather: Callable[[Tensor], Tensor]) -> None:
+        self._band, self._prefix, self._gather = band, prefix, gather
         self._warned = False
 
     @torch.no_grad()
@@ -45,11 +43,10 @@ class RatioMeter:
             errors (`Tensor`): Its error tokens, `(B, T)` bool.
             fresh (`bool`): Whether no optimizer step came since the rollout, so that every ratio must be 1.
         """
-        old, mask, advantages = batch.get("old_per_token_logps", logps), loss_mask(batch), batch["advantages"].float()
-        columns = completion_columns(logps, old, mask, advantages, errors, self.own, self.by_sequence)
+        old = batch.get("old_per_token_logps", logps)
+        columns = completion_columns(logps, old, loss_mask(batch), batch["advantages"], errors)
         rows = self._gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
-        columns = dict(zip(columns, rows.unbind(1), strict=True))
-        metrics = ratio_metrics(columns, self.own, self.paper, self.by_sequence)
+        metrics = ratio_metrics(dict(zip(columns, rows.unbind(1), strict=True)), self._band, self._prefix)
         off = max(abs(metrics["ratio/min"] - 1), abs(metrics["ratio/max"] - 1))
         if fresh and off > FIRST_RATIO_TOLERANCE and not self._warned:
             self._warned = True
@@ -62,43 +59,38 @@ class RatioMeter:
 
 
 def completion_columns(
-    logps: Tensor,
-    old: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    errors: Tensor,
-    own: Bounds,
-    by_sequence: bool,
+    logps: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, errors: Tensor
 ) -> dict[str, Tensor]:
     """What each completion adds to the metrics: from `(B, T)`, with `(B,)` advantages, to numbers `(B,)`."""
     counted = mask.bool()
     difference = torch.where(counted, logps.float() - old.float(), 0.0)
-    ratio = sequence_log_ratio(logps, old, mask).exp()
-    if by_sequence:
-        beyond = own.beyond(ratio, advantages)
-    else:
-        edges = own.beyond(difference.exp(), advantages[:, None])
-        beyond = {name: (edge & counted).sum(1) for name, edge in edges.items()}
     return {
         "advantage": advantages,
-        "ratio": ratio,
+        "ratio": sequence_log_ratio(logps, old, mask).exp(),
         "tokens": counted.sum(1),
-        "k3": (difference.expm1() - difference).sum(1),  # expm1: see `mismatch_sums`
+        "k3": (difference.expm1() - difference).sum(1),  # expm1: see `mismatch_metrics`
         "errors": (errors & counted).sum(1),
-        **beyond,
     }
 
 
-def ratio_metrics(columns: dict[str, Tensor], own: Bounds, paper: Bounds, by_sequence: bool) -> dict[str, float]:
+def beyond(band: TrustBand, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    """Which completions `(N,)` lie beyond each bound of TBPO, bool."""
+    positive, negative = advantages > 0, advantages < 0
+    return {
+        "pos_high": positive & (ratio > 1 + band.epsilon_high),
+        "neg_low": negative & (ratio < 1 - band.delta_low),
+        "neg_high": negative & (ratio > 1 + band.delta_high),
+    }
+
+
+def ratio_metrics(columns: dict[str, Tensor], band: TrustBand, prefix: str) -> dict[str, float]:
     """The metrics of the completions of all processes, `(N,)` a column; what has no value is left out."""
     ratio, tokens, errors = columns["ratio"], columns["tokens"], columns["errors"]
     advantages = columns["advantage"]
     signs = {"pos": advantages > 0, "neg": advantages < 0}
+    outside = beyond(band, ratio, advantages)
     metrics = {"min": ratio.min(), "max": ratio.max(), "kl_k3": _share(columns["k3"], tokens)}
-    units = torch.ones_like(tokens) if by_sequence else tokens
-    metrics |= {f"{edge}_frac": _share(columns[edge], units) for edge, exists in own.exist.items() if exists}
-    outside = paper.beyond(ratio, advantages)
-    metrics |= {f"paper_{edge}_frac": beyond.float().mean() for edge, beyond in outside.items()}
+    metrics |= {f"{prefix}{edge}_frac": there.double().mean() for edge, there in outside.items()}
     for sign, rows in signs.items():
         if rows.any():
             quantiles = ratio[rows].quantile(torch.tensor([0.5, 0.99]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..loss import loss_mask, mismatch_weight, sequence_log_ratio
+from ..loss import loss_mask
 from .error_tokens import written_tokens
 
 
@@ -23,7 +22,6 @@ FLOATS, BOOLS = pa.list_(pa.float32()), pa.list_(pa.bool_())
 SCHEMA = pa.schema(
     {
         "step": pa.int64(),
-        "rollout_step": pa.int64(),
         "prompt": pa.string(),
         "completion": pa.string(),
         "reward": pa.float32(),
@@ -34,8 +32,6 @@ SCHEMA = pa.schema(
         "engine_logps": FLOATS,
         "mask": BOOLS,
         "error_mask": BOOLS,
-        "ratio": pa.float32(),
-        "mismatch_weight": pa.float32(),
     }
 )
 
@@ -48,11 +44,10 @@ class TokenStats(TrainerCallback):
         folder (`Path`): Where the files go.
         count (`int`): The first so many completions of a rollout batch are followed.
         tokenizer (`PreTrainedTokenizerBase`): Gives the texts.
-        cap (`float`): Of the mismatch weight.
     """
 
-    def __init__(self, folder: Path, count: int, tokenizer: Any, cap: float) -> None:
-        self._folder, self._count, self._tokenizer, self._cap = folder, count, tokenizer, cap
+    def __init__(self, folder: Path, count: int, tokenizer: Any) -> None:
+        self._folder, self._count, self._tokenizer = folder, count, tokenizer
         self._rows: list[dict[str, Any]] = []
 
     def follow(self, batch: dict[str, Any], rewards: Tensor) -> None:
@@ -60,40 +55,26 @@ class TokenStats(TrainerCallback):
         batch["reward"] = rewards
         batch["followed"] = torch.arange(len(rewards), device=rewards.device) < self._count
 
-    def add(self, step: int, rollout_step: int, batch: dict[str, Any], logps: Tensor, errors: Tensor) -> None:
+    def add(self, step: int, batch: dict[str, Any], logps: Tensor, errors: Tensor) -> None:
         """
-        Take down the followed completions of a micro-batch.
+        Take down the followed completions of a micro-batch, on which update `step` trains; the first is 1.
 
-        Args:
-            step (`int`): The update that trains on it; the first is 1.
-            rollout_step (`int`): The update before which it was sampled.
-            batch (`dict`): TRL's micro-batch, from a rollout batch that [`follow`] has seen.
-            logps (`Tensor`): Of the current policy, `(B, T)`.
-            errors (`Tensor`): The error tokens, `(B, T)` bool.
+        `logps` are of the current policy, `errors` the error tokens, both `(B, T)`.
         """
         if "followed" not in batch:  # a resume brought it along, and when it was sampled nothing was followed
             return
-        old, engine, mask = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps"), loss_mask(batch)
-        base = logps if old is None else old
-        numbers = {
-            "reward": batch["reward"],
-            "advantage": batch["advantages"],
-            "ratio": sequence_log_ratio(logps, base, mask).exp(),
-            "mismatch_weight": None if engine is None else mismatch_weight(base, engine, mask, self._cap),
-        }
         by_token = {
             "token_ids": batch["completion_ids"],
-            "old_logps": old,
+            "old_logps": batch.get("old_per_token_logps"),
             "current_logps": logps,
-            "engine_logps": engine,
-            "mask": mask.bool(),
+            "engine_logps": batch.get("sampling_per_token_logps"),
+            "mask": loss_mask(batch).bool(),
             "error_mask": errors,
         }
         written = written_tokens(batch, self._tokenizer.pad_token_id)
         for i in batch["followed"].nonzero().flatten().tolist():
-            row = {"step": step, "rollout_step": rollout_step}
-            row |= {name: None if value is None else value[i].item() for name, value in numbers.items()}
-            row |= {name: None if value is None else _list(value[i][written[i]]) for name, value in by_token.items()}
+            row = {name: None if value is None else value[i][written[i]].tolist() for name, value in by_token.items()}
+            row |= {"step": step, "reward": batch["reward"][i].item(), "advantage": batch["advantages"][i].item()}
             row["prompt"] = self._tokenizer.decode(batch["prompt_ids"][i][batch["prompt_mask"][i].bool()])
             row["completion"] = self._tokenizer.decode(row["token_ids"])
             self._rows.append(row)
@@ -104,8 +85,3 @@ class TokenStats(TrainerCallback):
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"token_stats_{state.global_step:08d}.parquet"
             pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
-
-
-def _list(values: Tensor) -> list:
-    """With None for NaN, which the engine has where it could not score."""
-    return [None if math.isnan(value) else value for value in values.tolist()]

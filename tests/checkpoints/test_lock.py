@@ -43,7 +43,7 @@ def test_the_second_run_is_told_who_has_the_folder_and_a_kill_frees_it(tmp_path,
 
 def test_a_child_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
     """A reward function's fork has a copy of all that its parent opened."""
-    forks = HOLDS.replace('    print("holds"', "    import os; child = os.fork()\n    if child: print(child")
+    forks = HOLDS.replace('    print("holds"', "    import os; child = os.fork()\n    if not child: print(os.getpid()")
     with subprocess.Popen([sys.executable, "-c", forks, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         child = int(process.stdout.readline())
         process.kill()

@@ -31,22 +31,17 @@ def cut(folder):
     (folder / "low_bit" / "config.json").write_text("{")
 
 
-@pytest.mark.parametrize("wish", [None, False, "false"])
-def test_none_is_asked_for(tmp_path, args, wish):
-    save(tmp_path, 1)
-    assert resume_path(wish, args) is None
-
-
-@pytest.mark.parametrize("wish", [True, "true", "True", "auto"])
+@pytest.mark.parametrize("wish", [True, "auto"])
 def test_the_newest_complete_one_is_found_and_others_are_named_and_left_alone(tmp_path, args, wish, caplog):
     found = [save(tmp_path, step) for step in (1, 2, 3)]
     cut(found[2])
     (tmp_path / "checkpoint-4").mkdir()
     shutil.copytree(found[0], tmp_path / "checkpoint-9-keep")
     assert resume_path(wish, args) == str(found[1])
+    assert resume_path("false", args) is resume_path(None, args) is None
     named = " ".join(record.getMessage() for record in caplog.records)
     for step, words in ((3, "config.json has 1 bytes"), (4, "has no manifest.json")):
-        assert f"checkpoint-{step} is not resumed from and left alone" in named and words in named
+        assert f"checkpoint-{step} (" in named and words in named
     assert "checkpoint-1" not in named
     assert (found[2] / "model.safetensors").exists() and (tmp_path / "checkpoint-4").exists()
 
@@ -58,12 +53,14 @@ def test_without_any_true_is_an_error_and_auto_starts_anew(tmp_path, args):
         resume_path(True, args)
 
 
-@pytest.mark.parametrize("wish", ["true", "auto"])
-def test_with_damaged_ones_alone_a_run_stops_and_says_how_to_start_over(tmp_path, args, wish):
+def test_with_damaged_ones_alone_a_run_stops_and_says_how_to_start_over(tmp_path, args):
     for step in (1, 2):
         cut(save(tmp_path, step))
-    with pytest.raises(ValueError, match="only damaged.*checkpoint-1 .*checkpoint-2 .*To start over, move them away"):
-        resume_path(wish, args)
+    for wish in ("true", "auto"):
+        with pytest.raises(
+            ValueError, match="only damaged.*checkpoint-1 .*checkpoint-2 .*To start over, move them away"
+        ):
+            resume_path(wish, args)
     assert len(list(tmp_path.glob("checkpoint-*/model.safetensors"))) == 2
 
 
@@ -123,11 +120,6 @@ def test_a_recipe_is_refused_before_anything_loads(base, tmp_path, capsys):  # n
     recipe.write_text("resume_from_checkpoint: auto\n")
     shutil.rmtree(folder)
     assert parse(["--config", str(recipe), *base])[1].resume_from_checkpoint is None
-
-
-def test_transformers_own_way_to_save_on_a_signal_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="enable_jit_checkpoint"):
-        config(tmp_path, enable_jit_checkpoint=True)
 
 
 def test_a_checkpoint_between_its_two_renames_is_put_in_its_place(tmp_path):

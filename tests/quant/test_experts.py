@@ -584,17 +584,17 @@ def test_under_fsdp2_forward_and_sync_share_the_quantized_of_one_process(tmp_pat
 def test_code_flips_count_the_experts_within_the_budget_of_one_layer():
     model = quantized(num_hidden_layers=1)
     module = experts_of(model)
-    flips = WeightFlips(words=1200)
+    flips = WeightFlips(most=2400)
     model(TOKENS)
     assert flips.update([("experts", module)]) == {}
     assert len(flips._last) == 2
-    assert sum(packed.numel() for packed in flips._last.values()) <= 4 * 1200
+    assert all(len(stored) <= 2400 for stored in flips._last.values())
     assert set(flips.update([("experts", module)]).values()) == {0}
     with torch.no_grad():
         module.down_proj.mul_(-1)  # amax stays, every code but 0 and the rounded ties changes
     model(TOKENS)
     found = flips.update([("experts", module)])
-    assert 0.2 < found["quant/flip_frac"] < 0.4  # down_proj is a third
+    assert 0.2 < found["quant/flip_frac"] < 0.6  # down_proj is half of what is looked at
 
 
 # What is quantized --------------------------------------------------------------------------------------------------

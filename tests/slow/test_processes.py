@@ -163,18 +163,18 @@ def _measured(model: str, folder: str) -> dict[str, Any]:
 
 
 def test_ratios_are_measured_over_the_completions_of_all_processes(tmp_path):
-    from qarl_trl.metrics.bounds import Bounds
+    from qarl_trl.loss import TrustBand
     from qarl_trl.metrics.ratios import ratio_metrics
 
     first, second = isolated_group(_measured, 2, save_model(tmp_path / "model"), str(tmp_path / "run"))
     assert first["logged"] == second["logged"]
     assert len(first["logged"]) == 4
-    bounds, differ = Bounds(1.03, 0.96, 1.07), []
+    band, differ = TrustBand(0.03, 0.04, 0.07, 2.0), []
     for logged, mine, others in zip(first["logged"], first["columns"], second["columns"], strict=True):
         both = {name: torch.from_numpy(np.concatenate([mine[name], others[name]])).float() for name in mine}
         alone = {name: torch.from_numpy(mine[name]).float() for name in mine}
-        assert logged == ratio_metrics(both, bounds, bounds, True)
-        differ.append(ratio_metrics(alone, bounds, bounds, True)["ratio/kl_k3"] != logged["ratio/kl_k3"])
+        assert logged == ratio_metrics(both, band, "")
+        differ.append(ratio_metrics(alone, band, "")["ratio/kl_k3"] != logged["ratio/kl_k3"])
     assert differ == [False, True, False, True]  # control; before the first update of a rollout batch ratios are 1
 
 
