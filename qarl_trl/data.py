@@ -69,16 +69,14 @@ def load_math_dataset(
     features = Features({"prompt": List({"role": text, "content": text}) if conversational else text, "answer": text})
     converted = dataset.map(convert, remove_columns=dataset.column_names, features=features, desc="Reading problems")
     whole = converted.filter(lambda row: bool(row["prompt"] and row["answer"]), desc="Checking rows")
-    missing = len(converted) - len(whole)
-    lacking = (
-        f"{name_or_path!r} (split {split!r}) lack a problem in {problem_column!r} or an answer in {answer_column!r}"
-    )
-    if not len(whole):
-        raise ValueError(
-            f"All {missing} rows of {lacking}. Set problem_column or answer_column: {dataset.column_names}."
+    if len(whole) < len(converted):
+        lacking = (
+            f"{len(converted) - len(whole)} of {len(converted)} rows of {name_or_path!r} (split {split!r}) lack a problem in "
+            f"{problem_column!r} or an answer in {answer_column!r}"
         )
-    if missing:
-        logger.warning(f"{missing} of {len(converted)} rows of {lacking}, and are left out.")
+        if not len(whole):
+            raise ValueError(f"{lacking}. Set problem_column or answer_column: {dataset.column_names}.")
+        logger.warning(f"{lacking}, and are left out.")
     return whole
 
 
@@ -103,7 +101,7 @@ def local_path(name_or_path: str) -> Path | None:
     """
     The existing file or folder that `name_or_path` means, or `None` if it can only be a Hub id.
 
-    `FileNotFoundError` if it can only be a path, and nothing is there; `ValueError` for a file of an unknown kind, or empty.
+    `FileNotFoundError` if it can only be a path, and nothing is there; `ValueError` for a file of an unknown kind.
     """
     path = Path(name_or_path).expanduser()
     looks_local = path.suffix in BUILDERS or path.is_absolute() or name_or_path.startswith((".", "~"))
@@ -116,8 +114,6 @@ def local_path(name_or_path: str) -> Path | None:
         return None
     if path.is_file() and path.suffix not in BUILDERS:
         raise ValueError(f"The dataset {name_or_path!r} is a {path.suffix!r} file. Give one of {sorted(BUILDERS)}.")
-    if path.is_file() and not path.stat().st_size:
-        raise ValueError(f"The dataset {name_or_path!r} is an empty file.")
     return path
 
 

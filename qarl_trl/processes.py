@@ -19,11 +19,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-_LOOK_ABOVE = "What it printed above may say why."
-_REMEDIES = {
-    "SIGKILL": "Most often the machine ran out of memory (`dmesg` says so): make the run smaller.",
-    "SIGILL": "A library used an instruction that this CPU does not allow; the stack printed above names the call.",
-}
 # `-c` and not `-m`: the modules are found where the caller finds them, and in no other folder.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import _serve; _serve({fd}, {caller})"
 
@@ -33,19 +28,19 @@ class ProcessDied(RuntimeError):
 
 
 def ending(exitcode: int) -> str:
-    """How a process ended and what to do, by its exit code (negative: a signal, as `subprocess` has it)."""
-    if exitcode >= 0:
-        return f"ended with exit code {exitcode}. {_LOOK_ABOVE}"
-    name = signal.Signals(-exitcode).name
-    return f"died of {name}. {_REMEDIES.get(name, _LOOK_ABOVE)}"
+    """How a process ended, by its exit code (negative: a signal, as `subprocess` has it)."""
+    if exitcode == -signal.SIGKILL:
+        return "died of SIGKILL. Most often the machine ran out of memory (`dmesg` says so): make the run smaller."
+    how = f"ended with exit code {exitcode}" if exitcode >= 0 else f"died of {signal.Signals(-exitcode).name}"
+    return f"{how}. What it printed above may say why."
 
 
 def in_fresh_process(step: str, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
     """
     `function(*args)` in a new process, which is gone afterwards with all that it started.
 
-    Errors name `step`: `ProcessDied` if the process was killed or crashed, `TimeoutError` after `limit_s` seconds, or what
-    the function raised, with the traceback of the other process. Function, arguments and result are pickled.
+    Errors name `step`: `ProcessDied` if the process was killed or crashed, `TimeoutError` after `limit_s` seconds, `RuntimeError` for
+    what the function raised. Function, arguments and result are pickled.
     """
     worker = Worker()
     try:
@@ -63,10 +58,6 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """In a fork of the caller: leave the process to the parent."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._pipe: Connection | None = None
@@ -82,7 +73,27 @@ class Worker:
             if self._process is None or self._process.poll() is not None:  # it may have died between two calls
                 self.close()
                 self._start()
-            return self._ask(step, pickle.dumps((function, args)), limit_s)
+            process, end = self._process, time.monotonic() + limit_s
+            try:
+                self._pipe.send((function, args))
+                # Its end of the pipe may be held open by a fork of it (vLLM's engine is one), so look at the process, too.
+                while not self._pipe.poll(min(1.0, limit_s)):
+                    if process.poll() is not None:
+                        raise EOFError
+                    if time.monotonic() >= end:
+                        raise TimeoutError(f"{step}: no result within {limit_s:g} s, so its process was killed.")
+                result, error = self._pipe.recv()
+            except (EOFError, ConnectionError):
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=10)
+                self.close()
+                raise ProcessDied(f"{step}: its process {ending(process.returncode)}") from None
+            except BaseException:  # the limit, Ctrl-C, an unreadable result
+                self.close()
+                raise
+        if error:
+            raise RuntimeError(f"{step}: {error[0]}") from RuntimeError(f"in another process:\n{error[1]}")
+        return result
 
     def close(self) -> None:
         """Kill the process and all that it started."""
@@ -94,39 +105,11 @@ class Worker:
 
     def _start(self) -> None:
         self._pipe, theirs = Pipe()
-        fd = theirs.fileno()
-        program = _PROGRAM.format(path=sys.path, module=__name__, fd=fd, caller=os.getpid())
+        program = _PROGRAM.format(path=sys.path, module=__name__, fd=theirs.fileno(), caller=os.getpid())
         # A session of its own: Ctrl-C does not reach it, and it can be killed with all that it starts.
-        command = [sys.executable, "-c", program]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True)
+        settings = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "start_new_session": True}
+        self._process = subprocess.Popen([sys.executable, "-c", program], **settings)
         theirs.close()
-
-    def _ask(self, step: str, message: bytes, limit_s: float) -> Any:
-        end = time.monotonic() + limit_s
-        try:
-            self._pipe.send_bytes(message)
-            while not self._pipe.poll(max(0.0, min(1.0, end - time.monotonic()))):
-                # Its end of the pipe may be held open by a fork of it (vLLM's engine is one), so look at the process, too.
-                if self._process.poll() is not None:
-                    raise EOFError
-                if time.monotonic() >= end:
-                    raise TimeoutError(
-                        f"{step}: no result within {limit_s:g} s, so its process was killed. It hung, or this machine "
-                        "is far slower than expected."
-                    )
-            error, value = pickle.loads(self._pipe.recv_bytes())
-        except (EOFError, ConnectionError):
-            process = self._process
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-            self.close()
-            raise ProcessDied(f"{step}: its process {ending(process.returncode)}") from None
-        except BaseException:  # the limit, Ctrl-C, an unreadable result
-            self.close()
-            raise
-        if error is not None:
-            raise error from RuntimeError(f"in another process:\n{value}")
-        return value
 
 
 def _serve(fd: int, caller: int) -> None:
@@ -144,23 +127,11 @@ def _serve(fd: int, caller: int) -> None:
             request = pipe.recv_bytes()
             try:
                 function, args = pickle.loads(request)
-                message = pickle.dumps((None, function(*args)))
-            except BaseException as error:
-                message = _error_message(error)
+                answer = function(*args), None
+            except BaseException as error:  # as text: not every exception can be pickled
+                answer = None, (f"{type(error).__name__}: {error}", traceback.format_exc())
             sys.stdout.flush()  # it will be killed
-            pipe.send_bytes(message)
-
-
-def _error_message(error: BaseException) -> bytes:
-    """The error with its traceback, or one with the same text if it cannot be sent."""
-    text = traceback.format_exc()
-    try:
-        message = pickle.dumps((error, text))
-        if isinstance(error, Exception) and type(pickle.loads(message)[0]) is type(error):
-            return message
-    except Exception:
-        pass
-    return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), text))
+            pipe.send(answer)
 
 
 def _kill_group(pid: int) -> None:

@@ -17,8 +17,6 @@ from .processes import Worker
 
 logger = logging.getLogger(__name__)
 
-REWARDS = ("math_reward", "boxed_format_reward")
-
 # The answer stands at the end; regular expressions over 60 kB of reasoning would cost more than the comparison.
 _TAIL_CHARS = 4000
 _ALARM_S = 5  # math-verify's own limit, for parsing and again for comparing
@@ -28,19 +26,17 @@ _LIMIT_S = 30  # for what the alarm does not stop: one long call into C code
 # math-verify guards itself against endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may
 # use. The worker has one whatever thread asks, and what the alarm does not stop is killed with the worker.
 _WORKER = Worker()
-os.register_at_fork(after_in_child=_WORKER.forget)
+os.register_at_fork(after_in_child=_WORKER.__init__)  # a fork leaves the process to its parent
 
 
 def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
-    """Reward functions by name or dotted path, in order; `ValueError` for a name that is not found."""
-    return [_load_reward(name) for name in names]
+    """Reward functions, `math_reward` or dotted paths, in order; `ValueError` for a name that is not found."""
+    return [math_reward if name == "math_reward" else _load_reward(name) for name in names]
 
 
-def _load_reward(name: str) -> Callable[..., list[float | None]]:
-    if name in REWARDS:
-        return globals()[name]
-    module, _, attribute = name.rpartition(".")
-    if module and os.getcwd() not in sys.path:
+def _load_reward(path: str) -> Callable[..., list[float | None]]:
+    module, _, attribute = path.rpartition(".")
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a file here must not stand in for an installed package
     try:
         if not module:
@@ -48,8 +44,8 @@ def _load_reward(name: str) -> Callable[..., list[float | None]]:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"reward_funcs has {name!r}, which cannot be imported: {error}. Give one of {REWARDS}, or the dotted path of "
-            "a function that is installed or in the current folder."
+            f"reward_funcs has {path!r}, which cannot be imported: {error}. Give math_reward, or the dotted path of a function "
+            "that is installed or in the current folder."
         ) from error
 
 
@@ -74,18 +70,9 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
         raise ImportError("math_reward needs the package math-verify. Run `pip install qarl_trl[math]`.")
     rewards = [_judge(text_of(c)[-_TAIL_CHARS:], text_of(a)) for c, a in zip(completions, answer, strict=True)]
     if None in rewards:
-        _warn_once(
-            "reference",
-            "math-verify cannot read the reference answer %r. Such samples get no reward (None) and teach nothing; "
-            "clean the dataset, or name its answer column. Said once.",
-            text_of(answer[rewards.index(None)])[:200],
-        )
+        unread = text_of(answer[rewards.index(None)])[:200]
+        _warn_once("reference", "math-verify cannot read the reference answer %r. Such samples get no reward.", unread)
     return rewards
-
-
-def boxed_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    r"""Reward 1.0 for a completion whose last `\boxed{...}` is closed and not empty, else 0.0. See [`math_reward`]."""
-    return [float(bool(last_boxed(text_of(completion)))) for completion in completions]
 
 
 def last_boxed(text: str) -> str | None:
@@ -122,7 +109,7 @@ _said: set[str] = set()
 def _warn_once(about: str, message: str, argument: Any) -> None:
     if about not in _said:
         _said.add(about)
-        logger.warning(message, argument)
+        logger.warning(f"{message} Said once.", argument)
 
 
 def _judge(completion: str, reference: str) -> float | None:
@@ -131,7 +118,7 @@ def _judge(completion: str, reference: str) -> float | None:
     try:
         return _WORKER.call("math_reward", _grade, completion, reference, limit_s=_LIMIT_S)
     except Exception as error:
-        _warn_once(type(error).__name__, "The grader failed on an answer, which scored 0: %r. Said once.", error)
+        _warn_once(type(error).__name__, "The grader failed on an answer, which scored 0: %r", error)
         return 0.0
 
 

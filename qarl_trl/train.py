@@ -55,7 +55,7 @@ class QaRLScriptArguments:
     reward_funcs: list[str] = field(
         default_factory=lambda: ["math_reward"],
         metadata={
-            "help": "math_reward, boxed_format_reward, or dotted import paths, also from the current directory: "
+            "help": "math_reward, or dotted import paths, also from the current directory: "
             "trl.rewards.think_format_reward, my_package.my_reward."
         },
     )

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from qarl_trl import rewards
-from qarl_trl.rewards import boxed_format_reward, last_boxed, math_reward
+from qarl_trl.rewards import last_boxed, math_reward
 
 
 def die_or_grade(completion, reference):
@@ -50,9 +50,8 @@ def test_answer_is_judged(completion, answer, reward):
 
 @pytest.mark.parametrize(
     "garbage",
-    [None, [], [{"role": "assistant"}], [{"role": "assistant", "content": None}], r"\boxed{", r"\boxed{" * 2000,
-     "}{" * 3000, "$" * 4001, r"\frac{" * 700, "\ud800", "\x00\x1b[2J", r"\boxed{\begin{matrix}", 7],
-)  # fmt: skip
+    [None, [], [{"role": "assistant"}], r"\boxed{" * 2000, "$" * 4001, r"\frac{" * 700, "\ud800", "\x00", 7],
+)
 def test_broken_completion_gets_zero_and_no_exception(garbage):
     assert math_reward([garbage, r"\boxed{3}"], ["3", "3"]) == [0.0, 1.0]
 
@@ -69,19 +68,6 @@ def test_unreadable_reference_is_not_scored_and_is_said_once(reference, caplog, 
         assert math_reward([r"\boxed{3}", r"\boxed{3}"], [reference, "3"]) == [None, 1.0]
         assert math_reward([r"\boxed{3}"], [reference]) == [None]
     assert len(caplog.records) == 1
-
-
-def test_other_columns_are_ignored_and_names_are_logged():
-    assert math_reward(completions=[r"\boxed{3}"], answer=["3"], prompts=["?"], level=[5], log_extra=print) == [1.0]
-    assert (math_reward.__name__, boxed_format_reward.__name__) == ("math_reward", "boxed_format_reward")
-
-
-def test_rewards_agree_outside_the_main_thread():
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(math_reward([r"\boxed{3}", r"\boxed{4}"], ["3", "3"])))
-    thread.start()
-    thread.join()
-    assert found == [1.0, 0.0]
 
 
 def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, caplog):
@@ -119,7 +105,7 @@ def test_grader_that_always_fails_is_an_error_at_the_start_and_said_once_later(m
     monkeypatch.setattr(rewards, "_said", set())
     monkeypatch.setattr(rewards, "_grade", fail)
     rewards._WORKER.close()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         math_reward(["1"], ["1"])
     with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
         assert math_reward(["1", "2"], ["1", "2"]) == [0.0, 0.0]
@@ -133,12 +119,6 @@ def test_fork_grades_for_itself():
         os._exit(int(math_reward([r"\boxed{3}", r"\boxed{4}"], ["3", "3"]) != [1.0, 0.0]))
     assert os.waitpid(child, 0)[1] == 0
     assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
-
-
-def test_only_the_end_of_a_completion_is_read():
-    start = time.monotonic()
-    assert math_reward(["and so on " * 20000 + r"\boxed{3}"], ["3"]) == [1.0]
-    assert time.monotonic() - start < 5
 
 
 def test_missing_math_verify_names_the_extra(monkeypatch):
@@ -160,7 +140,3 @@ def test_missing_math_verify_names_the_extra(monkeypatch):
 )
 def test_last_box_is_found_with_balanced_braces(text, content):
     assert last_boxed(text) == content
-
-
-def test_format_reward_wants_a_closed_box_with_something_in_it():
-    assert boxed_format_reward([r"\boxed{x}", r"\boxed{}", r"\boxed{x", "x"]) == [1.0, 0.0, 0.0, 0.0]

@@ -12,7 +12,7 @@ from trl import ModelConfig
 from qarl_trl import QaRLConfig, cli
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
-from qarl_trl.rewards import boxed_format_reward, math_reward
+from qarl_trl.rewards import math_reward
 from qarl_trl.tools.doctor import FAIL, OK, WARN, machine, mismatch, rewards
 from qarl_trl.tools.plan.items import checkpoint_bytes
 from qarl_trl.tools.plan.model import plan_run
@@ -117,6 +117,10 @@ def bare(completions, answer, **_):
     return [1 - reward for reward in backwards(completions, answer)]
 
 
+def boxed(completions, **_):
+    return [1.0] * len(completions)
+
+
 def half(completions, answer, **_):
     return [reward if a == "2" else None for reward, a in zip(bare(completions, answer), answer, strict=True)]
 
@@ -126,7 +130,7 @@ def half(completions, answer, **_):
     [
         (math_reward, OK, "right answers 1.00, wrong ones 0.00; told apart in 4 of 4 rows (boxed)"),
         (bare, OK, "4 of 4 rows (bare)"),
-        (boxed_format_reward, WARN, "right answers 1.00, wrong ones 1.00; told apart in 0 of 4"),
+        (boxed, WARN, "right answers 1.00, wrong ones 1.00; told apart in 0 of 4"),
         (half, WARN, "told apart in 2 of 4"),
         (backwards, FAIL, "wrong answer pays more"),
         (lambda **_: 1 / 0, FAIL, "ZeroDivisionError"),

@@ -22,7 +22,7 @@ def recipe(tmp_path, tiny_model, tiny_tokenizer):
     fields = {
         "model_name_or_path": str(tmp_path / "model"),
         "dataset_name_or_path": str(tmp_path / "data.jsonl"),
-        "reward_funcs": ["boxed_format_reward"],
+        "reward_funcs": ["math_reward"],
         "output_dir": str(tmp_path / "run"),
         "sync_folder": str(tmp_path / "shared"),
         "use_cpu": True,
