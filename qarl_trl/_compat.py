@@ -234,11 +234,6 @@ def loads_weights() -> bool:
     return not is_fsdp_enabled() or is_local_dist_rank_0()
 
 
-def copies_while_loading() -> int:
-    """How many processes of this machine hold the whole model in host memory while it loads; see [`loader`]."""
-    return 1 if is_fsdp_enabled() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
     """
     Copy the weights of a training checkpoint into a `model` that `save_pretrained` stores under other names, in place.

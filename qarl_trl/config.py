@@ -7,7 +7,7 @@ refused in `validate.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -63,28 +63,6 @@ NEUTRAL_SAMPLING = {
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens"), (0,)),
     "top_k": (0, -1),
 }
-# Earlier names of fields, and fields that are gone, with what to do instead.
-OLD_NAMES = {
-    "publish_verify": "It is called verify_sync.",
-    "publish_folder": "It is called sync_folder.",
-    "quant_learner": "It is called quantize_learner.",
-    "quant_targets": "All linear layers are quantized but those of quant_ignore; for other targets give a quant_recipe.",
-    "quant_keep_dequantized": "It made no step faster.",
-    "eval_temperature": "Evaluate saved models with `qarl-trl eval --temperature`.",
-    "reward_timeout": "Give the reward function a limit of its own; between processes ddp_timeout is one.",
-    "muon_adamw_learning_rate": "AdamW has the same learning_rate as Muon.",
-    "max_train_samples": "Give a slice: `dataset_split: train[:1000]`.",
-    "max_eval_samples": "Give a slice: `eval_dataset_split: test[:1000]`.",
-    **dict.fromkeys(("hub_masters", "hub_master_weights"), "Push a training checkpoint yourself with `hf upload`."),
-    **dict.fromkeys(("muon_momentum", "muon_ns_steps", "muon_adjust_lr"), "It is a constant of qarl_trl/optim.py."),
-}
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Refuse (`ValueError`) earlier names of fields, which a recipe, a command line or a script may still hold."""
-    for name in names:
-        if name in OLD_NAMES:
-            raise ValueError(f"{name} is no setting any more. {OLD_NAMES[name]}")
 
 
 @dataclass
@@ -134,16 +112,14 @@ class QaRLConfig(GRPOConfig):
     quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",
         help="GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the rollout "
-        "engine's own kernel (dense layers only; untested on GPUs; on CPU: W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC); "
-        "'auto' is 'engine' beside a CPU engine, otherwise torch's own product of the scheme ('dequant' for weight-only "
-        "schemes).",
+        "engine's own kernel (dense layers; on CPU: W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC), 'auto' is 'engine' beside a "
+        "CPU engine, otherwise torch's own product of the scheme.",
     )
     learner_ops: Literal["auto", "stock", "engine"] = HfArg(
         default="auto",
-        help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'engine': "
-        "rounds where the CPU engine rounds, so that log-probs are bitwise equal (Llama, Qwen2 and Qwen3 beside a "
-        "CPU engine; enforce_eager is then on by default). 'auto': 'engine' where a low-bit learner can have "
-        "it, otherwise 'stock'.",
+        help="Norms, residual sums, rotary embedding and attention of the learner: transformers' ('stock'), or 'engine', which "
+        "rounds where the CPU engine rounds, so that log-probs are bitwise equal (Llama, Qwen2 and Qwen3). 'auto': 'engine' "
+        "where a low-bit learner can have it.",
     )
     max_tokens_per_pass: int | None = HfArg(
         default=22528,
@@ -286,10 +262,6 @@ class QaRLConfig(GRPOConfig):
             return source
         return single_group(resolve_scheme(self.quant_scheme, self.quant_group_size), ["Linear"], self.quant_ignore)
 
-    def __new__(cls, *_: Any, **given: Any) -> QaRLConfig:
-        check_names(given)  # before Python says "unexpected keyword argument"
-        return super().__new__(cls)
-
     def __getstate__(self) -> dict[str, Any]:
         # Pickled into training_args.bin beside every checkpoint, which people upload.
         return {name: None if name.endswith("_token") else value for name, value in self.__dict__.items()}
@@ -310,7 +282,11 @@ class QaRLConfig(GRPOConfig):
         if self.quantized:
             _check_one_source(self)
             self.quant_plan()  # refuses schemes and recipes that it cannot read
-            _check_hub(self)
+            if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
+                raise ValueError(
+                    f"hub_strategy={self.hub_strategy.value!r} pushes training checkpoints, and the repository holds the low-bit "
+                    "model. Set it to 'every_save' or 'end'."
+                )
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
             for name, why in UNFIT.items():
@@ -335,10 +311,7 @@ def _check_numbers(args: QaRLConfig) -> None:
         if value is not None and not (isinstance(value, int) and value >= least):
             raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}.")
     if args.max_steps == 0 or (args.max_steps < 0 and not args.num_train_epochs > 0):
-        raise ValueError(
-            f"max_steps={args.max_steps} with num_train_epochs={args.num_train_epochs} trains nothing. Set max_steps to a number of "
-            "updates, or leave it at -1 and set num_train_epochs above 0."
-        )
+        raise ValueError(f"max_steps={args.max_steps} with num_train_epochs={args.num_train_epochs} trains nothing.")
 
 
 def _check_tbpo(args: QaRLConfig) -> None:
@@ -354,16 +327,15 @@ def _check_tbpo(args: QaRLConfig) -> None:
         del changed["delta"]
     if changed:
         raise ValueError(
-            f"loss_type='tbpo' does not use {changed}: its bounds are tbpo_epsilon_high, tbpo_delta_low and "
-            "tbpo_delta_high, its weight is capped by tbpo_mismatch_cap. Remove them, or choose a stock loss_type."
+            f"loss_type='tbpo' does not use {changed}, but the fields that begin with tbpo_. Remove them, or choose a stock "
+            "loss_type."
         )
     updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     if updates <= 1:
         logger.warning_once(
-            f"loss_type='tbpo' with steps_per_generation={args.steps_per_generation} x "
-            f"num_iterations={args.num_iterations} / gradient_accumulation_steps={args.gradient_accumulation_steps} = "
-            f"{updates:g} update per rollout batch: every ratio is 1 and no trust band can bind. Raise "
-            "steps_per_generation (the paper: 8 x gradient_accumulation_steps)."
+            f"steps_per_generation x num_iterations / gradient_accumulation_steps = {updates:g} update per rollout batch: every "
+            "ratio is 1 and no trust band of loss_type='tbpo' can bind. The paper: steps_per_generation = 8 x "
+            "gradient_accumulation_steps."
         )
 
 
@@ -390,17 +362,6 @@ def _check_one_source(args: QaRLConfig) -> None:
         raise ValueError(f"{own} says which layers are quantized and how, and so do {[*changed]}. Leave one out.")
 
 
-def _check_hub(args: QaRLConfig) -> None:
-    """What is pushed during training is the low-bit model of a checkpoint."""
-    if args.push_to_hub and args.hub_strategy in ("checkpoint", "all_checkpoints"):
-        raise ValueError(
-            f"hub_strategy={args.hub_strategy.value!r} pushes training checkpoints, and the repository holds the low-bit model. Set hub_strategy "
-            "to 'every_save' or 'end'."
-        )
-    if args.push_to_hub and not args.export_low_bit:
-        raise ValueError("push_to_hub=True pushes what export_low_bit=False does not write. Set export_low_bit=True.")
-
-
 def _check_sampling(args: QaRLConfig) -> None:
     """The engine's log-probs are those of the distribution it samples from; the learner's are not (trl issue 6789)."""
     if not args.weighs_mismatch:
@@ -414,9 +375,8 @@ def _check_sampling(args: QaRLConfig) -> None:
     }
     if biased:
         raise ValueError(
-            f"{biased} changes the distribution that is sampled from, and with it the mismatch weight. Use top_p=1.0, "
-            f"top_k=0, min_p=0.0, no penalties, temperature as a field of its own, and in generation_kwargs only "
-            f"{', '.join(HARMLESS_SAMPLING)}; or set vllm_importance_sampling_correction=False."
+            f"{biased} changes the distribution that is sampled from, and with it the mismatch weight. Leave it out (temperature is a "
+            "field of its own), or set vllm_importance_sampling_correction=False."
         )
 
 
@@ -432,35 +392,30 @@ def _check_engine(args: QaRLConfig) -> None:
     owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
         raise ValueError(
-            f"vllm_engine_kwargs sets {owned}, which the trainer sets itself. Remove them: they come from quant_scheme "
-            "and from the fields of the same name that start with vllm_."
+            f"vllm_engine_kwargs sets {owned}, which the trainer sets itself, from quant_scheme and from the fields that start "
+            "with vllm_. Remove them."
         )
     threshold = args.mismatch_abort_threshold
     if threshold is not None and not (args.use_vllm and threshold > 0):
         raise ValueError(
-            f"mismatch_abort_threshold={threshold} must be > 0 nats per token, with use_vllm=True (got {args.use_vllm}): without an "
-            "engine there is nothing to compare. Unset it to never abort."
+            f"mismatch_abort_threshold={threshold} must be > 0 nats per token, and needs an engine (use_vllm)."
         )
 
 
 def _check_passes(args: QaRLConfig) -> None:
-    longest = (args.vllm_max_model_length if args.use_vllm else None) or 0
-    # A completion alone has a prompt before it.
-    needed = longest or (args.max_completion_length or 0) + 1
-    if args.max_tokens_per_pass is not None and args.max_tokens_per_pass < needed:
-        limit = "vllm_max_model_length" if longest else "max_completion_length"
+    limit = "vllm_max_model_length" if args.use_vllm and args.vllm_max_model_length else "max_completion_length"
+    if args.max_tokens_per_pass is not None and args.max_tokens_per_pass < (getattr(args, limit) or 0):
         raise ValueError(
-            f"max_tokens_per_pass={args.max_tokens_per_pass} cannot hold one sequence, which may have {needed} tokens by "
-            f"{limit}={getattr(args, limit)}. Raise it to at least {needed}, or lower {limit}."
+            f"max_tokens_per_pass={args.max_tokens_per_pass} must be at least {limit}={getattr(args, limit)}: a pass holds whole "
+            "sequences."
         )
 
 
 def _checked_verify(value: Any) -> str | int:
     """`"off"`, `"first"` or an `int`: YAML makes `False` of a bare `off`, the command line a string of a number."""
-    if value is False:
-        return "off"
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if value in ("off", "first") or (type(value) is int and value >= 1):
-        return value
-    raise ValueError(f"verify_sync={value!r} must be 'off', 'first' or a number of syncs >= 1.")
+    text = "off" if value is False else str(value)
+    if text in ("off", "first"):
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"verify_sync={value!r} must be 'off', 'first' or a number of syncs >= 1.")
+    return int(text)

@@ -28,6 +28,8 @@ ENVIRONMENT = (
     *("VLLM_DISABLED_KERNELS", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT", "VLLM_DISABLE_COMPILE_CACHE"),
 )
 MAX_ALIASES = 100  # a few thousand, each of lists of aliases, would be worked on for minutes
+# Keys of earlier versions.
+RENAMED = {"publish_verify": "verify_sync", "publish_folder": "sync_folder", "quant_learner": "quantize_learner"}
 # Negative numbers are mistakes, but in fields with a negative default and in these.
 MAY_BE_NEGATIVE = ("quant_group_size", "top_k", "save_total_limit", "entropy_coef")
 # Text fields for which YAML's words for booleans (on, off, yes, no) also stand.
@@ -79,8 +81,7 @@ def _export(recipe: Path, env: dict[str, Any]) -> None:
         raise ValueError(f"env of {recipe} must be a mapping of names to values, got {type(env).__name__}.")
     if refused := sorted(str(key) for key in env if key not in ENVIRONMENT):
         raise ValueError(
-            f"env of {recipe} sets {', '.join(refused)}. A recipe may set {', '.join(ENVIRONMENT)}, and no tokens or keys: "
-            "recipes get shared. Export it in the shell."
+            f"env of {recipe} sets {', '.join(refused)}, and may set only {', '.join(ENVIRONMENT)}. Export it in the shell."
         )
     env = {key: str(value) for key, value in env.items()}
     if env and os.environ.get("RANK", "0") == "0":
@@ -93,8 +94,8 @@ def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:
     known = list(known)
     for key in keys:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            raise ValueError(f"{key} is no key of a recipe." + (f" Did you mean {near[0]}?" if near else ""))
+            near = RENAMED.get(key) or next(iter(difflib.get_close_matches(str(key), known, 1)), None)
+            raise ValueError(f"{key} is no key of a recipe." + (f" Did you mean {near}?" if near else ""))
 
 
 def checked(values: Mapping[str, Any], groups: Iterable[type]) -> dict[str, Any]:

@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 USAGE = "qarl-trl train --config FILE [--key value ...]"
 DRY_RUN = "Check the settings and a local dataset, print them, load no model."
-NO_GPU = (
-    "device: no CUDA device here, so the settings were checked for a CPU, with one process unless launched. Kernels and memory "
-    "are checked on the GPU, at the start; there the run has the scheme's own GPU kernels (`qarl-trl schemes`)"
-)
+NO_GPU = "device: no CUDA device here, so the settings were checked for a CPU; kernels and memory are checked on the GPU, at the start"
 
 
 @dataclass
@@ -80,11 +77,8 @@ def parse(
         os.environ["HF_HUB_OFFLINE"], any_device = "1", True
     import torch  # only now: the recipe's `env:` may hold what torch or vLLM read at import
 
-    from .config import check_names
-
     groups = _groups()
     values |= _given(options, groups)
-    check_names(values)
     check_keys(values, [field.name for group in groups for field in fields(group)])
     values = checked(values, groups)
     if any_device and not torch.cuda.is_available():  # transformers then accepts a GPU's settings, bf16 among them
@@ -193,7 +187,9 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
 
     from .config import changed_fields
     from .data import local_path
+    from .rewards import load_rewards
 
+    load_rewards(script_args.reward_funcs)
     args = training_args
     per_update = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     updates = args.generation_batch_size * args.num_iterations / per_update
@@ -209,7 +205,7 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
         f"update: {per_update} completions; {updates:g} updates per rollout batch",
     ]
     if not torch.cuda.is_available():
-        lines.append(NO_GPU + (" and bfloat16 autocast." if args.bf16 else "."))
+        lines.append(NO_GPU)
     if local_path(data) is None:
         lines.append(f"dataset: {data} (Hub id, not contacted)")
     else:
@@ -254,7 +250,6 @@ def _check(
     """What only the three together can tell, before anything is loaded; `engine_only` as in [`parse`]."""
     from .checkpoints.resume import resume_path
     from .data import local_path
-    from .rewards import load_rewards
 
     if not model_args.model_name_or_path:
         raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
@@ -264,20 +259,8 @@ def _check(
         if not (name := getattr(script_args, key)):
             raise ValueError(f"{key} is missing: give a Hub id or a .jsonl, .json or .parquet file.")
         local_path(name)
-    if training_args.quantized and (model_args.load_in_4bit or model_args.load_in_8bit):
-        raise ValueError(
-            "load_in_4bit and load_in_8bit leave no high-precision master weights. Remove them, or set quant_scheme: none."
-        )
-    if training_args.quantized and model_args.use_peft:
-        from trl import get_peft_config
-
-        from .validate import check_adapter
-
-        check_adapter(get_peft_config(model_args), training_args)
-    if engine_only:
-        return
-    load_rewards(script_args.reward_funcs)
-    training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
+    if not engine_only:
+        training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
 
 
 if __name__ == "__main__":

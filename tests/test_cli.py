@@ -109,6 +109,7 @@ def broken(checkpoint, tmp_path, monkeypatch):
     Path("sums.jsonl").write_text("".join(f'{{"problem": "{i} + 1", "answer": "{i + 1}"}}\n' for i in range(64)))
     Path("no_content.jsonl").write_text('{"prompt": [{"role": "user"}], "answer": "1"}\n')
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
+    Path("list.yaml").write_text("- a\n")
     Path("types.yaml").write_text("learning_rate: [1]\n")
     Path("plan.yaml").write_text("model_name_or_path: cut\ndataset_name_or_path: sums.jsonl\n")
 
@@ -131,6 +132,7 @@ TRAIN = [
         ([*TRAIN, "--num_generations", "0"], ["num_generations"]),
         ([*TRAIN, "--learning_rate", "nan"], ["learning_rate", "finite"]),
         ([*TRAIN, "--config", "types.yaml"], ["learning_rate", "[1]"]),
+        ([*TRAIN, "--config", "list.yaml"], ["list.yaml", "must be a mapping"]),
         ([*TRAIN, "--config", "binary.yaml"], ["binary.yaml", "YAML"]),
         ([*TRAIN, "--dataset_name_or_path", "no_content.jsonl"], ["content"]),
         ([*TRAIN, "--dataset_split", "nope["], ["sums.jsonl", "nope["]),

@@ -44,9 +44,9 @@ def run(argv):
 
 def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("reward_funcs: boxed_format_reward\nlearning_rate: 1e-5\ntbpo_delta_low: 0.002\nlora_r: 4\n")
+    recipe.write_text("reward_funcs: my.reward\nlearning_rate: 1e-5\ntbpo_delta_low: 0.002\nlora_r: 4\n")
     script_args, training_args, model_args = parse(["--config", str(recipe), "--learning_rate", "2e-5", *base])
-    assert script_args.reward_funcs == ["boxed_format_reward"]
+    assert script_args.reward_funcs == ["my.reward"]
     assert (training_args.learning_rate, training_args.tbpo_delta_low) == (2e-5, 0.002)
     assert model_args.lora_r == 4
     assert parse([f"--config={recipe}", *base])[1].learning_rate == 1e-5
@@ -54,7 +54,7 @@ def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("learning_rte", "learning_rate"), ("quant_schem", "quant_scheme"), ("answer_colum", "answer_column")],
+    [("learning_rte", "learning_rate"), ("answer_colum", "answer_column"), ("publish_verify", "verify_sync")],
 )
 def test_unknown_keys_are_refused_with_the_nearest_one(base, tmp_path, key, near):
     (tmp_path / "recipe.yaml").write_text(f"{key}: 1e-5\n")
@@ -137,11 +137,7 @@ def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tm
         (["--model_name_or_path", ""], "model_name_or_path"),
         (["--dataset_name_or_path", ""], "dataset_name_or_path"),
         (["--eval_strategy", "steps"], "eval_dataset_name_or_path"),
-        (["--load_in_4bit", "true"], "load_in_4bit"),
-        (["--publish_verify", "off"], "verify_sync"),
         (["--max_steps"], "max_steps"),
-        (["--reward_funcs", "no_such_reward"], "no_such_reward"),
-        (["--reward_funcs", "json.no_such_reward"], "no_such_reward"),
         (["--quant_scheme", "W2A2"], "W2A2"),
     ],
 )
@@ -156,10 +152,13 @@ def test_rewards_come_by_name_and_by_path(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    given = ["math_reward", "boxed_format_reward", "my_rewards.short", "trl.rewards.think_format_reward"]
+    given = ["math_reward", "my_rewards.short", "trl.rewards.think_format_reward"]
     names = [reward.__name__ for reward in load_rewards(given)]
-    assert names == ["math_reward", "boxed_format_reward", "short", "think_format_reward"]
+    assert names == ["math_reward", "short", "think_format_reward"]
     assert sys.path[-1] == str(tmp_path)
+    for name in ("no_such_reward", "json.no_such_reward"):
+        with pytest.raises(ValueError, match=f"{name}.*Give math_reward"):
+            load_rewards([name])
 
 
 @pytest.mark.parametrize("name", ["math_reward", "math_rewards", "trl.rewards.think_format_reward"])
@@ -174,7 +173,7 @@ try:
     reward, = load_rewards(["{name}"])
     print(reward([[{{"role": "assistant", "content": r"\\boxed{{1}}"}}]], answer=["1"]))
 except ValueError as error:
-    print("Give one of ('math_reward'," in str(error))
+    print("Give math_reward" in str(error))
 """
     path = os.environ | {"PYTHONPATH": str(Path(train.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=path)
@@ -202,7 +201,7 @@ def test_a_dry_run_of_a_recipe_for_gpus_needs_no_gpu_and_no_option(base, capsys,
     for_gpu = [option for option in base if option not in ON_CPU]
     run([*for_gpu, "--dry_run", "--use_vllm"])
     printed = capsys.readouterr().out
-    assert "no CUDA device here, so the settings were checked for a CPU" in printed and "bfloat16" in printed
+    assert "no CUDA device here, so the settings were checked for a CPU" in printed
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     with pytest.raises(ValueError, match="use_cpu"):  # control: without the dry run transformers refuses them
         parse(for_gpu)
@@ -210,13 +209,6 @@ def test_a_dry_run_of_a_recipe_for_gpus_needs_no_gpu_and_no_option(base, capsys,
     recipe.write_text("dry_run: true\n")
     run(["--config", str(recipe), *for_gpu])
     assert "no CUDA device here" in capsys.readouterr().out
-
-
-def test_a_recipe_that_is_no_mapping_of_keys_is_named(tmp_path):
-    for text, word in (("a: [1\n", "is not YAML"), ("- a\n", "must be a mapping of keys to values, got list")):
-        (tmp_path / "recipe.yaml").write_text(text)
-        with pytest.raises(ValueError, match=word):
-            parse(["--config", str(tmp_path / "recipe.yaml")])
 
 
 def test_help_is_short_and_help_all_has_every_key(capsys):
@@ -227,10 +219,13 @@ def test_help_is_short_and_help_all_has_every_key(capsys):
     assert "--tbpo_delta_low" in capsys.readouterr().out
 
 
-def test_dry_run_finds_a_wrong_column(base, tmp_path):
-    (tmp_path / "wrong.jsonl").write_text('{"task": "1", "gold": "2"}\n')
-    with pytest.raises(ValueError, match="problem_column"):
-        cli.run(["train", *base, "--dry_run", "--dataset_name_or_path", str(tmp_path / "wrong.jsonl")])
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [(["--problem_column", "task"], "problem_column"), (["--reward_funcs", "no_such_reward"], "no_such_reward")],
+)
+def test_dry_run_finds_what_the_data_and_the_rewards_lack(base, extra, word):
+    with pytest.raises(ValueError, match=word):
+        cli.run(["train", *base, "--dry_run", *extra])
 
 
 def test_dry_run_leaves_the_hub_alone(base):

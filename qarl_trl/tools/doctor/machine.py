@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 
+import psutil
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -13,7 +14,6 @@ from packaging.version import Version
 from ..._compat import installed_version
 from ...quant.scheme import gpu_generation
 from ...rollout.cpu import cpu_flags, switched_off, why_no_engine
-from ...validate import available_memory
 from . import FAIL, OK, SKIPPED, WARN, Finding
 
 
@@ -54,7 +54,7 @@ def devices() -> list[Finding]:
     chosen = ", ".join(switched_off(flags)) or "nothing to switch off (no AMX, no AVX512-FP16)"
     found = [
         Finding(SKIPPED, "GPU", "no CUDA device"),
-        Finding(OK, "CPU", f"{platform.machine()}, {cores} cores, {available_memory() / GIB:.0f} GiB available"),
+        Finding(OK, "CPU", f"{platform.machine()}, {cores} cores, {psutil.virtual_memory().available / GIB:.0f} GiB available"),
         # No failure: a recipe for GPUs is looked at on laptops. The settings refuse a run that needs this engine.
         Finding(WARN if reason else OK, "engine on the CPU", reason or f"AVX-512 kernels; {chosen}"),
     ]

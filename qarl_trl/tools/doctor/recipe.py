@@ -74,7 +74,7 @@ class Recipe:
                 check_data(given, args)
             else:
                 check_run(self.folder, args, given)
-        except (ValueError, TypeError, ImportError, MemoryError) as error:
+        except (ValueError, TypeError, ImportError, OSError) as error:
             return [*found, Finding(FAIL, "settings", str(error))]
         engine = "vLLM" if args.use_vllm else "transformers (slow)"
         return [*found, Finding(OK, "settings", f"{args.quant_name}, {args.loss_type}, rollouts by {engine}")]
