@@ -80,14 +80,14 @@ class QaRLConfig(GRPOConfig):
     )
     quant_scheme: str | None = HfArg(
         default="W4A16",
-        help="Low-bit format of the rollout engine and of the learner's forward: 'W4A16' (4-bit weights), 'FP8_DYNAMIC' "
-        "(8-bit float weights and activations), or another of `qarl-trl schemes`. 'checkpoint' is the scheme of a "
-        "quantized `model`, 'none' trains without quantization. Paper Sec. 3.1.",
+        help="Low-bit format of the rollout engine and of the learner's forward, one of `qarl-trl schemes`: 'W4A16' (4-bit weights), "
+        "'FP8_DYNAMIC' (8-bit float weights and activations), ... 'checkpoint' is that of a quantized `model`, 'none' trains without "
+        "quantization. Paper Sec. 3.1.",
     )
     quant_group_size: int | None = HfArg(
         default=None,
-        help="Weights along the input dimension that share one scale: 32, 64, 128, or -1 for one scale per output channel. "
-        "Unset: the scheme's own (128 for W4A16).",
+        help="Weights along the input dimension that share one scale: 32, 64, 128, or -1 for one scale per output channel. Unset: the "
+        "scheme's own (128 for W4A16).",
     )
     quant_ignore: list[str] = HfArg(
         default_factory=lambda: list(DEFAULT_IGNORE),
@@ -101,13 +101,12 @@ class QaRLConfig(GRPOConfig):
     )
     quant_freeze_scales: bool = HfArg(
         default=False,
-        help="Start from a quantized checkpoint and keep its scales and zero points for the whole run, so that the first "
-        "sync has the checkpoint's own quantized values. Without it scales follow the weights.",
+        help="Start from a quantized checkpoint and keep its scales and zero points for the whole run. Otherwise scales follow the weights.",
     )
     quantize_learner: bool = HfArg(
         default=True,
-        help="Run the learner's forward on the low-bit weights. False keeps it in bfloat16 while the engine samples in "
-        "low bits: the quantized-rollout baseline of the paper.",
+        help="Run the learner's forward on the low-bit weights. False: in bfloat16, while the engine samples in low bits (the paper's "
+        "quantized-rollout baseline).",
     )
     quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",
@@ -123,10 +122,9 @@ class QaRLConfig(GRPOConfig):
     )
     max_tokens_per_pass: int | None = HfArg(
         default=22528,
-        help="Tokens that one forward pass of the learner may hold, without padding. Rows of a micro-batch are packed into "
-        "passes of at most this many; the activations of a micro-batch's passes are kept until its backward. At least the "
-        "longest prompt and completion together. Unset (null), and for models that cannot be packed (images, linear attention): "
-        "rows padded to the longest of the rollout batch, as in TRL. Table 2, ppo_max_token_len_per_gpu.",
+        help="Tokens that one forward pass of the learner may hold: rows of a micro-batch are packed, without padding, into passes of "
+        "at most this many, which is at least the longest prompt and completion together. Unset (null): padded rows, as in TRL. "
+        "Table 2, ppo_max_token_len_per_gpu.",
     )
     tbpo_epsilon_high: float = HfArg(
         default=4e-4, help="Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."
@@ -136,46 +134,42 @@ class QaRLConfig(GRPOConfig):
     )
     tbpo_delta_high: float = HfArg(
         default=7e-4,
-        help="Negative advantage: sequence ratio <= 1 + this. delta_h >= eps_h (Table 2, neg_seq_clip_ratio_high).",
+        help="Negative advantage: ratio <= 1 + this. delta_h >= eps_h (Table 2, neg_seq_clip_ratio_high).",
     )
     tbpo_mismatch_cap: float = HfArg(
         default=2.0, help="The mismatch weight is kept in [1/c, c]. c (Eq. 5; Table 2, seq_tis_imp_ratio_cap)."
     )
     advantage_filter: Literal["none", "positive"] = HfArg(
-        default="none",
-        help="'positive' sets negative advantages to 0, so that only completions better than their group's mean teach "
-        "(positive-only GRPO, paper Fig. 8). They still count in the mean, and in entropy and KL terms.",
+        default="none", help="'positive' sets negative advantages to 0 (positive-only GRPO, paper Fig. 8)."
     )
     log_token_stats: int = HfArg(
         default=0,
-        help="Completions per rollout batch, of the main process, whose every token is written to "
-        "output_dir/token_stats/token_stats_{step}.parquet after each update that trains on them: ids, log-probs, masks. 0: none.",
+        help="Completions per rollout batch, of the main process, whose every token (id, log-probs, masks) is written to "
+        "output_dir/token_stats/ after each update that trains on them. 0: none.",
     )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
-        help="Stop the run when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this. "
-        "Choose it from the first logged mismatch/logp_diff_mean, for instance three times that.",
+        help="Stop the run when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this: for "
+        "instance three times the first logged mismatch/logp_diff_mean.",
     )
     optim_muon: bool = HfArg(
         default=False,
-        help="Use Muon for hidden matrices and routed experts (rate: learning_rate) and AdamW for embeddings, norms, routers "
-        "and the head. The paper's optimizer (Sec. 4, Table 2).",
+        help="Use Muon for hidden matrices and routed experts (rate: learning_rate) and AdamW for the rest: the paper's optimizer (Sec. "
+        "4, Table 2).",
     )
     verify_sync: str = HfArg(
         default="first",
         help="Compare engine and learner on a fixed prompt after a weight sync, and stop when the engine is stale or corrupted: "
         "'first' (the first sync, onto an engine with random weights), a number N (the first and every N-th after it), or "
-        "'off'. Costs an engine prompt of 128 tokens a check, and some learner forwards.",
+        "'off'. A check costs an engine prompt of 128 tokens and some learner forwards.",
     )
     sync_folder: str | None = HfArg(
         default=None,
-        help="vllm_mode='server': folder on a file system that trainer and server both mount, through which a weight sync goes. Unset: "
-        "vLLM's NCCL transfer from GPU to GPU (vllm_group_port), untested.",
+        help="vllm_mode='server': folder that trainer and server both mount, through which a weight sync goes. Unset: vLLM's NCCL "
+        "transfer from GPU to GPU (vllm_group_port), untested.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(
-        default=None,
-        help="More arguments for vllm.LLM, for instance {'enforce_eager': true}, which starts faster and "
-        "needs no compiler.",
+        default=None, help="More arguments for vllm.LLM, for instance {'enforce_eager': true}, which starts faster."
     )
     export_low_bit: bool = HfArg(
         default=True, help="Also write the low-bit model into the sub-folder low_bit/ of every training checkpoint."

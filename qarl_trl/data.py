@@ -36,13 +36,10 @@ def load_math_dataset(
     r"""
     Load problems with their reference answers as a dataset with the columns `prompt` and `answer`, in row order.
 
-    Args:
-        name_or_path (`str`): Hub id, or path of a `.jsonl`, `.json` or `.parquet` file or of a folder of such files.
-        split (`str`): Split to load, slices included (`"train[:100]"`). A single file is the split that is asked for.
-        problem_column (`str`, *optional*): By default the first of `PROBLEM_COLUMNS` that exists. If it holds chat messages,
-            the template goes around the last user message and the others stay.
-        answer_column (`str`, *optional*): By default the first of `ANSWER_COLUMNS`. Dots reach into nested columns.
-        config_name, prompt_template, system_prompt, conversational, max_samples: As in `qarl_trl.train.QaRLScriptArguments`.
+    `name_or_path` is a Hub id, or a `.jsonl`, `.json` or `.parquet` file or a folder of such files; a single file is the `split` that is
+    asked for, slices included (`"train[:100]"`). Columns are by default the first of `PROBLEM_COLUMNS` and `ANSWER_COLUMNS` that exist; dots
+    reach into nested ones. If the problem is chat messages, the template goes around the last user message and the others stay.
+    The rest is as in `qarl_trl.train.QaRLScriptArguments`.
 
     Answers are text (see [`final_answer`]); rows that lack a prompt or an answer are left out. `FileNotFoundError` if there is no
     such file; `ValueError` if a column is missing, the template has no `{problem}`, or no row has both.

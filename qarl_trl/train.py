@@ -166,15 +166,13 @@ def train(trainer: "QaRLTrainer", dataset: str) -> None:
     trainer.accelerator.print(f"Model saved in {args.output_dir}")
 
 
-def load_datasets(
-    script_args: QaRLScriptArguments, with_eval: bool, max_samples: int | None = None
-) -> tuple["Dataset", "Dataset | None"]:
+def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["Dataset", "Dataset | None"]:
     """The training set and, if asked for, the evaluation set, with the columns `prompt` and `answer`."""
     from .data import load_math_dataset
 
     s = script_args
     names = "problem_column", "answer_column", "prompt_template", "system_prompt", "conversational"
-    common = {name: getattr(s, name) for name in names} | {"config_name": s.dataset_config, "max_samples": max_samples}
+    common = {name: getattr(s, name) for name in names} | {"config_name": s.dataset_config}
     train = load_math_dataset(s.dataset_name_or_path, s.dataset_split, **common)
     if not with_eval:
         return train, None
@@ -209,7 +207,7 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
     if local_path(data) is None:
         lines.append(f"dataset: {data} (Hub id, not contacted)")
     else:
-        row = load_datasets(script_args, with_eval=False, max_samples=1)[0][0]
+        row = load_datasets(script_args, with_eval=False)[0][0]
         lines += [f"dataset: {data}", f"first prompt: {row['prompt']!r}", f"first answer: {row['answer']!r}"]
     for group in (script_args, training_args, model_args):
         for name, value in sorted(changed_fields(group).items()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,6 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
     plan = args.quant_plan()
     if plan is not None:
         check_plan(plan, args)
-    if args.use_vllm and not isinstance(model, str) and not model.name_or_path:
-        raise ValueError("The model has no folder for vLLM to read. Call save_pretrained(path), and pass the path.")
 
 
 def check_processes(args: QaRLConfig, given: Mapping[str, Any]) -> None:
@@ -120,9 +118,13 @@ def check_processes(args: QaRLConfig, given: Mapping[str, Any]) -> None:
             "Tools with several processes need an engine for each that stays awake, since each has its own number of turns: "
             "vllm_mode='colocate', vllm_enable_sleep_mode=False, vllm_tensor_parallel_size=1."
         )
-    for name, data in datasets_of(given) if server else ():
-        if images := {"image", "images"} & set(getattr(data, "column_names", None) or ()):
-            raise ValueError(f"vllm_mode='server' takes text only, got {sorted(images)} in {name}. Use 'colocate'.")
+    for name in ("train_dataset", "eval_dataset") if server else ():
+        data = given.get(name)
+        for part in data.values() if isinstance(data, dict) else [data]:
+            if images := {"image", "images"} & set(getattr(part, "column_names", None) or ()):
+                raise ValueError(
+                    f"vllm_mode='server' takes text only, got {sorted(images)} in {name}. Use 'colocate'."
+                )
 
 
 def check_placement(args: QaRLConfig) -> None:
@@ -171,27 +173,8 @@ def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
             GEMMS[args.learner_kernel](group, args.device)
 
 
-def datasets_of(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The data sets among a trainer's arguments, each with a name."""
-    for name in ("train_dataset", "eval_dataset"):
-        data = given.get(name)
-        yield from (
-            ((f"{name}[{key!r}]", part) for key, part in data.items()) if isinstance(data, dict) else [(name, data)]
-        )
-
-
 def check_data(given: Mapping[str, Any], args: QaRLConfig) -> None:
-    """
-    Refuse (`ValueError`) data that would end a run in its middle or at once: rows without a prompt, on which the tokenizer of
-    one process fails, and fewer prompts than a rollout batch, which TRL's sampler leaves out if it is incomplete.
-    """
-    for name, data in datasets_of(given):
-        if isinstance(data, Dataset) and "prompt" in data.column_names:
-            missing = data.select_columns("prompt").with_format("arrow")[:]["prompt"].null_count
-            if missing:
-                raise ValueError(
-                    f"{missing} of {len(data)} rows of {name} must have a prompt, got None. Leave them out."
-                )
+    """Refuse (`ValueError`) fewer prompts than a rollout batch has: TRL's sampler leaves out an incomplete one."""
     data, needed = given.get("train_dataset"), args.generation_batch_size // args.num_generations
     if isinstance(data, Dataset) and len(data) < needed:
         raise ValueError(

@@ -10,7 +10,6 @@ from qarl_trl import QaRLConfig, _compat
 from qarl_trl.config import AT_LEAST, STOCK_LOSSES, UNFIT, logger
 from qarl_trl.loss import TrustBand
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from qarl_trl.train import parse
 
 
 VLLM = {"use_vllm": True}
@@ -140,7 +139,7 @@ def test_what_biases_nothing_is_accepted(config, settings):
 def test_a_band_that_can_never_bind_is_named_with_the_arithmetic(config, caplog, settings, updates):
     logger.warning_once.cache_clear()
     config(**settings)
-    assert ("no trust band can bind" in caplog.text) == (updates is not None)
+    assert ("no trust band" in caplog.text) == (updates is not None)
     assert updates is None or updates in caplog.text
 
 
@@ -242,14 +241,6 @@ def test_a_recipe_replaces_the_scheme_fields(config, recipe):
             config(quant_recipe=recipe, **given)
 
 
-def test_an_unusable_recipe_is_refused_before_anything_loads(config, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        config(quant_recipe=str(tmp_path / "nowhere.yaml"))
-    (tmp_path / "r.yaml").write_text("q_stage: {q_modifiers: {GPTQModifier: {scheme: W4A16}}}\n")
-    with pytest.raises(ValueError, match="GPTQModifier"):
-        config(quant_recipe=str(tmp_path / "r.yaml"))
-
-
 def test_the_scheme_of_the_checkpoint_is_left_open(config):
     args = config(quant_scheme="checkpoint")
     assert args.quantized
@@ -258,11 +249,3 @@ def test_the_scheme_of_the_checkpoint_is_left_open(config):
     assert args.quant_plan(source) is source
     with pytest.raises(ValueError, match=r"checkpoint' says which.*\['quant_group_size'\]"):
         config(quant_scheme="checkpoint", quant_group_size=32)
-
-
-@pytest.mark.parametrize("written", ["none", "null"])
-def test_a_recipe_turns_quantization_off_by_none_and_by_null(tmp_path, written):
-    (tmp_path / "recipe.yaml").write_text(f"quant_scheme: {written}\n")
-    base = ["--model_name_or_path", "a/b", "--dataset_name_or_path", "a/b", "--use_cpu", "true", "--bf16", "false"]
-    assert not parse(["--config", str(tmp_path / "recipe.yaml"), *base])[1].quantized
-    assert parse(base)[1].quantized  # control

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from datasets import Dataset
 from learner.test_features import rollout
 from slow.toys import distinct_characters, prompts, save_model, settings
 from transformers import TrainerCallback
@@ -94,10 +93,7 @@ def broken(_):
     [
         (broken, KeyError, "no such answer"),
         (lambda r: [INF, *r[1:]], ValueError, "'reward' gave an infinite reward"),
-        (lambda r: [-INF] * len(r), ValueError, "'reward' gave an infinite reward"),
         (lambda r: r[1:], ValueError, "'reward' returned 7 rewards, but 8 were expected"),
-        (lambda r: ["good"] * len(r), (ValueError, TypeError), "str"),
-        (lambda r: None, TypeError, "not iterable"),
     ],
 )
 def test_a_reward_function_that_is_wrong_stops_the_run_in_its_own_words(make, function, kind, words):
@@ -113,7 +109,6 @@ def test_a_reward_function_that_is_wrong_stops_the_run_in_its_own_words(make, fu
         (lambda o: o | {"prompt_ids": [], "completion_ids": []}, "each of 8 prompts, got 0 prompt_ids, 0 completion"),
         (lambda o: o | {"completion_ids": o["completion_ids"][1:]}, "got 8 prompt_ids, 7 completion_ids and 7 log"),
         (lambda o: o | {"logprobs": [[-1.0]] * 8}, r"a log-prob for each, got \d+ tokens and 1 log-probs"),
-        (lambda o: None, "must return a dict with prompt_ids.*got None"),
     ],
 )
 def test_a_rollout_that_lacks_something_is_one_error_that_says_what(make, spoil, words):
@@ -135,34 +130,11 @@ def test_log_probs_of_a_rollout_are_checked_and_left_alone(make):
         assert make(spoil=wrong, max_steps=1).train().global_step == 1
 
 
-@pytest.mark.parametrize("conversational", [False, True])
-@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
-def test_a_row_without_a_prompt_is_refused_before_the_model_loads(tmp_path, conversational, name):
-    rows = [{"prompt": [{"role": "user", "content": text}] if conversational else text} for text in "abcd"]
-    good, bad = Dataset.from_list(rows), Dataset.from_list([*rows, {"prompt": None}])
-    config = QaRLConfig(**settings(tmp_path, use_vllm=False, bf16=False))
-    with pytest.raises(ValueError, match=f"1 of 5 rows of {name} must have a prompt, got None"):
-        QaRLTrainer("nowhere", distinct_characters, config, **{"train_dataset": good} | {name: bad})
-    with pytest.raises(OSError):  # control: rows that are not chosen are not looked at
-        QaRLTrainer("nowhere", distinct_characters, config, train_dataset=bad.select(range(4)))
-
-
-@pytest.mark.parametrize("nothing", [None, NAN])
-def test_completions_that_no_function_rewards_teach_nothing(make, nothing):
-    trainer = make(rewarded(lambda r: [nothing] * len(r)), max_steps=2)
+def test_completions_that_no_function_rewards_teach_nothing(make):
+    trainer = make(rewarded(lambda r: [None] * len(r)), max_steps=2)
     before = master_weights(trainer)
     trainer.train()
     assert all(torch.equal(p, before[name]) for name, p in master_weights(trainer).items())
-
-
-def test_rewards_in_a_tensor_are_those_of_a_list(make):
-    found = []
-    for function in (list, torch.tensor, lambda r: r[::-1]):
-        trainer = make(rewarded(function), max_steps=2)
-        trainer.train()
-        found.append(master_weights(trainer)["model.norm.weight"])
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])  # control
 
 
 class TwoProcesses:

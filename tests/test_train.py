@@ -182,41 +182,26 @@ except ValueError as error:
     assert done.stdout.split("\n")[-2] == {"math_reward": "[1.0]", "math_rewards": "True"}.get(name, "[0.0]")
 
 
-def test_dry_run_prints_batches_data_and_settings_and_loads_no_model(base, capsys, monkeypatch):
+def test_a_dry_run_prints_batches_data_and_settings_and_needs_no_gpu(base, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(train, "make_trainer", lambda *args: pytest.fail("a dry run must not train"))
-    run([*base, "--dry_run", "--prompt_template", "Q: {problem}", "--gradient_accumulation_steps", "4",
+    for_gpu = [option for option in base if option not in ON_CPU]
+    run([*for_gpu, "--use_vllm", "--dry_run", "--prompt_template", "Q: {problem}", "--gradient_accumulation_steps", "4",
          "--per_device_train_batch_size", "4", "--steps_per_generation", "32", "--hub_token", "secret"])  # fmt: skip
     printed = capsys.readouterr().out
     assert "model: org/model, scheme W4A16, learner quantized" in printed
-    assert "objective: tbpo, adamw_torch" in printed
+    assert "no CUDA device here, so the settings were checked for a CPU" in printed
     assert "rollout batch: 16 prompts x 8 = 128 completions on 1 process(es)" in printed
     assert "update: 16 completions; 8 updates per rollout batch" in printed
     assert "Q: 0 + 1" in printed and "first answer: '1'" in printed
     assert "QaRLConfig.steps_per_generation: 32" in printed
     assert "secret" not in printed and "QaRLConfig.hub_token: '<hidden>'" in printed
-
-
-def test_a_dry_run_of_a_recipe_for_gpus_needs_no_gpu_and_no_option(base, capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for_gpu = [option for option in base if option not in ON_CPU]
-    run([*for_gpu, "--dry_run", "--use_vllm"])
-    printed = capsys.readouterr().out
-    assert "no CUDA device here, so the settings were checked for a CPU" in printed
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     with pytest.raises(ValueError, match="use_cpu"):  # control: without the dry run transformers refuses them
         parse(for_gpu)
-    recipe = Path(base[-1 - len(ON_CPU)]).parent / "dry.yaml"
-    recipe.write_text("dry_run: true\n")
-    run(["--config", str(recipe), *for_gpu])
-    assert "no CUDA device here" in capsys.readouterr().out
-
-
-def test_help_is_short_and_help_all_has_every_key(capsys):
-    run(["--help"])
-    short = capsys.readouterr().out
-    assert "--reward_funcs" in short and "--tbpo_delta_low" not in short
-    run(["--help_all"])
-    assert "--tbpo_delta_low" in capsys.readouterr().out
+    assert "some/dataset (Hub id, not contacted)" in describe(
+        *parse([*base, "--dataset_name_or_path", "some/dataset"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,27 +211,6 @@ def test_help_is_short_and_help_all_has_every_key(capsys):
 def test_dry_run_finds_what_the_data_and_the_rewards_lack(base, extra, word):
     with pytest.raises(ValueError, match=word):
         cli.run(["train", *base, "--dry_run", *extra])
-
-
-def test_dry_run_leaves_the_hub_alone(base):
-    arguments = parse([*base, "--dataset_name_or_path", "some/dataset"])
-    assert "some/dataset (Hub id, not contacted)" in describe(*arguments)
-
-
-def test_a_run_without_an_update_is_one_line_and_no_success(base, tmp_path, monkeypatch, capsys):
-    make_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr("qarl_trl.validate.check_data", lambda *_: None)  # which refuses too few prompts
-    given = {
-        "model_name_or_path": tmp_path / "model",
-        "conversational": False,
-        "steps_per_generation": 64,
-        "max_steps": 2,
-        "use_vllm": False,
-    }
-    with pytest.raises(SystemExit, match="qarl-trl train: The run ended without an update"):
-        run([*base, "--report_to=none", *(f"--{key}={value}" for key, value in given.items())])
-    assert "Model saved" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("quant_scheme", ["none", "W4A16"])

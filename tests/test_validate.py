@@ -40,14 +40,6 @@ def test_one_process_with_several_gpus_is_refused_before_a_model_loads(tmp_path,
     check_arguments("no/such-model", args, {})  # control
 
 
-def test_a_model_without_a_folder_cannot_be_served_by_vllm(tmp_path, tiny_model):
-    model = tiny_model(num_hidden_layers=1)
-    with pytest.raises(ValueError, match="save_pretrained"):
-        check_arguments(model, config(tmp_path, use_vllm=True), {})
-    check_arguments(model, config(tmp_path), {})
-    check_arguments("org/model", config(tmp_path, use_vllm=True), {})
-
-
 @pytest.mark.parametrize(
     ("version", "scheme", "words"),
     [
@@ -131,19 +123,13 @@ def test_a_server_takes_no_images_and_without_a_folder_needs_a_gpu():
     args = {"use_vllm": True, "world_size": 1, "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
     args |= {"vllm_mode": "server", "device": torch.device("cpu"), "sync_folder": "f"}
     data = Dataset.from_dict({"prompt": ["a"], "image": ["b"]})
-    with pytest.raises(ValueError, match="takes text only, got .'image'. in eval_dataset.'x'."):
+    with pytest.raises(ValueError, match="takes text only, got .'image'. in eval_dataset"):
         check_processes(SimpleNamespace(**args), {"eval_dataset": {"x": data}})
     with pytest.raises(ValueError, match=r"vllm_mode='server' on device 'cpu' needs sync_folder.*from GPU to GPU"):
         check_processes(SimpleNamespace(**args | {"sync_folder": None}), {})
     check_processes(SimpleNamespace(**args), {})  # controls
     check_processes(SimpleNamespace(**args | {"vllm_mode": "colocate"}), {"eval_dataset": {"x": data}})
     check_processes(SimpleNamespace(**args | {"sync_folder": None, "device": torch.device("cuda")}), {})
-
-
-def test_a_row_without_a_prompt_is_found_among_several_data_sets(tmp_path):
-    data = Dataset.from_dict({"prompt": ["a", None]})
-    with pytest.raises(ValueError, match=r"1 of 2 rows of eval_dataset\['x'\] must have a prompt"):
-        check_data({"eval_dataset": {"x": data}}, config(tmp_path))
 
 
 def test_fewer_prompts_than_a_rollout_batch_are_refused_with_the_arithmetic_before_a_model_loads(tmp_path):

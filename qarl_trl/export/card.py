@@ -43,8 +43,13 @@ PAPER = {
             eprint       = {arXiv:2604.07853},
         }"""),
 }
-# Settings in words that a card shows. Other texts may be paths, addresses or tokens; numbers cannot.
-IN_WORDS = ("quant_scheme", "loss_type", "advantage_filter", "learner_ops", "scale_rewards")
+# Settings that a card shows: none of them can be a path, an address or a token.
+SETTINGS = (
+    *("learning_rate", "optim_muon", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("steps_per_generation", "num_iterations", "max_completion_length", "temperature", "beta", "advantage_filter"),
+    *("quant_scheme", "quant_group_size", "quantize_learner", "learner_ops"),
+    *("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "tbpo_mismatch_cap"),
+)
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -56,22 +61,13 @@ def base_facts(name: str) -> dict[str, Any]:
 
 def training_facts(trainer: GRPOTrainer) -> dict[str, Any]:
     """What a card says of a training run so far, as plain YAML types."""
-    from ..config import TBPO, changed_fields  # loads trl, which a push does not need
-
-    args, tbpo = trainer.args, trainer.args.loss_type == TBPO
-    settings = changed_fields(args)
-    if tbpo:
-        settings.pop("delta", None)  # the trainer set it from the band
+    args = trainer.args
     return base_facts(base_model(trainer._unwrapped).config._name_or_path) | {
         "rewards": list(trainer.reward_func_names),
-        "objective": "TBPO (trust-band policy optimization)" if tbpo else args.loss_type,
+        "objective": "TBPO (trust-band policy optimization)" if args.loss_type == "tbpo" else args.loss_type,
         "aligned": args.quantize_learner,
         "steps": trainer.state.global_step,
-        "settings": {
-            name: value
-            for name, value in settings.items()
-            if isinstance(value, bool | int | float) or (isinstance(value, str) and name in IN_WORDS)
-        },
+        "settings": {name: getattr(args, name) for name in SETTINGS},
         "code": f"qarl_trl {__version__}, "
         + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("trl", "transformers", "torch")),
     }

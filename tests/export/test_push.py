@@ -10,7 +10,7 @@ from hub_server import READER, WRITER, running_hub
 from huggingface_hub import constants, snapshot_download
 from safetensors.torch import load_file
 from slow.toys import save_model
-from test_trainer import adapter, make
+from test_trainer import make
 from transformers import AutoModelForCausalLM
 
 from qarl_trl import cli
@@ -131,13 +131,6 @@ def test_at_the_end_alone_nothing_is_pushed_before(hub, model, tmp_path):
     assert hub.messages("me/toy") == ["initial commit"]
     trainer.save_model()
     assert hub.messages("me/toy")[0] == "Model save"
-
-
-def test_with_lora_the_root_is_the_merged_model(hub, model, tmp_path):
-    trainer = pushing(model, tmp_path, adapter())
-    trainer.train()
-    trainer.push_to_hub()
-    assert same(hub.files("me/toy"), tmp_path / "low_bit")
 
 
 def test_a_push_that_fails_does_not_stop_training_is_said_and_names_no_token(hub, model, tmp_path, caplog, capfd):
