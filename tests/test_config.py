@@ -161,59 +161,35 @@ def test_muon_refuses_deepspeed(config, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "kernel", "operations"),
     [
-        (VLLM, "engine"),
-        ({}, "auto"),  # no engine to agree with
-        (VLLM | {"quant_scheme": "none"}, "auto"),
-        (VLLM | {"quant_kernel": "dequant"}, "dequant"),
-    ],
-)
-def test_beside_a_cpu_engine_the_learner_takes_its_kernel(config, settings, expected):
-    assert config(**settings).learner_kernel == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (VLLM, True),
-        (VLLM | {"quant_scheme": "FP8_DYNAMIC"}, True),
-        ({}, False),  # no engine to follow
-        (VLLM | {"learner_ops": "stock"}, False),
-        (VLLM | {"quant_scheme": "none"}, False),  # the baselines are TRL's learner
-        (VLLM | {"quantize_learner": False}, False),
-        (VLLM | {"quant_scheme": "none", "learner_ops": "engine"}, True),
-        (VLLM | {"bf16": False}, False),
-    ],
-)
-def test_beside_a_cpu_engine_a_low_bit_learner_takes_its_operations(config, settings, expected):
-    args = config(**{"bf16": True} | settings)
-    assert args.engine_ops_for(Qwen3Config()) == expected
-    if args.learner_ops == "auto":
-        assert not args.engine_ops_for(MistralConfig())
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"use_vllm": False},
-        {"bf16": False},
-        {"quant_kernel": "dequant"},
-        {"quantize_learner": False},
-        {"cast_lm_head_to_fp32": True},
-        {"vllm_engine_kwargs": {"enforce_eager": False}},
-        {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
-        {"vllm_model_impl": "transformers"},
+        ({}, "engine", True),
+        ({"quant_scheme": "FP8_DYNAMIC"}, "engine", True),
+        ({"use_vllm": False}, "auto", False),  # no engine to agree with
+        ({"quant_scheme": "none"}, "auto", False),  # the baselines are TRL's learner
+        ({"quantize_learner": False}, "engine", False),
+        ({"quant_kernel": "dequant"}, "dequant", False),
+        ({"bf16": False}, "engine", False),
+        ({"cast_lm_head_to_fp32": True}, "engine", False),
+        ({"vllm_engine_kwargs": {"enforce_eager": False}}, "engine", False),
+        ({"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "engine", False),
+        ({"vllm_model_impl": "transformers"}, "engine", False),
     ],
     ids=str,
 )
-def test_engine_operations_that_cannot_be_had_are_an_error(config, settings):
-    args = config(**{"bf16": True, "learner_ops": "engine"} | VLLM | settings)
-    words = next(iter(settings)).split("_")[0]
-    with pytest.raises(ValueError, match=f"learner_ops='engine' is not possible: .*{words}"):
-        args.engine_ops_for(Qwen3Config())
-    args.learner_ops = "auto"
+def test_beside_a_cpu_engine_a_low_bit_learner_takes_its_kernel_and_operations(config, settings, kernel, operations):
+    args = config(**{"bf16": True} | VLLM | settings)
+    assert (args.learner_kernel, args.engine_ops_for(Qwen3Config())) == (kernel, operations)
+    assert not args.engine_ops_for(MistralConfig())
+    args.learner_ops = "stock"
     assert not args.engine_ops_for(Qwen3Config())
+    args.learner_ops = "engine"
+    if operations or not args.quantized:
+        assert args.engine_ops_for(Qwen3Config())
+    else:
+        name = next(iter(settings)).split("_")[0]
+        with pytest.raises(ValueError, match=f"learner_ops='engine' is not possible: .*{name}"):
+            args.engine_ops_for(Qwen3Config())
 
 
 # Recipes ------------------------------------------------------------------------------------------------------------

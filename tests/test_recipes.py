@@ -131,32 +131,11 @@ def test_a_lora_arm_differs_from_its_full_one_in_the_adapter_and_the_optimizer()
             check_adapter(get_peft_config(model_args), args)
 
 
-# Of each ablation: the recipe it is compared with, and the keys that are the ablation.
-GSPO = {"importance_sampling_level", "epsilon", "epsilon_high"}
-ABLATIONS = {
-    "w4a16_qarl_gspo": ("w4a16_rollout_grpo", {"quantize_learner", *GSPO}),
-    "w4a16_qarl_mis_gspo": ("w4a16_rollout_grpo", {"quantize_learner", *GSPO, "vllm_importance_sampling_mode"}),
-    "w4a16_qarl_dual_clip_grpo": ("w4a16_rollout_grpo", {"quantize_learner", "delta"}),
-    "w4a16_qarl_positive_grpo": ("w4a16_rollout_grpo", {"quantize_learner", "advantage_filter"}),
-    "w4a16_qarl_on_policy_grpo": ("w4a16_rollout_grpo", {"quantize_learner", "steps_per_generation"}),
-    "w4a16_qarl_sapo": (
-        "w4a16_rollout_grpo",
-        {"quantize_learner", "loss_type", "sapo_temperature_pos", "sapo_temperature_neg"},
-    ),
-    "w4a16_rollout_tbpo": ("w4a16_qarl_tbpo", {"quantize_learner"}),
-    "bf16_tbpo": ("w4a16_qarl_tbpo", {"quant_scheme"}),
-    "w4a8_qarl_tbpo": ("w4a16_qarl_tbpo", {"quant_scheme"}),
-    "w4a16_qarl_tbpo_engine_kernel": ("w4a16_qarl_tbpo", {"quant_kernel"}),
-}
-
-
-def test_an_ablation_says_its_method_and_nothing_else():
-    assert {path.stem for path in ablations()} == set(ABLATIONS)
+def test_an_ablation_names_its_recipe_and_changes_little():
     for path in ablations():
-        base, method = ABLATIONS[path.stem]
-        own = set(yaml.safe_load(path.read_text()))
-        assert own == {"base", "output_dir"} | method
-        assert differing_keys(path, ROOT / f"recipes/qwen3-8b-base/{base}.yaml") <= {"output_dir"} | method
+        own = yaml.safe_load(path.read_text())
+        assert {"base", "output_dir"} < own.keys() and len(own) <= 7
+        assert differing_keys(path, path.parent / own["base"]) == own.keys() - {"base"}
 
 
 def test_a_key_of_an_ablation_overrides_its_base_and_the_command_line_overrides_both():

@@ -54,7 +54,11 @@ def devices() -> list[Finding]:
     chosen = ", ".join(switched_off(flags)) or "nothing to switch off (no AMX, no AVX512-FP16)"
     found = [
         Finding(SKIPPED, "GPU", "no CUDA device"),
-        Finding(OK, "CPU", f"{platform.machine()}, {cores} cores, {psutil.virtual_memory().available / GIB:.0f} GiB available"),
+        Finding(
+            OK,
+            "CPU",
+            f"{platform.machine()}, {cores} cores, {psutil.virtual_memory().available / GIB:.0f} GiB available",
+        ),
         # No failure: a recipe for GPUs is looked at on laptops. The settings refuse a run that needs this engine.
         Finding(WARN if reason else OK, "engine on the CPU", reason or f"AVX-512 kernels; {chosen}"),
     ]
