@@ -71,10 +71,8 @@ def parse(
     """
     own, options = _own_parser().parse_known_args(argv)
     values = read_recipe(own.config) if own.config else {}
-    if own.dry_run is not None:
-        values["dry_run"] = own.dry_run
-    if str(values.get("dry_run")).lower() in ("true", "1", "yes", "on"):
-        os.environ["HF_HUB_OFFLINE"], any_device = "1", True
+    if own.dry_run:
+        os.environ["HF_HUB_OFFLINE"], any_device, values["dry_run"] = "1", True, True
     import torch  # only now: the recipe's `env:` may hold what torch or vLLM read at import
 
     groups = _groups()
@@ -84,8 +82,23 @@ def parse(
     if any_device and not torch.cuda.is_available():  # transformers then accepts a GPU's settings, bf16 among them
         values.setdefault("use_cpu", True)
     script_args, training_args, model_args = (construct(group, values) for group in groups)
-    _check(script_args, training_args, model_args, engine_only)
+    if not model_args.model_name_or_path:
+        raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
+    if not engine_only:
+        _check_inputs(script_args, training_args)
     return script_args, training_args, model_args
+
+
+def _check_inputs(script_args: QaRLScriptArguments, training_args: "QaRLConfig") -> None:
+    from .checkpoints.resume import resume_path
+    from .data import local_path
+
+    names = ["dataset_name_or_path"] + ["eval_dataset_name_or_path"] * (training_args.eval_strategy != "no")
+    for name in names:
+        if not getattr(script_args, name):
+            raise ValueError(f"{name} is missing: give a Hub id or a .jsonl, .json or .parquet file.")
+        local_path(getattr(script_args, name))
+    training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
 
 
 def _own_parser() -> argparse.ArgumentParser:
@@ -93,7 +106,7 @@ def _own_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML recipe; the other options override its keys."
     )
-    parser.add_argument("--dry_run", nargs="?", const="true", help=DRY_RUN)
+    parser.add_argument("--dry_run", action="store_true", help=DRY_RUN)
     return parser
 
 
@@ -191,12 +204,10 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
     args = training_args
     per_update = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     updates = args.generation_batch_size * args.num_iterations / per_update
-    learner = (
-        "" if not args.quantized else f", learner {'quantized' if args.quantize_learner else 'in high precision'}"
-    )
+    learner = "quantized" if args.quantized and args.quantize_learner else "in high precision"
     data = script_args.dataset_name_or_path
     lines = [
-        f"model: {model_args.model_name_or_path}, scheme {args.quant_name}{learner}",
+        f"model: {model_args.model_name_or_path}, scheme {args.quant_name}, learner {learner}",
         f"objective: {args.loss_type}, {'muon' if args.optim_muon else args.optim.value} at {args.learning_rate:g}",
         f"rollout batch: {args.generation_batch_size // args.num_generations} prompts x {args.num_generations} = "
         f"{args.generation_batch_size} completions on {args.world_size} process(es)",
@@ -240,25 +251,6 @@ def _print_help(every_key: bool) -> None:
 
         parser = HfArgumentParser(_groups(), prog=parser.prog, usage=USAGE, description=__doc__)
     parser.print_help()
-
-
-def _check(
-    script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig", engine_only: bool
-) -> None:
-    """What only the three together can tell, before anything is loaded; `engine_only` as in [`parse`]."""
-    from .checkpoints.resume import resume_path
-    from .data import local_path
-
-    if not model_args.model_name_or_path:
-        raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
-    for key in () if engine_only else ("dataset_name_or_path", "eval_dataset_name_or_path"):
-        if key.startswith("eval") and training_args.eval_strategy == "no":
-            continue
-        if not (name := getattr(script_args, key)):
-            raise ValueError(f"{key} is missing: give a Hub id or a .jsonl, .json or .parquet file.")
-        local_path(name)
-    if not engine_only:
-        training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 
 import pytest
 from safetensors.torch import save_file
@@ -94,15 +93,14 @@ def test_what_a_recipe_sets_is_shown(tmp_path, monkeypatch, capsys):
     assert "OMP_NUM_THREADS=2" in capsys.readouterr().err
 
 
-def test_a_recipe_of_thousands_of_aliases_ends_at_a_limit(tmp_path):
+def test_a_recipe_of_aliases_is_refused_at_the_first(tmp_path):
+    """399 of them, each of nine of the one before, would be worked on for minutes."""
     lines = ["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 400))]
     (tmp_path / "recipe.yaml").write_text("\n".join(lines))
-    start = time.monotonic()
-    with pytest.raises(ValueError, match="recipe.yaml is not YAML: .* aliases"):
+    with pytest.raises(ValueError, match="recipe.yaml is not YAML: it has an alias"):
         recipe_file.read_recipe(tmp_path / "recipe.yaml")
-    assert time.monotonic() - start < 5
-    (tmp_path / "recipe.yaml").write_text("\n".join(lines[:5]))
-    assert recipe_file.read_recipe(tmp_path / "recipe.yaml")["a4"] == {"x": 1}  # control
+    (tmp_path / "recipe.yaml").write_text(lines[0])
+    assert recipe_file.read_recipe(tmp_path / "recipe.yaml") == {"a0": {"x": 1}}  # control
 
 
 # Secrets ---------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def recipe(tmp_path, tiny_model, tiny_tokenizer):
 
 
 def command(capsys, recipe, *changes):
-    assert main(["--config", str(recipe), "--dry_run", "true", *changes]) is None
+    assert main(["--config", str(recipe), "--dry_run", *changes]) is None
     words = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
     found = {}
     for i, word in enumerate(words):
