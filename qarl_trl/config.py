@@ -101,7 +101,7 @@ class QaRLConfig(GRPOConfig):
     )
     quant_freeze_scales: bool = HfArg(
         default=False,
-        help="Start from a quantized checkpoint and keep its scales and zero points for the whole run. Otherwise scales follow the weights.",
+        help="Keep the scales and zero points of a quantized `model` (quant_scheme: checkpoint) for the whole run. Otherwise they follow the weights.",
     )
     quantize_learner: bool = HfArg(
         default=True,
@@ -351,7 +351,11 @@ def _check_one_source(args: QaRLConfig) -> None:
     elif args.from_checkpoint:
         own = f"quant_scheme={changed.pop('quant_scheme')!r}"
     else:
-        return
+        changed = ()
+    if args.quant_freeze_scales and not args.from_checkpoint:
+        raise ValueError(
+            "quant_freeze_scales=True keeps scales of a quantized model: it needs quant_scheme: checkpoint."
+        )
     if changed:
         raise ValueError(f"{own} says which layers are quantized and how, and so do {[*changed]}. Leave one out.")
 

@@ -23,7 +23,7 @@ from .export.files import tensor_names
 from .export.push import repository_of
 from .quant.experts import QuantExperts, num_experts
 from .quant.model import apply_quantization, check_shardable, quantized_modules
-from .quant.scheme import describe_scheme, resolve_config, scheme_for
+from .quant.scheme import resolve_config
 from .quant.start import QuantizedSource, quantized_source
 from .rollout.gemm import GEMMS
 from .rollout.support import check_engine, check_shards
@@ -128,14 +128,12 @@ def check_processes(args: QaRLConfig, given: Mapping[str, Any]) -> None:
 
 
 def check_placement(args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) a model over several devices of a process, whose hooks would replace the low-bit forwards, and FSDP1."""
-    device_map = (args.model_init_kwargs or {}).get("device_map")
-    several = isinstance(device_map, dict) and len(set(device_map.values())) > 1
+    """Refuse (`ValueError`) a process with several GPUs, FSDP1, and shards that cannot be quantized."""
     # TRL's default is device_map="auto", and the Trainer's DataParallel: both take all GPUs that one process sees.
-    if several or device_map in ("balanced", "balanced_low_0", "sequential") or args.n_gpu > 1:
+    if args.n_gpu > 1:
         raise ValueError(
-            f"A process must have one device, got device_map={device_map!r} and {args.n_gpu} GPUs. Start with accelerate launch "
-            "(recipes/accelerate/ddp.yaml), or set CUDA_VISIBLE_DEVICES=0."
+            f"A process must have one device, got {args.n_gpu} GPUs. Start with accelerate launch (recipes/accelerate/ddp.yaml), or "
+            "set CUDA_VISIBLE_DEVICES=0."
         )
     version, plan = _compat.fsdp_version(args), args.quant_plan()
     if version == 1:
@@ -201,37 +199,28 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
 
     `ValueError` when it is incomplete, when its scales cannot be kept, or when `args` need one and there is none.
     """
-    name = model if isinstance(model, str) else model.config._name_or_path
-    needed, source = args.from_checkpoint or args.quant_freeze_scales, None
-    if name and (isinstance(model, str) or needed):
+    name, source = model if isinstance(model, str) else model.config._name_or_path, None
+    if name and (isinstance(model, str) or args.from_checkpoint):
         where = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
         source = quantized_source(name, **where)
     if source is None:
-        if needed:
-            wish = "quant_freeze_scales=True" if args.quant_freeze_scales else "quant_scheme='checkpoint'"
-            raise ValueError(f"{wish} needs a compressed-tensors checkpoint, and {name or 'the model given'} is none.")
+        if args.from_checkpoint:
+            raise ValueError(
+                f"quant_scheme='checkpoint' needs a quantized model, and {name or 'the model given'} is not."
+            )
         return None
     if not args.quantized:
-        raise ValueError(
-            f"{name} is quantized, and quant_scheme='none' would train it in bfloat16. Use quant_scheme: checkpoint."
-        )
-    stored = source.layers  # reads the headers of all files
-    plan = resolve_config(args.quant_plan(source.plan()))
-    check_plan(plan, args)
-    chosen = {layer: scheme_for(layer, nn.Linear(1, 1, device="meta"), plan) for layer in stored}
-    words = {layer: describe_scheme(scheme) if scheme else "not quantized" for layer, scheme in chosen.items()}
-    differing = [layer for layer, scheme in stored.items() if describe_scheme(scheme) != words[layer]]
+        raise ValueError(f"{name} is quantized, and quant_scheme is 'none'. Use quant_scheme: checkpoint.")
+    _ = source.layers  # reads the headers of all files
+    check_plan(resolve_config(args.quant_plan(source.plan())), args)
     if args.quant_freeze_scales:
         source.qparams()
-    if differing:
-        first = differing[0]
-        text = (
-            f"{len(differing)} layers of {name} are stored otherwise than they will be quantized (first: {first!r}, stored as "
-            f"{describe_scheme(stored[first])}, here {words[first]})"
+    if not args.from_checkpoint:
+        logger.warning(
+            "%s is quantized. Its weights are decompressed and quantized anew, by quant_scheme=%r; 'checkpoint' keeps its scheme.",
+            name,
+            args.quant_name,
         )
-        if args.quant_freeze_scales:
-            raise ValueError(f"{text}, so their scales cannot be frozen. Use quant_scheme: checkpoint.")
-        logger.warning("%s. Their master weights are the decompressed weights.", text)
     return source
 
 

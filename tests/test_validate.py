@@ -19,8 +19,6 @@ from qarl_trl.validate import check_arguments, check_data, check_processes
         ({}, {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "quantization_config leaves"),
         ({"model_init_kwargs": {"load_in_4bit": True}}, {}, "load_in_4bit leaves"),
         ({}, {"peft_config": object()}, "only LoRA adapters"),
-        ({"model_init_kwargs": {"device_map": "balanced"}}, {}, "device_map='balanced'"),
-        ({"model_init_kwargs": {"device_map": {"a": 0, "b": 1}}}, {}, "device_map={'a': 0, 'b': 1}"),
     ],
 )
 def test_what_would_take_the_master_weights_away_is_refused_before_a_model_loads(tmp_path, changes, kwargs, words):
@@ -34,7 +32,7 @@ def test_one_process_with_several_gpus_is_refused_before_a_model_loads(tmp_path,
     """TRL's device_map="auto" would spread the model over them."""
     args = config(tmp_path)
     monkeypatch.setattr(type(args), "n_gpu", 4)
-    with pytest.raises(ValueError, match="one device, got device_map=None and 4 GPUs.*accelerate launch"):
+    with pytest.raises(ValueError, match="one device, got 4 GPUs.*accelerate launch"):
         QaRLTrainer("no/such-model", reward_funcs=[], args=args)
     monkeypatch.setattr(type(args), "n_gpu", 1)
     check_arguments("no/such-model", args, {})  # control
