@@ -75,7 +75,7 @@ def _ignored(model: nn.Module) -> list[str]:
 
     Routers are listed although transformers gives them classes of their own: an engine makes them linear layers.
     """
-    rename = checkpoint_renaming(base_model(model))
+    rename = checkpoint_renaming(model)
     experts = dict(expert_modules(model))
     names: list[str] = []
     for name, module in checkpoint_modules(model):

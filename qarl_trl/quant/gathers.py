@@ -82,8 +82,7 @@ class MasterShard(Tensor):
 
         Called before every forward and backward of `module`, the `LowBitLayer` that holds the parameter; the rows are quantized
         at the first call of a step. What is gathered must have the same sizes in every process and every call, because FSDP2
-        keeps the buffers: so uneven rows cannot be sent, and NaN is sent as it is (`quantize_own`) where an error of this
-        process alone would leave the others waiting.
+        keeps the buffers: so uneven rows cannot be sent.
         """
         if not gathers_quantized(outer_size, mesh.size(), module.scheme):
             raise RuntimeError(

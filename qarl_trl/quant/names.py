@@ -21,35 +21,36 @@ def base_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if is_peft_model(model) else model
 
 
-def checkpoint_name(name: str, adapter: str) -> str | None:
+def checkpoint_names(model: nn.Module) -> Callable[[str], str | None]:
     """
-    The base model's name for a parameter of a `PeftModel`, `None` for one that its checkpoint does not have.
+    From the name of a parameter or module of `model` to the one in the base model; `None` for what its checkpoint does not have.
 
-    `adapter` is the active one, whose `modules_to_save` count.
+    Of peft's `modules_to_save`, the copies of the active adapter count.
     """
-    parts = plain_name(name).removeprefix("base_model.model.").split(".")
-    if "original_module" in parts or any(part.startswith("lora_") for part in parts):
-        return None
-    if "modules_to_save" in parts:
-        at = parts.index("modules_to_save")
-        if parts[at + 1] != adapter:
+    if not is_peft_model(model):
+        return plain_name
+    adapter = model.active_adapter
+
+    def name_of(name: str) -> str | None:
+        parts = plain_name(name).removeprefix("base_model.model.").split(".")
+        if "original_module" in parts or any(part.startswith("lora_") for part in parts):
             return None
-        del parts[at : at + 2]
-    return ".".join(part for part in parts if part != "base_layer")
+        if "modules_to_save" in parts:
+            at = parts.index("modules_to_save")
+            if parts[at + 1 : at + 2] != [adapter]:
+                return None
+            del parts[at : at + 2]
+        return ".".join(part for part in parts if part != "base_layer")
+
+    return name_of
 
 
 def checkpoint_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of the (base) model under their checkpoint names; an adapter layer stands for the layer it wraps."""
-    if not is_peft_model(model):
-        yield from ((plain_name(name), module) for name, module in model.named_modules())
-        return
+    name_of = checkpoint_names(model)
     for full_name, module in base_model(model).named_modules():
-        inside_adapter = "base_layer" in full_name.split(".")
-        # A name may end in "modules_to_save", the container of the copies.
-        if inside_adapter or full_name.endswith("modules_to_save") or hasattr(module, "modules_to_save"):
-            continue
-        name = checkpoint_name(full_name, model.active_adapter)
-        if name is not None:
+        name, inside_adapter = name_of(full_name), "base_layer" in full_name.split(".")
+        if name is not None and not inside_adapter and not hasattr(module, "modules_to_save"):
             yield name, module
 
 
@@ -60,6 +61,7 @@ def checkpoint_renaming(model: nn.Module) -> Callable[[str], str]:
     transformers renames some modules on load (Mixtral's `block_sparse_moe` becomes `mlp`) and back in `save_pretrained`;
     llm-compressor's checkpoints and vLLM have the saved names.
     """
+    model = base_model(model)
     if not isinstance(model, PreTrainedModel):
         return str
     conversions = getattr(model, "_weight_conversions", None)

@@ -56,7 +56,7 @@ def quantize_shards(
         own (`LowBitWeight`, *optional*): What `quantize_own` gave for this weight.
 
     Raises:
-        ValueError: as `quantize_weight`; in every process, when in one.
+        ValueError: as `quantize_weight`, in the process whose rows they are; its end is that of the others, by the launcher.
     """
     unit = _unit(weight, scheme)
     if unit is None:
@@ -73,11 +73,6 @@ def quantize_shards(
     for (name, tensor), piece in zip(tensors.items(), pieces, strict=True):
         piece = piece.clone(memory_format=torch.contiguous_format)
         tensors[name] = piece.flatten().view(tensor.dtype).view(-1, tensor.shape[1])
-    if not torch.isfinite(tensors["weight_scale"]).all():  # the signal of `quantize_own`
-        _quantize_rows(weight, scheme, qparams)  # raises in the process whose rows they are
-        raise ValueError(
-            f"Another process could not quantize its rows of a weight {tuple(weight.shape)}, and says why."
-        )
     if "weight_shape" in part.tensors:
         tensors["weight_shape"] = torch.tensor((math.prod(weight.shape[:-1]), weight.shape[-1]))
     return LowBitWeight(dict(sorted(tensors.items())), scheme)
@@ -85,22 +80,7 @@ def quantize_shards(
 
 @torch.no_grad()
 def quantize_own(weight: DTensor, scheme: QuantizationScheme, qparams: QParams | None = None) -> LowBitWeight:
-    """
-    The low-bit rows of this process, a unit of zeros where it has none; arguments and conditions of `quantize_shards`.
-
-    Rows with NaN or infinity, which have no scale, get scales of NaN, and no error: the other processes are about to wait for these
-    rows in a collective, and an error here alone would leave them there until it times out. The scales are gathered anyway, so
-    that everybody learns of it without a collective more; `quantize_weight` never gives NaN by itself.
-    """
-    try:
-        return _quantize_rows(weight, scheme, qparams)
-    except ValueError:
-        part = quantize_weight(torch.zeros_like(own_rows(weight)).flatten(0, -2), scheme)
-        part.scale.fill_(math.nan)
-        return part
-
-
-def _quantize_rows(weight: DTensor, scheme: QuantizationScheme, qparams: QParams | None) -> LowBitWeight:
+    """The low-bit rows of this process, a unit of zeros where it has none; arguments and conditions of `quantize_shards`."""
     own, total = own_rows(weight), len(weight)
     if not len(own):
         return quantize_weight(own.new_zeros(_unit(weight, scheme), *own.shape[1:]).flatten(0, -2), scheme)

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
 from .experts import PROJECTIONS, checkpoint_tensors, expert_modules
 from .linear import LowBitLayer
-from .names import base_model, checkpoint_name, checkpoint_renaming, plain_name
+from .names import checkpoint_names, checkpoint_renaming, plain_name
 from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
 
@@ -51,36 +50,29 @@ def iter_low_bit_weights(
     Raises:
         RuntimeError: when `named_params` lack parameters of a quantized layer or of experts.
     """
-    name_of = _naming(model)
+    name_of = checkpoint_names(model)
     quantized = any(isinstance(module, LowBitLayer) for module in model.modules())
-    rename = checkpoint_renaming(base_model(model)) if quantized else str
-    producers = _producers(model, name_of, rename) if quantized else {}
-    waiting = {source: producer for producer in producers.values() for source in producer.sources}
+    rename = checkpoint_renaming(model) if quantized else str
+    waiting = {source: p for p in _producers(model, name_of, rename) for source in p.sources} if quantized else {}
     for full_name, param in model.named_parameters() if named_params is None else named_params:
         producer, name = waiting.pop(plain_name(full_name), None), name_of(full_name)
         if producer is not None:
             producer.seen[plain_name(full_name)] = param
             if len(producer.seen) == len(producer.sources):
-                sources = [producer.seen.pop(source) for source in producer.sources]
-                yield from producer.tensors_of(*sources)
+                yield from producer.tensors_of(*(producer.seen.pop(source) for source in producer.sources))
         elif name is not None:
             # A copy even when the dtype fits: the engine keeps references until a layer is complete.
             tensor = whole(param.detach())
             copied = tensor.to(MASTER_CAST_DTYPE, copy=True) if tensor.is_floating_point() else tensor.clone()
             yield rename(name), copied
-    missing = {name: p for name, p in producers.items() if not waiting.keys().isdisjoint(p.sources)}
-    if missing:
-        name, producer = next(iter(missing.items()))
+    if waiting:
         raise RuntimeError(
-            f"{len(missing)} quantized layers or experts were not whole among the parameters given (first: {name!r}, "
-            f"{len(producer.seen)} of {list(producer.sources)}), so the engine or the checkpoint would miss them. "
-            "Parameter names changed between TRL or torch versions?"
+            f"{len(waiting)} parameters of quantized layers or experts were not given (first: {min(waiting)!r}), so the engine or "
+            "the checkpoint would miss them. Parameter names changed between TRL or torch versions?"
         )
     persistent = model.state_dict(keep_vars=True)
-    parameters = {id(p) for p in model.parameters()}
     for full_name, buffer in model.named_buffers():
-        name = name_of(full_name)
-        if plain_name(full_name) in persistent and id(buffer) not in parameters and name is not None:
+        if plain_name(full_name) in persistent and (name := name_of(full_name)) is not None:
             yield rename(name), buffer.detach().clone()
 
 
@@ -97,28 +89,19 @@ def readable_parameters(model: nn.Module, dist: Any) -> Iterator[tuple[str, Tens
 
 def _producers(
     model: nn.Module, name_of: Callable[[str], str | None], rename: Callable[[str], str]
-) -> dict[str, _Producer]:
-    """The low-bit layers and the experts of a quantized `model`, by the names of layers and of parameters."""
-    producers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LowBitLayer) and module.sources():
-            sources = tuple(plain_name(f"{name}.{local}") for local in module.sources())
-            prefix = rename(name_of(sources[0])).removesuffix("weight")
-            producers[name] = _Producer(sources, partial(_layer_tensors, module, prefix))
-    places = {id(module): plain_name(name) for name, module in model.named_modules()}
-    for name, module in expert_modules(model):
-        for parameter in PROJECTIONS:
-            source = f"{places[id(module)]}.{parameter}"
-            tensors_of = partial(checkpoint_tensors, name, module, parameter, rename)
-            producers[source] = _Producer((source,), tensors_of)
-    return producers
+) -> Iterator[_Producer]:
+    """The low-bit layers and the experts of a quantized `model`."""
+    experts = {id(module): name for name, module in expert_modules(model)}
+    for full_name, module in model.named_modules():
+        if id(module) in experts:
+            for parameter in PROJECTIONS:
+                tensors_of = partial(checkpoint_tensors, experts[id(module)], module, parameter, rename)
+                yield _Producer((plain_name(f"{full_name}.{parameter}"),), tensors_of)
+        elif isinstance(module, LowBitLayer):
+            prefix = rename(name_of(f"{full_name}.weight")).removesuffix("weight")
+            sources = tuple(plain_name(f"{full_name}.{local}") for local in module.sources())
+            yield _Producer(sources, partial(_layer_tensors, module, prefix))
 
 
 def _layer_tensors(layer: LowBitLayer, prefix: str, *sources: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield from ((prefix + local, tensor) for local, tensor in layer.low_bit(*sources).tensors.items())
-
-
-def _naming(model: nn.Module) -> Callable[[str], str | None]:
-    if not is_peft_model(model):
-        return plain_name
-    return lambda name: checkpoint_name(name, model.active_adapter)

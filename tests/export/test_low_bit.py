@@ -113,7 +113,7 @@ FP8_GROUP = {
 INT4_GROUP = {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}
 RECIPES = {
     "preset": {"targets": "Linear", "scheme": "W4A16", "ignore": ["lm_head"]},
-    "narrow targets": {"targets": ["re:.*mlp.*proj$"], "scheme": "FP8_DYNAMIC", "observer": {"weights": "minmax"}},
+    "narrow targets": {"targets": ["re:.*mlp.*proj$"], "scheme": "FP8_DYNAMIC"},
     "two formats": {
         "config_groups": {
             "mlp": {"targets": ["re:.*mlp.*"], **INT4_GROUP},

@@ -535,7 +535,7 @@ def test_master_weights_given_from_outside_are_quantized_anew():
         == stream[f"{EXPERTS}.1.down_proj.weight_packed"].data_ptr()
     )
     missing = [(name, p) for name, p in whole.items() if not name.endswith("gate_up_proj")]
-    with pytest.raises(RuntimeError, match=r"1 quantized layers or experts.*mlp\.experts\.gate_up_proj"):
+    with pytest.raises(RuntimeError, match=r"1 parameters of quantized layers or experts.*mlp\.experts\.gate_up_proj"):
         list(iter_low_bit_weights(model, missing))
 
 

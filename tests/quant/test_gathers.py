@@ -173,24 +173,15 @@ def refusals() -> list[str]:
     with pytest.raises(RuntimeError) as unlike:
         own = layer.weight.to_local().detach()
         own.fsdp_pre_all_gather(init_device_mesh("cpu", (2,)), torch.Size((127, 256)), None, layer, None)
-    # NaN in one process: nobody waits, and the sync says where.
-    with torch.no_grad():
-        if torch.distributed.get_rank() == 1:
-            layer.weight.to_local()[3, 5] = torch.nan
-    layer.forget()
-    assert not model(torch.arange(8)[None]).logits.isfinite().any()
-    with pytest.raises(ValueError) as wrong:
-        layer.low_bit(layer.weight)
     torch.distributed.destroy_process_group()
-    return [str(error.value), str(wrong.value), str(unlike.value)]
+    return [str(error.value), str(unlike.value)]
 
 
 @pytest.mark.slow
 def test_what_is_no_weight_says_so():
-    first, second = isolated_group(refusals, 2)
-    assert "(127, 256) cannot be gathered from 2 processes" in first[2]
-    assert "gathered the quantized values alone" in first[0]
-    assert "Another process" in first[1] and "holds NaN" in second[1]
+    read, unlike = isolated_group(refusals, 2)[0]
+    assert "gathered the quantized values alone" in read
+    assert "(127, 256) cannot be gathered from 2 processes" in unlike
 
 
 def test_a_coded_master_is_the_tensor_it_was_made_of(tmp_path):

@@ -69,32 +69,18 @@ def sharded_weights(processes):
     )
     with patch.object(DTensor, "from_local", rolled):
         assert not same(quantize_shards(cut(weight, mesh), scheme), quantize_weight(weight, scheme))
-    weight[5, 3] = math.nan
-    messages = []
-    for qparams in (None, min_max_qparams(normal(8, 128), scheme)):
-        with pytest.raises(ValueError) as error:
-            quantize_shards(cut(weight, mesh), scheme, qparams)
-        messages.append(str(error.value))
-    # A scale that is frozen wrong for the rows of one process.
-    frozen = min_max_qparams(normal(8, 128), scheme)
-    frozen[0][5] = math.nan
-    with pytest.raises(ValueError) as error:
-        quantize_shards(cut(normal(8, 128), mesh), scheme, frozen)
     torch.distributed.destroy_process_group()
-    return way, messages, str(error.value)
+    return way
 
 
 @pytest.mark.parametrize("processes", [2, 4], ids=["FSDP2", "HSDP"])
 def test_quantized_of_shards_are_those_of_the_whole_weight(processes):
     found = isolated_group(sharded_weights, processes, processes)
-    for way, *_ in found:
+    for way in found:
         assert {case for case, moved in way.items() if moved == "weight"} == {
             *(("W4A16_ASYM", (24, 128)), ("FP8_BLOCK", (128, 128)), ("FP8_BLOCK", (384, 128)))
         }
         assert len(way) == 6 * len(SHAPES) + 6 + 4
-    for rank, (_, messages, frozen) in enumerate(found):
-        assert ("rozen" if rank % 2 else "Another process") in frozen
-        assert all(("holds NaN" if rank % 2 else "Another process") in message for message in messages)
 
 
 def sharded_sync(name):
