@@ -184,13 +184,16 @@ def _prepare_biases(model: torch.nn.Module) -> dict[str, Tensor]:
     """
     Let every bias of the engine be loaded, and return the storage of each by name, for [`_keep_biases`].
 
-    Kernels that permute or cast a bias (Marlin for NVFP4, W4A8 on a CPU) put a plain parameter in its place, without the loader
-    that vLLM's stream of a merged layer calls; the layer itself still has it.
+    Kernels that permute or cast a bias (Marlin for NVFP4 and FP8, W4A8 on a CPU) put a plain parameter in its place, without the loader
+    that vLLM's stream of a merged layer calls, or without the dimension along which it cuts; the layer itself still has the loader.
     """
     for layer in model.modules():
         bias = getattr(layer, "bias", None)
-        lost = isinstance(bias, torch.nn.Parameter) and not hasattr(bias, "weight_loader")
-        if lost and hasattr(layer, "weight_loader"):
+        if (
+            isinstance(bias, torch.nn.Parameter)
+            and hasattr(layer, "weight_loader")
+            and not hasattr(bias, "output_dim")
+        ):
             bias.output_dim, bias.weight_loader = 0, layer.weight_loader
     return {name: p.data for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias"}
 

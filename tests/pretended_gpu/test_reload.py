@@ -17,8 +17,15 @@ import torch
 from conftest import make_model
 from slow.isolated import isolated
 
+from qarl_trl.quant.scheme import GPU_GENERATIONS
+
 
 pytestmark = pytest.mark.slow
+PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+DENSE = ("qwen2", "qwen3", "llama")
+SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "FP8_BLOCK", "none")
+NO_EXPERTS = ("qwen3_moe", "NVFP4A16")
+FAULTLESS = {"kernel": "", "moved": [], "scales": {1.0}, "same in b": [], "not a again": []}
 
 
 @contextmanager
@@ -27,8 +34,14 @@ def cuda(capability: tuple[int, int]) -> Iterator[None]:
     # What is imported before looks for the libraries of a CPU only.
     import vllm.model_executor.layers.fused_moe.oracle.fp8
     import vllm.model_executor.layers.fused_moe.oracle.int_wna16
+    import vllm.model_executor.layers.quantization.auto_awq
+    import vllm.model_executor.layers.quantization.auto_gptq
     import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
-    import vllm.model_executor.models.qwen2  # noqa: F401
+    import vllm.model_executor.layers.quantization.moe_wna16
+    import vllm.model_executor.models.llama
+    import vllm.model_executor.models.qwen2
+    import vllm.model_executor.models.qwen3
+    import vllm.model_executor.models.qwen3_moe  # noqa: F401
     from vllm import _custom_ops as ops
     from vllm.platforms import PlatformEnum, current_platform
     from vllm.platforms.interface import DeviceCapability
@@ -41,6 +54,18 @@ def cuda(capability: tuple[int, int]) -> Iterator[None]:
 
     def repack(b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False) -> Any:
         return b_q_weight.contiguous().flip(1).reshape(size_k // 16, size_n * num_bits // 2).clone()
+
+    def repack_experts(
+        b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
+    ) -> Any:
+        return torch.stack([repack(expert, size_k, size_n, num_bits) for expert in b_q_weight])
+
+    operations = {
+        "gptq_marlin_repack": repack,
+        "gptq_marlin_moe_repack": repack_experts,
+        "machete_prepack_B": lambda weight, *_, **__: weight.contiguous().flip(0).clone(),
+        "cutlass_scaled_mm_supports_fp8": lambda capability: capability >= 89,
+    }
 
     platform = {
         "_enum": PlatformEnum.CUDA,
@@ -59,13 +84,28 @@ def cuda(capability: tuple[int, int]) -> Iterator[None]:
     with (
         patch.multiple(type(current_platform), **platform),
         patch.multiple(torch.accelerator, **accelerator),
-        patch.object(ops, "gptq_marlin_repack", repack),
+        patch.multiple(ops, **operations),
     ):
         yield
 
 
-def _start(folder: str, model: Any) -> tuple[Any, torch.nn.Module]:
-    """vLLM's settings and its model with random weights, for a quantized learner."""
+def _model(kind: str, scheme: str) -> torch.nn.Module:
+    """A learner; with weights of whole kernel tiles."""
+    from qarl_trl.quant import apply_quantization
+
+    sizes = {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "intermediate_size": 512,
+    }
+    model = make_model(kind, **sizes)
+    return model if scheme == "none" else apply_quantization(model, scheme)
+
+
+def _start(folder: str, model: Any, capability: tuple[int, int]) -> tuple[Any, torch.nn.Module]:
+    """vLLM's settings and its model with random weights, for a learner."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
@@ -75,19 +115,48 @@ def _start(folder: str, model: Any) -> tuple[Any, torch.nn.Module]:
     from qarl_trl.rollout import _vllm
 
     model.config.save_pretrained(folder)
-    overrides = {"quantization_config": quantization_config(model)}
+    found = quantization_config(model)
+    overrides = {} if found is None else {"quantization_config": found}
     sizes = {"enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True, "dtype": "bfloat16"}
     settings = EngineArgs(folder, load_format="dummy", hf_overrides=overrides, **sizes).create_engine_config()
     _vllm.keep_cache_scales()
     with set_current_vllm_config(settings):
-        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-        with cuda((9, 0)):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+        with cuda(capability):
             loader = get_model_loader(settings.load_config)
             return settings, loader.load_model(vllm_config=settings, model_config=settings.model_config)
 
 
-def _reload(settings: Any, engine: torch.nn.Module, stream: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _tensors(
+    owner: Any, path: str = "", found: dict | None = None, seen: set | None = None
+) -> dict[str, torch.Tensor]:
+    """Every tensor that a forward could read: parameters, buffers, and what hangs on kernels and on experts."""
+    found, seen = ({}, set()) if found is None else (found, seen)
+    if id(owner) in seen:
+        return found
+    seen.add(id(owner))
+    if isinstance(owner, torch.Tensor):
+        if owner.device.type == "meta":  # what the reload keeps of a layer's form
+            return found
+        found[path.replace("_modules.", "").replace("_parameters.", "").replace("_buffers.", "")] = owner
+    elif isinstance(owner, dict):
+        parts = owner.items()
+    elif isinstance(owner, list | tuple):
+        parts = enumerate(owner)
+    else:
+        ours = type(owner).__module__.startswith(("vllm.model_executor", "torch.nn"))
+        parts = vars(owner).items() if ours and hasattr(owner, "__dict__") else ()
+    if not isinstance(owner, torch.Tensor):
+        for name, part in list(parts):
+            _tensors(part, f"{path}.{name}".removeprefix("."), found, seen)
+    return found
+
+
+def _reload(
+    settings: Any, engine: torch.nn.Module, stream: dict[str, torch.Tensor], capability: tuple[int, int]
+) -> dict:
     """A sync of a colocated engine; afterwards a copy of every tensor of the engine."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -99,48 +168,66 @@ def _reload(settings: Any, engine: torch.nn.Module, stream: dict[str, torch.Tens
         engine.load_weights(iter(stream.items()))
         finalize_layerwise_reload(engine, settings.model_config)
 
-    with set_current_vllm_config(settings), cuda((9, 0)):
+    with set_current_vllm_config(settings), cuda(capability):
         _vllm.reload_model(engine, reload)
-    return {name: t.detach().clone() for name, t in (*engine.named_parameters(), *engine.named_buffers())}
+    return {name: tensor.detach().clone() for name, tensor in _tensors(engine).items()}
 
 
 def _sleep(engine: torch.nn.Module) -> None:
     """What a sleep of level 2 leaves: anything, but in buffers."""
-    for parameter in engine.parameters():
-        parameter.data.untyped_storage().fill_(0x7F)
+    kept = {buffer.data_ptr() for buffer in engine.buffers()}
+    for name, tensor in _tensors(engine).items():
+        if tensor.numel() and tensor.data_ptr() not in kept and not name.endswith("_cpu"):
+            tensor.data.untyped_storage().fill_(0x7F)
 
 
-def _syncs(folder: str, kind: str, scheme: str, mended: bool = True) -> dict[str, Any]:
+def _kernel(layer: Any) -> str:
+    """The class that multiplies in a layer of the engine."""
+    method, scheme = layer.quant_method, getattr(layer, "scheme", None)
+    kernel = (
+        getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None) or getattr(method, "experts_cls", None)
+    )
+    return (kernel if isinstance(kernel, type) else type(kernel or scheme or method)).__name__
+
+
+def _syncs(
+    folder: str, kind: str, scheme: str, capability: tuple[int, int] = (9, 0), fault: str = ""
+) -> dict[str, Any]:
     """Syncs A, B, A with a sleep before each, and what the engine's tensors are then."""
-    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+    from qarl_trl.quant import iter_low_bit_weights
     from qarl_trl.rollout import _vllm
 
-    if not mended:
+    if fault == "no loader":
         _vllm._prepare_biases = lambda model: {}
-
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
-    model = apply_quantization(make_model(kind, **sizes), scheme)
-    settings, engine = _start(folder, model)
-    attention = engine.model.layers[0].self_attn.attn
-    scales = {"start": attention._q_scale_float}
-    places = {name: p.data_ptr() for name, p in engine.named_parameters()}
-    a = {name: tensor.clone() for name, tensor in iter_low_bit_weights(model)}
-    first = _reload(settings, engine, a)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    b = {name: tensor.clone() for name, tensor in iter_low_bit_weights(model)}
-    answers = []
-    for stream in (b, a):
-        _sleep(engine)
-        answers.append(_reload(settings, engine, stream))
-    scales["syncs"] = attention._q_scale_float
+    model = _model(kind, scheme)
+    settings, engine = _start(folder, model, capability)
+    layer = engine.model.layers[0]
+    mlp = layer.mlp.experts.routed_experts if hasattr(layer.mlp, "experts") else layer.mlp.down_proj
+    scales = [layer.self_attn.attn._q_scale_float]
+    places = {name: t.data_ptr() for name, t in _tensors(engine).items() if not name.endswith("_cpu")}
+    streams, answers = [], []
+    for _ in "AB":
+        streams.append({name: tensor.clone() for name, tensor in iter_low_bit_weights(model)})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    for which in (0, 1, 0):
+        if answers:
+            _sleep(engine)
+        answers.append(_reload(settings, engine, streams[which], capability))
+        scales.append(layer.self_attn.attn._q_scale_float)
+    first, other, again = answers
+    if fault == "repacked twice":
+        again = {name: t.flip(0) if name.endswith("down_proj.weight_packed") else t for name, t in again.items()}
+    # What a graph reads: of experts' scales vLLM makes second tensors, and goes on filling the first.
+    stayed = {tensor.data_ptr() for name, tensor in _tensors(engine).items() if places.get(name) == tensor.data_ptr()}
+    forms = ("weight_shape", "cos_sin_cache")  # alike in A and B
     return {
-        "kernel": type(engine.model.layers[0].mlp.down_proj.scheme.kernel).__name__,
-        "in place": places == {name: p.data_ptr() for name, p in engine.named_parameters()},
-        "scales": scales,
-        "changed by b": sorted({n.split(".")[-1] for n, t in answers[0].items() if not _same(t, first[n])}),
-        "not a again": [name for name, tensor in answers[1].items() if not _same(tensor, first[name])],
+        "kernel": _kernel(mlp),
+        "moved": [name for name, place in places.items() if place not in stayed],
+        "scales": set(scales),
+        "same in b": [n for n, t in first.items() if t.numel() > 4 and _same(t, other[n]) and not n.endswith(forms)],
+        "not a again": [name for name, t in first.items() if name not in again or not _same(t, again[name])],
     }
 
 
@@ -148,17 +235,41 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x.contiguous().flatten().view(torch.uint8), y.contiguous().flatten().view(torch.uint8))
 
 
-def test_a_bias_that_the_kernel_replaced_is_loaded_again(tmp_path: Path):
-    """Marlin's FP4 layer puts a permuted bias without a loader in its place, at which the next stream of a merged layer stops."""
-    found = isolated(_syncs, str(tmp_path), "qwen2", "NVFP4A16")
-    assert found["kernel"] == "MarlinNvFp4LinearKernel"
-    assert found["scales"] == {"start": 1.0, "syncs": 1.0}
-    assert found["in place"]
-    assert {"bias", "weight", "weight_scale"} <= set(found["changed by b"])
-    assert found["not a again"] == []
+def _of_all(folder: str, capability: tuple[int, int]) -> dict[tuple[str, str], dict[str, Any]]:
+    # The experts first: vLLM makes the group of their ranks with the first model of a process alone.
+    cells = [(kind, scheme) for kind in ("qwen3_moe", *DENSE) for scheme in SCHEMES if (kind, scheme) != NO_EXPERTS]
+    found = {}
+    for kind, scheme in cells:
+        (place := Path(folder) / kind / scheme).mkdir(parents=True)
+        found[kind, scheme] = _syncs(str(place), kind, scheme, capability)
+    return found
 
 
-def test_without_its_loader_the_first_sync_stops(tmp_path: Path):
-    """The control. When this fails vLLM has been repaired."""
-    with pytest.raises(AssertionError, match="loader"):
-        isolated(_syncs, str(tmp_path), "qwen2", "NVFP4A16", False)
+@pytest.mark.parametrize("generation", GPU_GENERATIONS)
+def test_after_syncs_and_sleeps_every_tensor_is_in_its_place_with_its_bytes(generation, tmp_path):
+    found = isolated(_of_all, str(tmp_path), GPU_GENERATIONS[generation])
+    for cell, result in found.items():
+        assert result | {"kernel": ""} == FAULTLESS, cell
+    columns = next(line for line in PAGE.splitlines() if line.startswith("| scheme")).split(" | ")
+    (column,) = (i for i, name in enumerate(columns) if name.startswith(generation))
+    for scheme in SCHEMES:
+        kernels = {found[kind, scheme]["kernel"] for kind in DENSE}
+        assert len(kernels) == 1
+        kernels = [*kernels, *(found[cell]["kernel"] for cell in [("qwen3_moe", scheme)] if cell in found)]
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{scheme}` |"))
+        assert row.split(" | ")[column].removesuffix(" |") == ", ".join(kernels), (
+            f"docs/gpu.md: {scheme} on {generation}"
+        )
+
+
+def test_a_second_repack_is_found(tmp_path):
+    """A control."""
+    found = isolated(_syncs, str(tmp_path), "qwen2", "W4A16", (9, 0), "repacked twice")
+    assert found["not a again"] == [f"model.layers.{i}.mlp.down_proj.weight_packed" for i in (0, 1)]
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "FP8_BLOCK"])
+def test_without_its_loader_a_permuted_bias_stops_the_first_sync(scheme, tmp_path):
+    """A control. Marlin puts a permuted bias without a loader in its place. When this fails vLLM has been repaired."""
+    with pytest.raises(AssertionError):
+        isolated(_syncs, str(tmp_path), "qwen2", scheme, (9, 0), "no loader")
