@@ -26,7 +26,7 @@ from .quant.model import apply_quantization, check_shardable, quantized_modules
 from .quant.scheme import resolve_config
 from .quant.start import QuantizedSource, quantized_source
 from .rollout.gemm import GEMMS
-from .rollout.support import check_engine, check_shards
+from .rollout.support import check_engine
 
 
 logger = get_logger(__name__)
@@ -53,8 +53,6 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     if config is not None:
         if args.learner_ops == "engine":
             args.engine_ops_for(config)
-        if args.use_vllm:
-            check_shards(config, plan, args)
         if args.quantized and num_experts(config):
             check_experts(config, plan, args)
     if args.push_to_hub and args.process_index == 0:

@@ -8,11 +8,9 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from transformers import Qwen3MoeConfig
 from trl import get_peft_config
 
 from qarl_trl.quant.recipe import read_recipe
-from qarl_trl.rollout.support import check_shards
 from qarl_trl.train import describe, parse
 from qarl_trl.validate import check_adapter
 
@@ -101,20 +99,6 @@ def test_arms_differ_in_the_method_only(model):
     changed = differing_keys(rollout, qarl)
     assert {"quantize_learner", "loss_type"} <= changed <= METHOD - {"quant_scheme"}
     assert len(changed) <= 12
-
-
-@pytest.mark.parametrize("path", [path for path in RECIPES if "30b" in str(path)], ids=recipe_id)
-def test_engine_ranks_divide_the_groups_of_qwen3_30b_a3b(path):
-    """Its sizes, from its synced config.json; with 4 ranks an expert has 192 columns for groups of 128."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "head_dim": 128}
-    model = Qwen3MoeConfig(num_attention_heads=32, num_key_value_heads=4, **sizes)
-    _, args, _ = parse(["--config", str(path), *ON_CPU])
-    if args.quantized:
-        check_shards(model, args.quant_plan(), args)
-        if args.quant_scheme == "W4A16":  # control
-            args.vllm_tensor_parallel_size = 4
-            with pytest.raises(ValueError, match=r"768 inputs of mlp\.experts\.0\.down_proj into parts of 192"):
-                check_shards(model, args.quant_plan(), args)
 
 
 def test_a_lora_arm_differs_from_its_full_one_in_the_adapter_and_the_optimizer():

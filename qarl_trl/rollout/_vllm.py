@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -26,11 +28,6 @@ _CACHE_SCALES = re.compile(r"(^|\.)(q|k|v|prob)_(scale|zero_point)$")
 BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
 
 
-def rounds_block_scales() -> bool:
-    """Whether the user asked the engine to round the scales of float8 blocks up to powers of two."""
-    return os.environ.get(BLOCK_SCALES, "0") not in ("", "0")
-
-
 def keep_block_scales() -> None:
     """Have the engine multiply by the block scales that were synced; by default a Hopper engine rounds them up first."""
     os.environ[BLOCK_SCALES] = "0"
@@ -39,15 +36,14 @@ def keep_block_scales() -> None:
 @contextmanager
 def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -> Iterator[None]:
     """
-    Add keyword arguments to the `vllm.LLM(...)` that TRL builds, and to dictionaries that it passes itself.
+    Add keyword arguments to the `vllm.LLM(...)` that TRL builds.
 
     `built` is called with the engine before TRL does anything with it.
     """
     original = vllm_generation.LLM
 
     def build(**kwargs: Any) -> Any:
-        merged = {k: {**kwargs[k], **v} if isinstance(v, dict) and kwargs.get(k) else v for k, v in extra.items()}
-        llm = original(**kwargs | merged)
+        llm = original(**kwargs | extra)
         if built is not None:
             built(llm)
         return llm
@@ -137,47 +133,60 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     """
-    Run vLLM's `reload` of an engine's model, which calls `model.load_weights`, and check that every tensor came.
+    Run vLLM's `reload` of an engine's model, and check that every parameter came whole.
 
     Around it this mends what vLLM 0.31's reload leaves out: loaders and storage of biases, layouts of CPU kernels
-    (`_vllm_cpu.complete_reload`), merged layers of which only a part came, and scales of attention layers.
+    (`_vllm_cpu.complete_reload`) and scales of attention layers.
 
     Raises:
-        RuntimeError: when the engine did not take every tensor it has a place for, which it only logs itself.
+        RuntimeError: when the engine did not get every element it has a place for, which it only logs, or not even that: what a
+            merged layer (q, k, v; gate, up; all experts) lacks it takes for padding, and computes with what was in the memory.
     """
-    load_weights, tied = model.load_weights, _tied_names(model)
-    expected: set[str] = set()
-    loaded: set[str] = set()
+    from vllm.model_executor.model_loader.reload import layerwise
 
-    def checked(stream: Iterable[tuple[str, Tensor]]) -> set[str]:
-        # The first call comes after the restore: the parameters are now those of the checkpoint, not of the kernels.
+    tied, biases, count = _tied_names(model), _prepare_biases(model), layerwise.get_numel_loaded
+    expected: dict[str, tuple[Tensor, int]] = {}
+    came: Counter[int] = Counter()
+
+    def counted(loader: Callable[..., Any], call: inspect.BoundArguments) -> tuple[int, Any]:
+        # The first call comes after vLLM has put the parameters of the checkpoint into the place of the kernels'.
         if not expected:
-            expected.update(_loader_name(n) for n, _ in model.named_parameters() if not _CACHE_SCALES.search(n))
-        names = set(load_weights(stream))
-        loaded.update(map(_loader_name, names))
-        return names
+            expected.update(_places(model))
+        number, result = count(loader, call)
+        came[id(call.arguments["param"])] += max(number, 1)  # scalars are filled, and vLLM counts what is copied
+        return number, result
 
-    biases = _prepare_biases(model)
-    with (
-        patch.object(model, "load_weights", checked),
-        _vllm_cpu.complete_reload(model),
-        _merged_in_part(model) as in_part,
-    ):
+    with patch.object(layerwise, "get_numel_loaded", counted), _vllm_cpu.complete_reload(model):
         reload()
     _keep_biases(model, biases)
     reset_cache_scales(model)
     if not expected:
-        raise RuntimeError(
-            f"vLLM {installed_version('vllm')} reloaded without calling the model's load_weights, so nothing is known "
-            "about what it took. Use a tested version."
-        )
+        raise RuntimeError(f"vLLM {installed_version('vllm')} reloaded without its loaders. Use a tested version.")
+    whole = {name for name, (parameter, number) in expected.items() if came[id(parameter)] >= number}
     # A tied parameter is one storage again after the reload: loaded under one name it is loaded under all.
-    missing = sorted(in_part + [name for name in expected - loaded if not tied.get(name, set()) & loaded])
+    missing = sorted(name for name in expected.keys() - whole if not tied.get(name, set()) & whole)
     if missing:
         raise RuntimeError(
             f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the synced stream does "
             "not have them. The engine would answer from a mix of old and new weights."
         )
+
+
+def _places(model: torch.nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """By name, each parameter that vLLM's loaders fill, and how many elements a checkpoint has for it."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+    places = {}
+    for prefix, layer in model.named_modules():
+        for name, parameter in layer.named_parameters(prefix, recurse=False):
+            if _CACHE_SCALES.search(name) or name.rpartition(".")[2] in SKIP_LOAD_TENSORS:
+                continue
+            # The last rows of a vocabulary are padding, which never comes.
+            padded = isinstance(layer, VocabParallelEmbedding)
+            places[name] = parameter, 1 if padded else get_tensor_load_numel(parameter)
+    return places
 
 
 def _prepare_biases(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -212,68 +221,12 @@ def _keep_biases(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
             bias.data = old
 
 
-@contextmanager
-def _merged_in_part(model: torch.nn.Module) -> Iterator[list[str]]:
-    """
-    Collect the names of merged parameters (q, k, v; gate, up; all experts) of which only a part of the checkpoint tensors came.
-
-    vLLM's own check knows names alone, and has seen the name of a merged parameter after its first part. When a reload ends, it
-    takes such a layer for one with padding, whose last elements never come (`finalize_layerwise_processing`), and processes
-    it with whatever was in the memory. But it keeps the arguments of every call of a loader until it processes the layer
-    (`info.loaded_weights`), and these say which part each call filled.
-    """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    names, process, in_part = {id(m): name for name, m in model.named_modules()}, layerwise._layerwise_process, []
-
-    def checked(layer: torch.nn.Module, info: Any) -> None:
-        came: dict[str, set[Any]] = {}
-        for name, bound in info.loaded_weights:
-            came.setdefault(name, set()).update(_parts(bound.arguments))
-        # A `weight_shape` comes once for each part, and vLLM takes the first alone.
-        lacking = [name for name, parts in came.items() if "_shape" not in name and not _is_whole(layer, name, parts)]
-        in_part.extend(f"{names[id(layer)]}.{name}" for name in lacking)
-        process(layer, info)
-
-    with patch.object(layerwise, "_layerwise_process", checked):
-        yield in_part
-
-
-def _parts(arguments: dict[str, Any]) -> list[Any]:
-    """Which parts of a merged parameter a call of its loader fills; `None` for all."""
-    part = arguments.get("loaded_shard_id", arguments.get("shard_id"))
-    if "expert_id" in arguments:
-        expert = arguments["expert_id"]
-        return [None if expert is None or part is None else (expert, part)]
-    return list(part) if isinstance(part, tuple) else [part]
-
-
-def _is_whole(layer: torch.nn.Module, name: str, parts: set[Any]) -> bool:
-    """Whether `parts` are all that a layer has in the parameter `name`; of experts those of this rank count."""
-    if None in parts:
-        return True
-    if not all(isinstance(part, tuple) for part in parts):
-        return len(parts) == len(getattr(layer, "output_sizes", parts))
-    if not hasattr(layer, "local_num_experts"):
-        return True
-    gated = name.startswith("w13") and layer.moe_config.is_act_and_mul
-    matrices = {"w1", "w3"} if gated else {matrix for _, matrix in parts}
-    places = None if layer.expert_map is None else layer.expert_map.tolist()  # -1: another rank's
-    local = [part for part in parts if places is None or places[part[0]] >= 0]
-    return len(local) >= layer.local_num_experts * len(matrices)
-
-
 def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
     """For each parameter that the engine holds under several names, all of them."""
     names: dict[int, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), set()).add(name)
     return {name: group for group in names.values() if len(group) > 1 for name in group}
-
-
-def _loader_name(name: str) -> str:
-    """A parameter's name as `load_weights` reports it, which leaves out the module inside a mixture of experts."""
-    return name.replace(".routed_experts.", ".")
 
 
 def reset_prefix_cache(llm: Any) -> None:

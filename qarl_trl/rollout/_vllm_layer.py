@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -66,8 +66,8 @@ def engine_layer(weight: LowBitWeight) -> nn.Module:
         parameters = dict(layer.named_parameters())
         if parameters.keys() != weight.tensors.keys():
             raise RuntimeError(
-                f"vLLM's layer holds {sorted(parameters)}, and the low-bit weight has {sorted(weight.tensors)}: this vLLM "
-                "loads the scheme in another way than the tested version. Use quant_kernel='auto' and report the version."
+                f"vLLM's layer holds {sorted(parameters)}, and the low-bit weight has {sorted(weight.tensors)}. Use "
+                "quant_kernel='auto' and report the version of vLLM."
             )
         for name, tensor in weight.tensors.items():
             parameters[name].weight_loader(parameters[name], tensor)
@@ -84,19 +84,20 @@ def _loading(device: torch.device) -> Iterator[None]:
     """What vLLM makes a layer in: its settings, one rank, the device, and bfloat16 for new tensors."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
     if device.type == "cpu":
         choose_arithmetic()
     _vllm.keep_block_scales()
-    before = torch.get_default_dtype()
-    with ExitStack() as stack:
-        stack.enter_context(set_current_vllm_config(_settings()))
-        # The learner's weight is whole, whatever the ranks of the engine, and there may be no engine in this process.
-        stack.enter_context(patch.object(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1)))
-        stack.enter_context(_vllm_cpu.quick_repack())
-        stack.enter_context(device)
-        stack.callback(torch.set_default_dtype, before)
-        torch.set_default_dtype(torch.bfloat16)
+    # The learner's weight is whole, whatever the ranks of the engine, and there may be no engine in this process.
+    one_rank = patch.object(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
+    with (
+        set_current_vllm_config(_settings()),
+        one_rank,
+        _vllm_cpu.quick_repack(),
+        device,
+        set_default_torch_dtype(torch.bfloat16),
+    ):
         yield
 
 

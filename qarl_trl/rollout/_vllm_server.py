@@ -6,18 +6,15 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.tokenizers import cached_tokenizer_from_config
 
 from . import _vllm, _vllm_cpu
 from .cpu import choose_arithmetic
@@ -25,64 +22,46 @@ from .server import engine_facts
 
 
 logger = logging.getLogger(__name__)
+UNNAMED = "not named"
 
 # A worker imports this file before it makes its model.
 if _vllm_cpu.is_cpu_engine():
     choose_arithmetic()
-_vllm_cpu.let_kernel_scan_pass()
 _vllm.keep_cache_scales()
 
 
-@dataclass
-class Weights:
-    """Which weights a worker's model holds."""
+@contextmanager
+def replacing(model: nn.Module, version: str) -> Iterator[None]:
+    """
+    Around a sync of all weights of a worker's model, which holds `version` afterwards: its `qarl_version`.
 
-    version: str | None = None  # of the last whole sync; `None` for random weights and within a sync
-    updates: int = 0  # since the last `begin`
-    touched: bool = False  # weights came, from any run
-    broken: bool = False  # an update began and did not end
-
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """Around one update of the weights; `RuntimeError` after one that failed, with which vLLM's reload would go on."""
-        self.begin()
-        self.updates, self.touched, self.broken = self.updates + 1, True, True
-        yield
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        self.broken = False
-
-    def begin(self) -> None:
-        """Take the version away until all weights of the next one are there."""
-        if self.broken:
-            raise RuntimeError(
-                "an earlier sync to this server failed, so it may hold a mix of weights: start it again"
-            )
-        self.version = None
-
-
-def weights_of(model: nn.Module) -> Weights:
-    """The one record that belongs to a worker's model."""
-    return vars(model).setdefault("qarl_weights", Weights())
+    Random weights have no such attribute. It is `None` within a sync and after one that failed, with whose buffered tensors
+    vLLM's next reload would go on: such a server is refused (`RuntimeError`).
+    """
+    if getattr(model, "qarl_version", UNNAMED) is None:
+        raise RuntimeError("an earlier sync to this server failed, so it may hold a mix of weights: start it again")
+    model.qarl_version = None
+    yield
+    model.qarl_version = version
 
 
 class NCCLTransfer(NCCLWeightTransferEngine):
     """vLLM's transfer between GPUs, as TRL's client speaks it, with the reload of a colocated engine. Untested: no GPU."""
 
     def start_weight_update(self) -> None:
-        """Nothing: all tensors come in one `update_weights`."""
+        """Nothing: all tensors come in one update."""
 
     finish_weight_update = start_weight_update
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        parsed = self.parse_update_info(update_info)
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        receive = partial(super().receive_weights, update_info)
 
         def reload() -> None:
             initialize_layerwise_reload(self.model)
-            self.receive_weights(parsed)
+            receive()
             finalize_layerwise_reload(self.model, self.model_config)
 
-        with weights_of(self.model).update():
+        with replacing(self.model, UNNAMED):
             _vllm.reload_model(self.model, reload)
 
 
@@ -120,48 +99,26 @@ class WorkerExtension:
         """
         tensors = tensors_of(self.vllm_config.additional_config.get("sync_folder", ""), version, json.loads(parts))
         model = self.model_runner.get_model()
-        with weights_of(model).update():
+        with replacing(model, version):
             _vllm.reload_model(model, partial(self.reload_weights, weights_iterator=tensors))
-        weights_of(model).version = version
 
     @told
-    def qarl_mark(self, version: str) -> None:
-        """Begin a sync over NCCL (an empty `version`), or name what exactly one update since then has brought."""
-        weights = weights_of(self.model_runner.get_model())
-        if not version:
-            weights.begin()
-            weights.updates = 0
-            if self._weight_update_active:  # a sender died before `finish_weight_update`
-                self.finish_weight_update()
-        elif weights.updates != 1 or weights.broken:
-            raise RuntimeError(
-                f"a weight sync must be one update of the weights, got {weights.updates}: let one run alone send to this server"
-            )
-        else:
-            weights.version = version
+    def qarl_name(self, version: str) -> None:
+        """Name the weights that came over NCCL."""
+        model = self.model_runner.get_model()
+        if getattr(model, "qarl_version", None) != UNNAMED:
+            raise RuntimeError("no new weights came: let one run alone send to this server")
+        model.qarl_version = version
 
     @told
     def qarl_state(self) -> dict[str, Any]:
-        """What this worker runs, as [`~qarl_trl.rollout.server.needed_of_server`] has it, and the version of its weights."""
-        model_config, transfer = self.vllm_config.model_config, self.vllm_config.weight_transfer_config
-        config, weights = model_config.hf_config.to_dict(), weights_of(self.model_runner.get_model())
-        quantization = config.pop("quantization_config", None)
+        """The version of this worker's weights, and what it runs ([`~qarl_trl.rollout.server.engine_facts`])."""
+        config, transfer = self.vllm_config.model_config.hf_config, self.vllm_config.weight_transfer_config
+        quantization = config.to_dict().get("quantization_config")
         for name in ("total_num_heads", "total_num_kv_heads") if quantization else ():  # vLLM's own notes
             quantization.pop(name, None)
-        engine = {
-            "dtype": str(model_config.dtype).removeprefix("torch."),
-            "logprobs_mode": model_config.logprobs_mode,
-            "eos_token_id": getattr(cached_tokenizer_from_config(model_config), "eos_token_id", None),
-            "transport": "folder" if transfer is None else transfer.backend.removeprefix("qarl_"),
-        }
-        return {
-            "version": weights.version,
-            "random": not weights.touched,
-            "quantization_config": quantization,
-            "config": config,
-            "config_class": type(model_config.hf_config).__module__,
-            "engine": engine_facts(self.device.type) | engine,
-        }
+        facts = engine_facts(config, quantization, "folder" if transfer is None else "nccl")
+        return {"version": getattr(self.model_runner.get_model(), "qarl_version", None), "facts": facts}
 
 
 def tensors_of(root: str, folder: str, parts: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
@@ -176,20 +133,13 @@ def tensors_of(root: str, folder: str, parts: list[list[str]]) -> Iterator[tuple
             f"the server has no folder {folder!r} in its sync_folder {root!r}: give trainer and server the same folder, on "
             "a file system that both machines mount"
         )
+    files = []
     for number, names in enumerate(parts):
         path = inside / f"{number}.safetensors"
         try:
-            with safe_open(path, "pt") as part:
-                lacking = sorted(set(names) - set(part.keys()))
+            files.append(safe_open(path, "pt"))
+            if lacking := sorted(set(names) - set(files[-1].keys())):
+                raise ValueError(f"it lacks {len(lacking)} tensors of the sync, first {lacking[0]!r}")
         except Exception as error:  # OSError, SafetensorError: missing, unreadable or cut short
             raise ValueError(f"the server cannot read {path}: {error}") from error
-        if lacking:
-            raise ValueError(f"{path} lacks {len(lacking)} tensors of the sync, first {lacking[0]!r}")
-
-    def read() -> Iterator[tuple[str, Tensor]]:
-        for number, names in enumerate(parts):
-            with safe_open(inside / f"{number}.safetensors", "pt") as part:
-                for name in names:
-                    yield name, part.get_tensor(name)
-
-    return read()
+    return ((name, file.get_tensor(name)) for file, names in zip(files, parts, strict=True) for name in names)

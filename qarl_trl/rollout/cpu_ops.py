@@ -25,9 +25,6 @@ ATTENTION = "qarl_cpu_engine"
 # Decoders of one form: norm, attention, sum, norm, MLP, sum. The tests run a model of each beside the engine.
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
-# Tokens of the sequences in a packed row; `None` for rows of one sequence each.
-Lengths = tuple[int, ...] | None
-
 
 def unsupported(config: PretrainedConfig) -> str | None:
     """Why a model of this `config` cannot run on the engine's operations; `None` when it can."""
@@ -113,93 +110,70 @@ class EngineDecoderLayer(nn.Module):
 
 class _EngineAttention(torch.autograd.Function):
     """
-    Forward by the engine's kernel on queries and keys rounded as its rotary kernel rounds; backward in float32.
+    Causal attention within each sequence, `(tokens, heads, head_dim)` bfloat16: one sequence of `lengths` after the other.
 
-    A packed row comes with the lengths of its sequences, padded ones with their mask.
+    Forward by the engine's kernel on queries and keys rounded as its rotary kernel rounds; backward in float32.
     """
 
     @staticmethod
-    def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Lengths, scale: float
-    ) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
         to_bfloat16 = _vllm_cpu.rounding()
         ctx.dtypes, ctx.lengths, ctx.scale = (query.dtype, key.dtype, value.dtype), lengths, scale
         query, key, value = to_bfloat16(query), to_bfloat16(key), value.to(torch.bfloat16)
-        ctx.save_for_backward(query, key, value, mask)
-        if query.shape[2] == key.shape[2]:
-            return engine_attention(query, key, value, mask, lengths, scale)
-        # A cache is in use: generation by transformers, which no engine has to agree with.
-        return to_bfloat16(float32_attention(query, key, value, mask, scale)).transpose(1, 2)
+        ctx.save_for_backward(query, key, value)
+        return _vllm_cpu.attention(query, key, value, lengths, scale)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, mask = ctx.saved_tensors
-        if mask is not None and grad.shape[1] == mask.shape[1]:
-            grad = grad * mask[:, :, None, None].to(grad.dtype)  # the forward gave a constant there
         with torch.enable_grad():
-            inputs = [t.float().requires_grad_() for t in inputs]
-            sequences = zip(*(t.split(ctx.lengths or t.shape[2], dim=2) for t in inputs), strict=True)
-            outputs = [float32_attention(*sequence, mask, ctx.scale) for sequence in sequences]
-            grads = torch.autograd.grad(torch.cat(outputs, dim=2).transpose(1, 2), inputs, grad.float())
-        return *(g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
+            inputs = [t.float().requires_grad_() for t in ctx.saved_tensors]
+            sequences = zip(*(t.transpose(0, 1).split(ctx.lengths, dim=1) for t in inputs), strict=True)
+            outputs = [_float32_attention(*sequence, ctx.scale, is_causal=True) for sequence in sequences]
+            grads = torch.autograd.grad(torch.cat(outputs, dim=1).transpose(0, 1), inputs, grad.float())
+        return *(g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
+
+
+def _float32_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any) -> Tensor:
+    with torch.autocast(query.device.type, enabled=False):
+        tensors = (query.float(), key.float(), value.float())
+        return F.scaled_dot_product_attention(*tensors, scale=scale, enable_gqa=True, **options)
 
 
 def engine_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: Lengths, scale: float
-) -> Tensor:
-    """
-    Causal attention by the engine's kernel, `(batch, tokens, heads, head_dim)` bfloat16; zero where padded.
-
-    Of bfloat16 `(batch, heads, tokens, head_dim)`, key and value with fewer heads. Either `mask` `(batch, tokens)`, 0 for
-    padding, or `lengths` of the sequences within each row, which are then all that it holds.
-    """
-    batch, heads, tokens, head_dim = query.shape
-    if lengths is not None:
-        real, lengths = torch.ones(batch, tokens, dtype=torch.bool), torch.tensor(lengths).repeat(batch)
-    else:
-        real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
-        lengths = real.sum(-1)
-        lengths = lengths[lengths > 0]
-    out = query.new_zeros(batch, tokens, heads, head_dim)
-    if len(lengths):
-        out[real] = _vllm_cpu.attention(*(t.transpose(1, 2)[real] for t in (query, key, value)), lengths, scale)
-    return out
-
-
-def float32_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """
-    Causal attention, `(batch, heads, queries, head_dim)` float32.
-
-    Queries are those of the last positions of the keys; key and value have fewer heads; `mask` is bool `(batch, keys)`.
-    """
-    queries, keys = query.shape[2], key.shape[2]
-    visible = None
-    if mask is not None or queries != keys:
-        visible = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-        if mask is not None:
-            # A padded query sees itself, or its softmax would be of nothing.
-            itself = torch.eye(queries, keys, dtype=torch.bool, device=query.device).roll(keys - queries, dims=1)
-            visible = (visible & mask.bool()[:, None, None, :]) | itself
-    options = {"attn_mask": visible, "is_causal": visible is None, "scale": scale, "enable_gqa": True}
-    with torch.autocast(query.device.type, enabled=False):
-        return F.scaled_dot_product_attention(query.float(), key.float(), value.float(), **options)
-
-
-def _attention(
-    module: nn.Module,
+    module: nn.Module | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scaling: float,
-    sequence_lengths: Lengths = None,
+    sequence_lengths: tuple[int, ...] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' signature of an attention implementation: `(batch, queries, heads, head_dim)` and no weights."""
-    return _EngineAttention.apply(query, key, value, mask, sequence_lengths, scaling), None
+    """
+    transformers' signature of an attention implementation: `(batch, tokens, heads, head_dim)` and no weights; zero where padded.
+
+    Of `(batch, heads, tokens, head_dim)`, key and value with fewer heads. Either `mask` `(batch, tokens)`, 0 for padding, or
+    `sequence_lengths` within each row, which are then all that it holds.
+    """
+    batch, heads, tokens, head_dim = query.shape
+    if tokens != key.shape[2]:
+        return _cached_attention(query, key, value, mask, scaling).transpose(1, 2), None
+    real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
+    lengths = [n for n in real.sum(-1).tolist() if n] if sequence_lengths is None else [*sequence_lengths] * batch
+    y = query.new_zeros(batch, tokens, heads, head_dim, dtype=torch.bfloat16)
+    y[real] = _EngineAttention.apply(*(t.transpose(1, 2)[real] for t in (query, key, value)), lengths, scaling)
+    return y, None
 
 
-AttentionInterface.register(ATTENTION, _attention)
+def _cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Of queries at the last positions of the keys: generation by transformers, which no engine has to agree with."""
+    queries, keys = query.shape[2], key.shape[2]
+    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    visible = visible if mask is None else visible & mask.bool()[:, None, None]
+    return _float32_attention(query, key, value, scale, attn_mask=visible).to(torch.bfloat16)
+
+
+AttentionInterface.register(ATTENTION, engine_attention)
 AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # the padding mask itself, or None
 
 

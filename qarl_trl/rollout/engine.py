@@ -16,14 +16,12 @@ import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
+from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
-from . import _vllm, _vllm_cpu, _vllm_layer
-from .cpu import choose_arithmetic
-from .server import ServerClient, needed_of_server
-from .support import check_merged_layers
+from . import _vllm, _vllm_layer
+from .server import ServerClient, engine_facts
 from .sync_check import SyncCheck
 
 
@@ -73,7 +71,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.last_sync: Sync | None = None
         self.num_syncs = self._checked = 0
         self._failed: str | None = None
-        self._synced_names: tuple[str, ...] | None = None
         self.reset_clock()
         super().__init__(*args, **kwargs)
         # The trainer decodes token ids itself: text, a fifth of the engine's CPU time, is for stop strings alone.
@@ -83,9 +80,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if self.mode == "server":
             self._connect()
             return
-        if _vllm_cpu.is_cpu_engine():
-            choose_arithmetic()
-        _vllm_cpu.let_kernel_scan_pass()
         _vllm.keep_block_scales()
         _vllm.keep_cache_scales()
         _vllm.choose_rendezvous_port(self.accelerator.num_processes)
@@ -99,19 +93,14 @@ class LowBitVLLMGeneration(VLLMGeneration):
     def _connect(self) -> None:
         """Find the server, refuse one that is not the engine of this run, and let the sync check see random weights."""
         self.enable_sleep_mode = False  # there is nothing to make room for
-        transport, device = "folder" if self.sync_folder else "nccl", self.accelerator.device
-        tokenizer = self.processing_class
-        if isinstance(tokenizer, ProcessorMixin):
-            tokenizer = tokenizer.tokenizer
-        eos = tokenizer.eos_token_id
-        needed = needed_of_server(self.model.config, self.quantization_config, device.type, transport, eos)
+        needed = engine_facts(self.model.config, self.quantization_config, "folder" if self.sync_folder else "nccl")
 
         def connect() -> bool:
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             where = {"base_url": url, "group_port": self.group_port, "connection_timeout": self.server_timeout}
             self.vllm_client = ServerClient(self.sync_folder, **where)
             fresh = self.vllm_client.check(needed)
-            self.vllm_client.init_communicator(device)
+            self.vllm_client.init_communicator(self.accelerator.device)
             return fresh
 
         if self._from_main(connect) and self.sync_check is not None:
@@ -150,23 +139,22 @@ class LowBitVLLMGeneration(VLLMGeneration):
             clear_device_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        sizes: dict[str, int] = {}
+        sizes: list[int] = []
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._iter_named_params():
-                sizes[name] = tensor.nbytes
+                sizes.append(tensor.nbytes)
                 yield name, tensor
 
         stream = counted()
         with self._all_or_none("sync"):
             try:
                 self._send(stream)
-                self._check_names(tuple(sizes))
             except Exception:
                 for _ in stream:  # sharded weights are gathered with the other processes, which do not know of this
                     pass
                 raise
-        self.last_sync = Sync(time.perf_counter() - start, sum(sizes.values()), len(sizes))
+        self.last_sync = Sync(time.perf_counter() - start, sum(sizes), len(sizes))
         self.sync_seconds += self.last_sync.seconds
         self.num_syncs += 1
 
@@ -194,8 +182,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """
         if self._failed:
             raise RuntimeError(
-                f"A {self._failed} of this engine failed earlier, so it may hold a mix of weights or unfinished requests, and "
-                "nothing may be sampled from it. Start the process again, and resume from the last checkpoint."
+                f"A {self._failed} of this engine failed earlier, so nothing may be sampled from it. Start the process again, and "
+                "resume from the last checkpoint."
             )
         failure = None
         try:
@@ -254,14 +242,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """Start measuring anew."""
         self.rollout_seconds = self.sync_seconds = 0.0
 
-    def _check_names(self, names: tuple[str, ...]) -> None:
-        first = self._synced_names = self._synced_names or names
-        if names != first:
-            raise RuntimeError(
-                f"This sync sent {len(names)} tensors, the first one {len(first)}; they differ in "
-                f"{sorted(set(names) ^ set(first))[:3]}. A layer was quantized, un-quantized or replaced during training."
-            )
-
 
 def low_bit_settings(
     model: nn.Module, quantization_config: dict[str, Any] | None, trust_remote_code: bool
@@ -273,7 +253,6 @@ def low_bit_settings(
     """
     overrides = changed_positions(model.config, trust_remote_code)
     if quantization_config is not None:
-        check_merged_layers(model)
         overrides["quantization_config"] = quantization_config
     return {"load_format": "dummy", "dtype": "bfloat16", "hf_overrides": overrides}
 

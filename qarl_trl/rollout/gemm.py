@@ -56,15 +56,10 @@ def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
         )
     if device.type == "cpu" and support.name in ("W4A8", "FP8_DYNAMIC"):
         return plain  # the engine itself calls torch
-    if not is_vllm_available():
+    if not is_vllm_available() or is_cpu_engine() != (device.type == "cpu"):
         raise ValueError(
-            "quant_kernel='engine' came without vLLM, whose kernels it calls. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: "
-            "make install. Or use quant_kernel='auto'."
-        )
-    if is_cpu_engine() != (device.type == "cpu"):
-        raise ValueError(
-            f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, and the installed one is for another. Use "
-            "quant_kernel='auto'."
+            f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, whose kernels it calls: pip install "
+            "'qarl_trl[vllm]' (GPU) or make install (CPU). Or use quant_kernel='auto'."
         )
     return EngineGemm(plain)
 

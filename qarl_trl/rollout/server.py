@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,28 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
-from urllib3.connection import HTTPConnection
 
 from .._compat import installed_version
-from .cpu import cpu_flags
-from .server_guard import KEY, find_key
+from .server_guard import find_key
 
 
 PART_BYTES = 2 << 30
-# What a config says of how a model is read, trained or used, not of what it computes in an engine.
-_NOT_THE_MODEL = {
-    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range"),
-    *("attention_dropout", "hidden_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
-}
-_RESUME = "Nothing sampled since then is trained on: start the server, and resume from the last checkpoint."
-
-
-class KeptAlive(HTTPAdapter):
-    """
-    Connections that ask whether the other machine is still there: an answer may take minutes, and one that left gives none.
-
-    Idle ones by TCP's keepalive; what was sent and not acknowledged is sent again for a quarter of an hour by default.
-    """
-
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        tcp = {
-            socket.TCP_KEEPIDLE: 30,
-            socket.TCP_KEEPINTVL: 15,
-            socket.TCP_KEEPCNT: 8,
-            socket.TCP_USER_TIMEOUT: 150_000,
-        }
-        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *pair) for pair in tcp.items())]
-        super().init_poolmanager(*args, socket_options=HTTPConnection.default_socket_options + options, **kwargs)
+TIMEOUT = (
+    2 * 60 * 60
+)  # seconds for one answer, which may be a batch of long completions: a machine that vanished gives none
+# What a text model computes by; a learner and an engine that read other files differ in one of these.
+_OF_THE_MODEL = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
+    *(
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "num_experts",
+        "num_experts_per_tok",
+        "sliding_window",
+    ),
+    *("rms_norm_eps", "rope_parameters", "max_position_embeddings", "tie_word_embeddings"),
+)
 
 
 class ServerClient(VLLMClient):
@@ -73,31 +62,24 @@ class ServerClient(VLLMClient):
         super().__init__(**kwargs)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """
-        Wait until the server is well, `total_timeout` seconds at most; TRL's waits for ever where something else answers.
-
-        From then on a request that failed is not repeated: its answer may have been sampled.
-        """
+        """Wait until the server is well, `total_timeout` seconds at most; TRL's waits for ever where something else answers."""
         self.base_url = self.base_url.rstrip("/")
-        self.session.mount("http://", KeptAlive())
-        self.session.mount("https://", KeptAlive())
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, HTTPAdapter())  # no retries: what was lost may have been sampled
         # Else a connection that the server closes in the meantime would look like a server that died.
         self.session.headers["Connection"] = "close"
         self.session.headers["Authorization"] = f"Bearer {find_key(self.sync_folder) or ''}"
         end = time.monotonic() + total_timeout
-        while (found := self._health()) != "status 200":
-            if time.monotonic() >= end:
-                raise ConnectionError(
-                    f"No vLLM server answers at {self.base_url}/health after {total_timeout:g} s (vllm_server_timeout), got "
-                    f"{found}. Start one with `qarl-trl serve --config RECIPE` and give its address as vllm_server_base_url."
-                )
+        while True:
+            try:
+                return self.session.get(f"{self.base_url}/health", timeout=10).raise_for_status()
+            except requests.RequestException as error:
+                if time.monotonic() >= end:
+                    raise ConnectionError(
+                        f"No vLLM server answers at {self.base_url} after {total_timeout:g} s (vllm_server_timeout): {error}. "
+                        "Start one with `qarl-trl serve --config RECIPE` and give its address as vllm_server_base_url."
+                    ) from error
             time.sleep(retry_interval)
-
-    def _health(self) -> str:
-        try:
-            return f"status {self.session.get(f'{self.base_url}/health', timeout=10).status_code}"
-        except requests.RequestException as error:
-            return type(error).__name__
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """TRL's group of GPUs, where no folder takes its place."""
@@ -105,36 +87,33 @@ class ServerClient(VLLMClient):
             super().init_communicator(device)
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._ask(self.session.get, url, **kwargs)
+        return self._ask("GET", url, **kwargs)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._ask(self.session.post, url, **{"json": {}, **kwargs})  # the server takes JSON alone
+        return self._ask("POST", url, **{"json": {}, **kwargs})  # the server takes JSON alone
 
-    def _ask(self, method: Callable[..., requests.Response], url: str, **kwargs: Any) -> dict[str, Any]:
+    def _ask(self, method: str, url: str, **kwargs: Any) -> dict[str, Any]:
         path = url.removeprefix(self.base_url)
         try:
-            response = method(url, **kwargs)
+            response = self.session.request(method, url, timeout=TIMEOUT, **kwargs)
         except requests.RequestException as error:
-            raise ConnectionError(f"The server at {self.base_url} died or hung up during {path}. {_RESUME}") from error
-        if response.status_code == 401:
-            raise PermissionError(
-                f"The server at {self.base_url} wants another key: set {KEY} to the one that `qarl-trl serve` printed."
-            )
+            raise ConnectionError(
+                f"The server at {self.base_url} died or hung up during {path}. Start it, and resume from the last checkpoint."
+            ) from error
         if response.status_code != 200:
-            raise RuntimeError(
+            kind = PermissionError if response.status_code == 401 else RuntimeError
+            raise kind(
                 f"The server at {self.base_url} refused {path} ({response.status_code}): {response.text[:2000]}"
             )
         return response.json() if response.content else {}
 
     def _call(self, method: str, *args: str) -> list[Any]:
         """A method of [`~qarl_trl.rollout._vllm_server.WorkerExtension`] in all workers."""
-        body = {"method": method, "args": args}
-        answers = self._post(f"{self.base_url}/collective_rpc", json=body)["results"]
+        answers = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "args": args})["results"]
         failed = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
         if failed:
             raise RuntimeError(
-                f"{method} failed in {len(failed)} of {len(answers)} ranks of the server at {self.base_url}: "
-                + "; ".join(failed[:2])
+                f"{method} failed in {len(failed)} of {len(answers)} ranks of the server at {self.base_url}: {failed[0]}"
             )
         return answers
 
@@ -144,32 +123,24 @@ class ServerClient(VLLMClient):
 
     def check(self, needed: dict[str, Any]) -> bool:
         """
-        Refuse (`ValueError`) a server that does not run what `needed` says ([`needed_of_server`]).
+        Refuse (`ValueError`) a server that does not run what is `needed` ([`engine_facts`]).
 
         Returns:
             `bool`: Whether its weights are random; an earlier run may have left others.
         """
         try:
-            states, ranks = self.states(), self.get_world_size()
+            states = self.states()
         except RuntimeError as error:
             raise ValueError(f"{error} Start the server with `qarl-trl serve --config RECIPE`.") from error
-        if ranks != len(states):
-            raise ValueError(
-                f"The server at {self.base_url} is data parallel: a weight sync needs --data_parallel_size 1."
-            )
-        found, wanted = states[0], json.loads(json.dumps(needed))
-        # Of another version, or in a class of vLLM's own: it knows other fields, and writes their defaults.
-        versions = {side["config"].get("transformers_version") for side in (found, wanted)}
-        same_library = len(versions) == 1 and found["config_class"].startswith("transformers.")
-        differing = differences(wanted, {name: found[name] for name in needed}, same_library=same_library)
+        needed, found = needed | {"ranks": len(states)}, states[0]["facts"] | {"ranks": self.get_world_size()}
+        differing = [name for name in sorted({*needed, *found}) if needed.get(name) != found.get(name)]
         if differing:
+            words = [f"{name} must be {needed.get(name)!r}, got {found.get(name)!r}" for name in differing[:3]]
             raise ValueError(
-                f"The server at {self.base_url} is not the engine of this run: "
-                + "; ".join(f"{name} must be {a!r}, got {b!r}" for name, (a, b) in list(differing.items())[:3])
-                + ". Start it with `qarl-trl serve` and the recipe of this run; it reads the config of the model's files, not what "
-                "model_init_kwargs changes in it."
+                f"The server at {self.base_url} is not the engine of this run: {'; '.join(words)}. Start it with `qarl-trl serve` "
+                "and the recipe of this run, without data parallelism; it reads the model's files, not model_init_kwargs."
             )
-        return all(state["random"] for state in states)
+        return all(state["version"] is None for state in states)
 
     def sync(self, stream: Iterable[tuple[str, Tensor]], metadata: list[tuple] | None, device: Any) -> None:
         """
@@ -181,12 +152,11 @@ class ServerClient(VLLMClient):
         self._count += 1
         version, self.version = f"{self._run}-{self._count}", None
         if self.sync_folder is None:
-            self._call("qarl_mark", "")  # until all of it is there
             # vLLM broadcasts on streams of its own, which do not wait for the optimizer, nor the optimizer for them.
             _wait_for_device()
             self.update_named_params(metadata, ((name, tensor.to(device)) for name, tensor in stream))
             _wait_for_device()
-            self._call("qarl_mark", version)
+            self._call("qarl_name", version)
         else:
             self._sync_files(stream, version)
         self.reset_prefix_cache()
@@ -212,8 +182,8 @@ class ServerClient(VLLMClient):
         if self.version is None or found != {self.version}:
             raise RuntimeError(
                 f"The server at {self.base_url} must hold version {self.version!r} of the weights, got "
-                f"{', '.join(map(repr, found))}: it was started again, or other weights were sent to it (None: not by a "
-                f"sync). {_RESUME}"
+                f"{', '.join(map(repr, found))}: it was started again, a sync to it failed, or another run synced to it. Start "
+                "it again, and resume from the last checkpoint."
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -247,49 +217,25 @@ class ServerClient(VLLMClient):
         return [step[str(token)]["logprob"] for step, token in steps]
 
 
-def engine_facts(device_type: str) -> dict[str, Any]:
-    """What decides how an engine rounds, beside its settings."""
-    facts = {"device": device_type, "vllm": installed_version("vllm")}
-    return facts | ({"avx512_bf16": "avx512_bf16" in cpu_flags()} if device_type == "cpu" else {})
-
-
-def needed_of_server(
-    config: PretrainedConfig,
-    quantization_config: dict[str, Any] | None,
-    device_type: str,
-    transport: str,
-    eos_token_id: int | None,
+def engine_facts(
+    config: PretrainedConfig, quantization_config: dict[str, Any] | None, transport: str
 ) -> dict[str, Any]:
-    """The part of a worker's state that a learner with this `config` needs."""
-    model = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
-    # The engine stops at the end-of-text token of its own tokenizer.
-    engine = {"dtype": "bfloat16", "logprobs_mode": "processed_logprobs", "transport": transport}
-    return {
+    """What learner and server must have in common, by dotted name; `transport` is "folder" or "nccl"."""
+    text = config.get_text_config()
+    facts = {
+        "config": {name: getattr(text, name, None) for name in _OF_THE_MODEL},
         "quantization_config": quantization_config,
-        "config": model,
-        "engine": engine_facts(device_type) | engine | {"eos_token_id": eos_token_id},
+        "transport": transport,
+        "vllm": installed_version("vllm"),
     }
+    return _flat(json.loads(json.dumps(facts)))
 
 
-def differences(wanted: Any, found: Any, name: str = "", same_library: bool = True) -> dict[str, tuple[Any, Any]]:
-    """
-    By dotted name, what is and what should be where two states ([`needed_of_server`], as JSON has them) differ; `None` for nothing.
-
-    Without `same_library` a field counts that both model configs have, with it also one that either has.
-    """
-    if not (isinstance(wanted, dict) or isinstance(found, dict)):
-        return {} if wanted == found else {name: (wanted, found)}
-    both = isinstance(wanted, dict) and isinstance(found, dict)
-    wanted, found = (side if isinstance(side, dict) else {} for side in (wanted, found))
-    names = wanted.keys() | found.keys()
-    if name.partition(".")[0] == "config":
-        names = {n for n in names if not (n.startswith("_") or n.endswith("token_id") or n in _NOT_THE_MODEL)}
-        if both and not same_library and (name == "config" or name.endswith("_config")):
-            names &= wanted.keys() & found.keys()
-    differing: dict[str, tuple[Any, Any]] = {}
-    for n in sorted(names):
-        differing |= differences(wanted.get(n), found.get(n), f"{name}.{n}".lstrip("."), same_library)
-    return differing
+def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in facts.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
 
 
 def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = PART_BYTES) -> list[list[str]]:
@@ -308,10 +254,9 @@ def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = 
             save_file(part, path)
             path.chmod(mode)  # safetensors 0.8 lets nobody else read it, and the server may be another user's
         except (OSError, SafetensorError) as error:
-            free = shutil.disk_usage(folder).free / 2**30
             raise RuntimeError(
-                f"The sync could not be written below sync_folder {str(folder.parent)!r}, which has {free:.2f} GiB free: {error}. "
-                "The server was not touched. Make room, and resume from the last checkpoint."
+                f"The sync could not be written below sync_folder {str(folder.parent)!r}: {error}. The server was not touched. "
+                "Make room, and resume from the last checkpoint."
             ) from error
         parts.append(list(part))
 

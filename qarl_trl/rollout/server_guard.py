@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import ipaddress
 import json
@@ -12,9 +11,12 @@ import secrets
 import socket
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 KEY = "VLLM_API_KEY"
 HOSTS = "QARL_SERVER_HOSTS"  # names, separated by commas, that requests may come by
@@ -25,7 +27,7 @@ PATHS += ("/reset_prefix_cache", "/reset_encoder_cache")
 NCCL_PATHS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
 NCCL = "QARL_SERVER_NCCL"
 # Of [`~qarl_trl.rollout._vllm_server.WorkerExtension`]; `/collective_rpc` would call any method of a worker.
-METHODS = ("qarl_load", "qarl_mark", "qarl_state")
+METHODS = ("qarl_load", "qarl_name", "qarl_state")
 
 
 class Guard:
@@ -39,38 +41,48 @@ class Guard:
     def __init__(self, app: Any) -> None:
         if not os.environ.get(KEY):
             raise RuntimeError(f"{KEY} must be set: start the server with `qarl-trl serve`.")
-        self.app, self.expected = app, _digest(f"Bearer {os.environ[KEY]}".encode())
+        self.app, self.expected = app, f"Bearer {os.environ[KEY]}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        status, text = self.refusal(scope)
-        if not status and scope["path"] == "/collective_rpc":
-            body = await _body(receive)
-            receive = _again(body, receive)
-            if (method := _method(body)) not in METHODS:
-                status, text = 403, f"The method must be one of {', '.join(METHODS)}, got {method!r}."
-        if status:
-            await _say(send, status, text)
-        elif not await _finished(self.app(scope, receive, send), scope["app"].state.engine_client):
-            await _say(send, 500, "The engine of this server died: start it again.")
+        from starlette.requests import Request  # comes with vLLM, which a trainer may lack
+        from starlette.responses import PlainTextResponse
 
-    def refusal(self, scope: dict[str, Any]) -> tuple[int, str]:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            return None  # a websocket, which is closed
+        request = Request(scope, receive)
+        status, text = self.refusal(request)
+        if not status and scope["path"] == "/collective_rpc":
+            body = await request.body()
+            unread = [{"type": "http.request", "body": body}]
+
+            async def receive_again() -> Any:
+                return unread.pop() if unread else await receive()
+
+            receive, method = receive_again, _method(body)
+            if method not in METHODS:
+                status, text = 403, f"The method must be one of {', '.join(METHODS)}, got {method!r}."
+        if not status and not await _finished(self.app(scope, receive, send), request.app.state.engine_client):
+            status, text = 500, "The engine of this server died: start it again."
+        if status:
+            await PlainTextResponse(text, status)(scope, receive, send)
+
+    def refusal(self, request: Request) -> tuple[int, str]:
         """The status and text with which a request is refused; 0 for none."""
-        headers, path = dict(scope.get("headers", ())), scope["path"]
-        host, kind = headers.get(b"host", b"").decode("latin-1"), headers.get(b"content-type", b"").decode("latin-1")
-        if not _known(host):  # a web page's own name that points here
-            return 403, f"The Host must be an address or a name of this server, got {host!r}."
-        if b"origin" in headers:
+        headers, path = request.headers, request.scope["path"]  # `request.url` has what the Host header says
+        if not _known(headers.get("host", "")):  # a web page's own name that points here
+            return 403, f"The Host must be an address or a name of this server, got {headers.get('host')!r}."
+        if "origin" in headers:
             return 403, "Requests of web pages (with an Origin) are refused."
         if path in OPEN:
             return 0, ""
-        if not hmac.compare_digest(_digest(headers.get(b"authorization", b"")), self.expected):
-            return 401, f"The key of this server is needed: set {KEY} where the trainer runs."
-        if scope["type"] != "http" or path not in PATHS + (NCCL_PATHS if os.environ.get(NCCL) else ()):
+        if not hmac.compare_digest(headers.get("authorization", "").encode(), self.expected):
+            return 401, f"The server wants another key: set {KEY} to the one that `qarl-trl serve` printed."
+        if path not in PATHS + (NCCL_PATHS if os.environ.get(NCCL) else ()):
             return 404, f"This server answers a trainer alone, and has no {path}."
-        if scope["method"] not in ("GET", "HEAD") and kind.partition(";")[0].strip() != "application/json":
+        kind = headers.get("content-type", "").partition(";")[0].strip()
+        if request.method not in ("GET", "HEAD") and kind != "application/json":
             return 415, f"The content must be application/json, got {kind!r}."
         return 0, ""
 
@@ -119,24 +131,6 @@ def _known(host: str) -> bool:
         return bool(name) and name in ("localhost", socket.gethostname().lower(), *named)
 
 
-async def _body(receive: Any) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    return body
-
-
-def _again(body: bytes, receive: Any) -> Any:
-    """A `receive` that gives a body that was read already, and then what comes after it."""
-    first = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def give() -> Any:
-        return first.pop() if first else await receive()
-
-    return give
-
-
 def _method(body: bytes) -> Any:
     try:
         return json.loads(body)["method"]
@@ -156,13 +150,3 @@ async def _finished(answer: Coroutine[Any, Any, None], engine: Any) -> bool:
         return True
     finally:
         task.cancel()
-
-
-async def _say(send: Any, status: int, text: str) -> None:
-    headers = [(b"content-type", b"text/plain; charset=utf-8")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": text.encode()})
-
-
-def _digest(text: bytes) -> bytes:
-    return hashlib.sha256(text).digest()

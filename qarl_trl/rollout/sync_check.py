@@ -173,7 +173,6 @@ def diagnosis(reading: Reading, syncs: int, failed: int, processes: int) -> str:
     )
     return (
         f"After sync {syncs} the engine's log-probs of the sync check prompt are {reading.logp_diff:.4f} nats per token from "
-        f"the learner's{of_all}. {cause} Rollouts from it would be off-policy. Repeat with vllm_engine_kwargs="
-        "{'enforce_eager': true} to see whether compiled code is at fault, compare with quant_scheme='none', and report the "
+        f"the learner's{of_all}. {cause} Try vllm_engine_kwargs={{'enforce_eager': true}} and quant_scheme='none', and report the "
         "model and versions. verify_sync='off' skips this check."
     )

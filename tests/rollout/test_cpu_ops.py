@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quant.schemes import normal, relative_error, same_bytes
-from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,18 +15,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
 )
 
 from qarl_trl.rollout import _vllm_cpu, cpu_ops
-from qarl_trl.rollout.cpu_ops import (
-    EngineRMSNorm,
-    engine_attention,
-    float32_attention,
-    has_engine_ops,
-    unsupported,
-    use_engine_ops,
-)
+from qarl_trl.rollout.cpu_ops import EngineRMSNorm, engine_attention, has_engine_ops, unsupported, use_engine_ops
 
 
 SIZES = {
@@ -62,33 +53,19 @@ def heads(*shape, seed):
 
 
 def explicit_attention(query, key, value, mask, scale):
-    """Token by token in float64; `(batch, heads, queries, head_dim)`."""
-    (batch, number, queries, _), (_, groups, keys, _) = query.shape, key.shape
-    out = torch.zeros(query.shape, dtype=torch.float64)
-    for b in range(batch):
-        for h in range(number):
-            k, v = key[b, h // (number // groups)].double(), value[b, h // (number // groups)].double()
-            for q in range(queries):
-                position = keys - queries + q
-                seen = [t for t in range(position + 1) if mask is None or mask[b, t] or t == position]
-                scores = (k[seen] @ query[b, h, q].double()) * scale
-                out[b, h, q] = scores.softmax(0) @ v[seen]
-    return out
+    """By whole matrices in float64, `(batch, tokens, heads, head_dim)`; a padded query sees itself."""
+    key, value = (t.double().repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    scores = query.double() @ key.transpose(-1, -2) * scale
+    visible = torch.ones(scores.shape[-2:]).tril().bool()
+    if mask is not None:
+        visible = (visible & mask.bool()[:, None, None]) | torch.eye(len(visible)).bool()
+    return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
 MASKS = {
     "full": None,
     "padded": torch.tensor([[0, 0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 0, 0, 0]]),
 }
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("queries", [7, 2])
-def test_float32_attention_is_the_explicit_one(mask, queries):
-    query, key, value = heads(3, 4, queries, 32, seed=1), heads(3, 2, 7, 32, seed=2), heads(3, 2, 7, 32, seed=3)
-    found = float32_attention(query, key, value, mask, 0.2)
-    assert relative_error(found, explicit_attention(query, key, value, mask, 0.2)) < 1e-6  # measured 1e-7
-    assert relative_error(found, explicit_attention(query, key, value, mask, 0.25)) > 1e-2  # control
 
 
 def test_a_norm_rounds_what_it_normalized_and_the_gemm():
@@ -112,7 +89,6 @@ def test_a_norm_rounds_what_it_normalized_and_the_gemm():
         (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding-window"),
         (LlamaConfig, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         (MistralConfig, {}, "'mistral' is none of llama, qwen2, qwen3"),
-        (Qwen3MoeConfig, {}, "'qwen3_moe'"),
     ],
 )
 def test_what_cannot_follow_the_engine_says_why(config, changes, why):
@@ -123,8 +99,6 @@ def test_what_cannot_follow_the_engine_says_why(config, changes, why):
 def test_another_architecture_is_an_error():
     with pytest.raises(ValueError, match="MistralModel: model_type 'mistral'.*learner_ops='stock'"):
         use_engine_ops(make_model(MistralConfig, MistralForCausalLM))
-    with pytest.raises(ValueError, match="Linear: it has no decoder layers"):
-        use_engine_ops(nn.Linear(2, 2))
 
 
 def test_names_parameters_and_saved_config_stay(tmp_path):
@@ -177,14 +151,13 @@ def test_the_rounding_is_that_of_the_rotary_kernel():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("theta", [1e4, 1e6])
-def test_cosine_and_sine_are_those_of_the_engines_table(theta):
+def test_cosine_and_sine_are_those_of_the_engines_table():
     """At every position of a long context."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    rope, length = {"rope_type": "default", "rope_theta": theta}, 40_960
+    rope, length = {"rope_type": "default", "rope_theta": 1e6}, 40_960
     with set_current_vllm_config(VllmConfig()):
         engine = get_rope(128, length, rope_parameters=rope, dtype=torch.bfloat16).cos_sin_cache
     embedding = Qwen3RotaryEmbedding(Qwen3Config(head_dim=128, rope_parameters=rope))
@@ -209,14 +182,14 @@ def test_the_sum_of_residual_and_branch_is_normalized_before_it_is_rounded():
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_attention_is_the_engines_kernel_on_each_sequence_alone(mask):
     query, key, value = heads(3, 4, 7, 32, seed=1), heads(3, 2, 7, 32, seed=2), heads(3, 2, 7, 32, seed=3)
-    found = engine_attention(query, key, value, mask, None, 0.2)
+    found, _ = engine_attention(None, query, key, value, mask, 0.2)
     rows = lengths_of(torch.ones(3, 7) if mask is None else mask)
     for b, row in enumerate(rows):
-        alone = engine_attention(*(t[b : b + 1, :, row] for t in (query, key, value)), None, None, 0.2)
+        one = [t[b : b + 1, :, row] for t in (query, key, value)]
+        alone, _ = engine_attention(None, *one, None, 0.2)
         assert same_bytes(found[b, row], alone[0])
-        exact = explicit_attention(*(t[b : b + 1, :, row] for t in (query, key, value)), None, 0.2)[0].transpose(0, 1)
         # Measured 4.0e-3: the result is cut off to 8 bits.
-        assert relative_error(alone[0], exact) < 6e-3
+        assert relative_error(alone, explicit_attention(*one, None, 0.2)) < 6e-3
     if mask is not None:
         assert (found[~mask.bool()] == 0).all()
 
@@ -235,15 +208,14 @@ def test_attention_of_a_packed_row_is_that_of_padded_ones_with_its_gradients():
 
     def run(query, key, value, mask, lengths, grad):
         inputs = [t.clone().requires_grad_() for t in (query, key, value)]
-        output, _ = cpu_ops._attention(None, *inputs, mask, 0.2, sequence_lengths=lengths)
+        output, _ = engine_attention(None, *inputs, mask, 0.2, sequence_lengths=lengths)
         return output, torch.autograd.grad(output, inputs, grad)
 
     expected, expected_grads = run(query, key, value, mask, None, grad)
     row, lengths = packed(query, key, value, mask=mask)
     found, grads = run(*row, None, lengths, grad[mask.bool()][None])
     assert same_bytes(found[0], expected[mask.bool()])
-    for mine, theirs in zip(grads, packed(*expected_grads, mask=mask)[0], strict=True):
-        assert relative_error(mine, theirs) < 1e-3  # measured 0: float32 sums of other lengths, rounded to bfloat16
+    assert all(map(same_bytes, grads, packed(*expected_grads, mask=mask)[0]))
     across, _ = run(*row, None, (sum(lengths),), grad[mask.bool()][None])
     assert not same_bytes(across, found)  # control
 
@@ -268,7 +240,7 @@ def one_request(query, key, value):
 @pytest.mark.slow
 def test_a_token_attends_as_in_an_engine_that_decodes():
     key, value = (normal(1200, 2, 128, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
-    query, lengths = normal(1200, 4, 128, seed=3, dtype=torch.bfloat16), torch.tensor([100, 1000, 100])
+    query, lengths = normal(1200, 4, 128, seed=3, dtype=torch.bfloat16), [100, 1000, 100]
     found = _vllm_cpu.attention(query, key, value, lengths, 0.2)[100:1100]
     query, key, value = query[100:1100], key[100:1100], value[100:1100]
     decoded = torch.cat([one_request(query[t : t + 1], key[: t + 1], value[: t + 1]) for t in range(1000)])
@@ -277,45 +249,30 @@ def test_a_token_attends_as_in_an_engine_that_decodes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [33, 600])
-def test_attention_over_several_blocks_is_exact_attention_cut_off(tokens):
-    query, key, value = (
-        heads(1, 4, tokens, 32, seed=1),
-        heads(1, 2, tokens, 32, seed=2),
-        heads(1, 2, tokens, 32, seed=3),
-    )
-    found = engine_attention(query, key, value, None, None, 0.2)
-    exact = float32_attention(query.double(), key, value, None, 0.2).transpose(1, 2)
+def test_attention_over_several_blocks_is_exact_attention_cut_off():
+    query, key, value = heads(1, 4, 600, 32, seed=1), heads(1, 2, 600, 32, seed=2), heads(1, 2, 600, 32, seed=3)
+    found, _ = engine_attention(None, query, key, value, None, 0.2)
+    exact = explicit_attention(query, key, value, None, 0.2)
     # Measured 1.4e-4 of the numbers differ, which lie where float32 sums of another order cut off elsewhere.
-    assert (found != _vllm_cpu.rounding()(exact)).float().mean() < 1e-3
+    assert (found != _vllm_cpu.rounding()(exact.float())).float().mean() < 1e-3
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_float32_attention_at_the_rounded_inputs():
+def test_gradients_are_those_of_exact_attention_at_the_rounded_inputs():
     mask = MASKS["padded"]
     query, key, value = normal(3, 4, 7, 32, seed=1), normal(3, 2, 7, 32, seed=2), heads(3, 2, 7, 32, seed=3)
     inputs = [t.clone().requires_grad_() for t in (query, key, value)]
-    output, _ = cpu_ops._attention(None, *inputs, mask, 0.2)
+    output, _ = engine_attention(None, *inputs, mask, 0.2)
     grad = normal(*output.shape, seed=4) * mask[:, :, None, None]
     found = torch.autograd.grad(output, inputs, grad.to(output.dtype))
     to_bfloat16 = _vllm_cpu.rounding()
     rounded = [t.double().requires_grad_() for t in (to_bfloat16(query), to_bfloat16(key), value)]
-    expected = torch.autograd.grad(
-        explicit_attention_with_gradient(*rounded, mask, 0.2), rounded, grad.bfloat16().double().transpose(1, 2)
-    )
+    exact = explicit_attention(*rounded, mask, 0.2)
+    expected = torch.autograd.grad(exact, rounded, grad.bfloat16().double())
     for mine, exact, given in zip(found, expected, (query, key, value), strict=True):
         assert mine.dtype == given.dtype
         # Measured 1e-7 where the gradient is float32, 1.6e-3 for the value, whose gradient is bfloat16.
         assert relative_error(mine, exact) < (1e-6 if given.dtype == torch.float32 else 3e-3)
-
-
-def explicit_attention_with_gradient(query, key, value, mask, scale):
-    """`explicit_attention` by whole matrices."""
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    scores = query @ key.transpose(-1, -2) * scale
-    tokens = scores.shape[-1]
-    visible = (torch.ones(tokens, tokens).tril().bool() & mask.bool()[:, None, None]) | torch.eye(tokens).bool()
-    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
 
 
 def logits_of(model, ids, **inputs):
@@ -349,8 +306,7 @@ def test_padding_and_the_master_weights_dtype_change_no_bit(config, architecture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "architecture"), MODELS)
-def test_gradients_are_the_stock_models_but_for_roundings(config, architecture):
+def test_gradients_are_the_stock_models_but_for_roundings():
     ids = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
 
     def gradients(model, checkpointing=False):
@@ -363,7 +319,7 @@ def test_gradients_are_the_stock_models_but_for_roundings(config, architecture):
         F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
         return {name: p.grad for name, p in model.named_parameters()}
 
-    model = make_model(config, architecture)
+    model = make_model()
     stock = gradients(copy.deepcopy(model))
     use_engine_ops(model)
     found = gradients(model)
@@ -385,26 +341,9 @@ def test_float32_master_weights_outside_of_autocast_are_an_error():
 @pytest.mark.slow
 def test_a_padded_query_has_no_gradient():
     query, key, value = (heads(1, 2, 4, 32, seed=seed).requires_grad_() for seed in (1, 2, 3))
-    mask = torch.tensor([[0, 1, 1, 1]])
-    output, _ = cpu_ops._attention(None, query, key, value, mask, 0.2)
+    output, _ = engine_attention(None, query, key, value, torch.tensor([[0, 1, 1, 1]]), 0.2)
     assert (output[0, 0] == 0).all()
     assert all((grad == 0).all() for grad in torch.autograd.grad(output[0, 0].sum(), (query, key, value)))
-    empty, _ = cpu_ops._attention(None, query, key, value, torch.zeros_like(mask), 0.2)
-    assert (empty == 0).all()
-
-
-@pytest.mark.slow
-def test_a_step_with_a_cache_has_the_position_of_its_token():
-    model = make_model(dtype=torch.bfloat16).eval()
-    use_engine_ops(model)
-    ids = torch.randint(1, 32, (2, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.tensor([[0, 0] + [1] * 7, [1] * 9])
-    with torch.no_grad():
-        expected = model(input_ids=ids, attention_mask=mask).logits[:, -1]
-        cached = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True).past_key_values
-        found = model(input_ids=ids[:, -1:], attention_mask=mask, past_key_values=cached).logits[:, -1]
-    # Measured 0, and 0.14 one position on; the cached step has attention of another kernel, so no equality is asked.
-    assert relative_error(found, expected) < 0.02
 
 
 @pytest.mark.slow

@@ -40,32 +40,16 @@ def generation(order, due=lambda number: True, sleep=False):
     return engine, sync_check
 
 
-def test_a_sync_is_checked_once_and_its_time_counted():
+def test_a_sync_that_is_due_is_checked_once_and_its_time_counted():
     order = []
-    engine, sync_check = generation(order)
+    engine, sync_check = generation(order, due=lambda number: number in (1, 4))
+    for engine.num_syncs in (1, 1, 2, 4):
+        engine._check_sync(sync_check)
+    assert order == ["check 1", "check 4"] and engine.sync_seconds > 0
+    engine.num_syncs = engine._checked = 3
+    engine.num_syncs = 5  # the fourth was replaced before anything was sampled
     engine._check_sync(sync_check)
-    engine._check_sync(sync_check)
-    assert order == ["check 1"]
-    assert engine.sync_seconds > 0
-    engine.num_syncs = 2
-    engine._check_sync(sync_check)
-    assert order == ["check 1", "check 2"]
-
-
-def test_a_sync_that_is_not_due_is_left_alone():
-    order = []
-    engine, sync_check = generation(order, due=lambda number: False)
-    engine._check_sync(sync_check)
-    assert order == []
-
-
-def test_a_first_sync_that_was_replaced_before_sampling_is_not_lost():
-    order = []
-    engine, sync_check = generation(order, due=lambda number: number == 1)
-    engine.num_syncs = 2
-    engine._check_sync(sync_check)
-    engine._check_sync(sync_check)
-    assert order == ["check 2"]
+    assert order[2:] == ["check 5"]
 
 
 def test_a_sleeping_engine_gets_its_weights_and_cache_before_the_check():
@@ -76,16 +60,14 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_the_check():
     assert order == ["sync", "wake ['kv_cache']", "check 2"]
 
 
-@pytest.mark.parametrize("asleep", [True, False])
-def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch, asleep):
+def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch):
     """Level-2 sleep would leave nothing to look at."""
     order = []
     llm = SimpleNamespace(sleep=lambda level: order.append(f"sleep {level}"))
 
     def init_vllm(engine):
         engine.llm = vllm_generation.LLM(seed=0)
-        if asleep:
-            engine.llm.sleep(level=2)
+        engine.llm.sleep(level=2)
 
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", init_vllm)
     monkeypatch.setattr(
@@ -99,7 +81,7 @@ def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch,
     engine.accelerator, engine.sync_check = SimpleNamespace(num_processes=2), sync_check
     engine.quantization_config, engine.engine_kwargs = None, {}
     engine._init_vllm()
-    assert order == ["dummy", "look", *["sleep 2"] * asleep]
+    assert order == ["dummy", "look", "sleep 2"]
 
 
 @pytest.mark.parametrize("error", [ValueError("no memory"), KeyboardInterrupt("no memory")])

@@ -1,7 +1,5 @@
 """`qarl_trl.rollout.gemm`: the products are those of the engine's own layers."""
 
-import inspect
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,7 +35,7 @@ def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 18])
 @pytest.mark.parametrize("shape", [(64, 128), (96, 1024)])
 def test_int8_of_the_engine_is_cut_off_where_the_plain_gemm_is_rounded(tokens, shape, with_bias):
     """The bits of vLLM's own layer, and without AVX512_BF16 those of the exact sums, cut off to bfloat16."""
@@ -112,7 +110,6 @@ def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
         bias=bias,
         pack_factor=8,
         isa_hint=low_bit.prepared["engine"].isa_hint,
-        **({"g_idx": None} if "g_idx" in inspect.signature(ops.cpu_gemm_wna16).parameters else {}),  # before vLLM 0.31
     )
     assert same_bytes(y, expected)
     assert relative_error(y, EngineGemm(DequantGemm()).forward(x, low_bit)[0] + bias) < 8e-3
@@ -121,15 +118,14 @@ def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("in_features", [128, 256])
-@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
-def test_w4a8_is_the_layer_of_the_engine(in_features, group_size, with_bias):
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+def test_w4a8_is_the_layer_of_the_engine(group_size, with_bias):
     from vllm.model_executor.kernels.linear.mixed_precision.dynamic_4bit import Dynamic4bitLinearKernel
     from vllm.scalar_type import scalar_types
 
-    size, groups = (in_features, 96), in_features if group_size == -1 else group_size
+    size, groups = (256, 96), 256 if group_size == -1 else group_size
     low_bit = low_bit_of("W4A8", group_size, shape=size[::-1])
-    x = normal(2, 9, in_features, seed=1, dtype=torch.bfloat16)
+    x = normal(2, 9, 256, seed=1, dtype=torch.bfloat16)
     layer = torch.nn.Module()
     bias = normal(96, seed=2, dtype=torch.bfloat16) if with_bias else None
     layer.bias = None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False)

@@ -80,7 +80,7 @@ def test_a_trainer_is_let_in_with_all_that_it_asks(ask):
         (403, ("GET", "/health"), {"origin": "null"}),
         (403, ("POST", "/collective_rpc", RPC), {"host": "rebound.example.org:8000"}),  # a name that points here
         (415, ("POST", "/collective_rpc", RPC), {"content_type": "text/plain"}),  # all that a page may send unasked
-        (415, ("POST", "/reset_prefix_cache", ""), {"content_type": ""}),
+        (401, ("GET", "/v1/models"), {"authorization": "", "host": "127.0.0.1/health?"}),  # a path in the Host
         (403, ("POST", "/collective_rpc", json.dumps({"method": "save_sharded_state", "args": ["/tmp/x"]})), {}),
         (403, ("POST", "/collective_rpc", "[]"), {}),
         (403, ("POST", "/collective_rpc", "no JSON"), {}),
@@ -99,7 +99,7 @@ def test_routes_of_nccl_are_open_where_it_is_the_transport(ask, monkeypatch):
     assert {ask("POST", path).status_code for path in NCCL_PATHS} == {200}
 
 
-@pytest.mark.parametrize("host", ["[::1]:8000", "localhost", "10.0.0.2:8000", "Node7.cluster:8000"])
+@pytest.mark.parametrize("host", ["[::1]:8000", "localhost", "Node7.cluster:8000"])
 def test_a_server_answers_by_its_addresses_and_its_names(ask, monkeypatch, host):
     monkeypatch.setenv(HOSTS, "127.0.0.1,node7.cluster")
     assert ask("GET", "/health", host=host).status_code == 200
@@ -123,8 +123,6 @@ def test_a_made_key_is_its_owners_alone_and_found_by_a_trainer_of_the_same_folde
     assert find_key(folder) == "chosen"
 
 
-@pytest.mark.parametrize(
-    ("host", "local"), [("127.8.9.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False)]
-)
-def test_what_is_this_machine_alone(host, local):
-    assert is_local(host) is local and not is_local("example.org")
+def test_what_is_this_machine_alone():
+    assert all(map(is_local, ("127.8.9.1", "localhost", "::1")))
+    assert not any(map(is_local, ("0.0.0.0", "example.org")))

@@ -36,35 +36,28 @@ def case():
 # The first sync --------------------------------------------------------------------------------------------------
 
 
-def test_the_logp_diff_is_the_mean_absolute_difference_and_the_noise_floor_the_noise(case):
-    reading = read_first(case.before, case.learner, case.before)
-    assert reading.logp_diff == pytest.approx((case.before - case.plain).abs().mean().item())
-    assert reading.noise_floor == pytest.approx((case.learner.noisy - case.plain).abs().mean().item())
-    assert math.isnan(reading.followed)
-
-
 @pytest.mark.parametrize(("before", "limit"), [(100, TENFOLD), (40, LEFT * 40), (8, USUAL)])
 def test_a_sync_must_leave_a_mismatch_that_rounding_explains(case, before, limit):
     """All in noise floors: the lower the mismatch before, the less of them may be left."""
     answers = case.plain + noise(before)
-    assert read_first(answers, case.learner, answers).limit == pytest.approx(limit * NOISE, rel=1e-3)
+    reading = read_first(answers, case.learner, answers)
+    assert reading.limit == pytest.approx(limit * NOISE, rel=1e-3) and math.isnan(reading.followed)
+    assert (reading.logp_diff, reading.noise_floor) == pytest.approx((before * NOISE, NOISE), rel=1e-3)
     for size, wrong in ((1, False), (0.95 * limit, False), (1.05 * limit, True), (before, True)):
         assert read_first(case.plain + noise(size), case.learner, answers).wrong is wrong
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("judged", [True, False])
-def test_a_log_prob_that_is_nan_or_infinite_is_a_wrong_engine(case, value, judged):
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_log_prob_that_is_nan_or_infinite_is_a_wrong_engine(case, value):
     engine = case.plain.clone()
     engine[3] = value
-    assert read_first(engine, case.learner, case.before if judged else None).wrong
+    assert all(read_first(engine, case.learner, before).wrong for before in (case.before, None))
     assert read_later(engine, case.learner, Anchor(case.plain, case.plain, 1.0)).wrong
 
 
 def test_identical_answers_pass_also_without_any_noise(case):
     silent, anchor = Scores(case.plain, case.plain), Anchor(case.plain, case.plain, 1.0)
-    assert not read_first(case.plain, silent, case.before).wrong
-    assert not read_later(case.plain, silent, anchor).wrong
+    assert not read_first(case.plain, silent, case.before).wrong and not read_later(case.plain, silent, anchor).wrong
     assert read_later(case.plain + 1e-3, silent, anchor).wrong
 
 
@@ -141,7 +134,7 @@ def sync_check(monkeypatch, engine, learner, every=1, others=()):
     return SyncCheck([1], every, score, gather, lambda *value: reported.append(value)), reported
 
 
-@pytest.mark.parametrize(("every", "due"), [("first", [1]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 4, 7]), (100, [1])])
+@pytest.mark.parametrize(("every", "due"), [("first", [1]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 4, 7])])
 def test_which_syncs_are_checked(monkeypatch, every, due):
     assert [n for n in range(1, 8) if sync_check(monkeypatch, [], [], every)[0].due(n)] == due
 
@@ -156,7 +149,7 @@ def test_a_healthy_engine_is_reported_and_passes(monkeypatch, caplog, case):
 
 
 def test_an_engine_that_the_first_sync_did_not_reach_stops_the_run(monkeypatch, case):
-    """In a resumed run and after an evaluation too: what counts is the engine's first sync, whichever number it has."""
+    """What counts is the engine's first sync, whichever number it has."""
     check, _ = sync_check(monkeypatch, [case.before, case.before], [case.plain])
     check.look_before(None)
     with pytest.raises(RuntimeError, match="After sync 2 "):

@@ -81,9 +81,8 @@ def free_port():
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
-@pytest.mark.parametrize("group_size", [32, 128, -1])
-@pytest.mark.parametrize("shape", [(32, 128), (96, 256)])
-def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm, scheme, group_size, shape):
+@pytest.mark.parametrize("group_size", [32, -1])
+def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm, scheme, group_size, shape=(96, 256)):
     """The same bytes under every name, and then the bits of the learner's kernel."""
     from quant.schemes import same_bytes
 
@@ -112,34 +111,3 @@ def test_the_quick_repack_gives_the_layer_that_vllm_prepares(one_process_of_vllm
     assert same_bytes(EngineGemm(DequantGemm()).forward(x, low_bit)[0], y)
     other = quantize_weight(torch.randn(shape), low_bit.scheme)
     assert not same_bytes(EngineGemm(DequantGemm()).forward(x, other)[0], y)  # control
-
-
-@pytest.mark.slow
-def test_a_repack_after_an_error_is_put_back(monkeypatch):
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
-
-    original = CPUWNA16LinearKernel._process_gptq_weights_w4a16
-    with pytest.raises(KeyError), _vllm_cpu.quick_repack():
-        raise KeyError
-    assert CPUWNA16LinearKernel._process_gptq_weights_w4a16 is original
-    # On a GPU there is nothing to replace.
-    monkeypatch.setattr(_vllm_cpu, "is_cpu_engine", lambda: False)
-    with _vllm_cpu.quick_repack():
-        assert CPUWNA16LinearKernel._process_gptq_weights_w4a16 is original
-
-
-@pytest.mark.slow
-def test_an_engine_starts_in_a_process_that_has_numba():
-    """vLLM's own scan over all modules, run with llvmlite among them; it has to be there to be scanned."""
-    from llvmlite.binding import ffi
-
-    dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher", reason="a vLLM that does not scan modules")
-    _rebind_kernels = dispatcher._rebind_kernels
-
-    version = ffi.lib.LLVMPY_GetVersionInfo()
-    ffi.lib._fntab.pop("__dict__", None)
-    with pytest.raises(AttributeError, match="'_lib_fn_wrapper' object has no attribute 'get'"):  # control
-        _rebind_kernels([])
-    _vllm_cpu.let_kernel_scan_pass()
-    _rebind_kernels([])
-    assert ffi.lib.LLVMPY_GetVersionInfo() == version  # the library still works

@@ -31,12 +31,11 @@ def _compare(folder: str, shapes: list[tuple[int, int, int]], split: str) -> dic
 
     from qarl_trl.export import quantization_config
     from qarl_trl.quant import apply_quantization, iter_low_bit_weights
-    from qarl_trl.rollout import _vllm, _vllm_cpu
+    from qarl_trl.rollout import _vllm
     from qarl_trl.rollout.cpu_ops import use_engine_ops
     from qarl_trl.rollout.gemm import GEMMS
 
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = split
-    _vllm_cpu.let_kernel_scan_pass()
     source, found = save_model(Path(folder) / "model"), {}
     torch.manual_seed(0)
     prompts = [{"prompt_token_ids": torch.randint(2, 17, (n,)).tolist()} for n in (3, 60, 7, 31, 18, 5)]

@@ -66,7 +66,7 @@ def _start_all(folder: str) -> dict[str, Any]:
 
     from qarl_trl.export import quantization_config
     from qarl_trl.quant import apply_quantization, quantize_weight, resolve_scheme
-    from qarl_trl.rollout import _vllm, _vllm_cpu, _vllm_layer
+    from qarl_trl.rollout import _vllm, _vllm_layer
     from qarl_trl.rollout.cpu import choose_arithmetic
 
     amx = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True)
@@ -75,7 +75,6 @@ def _start_all(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"without a choice": choices(layer)}
     with amx:
         choose_arithmetic()
-        _vllm_cpu.let_kernel_scan_pass()
         source = save_model(Path(folder) / "model")
         for name in EXPECTED:
             model = make_model("qwen3_moe" if name == "experts" else "qwen3", initializer_range=0.05)

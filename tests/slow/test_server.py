@@ -66,7 +66,9 @@ def start(place: dict[str, Any], *options: str) -> Any:
     """A server of the recipe with `options`, as `serving` has it."""
     recipe, port = f"{place['folder']}/recipe.yaml", str(place["port"])
     command = [sys.executable, "-m", "qarl_trl.cli", "serve", "--config", recipe, "--vllm_server_port", port, *options]
-    return serving(place, command, os.environ | ENVIRONMENT | {"VLLM_API_KEY": KEY})
+    return serving(
+        place, command, os.environ | ENVIRONMENT | {"VLLM_API_KEY": KEY, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    )
 
 
 def rank_of(place: dict[str, Any], name: str = "EngineCore") -> int:
@@ -204,7 +206,7 @@ def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[s
         "logp_diffs": [row["mismatch/logp_diff_mean"] for row in rows],
         "bytes": engine.last_sync.num_bytes,
         "syncs": engine.num_syncs,
-        "names": engine._synced_names,
+        "names": [name for name, _ in engine._iter_named_params()],
         "bf16": sum(2 * p.numel() for p in trainer.model.parameters()),
         "embeddings": sum(
             2 * p.numel() for n, p in trainer.model.named_parameters() if "embed" in n or "lm_head" in n

@@ -101,7 +101,7 @@ def test_amx_is_said_to_be_off_and_a_cpu_without_avx512_is_said_to_have_no_engin
     monkeypatch.setattr(machine, "why_no_engine", lambda *_: None)
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"amx_tile", "avx512_vnni"}))
     rows = {row.name: row for row in machine.devices()}
-    assert "AMX kernels are switched off" in rows["engine on the CPU"].text and "VNNI" not in rows
+    assert "AMX is left unused" in rows["engine on the CPU"].text and "VNNI" not in rows
     monkeypatch.setattr(machine, "why_no_engine", lambda *_: "no AVX-512")
     assert {row.name: row for row in machine.devices()}["engine on the CPU"].status == WARN
 

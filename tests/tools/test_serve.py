@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from qarl_trl.rollout._vllm_cpu import share_cores
 from qarl_trl.rollout.server_guard import find_key
 from qarl_trl.tools.serve import main, options
 from qarl_trl.train import parse
@@ -77,29 +76,9 @@ def test_what_only_the_trainer_reads_may_be_missing_where_the_engine_is(capsys, 
 
 
 def test_the_server_listens_where_the_trainer_asks(capsys, recipe):
-    def port(*changes):
-        return command(capsys, recipe, *changes)["--port"]
-
     url = "--vllm_server_base_url", "http://10.0.0.7:8123/"
-    assert port(*url) == port(*url, "--vllm_server_port", "8123") == "8123"
-    assert port("--vllm_server_base_url", "http://node7", "--vllm_server_port", "8001") == "8001"
-    with pytest.raises(
-        ValueError, match="vllm_server_port=8001 must be the port of .*--vllm_server_base_url http://127"
-    ):
-        port(*url, "--vllm_server_port", "8001")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "bound", "expected"),
-    [([0], None, "nobind"), ([0], "0|1", "0|1"), ([0, 1], None, None)],
-)
-def test_ranks_are_left_unbound_where_there_is_no_numa_node_for_each(monkeypatch, nodes, bound, expected):
-    name = "VLLM_CPU_OMP_THREADS_BIND"
-    monkeypatch.setattr(os, "environ", {} if bound is None else {name: bound})
-    monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_visible_memory_node", lambda: nodes)
-    share_cores(2)
-    assert os.environ.get(name) == expected
-    assert ("OMP_NUM_THREADS" in os.environ) is (expected == "nobind")
+    assert command(capsys, recipe, *url)["--port"] == "8123"
+    assert command(capsys, recipe, "--vllm_server_port", "8001")["--port"] == "8001"
 
 
 def test_values_as_the_command_line_has_them():

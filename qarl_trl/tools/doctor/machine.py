@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from ..._compat import installed_version
 from ...quant.scheme import gpu_generation
-from ...rollout.cpu import cpu_flags, switched_off, why_no_engine
+from ...rollout.cpu import cpu_flags, why_no_engine
 from . import FAIL, OK, SKIPPED, WARN, Finding
 
 
@@ -51,7 +51,7 @@ def devices() -> list[Finding]:
         return found
     flags, cores = cpu_flags(), len(os.sched_getaffinity(0))
     reason = why_no_engine(flags, platform.machine())
-    chosen = ", ".join(switched_off(flags)) or "nothing to switch off (no AMX, no AVX512-FP16)"
+    kernels = "AVX-512 kernels" + ("; AMX is left unused" if "amx_tile" in flags else "")
     found = [
         Finding(SKIPPED, "GPU", "no CUDA device"),
         Finding(
@@ -60,7 +60,7 @@ def devices() -> list[Finding]:
             f"{platform.machine()}, {cores} cores, {psutil.virtual_memory().available / GIB:.0f} GiB available",
         ),
         # No failure: a recipe for GPUs is looked at on laptops. The settings refuse a run that needs this engine.
-        Finding(WARN if reason else OK, "engine on the CPU", reason or f"AVX-512 kernels; {chosen}"),
+        Finding(WARN if reason else OK, "engine on the CPU", reason or kernels),
     ]
     if not reason and "avx512_vnni" not in flags:
         text = "not there: W8A8 sums saturate in oneDNN (docs/numerics.md); other schemes are exact"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...rollout._vllm_cpu import is_cpu_engine, let_kernel_scan_pass
+from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import choose_arithmetic
 from .suites import Problem
 
@@ -29,7 +29,6 @@ def start_engine(model: str, **settings: Any) -> Any:
         defaults["enforce_eager"] = True  # compiled code rounds elsewhere
         # vLLM 0.31 turns a seeded generator back when a prompt is split over two steps, which one on a CPU cannot.
         defaults["enable_chunked_prefill"] = False
-    let_kernel_scan_pass()
     from vllm import LLM
 
     return LLM(model, **defaults | settings)
