@@ -83,7 +83,7 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     vars(config).pop("quantization_config", None)
     policy = skeleton(config, args)
     args.quant_freeze_scales = False  # there is nothing to freeze without weights
-    prepare(policy, args, source, as_stored=False)
+    prepare(policy, args, source)
     folder = args.sync_folder
     return {
         # What TRL gives a colocated engine (`VLLMGeneration._init_vllm`).
