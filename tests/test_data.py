@@ -100,55 +100,33 @@ def test_rows_without_problem_or_answer_are_left_out_and_counted(write, caplog):
     assert "4 of 5 rows" in caplog.text
 
 
-def test_no_answer_at_all_is_an_error(write):
-    with pytest.raises(ValueError, match="answer_column"):
-        load_math_dataset(write([{"problem": "a", "answer": ""}]))
-
-
-def test_missing_column_names_those_found(write):
-    path = write([{"task": "a", "gold": "1"}])
-    with pytest.raises(ValueError, match=r"columns \['task', 'gold'\].*problem_column"):
-        load_math_dataset(path)
-    with pytest.raises(ValueError, match="answer_column"):
-        load_math_dataset(path, problem_column="task")
-    with pytest.raises(ValueError, match="golden"):
-        load_math_dataset(path, problem_column="task", answer_column="golden")
-    assert load_math_dataset(path, problem_column="task", answer_column="gold")[0]["answer"] == "1"  # control
-
-
 @pytest.mark.parametrize(
-    ("settings", "name"),
+    ("row", "settings", "words"),
     [
-        ({"prompt_template": "{question}"}, "prompt_template"),
-        ({"system_prompt": "x", "conversational": False}, "system_prompt"),
+        ({"problem": "a", "answer": ""}, {}, "answer_column"),
+        ({"task": "a", "gold": "1"}, {}, r"columns \['task', 'gold'\].*problem_column"),
+        ({"task": "a", "gold": "1"}, {"problem_column": "task"}, "answer_column"),
+        ({"problem": "a", "answer": "1"}, {"prompt_template": "{question}"}, "prompt_template"),
+        ({"problem": "a", "answer": "1"}, {"system_prompt": "x", "conversational": False}, "system_prompt"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, {}, "A prompt must be text, or messages"),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}, {}, "A prompt has no user message"),
     ],
 )
-def test_settings_that_would_lose_the_problem_are_refused(write, settings, name):
-    with pytest.raises(ValueError, match=name):
-        load_math_dataset(write([{"problem": "a", "answer": "1"}]), **settings)
+def test_data_without_a_problem_or_an_answer_are_refused_by_the_settings_that_name_them(write, row, settings, words):
+    with pytest.raises(ValueError, match=words):
+        load_math_dataset(write([row]), **settings)
 
 
-def test_path_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path):
-    for name in (str(tmp_path / "none.jsonl"), "none.jsonl", "./none", "~/none"):
+def test_files_that_are_missing_or_unreadable_are_named(tmp_path):
+    for name in (str(tmp_path / "none.jsonl"), "./none", "~/none"):
         with pytest.raises(FileNotFoundError, match="none"):
             load_math_dataset(name)
     assert local_path("openai/gsm8k") is None
-
-
-def test_unknown_kind_of_file_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("problem,answer\n1,2\n")
-    with pytest.raises(ValueError, match=r"\.csv"):
-        load_math_dataset(str(tmp_path / "a.csv"))
-    for content in (b"no json\n", b"\xff\xfe\x00"):
-        (tmp_path / "a.jsonl").write_bytes(content)
-        with pytest.raises(ValueError, match="a.jsonl.* cannot be read: JSON parse error"):
-            load_math_dataset(str(tmp_path / "a.jsonl"))
-
-
-@pytest.mark.parametrize("message", [{"role": "user"}, {"content": "x"}, {"role": "assistant", "content": "x"}])
-def test_messages_without_a_role_content_or_user_are_refused(write, message):
-    with pytest.raises(ValueError, match="A prompt"):
-        load_math_dataset(write([{"prompt": [message], "answer": "1"}]))
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\x00")
+    for name, words in (("a.csv", r"\.csv"), ("a.jsonl", "a.jsonl.* cannot be read: JSON parse error")):
+        with pytest.raises(ValueError, match=words):
+            load_math_dataset(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,15 @@ def fail(completion, reference):
         (r"\boxed{1} or \boxed{2}", "1, 2", 1.0),
         ("The answer is 42.", "42", 1.0),
         ("I counted 42 apples on the way", "42", 0.0),  # a number that is not announced as the answer
+        ([{"type": "text", "text": r"\boxed{"}, {"type": "text", "text": "3}"}], "3", 1.0),  # parts of one message
         ("", "42", 0.0),
     ],
 )
 def test_answer_is_judged(completion, answer, reward):
+    assert math_reward([completion], [answer]) == math_reward(
+        [[{"role": "assistant", "content": completion}]], [answer]
+    )
     assert math_reward([completion], [answer]) == [reward]
-    assert math_reward([[{"role": "assistant", "content": completion}]], [answer]) == [reward]
 
 
 @pytest.mark.parametrize(
@@ -54,11 +57,6 @@ def test_answer_is_judged(completion, answer, reward):
 )
 def test_broken_completion_gets_zero_and_no_exception(garbage):
     assert math_reward([garbage, r"\boxed{3}"], ["3", "3"]) == [0.0, 1.0]
-
-
-def test_parts_of_a_message_are_read_together():
-    parts = [{"type": "text", "text": r"\boxed{"}, {"type": "text", "text": "3}"}]
-    assert math_reward([[{"role": "assistant", "content": parts}]], ["3"]) == [1.0]
 
 
 @pytest.mark.parametrize("reference", ["", "   ", None])
@@ -84,13 +82,6 @@ def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, caplog):
     assert time.monotonic() - start < 15
     assert [record for record in caplog.records if "no result within 1 s" in record.message] == caplog.records[:1]
     assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]  # and a fresh process goes on
-
-
-def test_alarm_of_math_verify_works_in_the_other_process():
-    math_reward([r"\boxed{3}"], ["3"])
-    pid = rewards._WORKER.call("pid", os.getpid, limit_s=60)
-    assert math_reward([r"\boxed{9^{9^{9^{9}}}}"], ["3"]) == [0.0]
-    assert rewards._WORKER.call("pid", os.getpid, limit_s=60) == pid  # the comparison was stopped, not the process
 
 
 def test_killed_grader_scores_zero_says_so_once_and_goes_on(monkeypatch, caplog):
