@@ -40,7 +40,7 @@ from .quant.start import QuantizedSource, load_master_weights
 from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import has_engine_ops, use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
-from .rollout.gemm import GEMMS
+from .rollout.gemm import GEMMS, in_words
 from .rollout.scores import LENGTH, Scores, learner_logps, sync_check_tokens
 from .rollout.support import default_engine_kwargs
 from .rollout.sync_check import SyncCheck
@@ -348,9 +348,13 @@ def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) 
 
 
 def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
+    plan = args.quant_plan(None if source is None else source.plan())
+    if args.quantize_learner:
+        words = {in_words(args.learner_kernel, scheme) for scheme in plan.config_groups.values()}
+        logger.info("Low-bit layers of the learner: %s (quant_kernel).", "; ".join(sorted(words)))
     apply_quantization(
         model,
-        args.quant_plan(None if source is None else source.plan()),
+        plan,
         gemm=GEMMS[args.learner_kernel],
         quantize_forward=args.quantize_learner,
         qparams=source.qparams() if args.quant_freeze_scales else None,
