@@ -49,13 +49,9 @@ class Matched(NamedTuple):
 
     name: str  # in a checkpoint
     module: nn.Module  # a linear layer, peft's layer around one, or a module of experts
+    base: nn.Module  # owns the parameters: below an adapter, if there is one
     scheme: QuantizationScheme
     weights: dict[str, list[str]]  # of each parameter: names of the linear layers that a checkpoint has for it
-
-    @property
-    def base(self) -> nn.Module:
-        """The module that owns the parameters: below an adapter, if it has one."""
-        return getattr(self.module, "base_layer", self.module)
 
 
 def apply_quantization(
@@ -97,9 +93,9 @@ def apply_quantization(
     _check_model(model)
     layers = _match_layers(model, plan)
     _check_layers(model, layers, qparams)
-    for _, module, layer_scheme, weights in layers:
-        frozen = {} if qparams is None else {key: _stacked(qparams, names) for key, names in weights.items()}
-        _low_bit_class(module).convert(module, layer_scheme, gemm, quantize_forward, frozen)
+    for layer in layers:
+        frozen = {} if qparams is None else {key: _stacked(qparams, names) for key, names in layer.weights.items()}
+        _low_bit_class(layer.module).convert(layer.module, layer.scheme, gemm, quantize_forward, frozen)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
     for _, _, merged in merged_by_engines(model):
@@ -145,6 +141,8 @@ def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:
 
 def _stacked(qparams: Mapping[str, QParams], names: Sequence[str]) -> QParams:
     """Scales and zero points of the layers `names`, one above the other, as a parameter holds their rows."""
+    if missing := [name for name in names if name not in qparams]:
+        raise ValueError(f"Layer {missing[0]!r} has no frozen scales. Use quant_scheme: checkpoint, or ignore it.")
     scales, zero_points = zip(*(qparams[name] for name in names), strict=True)
     return torch.cat(scales), None if zero_points[0] is None else torch.cat(zero_points)
 
@@ -160,13 +158,15 @@ def _match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
     """
     experts, matched = dict(expert_modules(model)), []
     for name, module in checkpoint_modules(model):
+        base = getattr(module, "base_layer", module)
+        if not any(len(shape_of(param)) >= 2 for param in base.parameters(recurse=False)):
+            continue
         if name in experts:
             scheme, weights = _match_experts(name, module, plan)
         else:
-            scheme, weights = scheme_for(name, getattr(module, "base_layer", module), plan), {"weight": [name]}
-        found = scheme and Matched(name, module, scheme, weights)
-        if found and any(len(shape_of(param)) >= 2 for param in found.base.parameters(recurse=False)):
-            matched.append(found)
+            scheme, weights = scheme_for(name, base, plan), {"weight": [name]}
+        if scheme is not None:
+            matched.append(Matched(name, module, base, scheme, weights))
     groups = list(plan.config_groups.values())
     empty = [group.targets for group in groups if not any(layer.scheme is group for layer in matched)]
     if empty or not groups:
@@ -245,12 +245,6 @@ def _check_layers(model: nn.Module, layers: list[Matched], qparams: Mapping[str,
                 f"Layer {layer.name!r}: a scheme with a global scale (NVFP4A16) does not go with frozen scales, LoRA or "
                 "experts. Choose another scheme."
             )
-    names = {name for layer in layers for names in layer.weights.values() for name in names}
-    if qparams is not None and (differing := sorted(names ^ qparams.keys())):
-        raise ValueError(
-            f"{len(differing)} layers are quantized without frozen scales or have them without being quantized, first "
-            f"{differing[:3]}. Use quant_scheme: checkpoint."
-        )
 
 
 def _check_layer(layer: Matched, owners: Counter[int]) -> None:

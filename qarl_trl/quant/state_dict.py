@@ -33,19 +33,17 @@ def iter_low_bit_weights(
     model: nn.Module, named_params: Iterable[tuple[str, Tensor]] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """
-    Yield every tensor of the low-bit checkpoint of `model`.
+    Yield every tensor of the low-bit checkpoint of `model`, by the name that transformers saves it under.
+
+    `X.weight_packed`, `X.weight_scale`, `X.weight_shape` of a W4A16 layer `X`, `X.weight` (float8) and `X.weight_scale` of an FP8
+    layer, otherwise the parameter in bfloat16. The experts of a quantized model come as one layer per expert and projection,
+    quantized or not. Persistent buffers follow, in their own dtype.
 
     Args:
         model (`nn.Module`): A model after `apply_quantization` (without it: plain bfloat16 tensors). Of a `PeftModel`
             the stream holds the base model with the active adapter merged, under the base model's names.
         named_params (`Iterable[tuple[str, Tensor]]`, *optional*): Parameters by name, in module order, whole or as FSDP2's
             `DTensor`, of which the quantized values are gathered: every process has to iterate. Defaults to `model.named_parameters()`.
-
-    Yields:
-        `tuple[str, Tensor]`: checkpoint name (as transformers saves it) and tensor: `X.weight_packed`, `X.weight_scale`,
-        `X.weight_shape` for a W4A16 layer `X`; `X.weight` (float8) and `X.weight_scale` for FP8; otherwise the parameter
-        in bfloat16. The experts of a quantized model come as one layer per expert and projection, quantized or not.
-        Persistent buffers follow, in their own dtype.
 
     Raises:
         RuntimeError: when `named_params` lack parameters of a quantized layer or of experts.

@@ -1,7 +1,6 @@
 """`qarl_trl.quant.model`: which layers change, that nothing else does, and what is refused."""
 
 import copy
-import inspect
 import pickle
 
 import pytest
@@ -11,7 +10,6 @@ from conftest import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from qarl_trl import QaRLConfig
 from qarl_trl.quant import QuantLinear, apply_quantization, quantized_modules, remove_quantization
 from qarl_trl.quant.gemm import dequant_gemm
 from qarl_trl.quant.model import bypassed_layers
@@ -29,14 +27,9 @@ def names_of(model):
 
 def snapshot(model):
     """Everything that must survive: modules, parameters, buffers, `state_dict`."""
-    return {
-        "modules": [name for name, _ in model.named_modules()],
-        "parameters": [
-            (name, tuple(p.shape), p.dtype, p.requires_grad, id(p)) for name, p in model.named_parameters()
-        ],
-        "buffers": [name for name, _ in model.named_buffers()],
-        "state": list(model.state_dict()),
-    }
+    parameters = [(n, tuple(p.shape), p.dtype, p.requires_grad, id(p)) for n, p in model.named_parameters()]
+    names = [[n for n, _ in found] for found in (model.named_modules(), model.named_buffers())]
+    return parameters, names, list(model.state_dict())
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
@@ -88,23 +81,14 @@ def test_targets_and_ignore_choose_the_layers(tiny_model, targets, ignore, expec
     assert names_of(apply_quantization(tiny_model(), "W4A16", targets, ignore)) == expected
 
 
-def test_by_default_the_head_and_routers_stay_in_high_precision(tiny_model):
-    """As in `QaRLConfig`: a router that is a linear layer is left alone without a word from the caller."""
-    default = inspect.signature(apply_quantization).parameters["ignore"].default
-    assert list(default) == QaRLConfig.__dataclass_fields__["quant_ignore"].default_factory()
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp = nn.ModuleDict({n: nn.Linear(128, 128) for n in ("gate", "shared_expert_gate", "up_proj")})
-            self.router = nn.Linear(128, 128)
-
+def test_by_default_the_head_and_routers_stay_in_high_precision():
     def model():
-        return nn.ModuleDict({"layer": Block(), "lm_head": nn.Linear(128, 128)})
+        mlp = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("gate", "shared_expert_gate", "up_proj")})
+        layer = nn.ModuleDict({"mlp": mlp, "router": nn.Linear(128, 128)})
+        return nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(128, 128)})
 
     assert names_of(apply_quantization(model(), "W4A16")) == ["layer.mlp.up_proj"]
-    named = apply_quantization(model(), "W4A16", ignore=["lm_head"])
-    assert len(names_of(named)) == 4  # control: one's own list is taken as it is
+    assert len(names_of(apply_quantization(model(), "W4A16", ignore=["lm_head"]))) == 4  # control: a list of one's own
 
 
 def test_options_reach_every_layer(tiny_model):
@@ -127,9 +111,6 @@ def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_m
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.up_proj'.*LinearWithAdapter"):
         apply_quantization(model, "W4A16")
     assert names_of(model) == []
-    # The way out that the message names: leave the layer alone.
-    apply_quantization(model, "W4A16", ignore=["lm_head", "model.layers.1.mlp.up_proj"])
-    assert len(names_of(model)) == len(LINEARS) - 1
 
 
 @pytest.mark.parametrize(
@@ -140,7 +121,6 @@ def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_m
         ((8, 100), "W4A16", -1, True),
         ((128, 256), "FP8_BLOCK", None, True),
         ((64, 256), "FP8_BLOCK", None, False),
-        ((256, 96), "FP8_BLOCK", None, False),
     ],
 )
 def test_groups_and_blocks_divide_a_layer_or_it_is_refused(sizes, scheme, group_size, divides):
@@ -158,7 +138,6 @@ def test_a_tied_head_cannot_be_quantized(tiny_model):
     with pytest.raises(ValueError, match="'lm_head'.*tied"):
         apply_quantization(model, "W4A16", ignore=[])
     assert names_of(apply_quantization(model, "W4A16")) == LINEARS
-    assert names_of(apply_quantization(tiny_model(), "W4A16", ignore=[]))[-1] == "lm_head"  # control
 
 
 def test_a_group_that_matches_nothing_is_an_error(tiny_model):
@@ -172,20 +151,14 @@ def test_a_group_that_matches_nothing_is_an_error(tiny_model):
             apply_quantization(tiny_model(), scheme, **fields)
 
 
-def test_quantizing_twice_is_an_error(tiny_model):
-    model = apply_quantization(tiny_model(), "W4A16")
+def test_a_model_that_is_quantized_already_is_refused(tiny_model):
+    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
     with pytest.raises(ValueError, match=r"quantized already.*remove_quantization"):
         apply_quantization(model, "FP8_DYNAMIC")
     apply_quantization(remove_quantization(model), "FP8_DYNAMIC")
-
-
-def test_a_model_that_is_quantized_by_another_library_is_refused(tiny_model):
-    model = tiny_model(num_hidden_layers=1)
-    model.config.quantization_config = {"quant_method": "gptq"}
+    remove_quantization(model).config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ValueError, match="quantized already.*gptq"):
         apply_quantization(model, "W4A16")
-    del model.config.quantization_config
-    apply_quantization(model, "W4A16")
 
 
 def test_adapters_without_a_peft_model_around_them_are_refused(tiny_model):
@@ -205,7 +178,6 @@ def test_removing_restores_the_model(tiny_model):
     quantized_logits = model(TOKENS).logits
     assert remove_quantization(model) is model
     assert names_of(model) == []
-    assert snapshot(model)["modules"] == snapshot(plain)["modules"]
     for (name, module), (_, original) in zip(model.named_modules(), plain.named_modules(), strict=True):
         assert type(module) is type(original), name
         assert module.__dict__.keys() == original.__dict__.keys(), name
@@ -241,5 +213,4 @@ def test_a_bypassed_layer_is_named():
     assert bypassed_layers(model) == ["model.layers.0.mlp.up_proj"]
 
     model = apply_quantization(make_model(num_hidden_layers=1), "W4A16", quantize_forward=False)
-    model(tokens)
     assert bypassed_layers(model) == []  # the baseline has no low-bit forward to miss

@@ -1,11 +1,8 @@
 """`qarl_trl.quant.recipe`: recipes as llm-compressor resolves them, whole or refused."""
 
 import pytest
-import torch
 import yaml
-from conftest import make_model
 
-from qarl_trl.quant import apply_quantization, quantized_modules
 from qarl_trl.quant.recipe import read_recipe
 from qarl_trl.quant.scheme import MINMAX
 
@@ -62,15 +59,6 @@ def test_a_recipe_that_llm_compressor_wrote_is_read(tmp_path):
     found = read_recipe(tmp_path / "recipe.yaml")
     assert [group.targets for group in found.config_groups.values()] == [["re:.*(gate|up|down)_proj$"], ["Linear"]]
     assert found.ignore == theirs.ignore
-
-
-def test_layers_of_several_schemes_run_side_by_side(tmp_path):
-    model = apply_quantization(make_model(dtype=torch.bfloat16), read_recipe(write(tmp_path, MODIFIERS["two groups"])))
-    bits = {name: module.scheme.weights.num_bits for name, module in quantized_modules(model)}
-    assert bits["model.layers.0.self_attn.q_proj"] == 8
-    assert bits["model.layers.1.mlp.down_proj"] == 4
-    assert len(bits) == 14
-    assert torch.isfinite(model(torch.tensor([[3, 4, 5]])).logits).all()
 
 
 # Refused -----------------------------------------------------------------------------------------------------------
