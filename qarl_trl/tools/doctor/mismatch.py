@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from trl.trainer.utils import selective_log_softmax
 
 from ...config import QaRLConfig
 from ...export import save_low_bit
@@ -106,7 +105,7 @@ def logp_diff(model: PreTrainedModel, samples: list[Sample], temperature: float,
         ids = torch.tensor([row.prompt + row.answer], device=model.device)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
             logits = model(input_ids=ids).logits[:, :-1].float()
-        logps = selective_log_softmax(logits / temperature, ids[:, 1:])
+        logps = (logits / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
         differences.append(logps[0, len(row.prompt) - 1 :].cpu() - torch.tensor(row.logps))
     return torch.cat(differences).abs().mean().item()
 

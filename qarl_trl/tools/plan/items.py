@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...quant.gathers import gathers_quantized
-from ...quant.scheme import effective_group_size, has_global_scale
-from .activations import Layer, head_saved, layer_saved, layer_work
+from ...quant.scheme import effective_group_size, has_global_scale, support_of
 
 
 GIB = 2**30
@@ -27,6 +26,8 @@ ZERO3_BUFFERS = 4 * GIB
 MUON_WORK = 12
 # Logits exist as one tile: TRL's `kernels/chunked_logprob.py` multiplies this many tokens by this much of the vocabulary.
 TILE = (4096, 32768)
+# Norms of one head each, by the name of their number.
+_HEADS = {"q_norm": "num_attention_heads", "k_norm": "num_key_value_heads"}
 # GPUs of a machine, whose processes share its memory.
 MACHINE = 8
 
@@ -58,9 +59,8 @@ class Run:
     """A run in numbers, bytes where nothing else is said."""
 
     parameters: tuple[Parameter, ...]
-    layer: Layer
-    layers: int
-    vocabulary: int
+    config: Any  # of the language model, as transformers has it
+    low_bit_forward: bool  # `quantize_learner`, with a scheme
     memory: int  # of each GPU, also of a server's
     rows: int  # of a micro-batch
     tokens: int  # of the longest row
@@ -162,26 +162,54 @@ def pass_tokens(run: Run) -> int:
     return whole * run.tokens
 
 
+def layer_saved(run: Run) -> int:
+    """
+    What a decoder layer saves of a token for its backward, without checkpointing, to about a tenth.
+
+    Inputs and outputs of its matrices (of a mixture's: of the experts chosen), and of norms the float32 input and the result.
+    """
+    layers, saved = [p for p in run.parameters if p.layer and "lora_" not in p.name], 0
+    for p in (p for p in layers if p.layer == layers[-1].layer):  # the last, which has experts if any has
+        if len(p.shape) > 1:
+            times = run.config.num_experts_per_tok if len(p.shape) == 3 else 1
+            saved += times * (p.shape[-2] * run.compute + p.shape[-1] * (1 if rounds_inputs(run, p) else run.compute))
+        elif heads := _HEADS.get(p.name.split(".")[-2]):
+            saved += p.shape[0] * getattr(run.config, heads) * (4 + run.compute)
+        elif "norm" in p.name:
+            saved += p.shape[0] * (4 + run.residual)
+    return saved
+
+
+def head_saved(run: Run) -> int:
+    """What is saved of a token outside of the layers: the final norm and its output."""
+    return (4 + 2 * run.residual) * run.config.hidden_size
+
+
+def rounds_inputs(run: Run, parameter: Parameter) -> bool:
+    """Whether the forward quantizes what it multiplies by `parameter`."""
+    return run.low_bit_forward and parameter.scheme is not None and support_of(parameter.scheme).activations != "none"
+
+
 def activations(run: Run) -> int:
     """What a micro-batch has saved when its backward begins."""
-    tokens, head = run.rows * run.tokens, head_saved(run.layer, run.residual)
-    if run.checkpointing:
-        return tokens * (run.layers * run.residual * run.layer.hidden + head)
-    casts = run.layer.mlp is None and run.residual != run.compute  # autocast's copies of the weights are saved
+    layer = run.residual * run.config.hidden_size if run.checkpointing else layer_saved(run)
+    casts = not (run.checkpointing or run.low_bit_forward) and run.residual != run.compute
+    # Autocast's copies of the weights are saved.
     weights = run.compute * sum(p.entries for p in run.parameters if p.layer) if casts else 0
-    return int(tokens * (run.layers * layer_saved(run.layer, run.residual, run.compute) + head)) + weights
+    return run.rows * run.tokens * (run.config.num_hidden_layers * layer + head_saved(run)) + weights
 
 
 def backward_work(run: Run) -> int:
     """What comes and goes in a backward: of the fused head or of a layer, whichever is more, and what FSDP2 gathers."""
-    tokens, hidden, largest = pass_tokens(run), run.layer.hidden, _largest(run, inside=True)
+    tokens, hidden, largest = pass_tokens(run), run.config.hidden_size, _largest(run, inside=True)
     tile = min(tokens, TILE[0]) * TILE[1] * run.compute
-    head = 4 * hidden * (tokens + run.vocabulary) + tile
-    # A layer's turn comes when what the head saved is free. Its checkpoint is among what it saves.
-    a_token = layer_work(run.layer, run.residual, run.compute) - head_saved(run.layer, run.residual)
-    if run.checkpointing:  # computed again
-        a_token += layer_saved(run.layer, run.residual, run.compute) - run.residual * hidden
-    layer = tokens * a_token + largest * 2 * run.compute  # what it multiplied by, and the product that is its gradient
+    head = 4 * hidden * (tokens + run.config.vocab_size) + tile
+    # Gradients within a layer are about 0.3 of what it saves, 0.9 where quantized inputs become numbers again.
+    a_token = (0.9 if any(rounds_inputs(run, p) for p in run.parameters) else 0.3) * layer_saved(run) - head_saved(run)
+    if run.checkpointing:  # computed again; its checkpoint is among what it saves
+        a_token += layer_saved(run) - run.residual * hidden
+    # What it multiplied by, and the product that is its gradient.
+    layer = tokens * a_token + 2 * run.compute * largest
     if not (run.fsdp2 or run.zero3):
         return int(max(head, layer + 4 * largest * (run.compute < 4)))
     # Two layers gathered, the gradient of one, and that in float32 to be reduced.
@@ -228,8 +256,10 @@ def cache_bytes(run: Run) -> int:
 
 def cache_tokens(run: Run) -> int:
     """Tokens of the cache: keys and values in bfloat16, of the heads of one engine rank."""
-    layer = run.layer
-    return cache_bytes(run) // (4 * run.layers * max(1, layer.kv_heads // run.engine_ranks) * layer.head_dim)
+    config, heads = run.config, run.config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    own = max(1, (getattr(config, "num_key_value_heads", None) or heads) // run.engine_ranks)
+    return cache_bytes(run) // (4 * config.num_hidden_layers * own * size)
 
 
 def sync_work(run: Run) -> int:

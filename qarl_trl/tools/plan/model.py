@@ -15,7 +15,6 @@ from ...quant import apply_quantization
 from ...quant.experts import PROJECTIONS, QuantExperts
 from ...quant.model import quantized_modules
 from ...quant.start import quantized_source
-from .activations import Layer
 from .items import GIB, Parameter, Run
 
 
@@ -60,19 +59,12 @@ def plan_run(
     config, source = read_config(name), quantized_source(name) if settings.from_checkpoint else None
     plan = settings.quant_plan(None if source is None else source.plan())
     model = skeleton(config, dtype_of(settings, model_args, config), get_peft_config(model_args), plan)
-    try:
-        layer = decoder_layer(model, config, settings.quantize_learner)
-    except AttributeError as error:
-        raise ValueError(
-            f"The layers of {type(model).__name__} are not those of the Llama family: {error}."
-        ) from error
     return Run(
         parameters=parameters(
             model, settings.optim_muon, settings.quantize_learner and settings.quant_kernel != "engine"
         ),
-        layer=layer,
-        layers=config.get_text_config().num_hidden_layers,
-        vocabulary=config.get_text_config().vocab_size,
+        config=config.get_text_config(),
+        low_bit_forward=plan is not None and settings.quantize_learner,
         memory=int(memory * GIB),
         rows=settings.per_device_train_batch_size,
         tokens=tokens or settings.vllm_max_model_length or (settings.max_completion_length or 0) + PROMPT,
@@ -131,7 +123,11 @@ def parameters(model: nn.Module, muon: bool, gathers: bool = True) -> tuple[Para
     """
     matrices, experts, _ = split_parameters(model) if muon else ([], {}, [])
     optimizers = dict.fromkeys(matrices, "muon") | dict.fromkeys(experts, "experts")
-    layers = tuple(f"{n}." for n, module in model.named_modules() if type(module).__name__.endswith("DecoderLayer"))
+    depth = model.config.get_text_config().num_hidden_layers
+    lists = (
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth
+    )
+    layers = tuple(f"{name}.{i}." for name in lists for i in range(depth))
     low_bit: dict[int, dict[str, Any]] = {}
     for _, module in quantized_modules(model):
         in_experts = isinstance(module, QuantExperts)
@@ -150,25 +146,4 @@ def parameters(model: nn.Module, muon: bool, gathers: bool = True) -> tuple[Para
             **low_bit.get(id(param), {}),
         )
         for name, param in model.named_parameters()
-    )
-
-
-def decoder_layer(model: nn.Module, config: PretrainedConfig, low_bit_forward: bool) -> Layer:
-    """The sizes of a decoder layer of `model`, and the schemes of its forward; the last layer's, which has experts if any has."""
-    text = config.get_text_config()
-    schemes: dict[str, Any] = {}
-    for name, module in quantized_modules(model) if low_bit_forward else ():
-        schemes["attention" if "attn" in name else "mlp"] = module.scheme
-    sizes = [p.shape for name, p in model.named_parameters() if name.endswith("experts.gate_up_proj")]
-    experts, inner = (sizes[-1][0], sizes[-1][1] // 2) if sizes else (0, text.intermediate_size)
-    return Layer(
-        hidden=text.hidden_size,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        inner=inner,
-        experts=experts,
-        top_k=text.num_experts_per_tok if experts else 1,
-        query_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
-        **schemes,
     )

@@ -16,9 +16,8 @@ from qarl_trl.tools.plan.items import GIB, Run
 def example_run(model: nn.Module, config: PretrainedConfig, muon: bool = True, **changes: Any) -> Run:
     settings = {
         "parameters": meta.parameters(model, muon),
-        "layer": meta.decoder_layer(model, config, low_bit_forward=True),
-        "layers": config.num_hidden_layers,
-        "vocabulary": config.vocab_size,
+        "config": config,
+        "low_bit_forward": True,
         "memory": 79 * GIB,
         "rows": 4,
         "tokens": 18432,
