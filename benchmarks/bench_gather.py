@@ -22,7 +22,7 @@ from collectives import MovedBytes
 from slow.isolated import isolated_group
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
-from qarl_trl.quant.linear import gather_quantized
+from qarl_trl.quant.gathers import gather_quantized
 
 
 SCHEMES = ("W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8")

@@ -33,7 +33,7 @@ from .metrics.mismatch import check_mismatch, mismatch_metrics
 from .metrics.ratios import RatioMeter
 from .metrics.token_stats import TokenStats
 from .optim import build_muon
-from .quant.linear import gather_quantized
+from .quant.gathers import gather_quantized
 from .quant.model import apply_quantization, bypassed_layers, quantized_modules
 from .quant.names import base_model
 from .quant.start import QuantizedSource, load_master_weights

@@ -44,8 +44,8 @@ def test_plain_lora_is_accepted_also_from_a_file(tmp_path, changes):
         ({"trainable_token_indices": [1]}, ["trainable_token_indices=[1]"]),
         ({"layer_replication": [(0, 2), (1, 2)]}, ["layer_replication"]),
         ({"alora_invocation_tokens": [1, 2]}, ["alora_invocation_tokens"]),
-        ({"init_lora_weights": "pissa"}, ["init_lora_weights='pissa'", "reference would no longer be the base model"]),
-        ({"use_dora": True, "lora_dropout": 0.1}, ["use_dora=True", "lora_dropout=0.1", "Leave out"]),
+        ({"init_lora_weights": "pissa"}, ["init_lora_weights='pissa'"]),
+        ({"use_dora": True, "lora_dropout": 0.1}, ["use_dora=True", "lora_dropout=0.1", "Leave"]),
     ],
 )
 def test_adapters_that_cannot_be_aligned_are_refused_before_a_model_loads(tmp_path, changes, words):

@@ -1,19 +1,17 @@
 """Dynamic activation quantization: scale, rounding and clamping of vLLM's kernels, bit for bit (paper Sec. 3.1, step 2).
 
-A code that falls on the other side costs a step of 1/16 (float8) where a rounding costs 1/256.
+A value that falls on the other side costs a step of 1/16 (float8) where a rounding costs 1/256.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .compiled import compiled_on_cuda, diverged, sample
+from .compiled import compiled_on_cuda
 
 
 FP8 = torch.float8_e4m3fn
@@ -24,60 +22,27 @@ FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 FP8_GROUP_MIN = 1e-10
 
 
-class _LastResults(threading.local):
-    """Of each function and its arguments: the last tensor, its state, and what the function gave for it."""
-
-    def __init__(self) -> None:
-        self.entries: dict[tuple, tuple[weakref.ref[Tensor], tuple[int, int], Any]] = {}
-
-
-_last = _LastResults()
-
-
 @torch.no_grad()
 def memoize_last(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     """
-    `function(x, *args)`, or what it gave in this thread when it was last called, if that was with this very tensor.
+    `function(x, *args)`, or what it gave for this very tensor before, unless that was written to since.
 
-    A model gives q, k, v, and gate, up, one tensor object: it is cast and quantized for the first of them. The result is
-    forgotten when `x` is freed or has been written to. It has no gradient and must not be written to.
+    A model gives q, k, v, and gate, up, one tensor object: it is cast and quantized for the first of them. The result lies
+    on `x` as an attribute, so it lives as long. It has no gradient and must not be written to.
     """
     if x.is_inference():  # which counts no versions
         return function(x, *args)
-    entries, key, state = _last.entries, (function, args), (x._version, x.data_ptr())
-    last, its_state, result = entries.get(key, (None, None, None))
-    if last is not None and last() is x and its_state == state:
+    results, state = x.__dict__.setdefault("_memoized", {}), (x._version, x.data_ptr())
+    its_state, result = results.get((function, args), (None, None))
+    if its_state == state:
         return result
-
-    def forget(freed: weakref.ref[Tensor]) -> None:
-        if entries.get(key, (None,))[0] is freed:
-            entries.pop(key, None)
-
     result = function(x, *args)
-    if result is not x:
-        entries[key] = weakref.ref(x, forget), state, result
+    if result is not x:  # a cycle would keep it
+        results[function, args] = state, result
     return result
 
 
-def _input_samples(x: Tensor, *_: Any) -> Iterator[tuple]:
-    """Inputs that the compiled form of a quantizer is checked with: also tokens with a scale of 1, which has ties, and NaN."""
-    numbers = sample(x.dtype)
-    for low, high in ((-FP8_MAX, FP8_MAX), (-127.0, 127.0)):
-        tokens = numbers[:256].clamp(low, high)
-        tokens[:, ::128], tokens[:, 1::128] = low, high
-        yield (tokens.to(x.device),)
-    yield (numbers.to(x.device),)
-    yield (diverged(tokens).to(x.device),)
-
-
-def _quantized_samples(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Iterator[tuple]:
-    """Every quantized value, of 8 bits, with scales of all sizes, infinity and NaN."""
-    scales = torch.cat((sample(torch.float32)[:512, :2].abs(), torch.tensor([[0.0, torch.inf], [torch.nan, 1.0]])))
-    values = torch.arange(256).repeat(len(scales), 2).to(torch.uint8).view(quantized.dtype)
-    yield values.to(quantized.device), scales.to(scale.device), dtype
-
-
-@compiled_on_cuda(_input_samples)
+@compiled_on_cuda
 def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Per-token float8: `x` `(tokens, in)` to quantized values float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, 1)`."""
     amax = x.abs().amax(dim=-1, keepdim=True).float()
@@ -86,7 +51,7 @@ def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
-@compiled_on_cuda(_input_samples)
+@compiled_on_cuda
 def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
     """Float8 with one scale for each token and group: `x` to quantized values `(tokens, in)`, scale float32 `(tokens, in / group_size)`."""
     groups = x.float().unflatten(-1, (-1, group_size))
@@ -94,7 +59,7 @@ def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tenso
     return (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(-2), scale
 
 
-@compiled_on_cuda(_input_samples)
+@compiled_on_cuda
 def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric per-token int8: `x` to quantized values int8 `(tokens, in)` and scale float32 `(tokens, 1)`, 0 for a token of zeros."""
     x = x.float()
@@ -110,7 +75,7 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     Asymmetric per-token int8 of the CPU engine's 4-bit kernel, whatever the scheme says of symmetry.
 
-    Returns code minus zero point, int16 `(tokens, in)` in [-255, 255], and scale float32 `(tokens, 1)`.
+    Returns quantized value minus zero point, int16 `(tokens, in)` in [-255, 255], and scale float32 `(tokens, 1)`.
     """
     x = x.float()
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
@@ -125,7 +90,7 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-@compiled_on_cuda(_quantized_samples)
+@compiled_on_cuda
 def dequantize_activations(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantized values `(..., in)` times scale float32 `(..., groups)`, multiplied in float32 and rounded once to `dtype`."""
     groups = quantized.float().unflatten(-1, (scale.shape[-1], -1))

@@ -56,26 +56,34 @@ class LowBitCache:
         `quantize(*sources)`, or what it gave last if that is still valid.
 
         Args:
-            slot (`str`): Where to keep the result.
-            own (`Sequence[Tensor]`): The layer's parameters as they are now.
-            given (`Sequence[Tensor]`, *optional*): The same in full or as shards, which are quantized instead.
-            quantize (`Callable`): Makes the low-bit weight.
-            others (`tuple`, *optional*): What else the result depends on.
+            slot: Where to keep the result.
+            own: The layer's parameters as they are now.
+            given: The same in full or as shards, which are quantized instead.
+            quantize: Makes the low-bit weight.
+            others: What else the result depends on.
         """
         # Once a layer was seen in shards it stays so: in its forward FSDP shows it a whole parameter like any other.
         if any(map(is_partitioned, own)) or (given is not None and not all(map(_is_alias, given, own))):
             self._sharded = True
-        # Frozen weights outlive steps. Of shards address and version say nothing: FSDP frees and gathers a parameter again under
-        # the same version, ZeRO-3 puts it at another address for each forward. Of whole weights they do not say enough: FSDP may
-        # gather a parameter where one was that this rank had not loaded, hence the object itself.
-        step = _optimizer_steps if any(tensor.requires_grad for tensor in own) else None
-        objects = () if self._sharded else tuple((WeakIdRef(t), t.data_ptr(), t._version) for t in own)
-        key, (last_key, result) = (step, others, objects), self._entries.get(slot, (None, None))
-        if key != last_key or (self._sharded and given is not None):
-            self._entries.pop(slot, None)
-            del result  # both, so that the old values are freed before the new ones are made
+        anew = self._sharded and given is not None
+        key = others, self._state(own)
+        if anew or self._entries.get(slot, (None,))[0] != key:
+            self._entries.pop(slot, None)  # so that the old values are freed before the new ones are made
             self._entries[slot] = key, quantize(*(own if given is None else given))
         return self._entries[slot][1]
+
+    def _state(self, own: Sequence[Tensor]) -> tuple:
+        """What changes whenever these parameters may have changed."""
+        step = (
+            _optimizer_steps if any(tensor.requires_grad for tensor in own) else None
+        )  # frozen weights outlive steps
+        if self._sharded:
+            # Of shards address and version say nothing: FSDP frees and gathers a parameter again under the same version, ZeRO-3
+            # puts it at another address for each forward.
+            return (step,)
+        # Nor do they say enough of whole weights: FSDP may gather a parameter where one was that this rank had not loaded, hence
+        # the object itself.
+        return step, *((WeakIdRef(tensor), tensor.data_ptr(), tensor._version) for tensor in own)
 
     def last(self) -> dict[str, Any]:
         """What `get` returned last for each slot."""

@@ -7,7 +7,7 @@ linear layer per expert and projection, whose rows are quantized independently: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
 
 from .gathers import whole_weights
-from .gemm import Gemm
-from .grouped import grouped_gemm, grouped_mm, stacked
+from .grouped import ExpertsGemm
 from .linear import LowBitLayer
 from .names import checkpoint_modules
 from .quantize import LowBitWeight
@@ -36,56 +35,24 @@ def num_experts(config: PretrainedConfig) -> int:
     return max(getattr(text, name, None) or 0 for name in names)
 
 
-class Routing(NamedTuple):
-    """The (token, choice) pairs of a batch, sorted by expert; all on the device, which is never waited for."""
-
-    pairs: Tensor  # each pair's number `token * top_k + choice`, int64 `(pairs,)`
-    places: Tensor  # where in `pairs` each number is, int64 `(pairs,)`
-    offsets: Tensor  # for each expert the place behind its last pair, int32 `(experts,)`
-
-    @classmethod
-    def of(cls, top_k_index: Tensor, num_experts: int) -> Routing:
-        """From the router's choices `(tokens, top_k)`; pairs of one expert stay in the order of their numbers."""
-        chosen, pairs = top_k_index.reshape(-1).sort(stable=True)
-        experts = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
-        offsets = torch.searchsorted(chosen, experts, right=True, out_int32=True)
-        # The gemms would leave the rows of an expert that is not there as they found the memory.
-        torch._assert_async(
-            (offsets[-1] == len(chosen)) & (chosen[:1] >= 0).all(),
-            f"The router chose an expert that is none of the {num_experts} there are.",
-        )
-        places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
-        return cls(pairs, places, offsets)
-
-
-class LowBitExpertsMatmul(torch.autograd.Function):
+def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """
-    `y[rows of e] = x[rows of e] @ Q(W[e])^T` for every expert `e`, with the straight-through estimator.
+    The (token, choice) pairs of a batch, sorted by expert, from the router's choices `(tokens, top_k)`.
 
-    Args: x `(pairs, in)` sorted by expert, master `(experts, out, in)`, offsets of the experts' rows, low-bit weight
-    `(experts * out, in)`, gemm. Only the inputs are saved for the backward, not the matrices.
+    Returns each pair's number `token * top_k + choice`, int64 `(pairs,)`, those of one expert in rising order; where in it each
+    number is, int64 `(pairs,)`; and for each expert the place behind its last pair, int32 `(experts,)`. All stay on the device,
+    which is never waited for.
     """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, master: Tensor, offsets: Tensor, weight: LowBitWeight, gemm: Gemm) -> Tensor:
-        y, saved = grouped_gemm(gemm, x, weight, offsets)
-        ctx.weight, ctx.gemm, ctx.master_dtype = weight, gemm, master.dtype
-        ctx.save_for_backward(offsets, *saved)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        offsets, *saved = ctx.saved_tensors
-        grad_x = grad_master = None
-        grad = grad.contiguous()
-        if ctx.needs_input_grad[0]:
-            matrices = stacked(ctx.gemm.matrix_from(ctx.weight, grad.dtype), offsets)
-            grad_x = grouped_mm(grad, matrices, offsets)
-            del matrices  # before the gradient of the master, which is as large
-        if ctx.needs_input_grad[1]:
-            x = ctx.gemm.input_from(tuple(saved), grad.dtype)
-            grad_master = grouped_mm(grad.t(), x, offsets).to(ctx.master_dtype)
-        return grad_x, grad_master, None, None, None
+    chosen, pairs = top_k_index.reshape(-1).sort(stable=True)
+    experts = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
+    offsets = torch.searchsorted(chosen, experts, right=True, out_int32=True)
+    # The gemms would leave the rows of an expert that is not there as they found the memory.
+    torch._assert_async(
+        (offsets[-1] == len(chosen)) & (chosen[:1] >= 0).all(),
+        f"The router chose an expert that is none of the {num_experts} there are.",
+    )
+    places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+    return pairs, places, offsets
 
 
 class QuantExperts(LowBitLayer, nn.Module):
@@ -107,10 +74,6 @@ class QuantExperts(LowBitLayer, nn.Module):
         low_bit = self.low_bit(name, weight)
         return low_bit.split(low_bit.shape[0] // (len(getattr(self, name)) * len(PROJECTIONS[name])))
 
-    def sources(self) -> tuple[str, ...]:
-        """None that belong together: each parameter is quantized by itself."""
-        return ()
-
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """
         transformers' `grouped_mm` forward with low-bit gemms, in the same order of operations.
@@ -121,23 +84,18 @@ class QuantExperts(LowBitLayer, nn.Module):
         if not self.quantized_forward:
             with whole_weights(self):
                 return self.high_precision_class.forward(self, hidden_states, top_k_index, top_k_weights)
-        pairs, places, offsets = Routing.of(top_k_index, len(self.gate_up_proj))
+        pairs, places, offsets = route(top_k_index, len(self.gate_up_proj))
         gate_up = self._matmul(hidden_states[pairs // top_k_index.shape[1]], "gate_up_proj", offsets)
         down = self._matmul(self._apply_gate(gate_up), "down_proj", offsets)
         weighted = down * top_k_weights.reshape(-1)[pairs].unsqueeze(-1)
         return weighted[places].view(*top_k_index.shape, hidden_states.shape[1]).sum(dim=1).to(hidden_states.dtype)
 
-    def _matmul(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
-        x, gemm = x.to(self._compute_dtype(x)), self._get_gemm(x.device)
-        with torch.autocast(x.device.type, enabled=False):
-            return LowBitExpertsMatmul.apply(x, getattr(self, name), offsets, self.low_bit(name), gemm)
-
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        return self.high_precision_class._apply_gate(self, gate_up)
+        return self.high_precision_class._apply_gate(self, gate_up)  # which its own forward calls on `self`, too
 
-    def extra_repr(self) -> str:
-        shapes = ", ".join(f"{name}={tuple(shape_of(getattr(self, name)))}" for name in PROJECTIONS)
-        return f"{shapes}, {super().extra_repr()}"
+    def _matmul(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
+        gemm = ExpertsGemm(self._get_gemm(x.device), offsets)
+        return self._multiply(x, partial(self.low_bit, name), gemm, getattr(self, name))
 
 
 # Finding and naming experts -----------------------------------------------------------------------------------------
@@ -151,14 +109,10 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def layer_names(name: str, module: nn.Module, *parameters: str) -> list[str]:
-    """Names of the layers of `parameters` in a checkpoint, in the order of the rows: `name.0.gate_proj`, ..."""
-    return [
-        f"{name}.{expert}.{projection}"
-        for parameter in parameters
-        for expert in range(shape_of(getattr(module, parameter))[0])
-        for projection in PROJECTIONS[parameter]
-    ]
+def layer_names(name: str, module: nn.Module, parameter: str) -> list[str]:
+    """Names of the layers of a parameter in a checkpoint, in the order of the rows: `name.0.gate_proj`, ..."""
+    experts = range(shape_of(getattr(module, parameter))[0])
+    return [f"{name}.{expert}.{projection}" for expert in experts for projection in PROJECTIONS[parameter]]
 
 
 def checkpoint_tensors(

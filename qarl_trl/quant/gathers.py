@@ -7,7 +7,6 @@ a class, because FSDP2 makes new tensors of a parameter (`new_zeros`, `narrow`, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -86,13 +85,12 @@ class MasterShard(Tensor):
         """
         if not gathers_quantized(outer_size, mesh.size(), module.scheme):
             raise RuntimeError(
-                f"Quantized values of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes: each must "
-                "have equally many rows that depend on none of another's. Shard the model with as many as `gather_quantized` was told."
+                f"Quantized values of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes. Shard the model "
+                "with as many as `gather_quantized` was told."
             )
         own = module.own_low_bit(self.parameter)
-        tensors = {name: tensor for name, tensor in own.tensors.items() if name != "weight_shape"}
         # Before the gather the module's parameter is the `DTensor` of all shards, which `whole_weights` may want later.
-        return tuple(tensors.values()), (own, tuple(tensors), outer_size, getattr(module, self.parameter))
+        return tuple(own.data.values()), (own, outer_size, getattr(module, self.parameter))
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
@@ -102,11 +100,8 @@ class MasterShard(Tensor):
 
         The memory of `outputs` is FSDP2's, which frees it after each forward and backward; so it is told of no tensors of our own.
         """
-        own, names, size, shard = metadata
-        tensors = dict(zip(names, outputs, strict=True))
-        if "weight_shape" in own.tensors:
-            tensors["weight_shape"] = torch.tensor((math.prod(size[:-1]), size[-1]))
-        weight = LowBitWeight(dict(sorted(tensors.items())), own.scheme)
+        own, size, shard = metadata
+        weight = LowBitWeight(dict(zip(own.data, outputs, strict=True)), own.scheme)
         if out is not None:
             out.held[:] = weight, shard
             return None
@@ -156,13 +151,23 @@ def is_packed(weight: Tensor) -> bool:
     return isinstance(weight, DTensor) and isinstance(weight.to_local(), MasterShard)
 
 
-def pack_parameters(module: nn.Module, names: Iterable[str]) -> None:
-    """Let FSDP2 gather quantized values of these parameters of a `LowBitLayer`, which it is about to cut."""
-    for name in names:
-        weight = getattr(module, name)
-        master = nn.Parameter(MasterShard(weight.detach(), name), requires_grad=weight.requires_grad)
-        setattr(module, name, master)
-    module.register_load_state_dict_pre_hook(_load_packed)
+def gather_quantized(layers: Iterable[Any], ranks: int, device: torch.device) -> None:
+    """
+    Let FSDP2, which is about to cut the parameters of `layers` (`LowBitLayer`s) for `ranks` processes, gather quantized values of them.
+
+    Not of adapted layers, of master weights that are not float32, where rows are uneven or depend on those of another process, or
+    where the gemm on `device` keeps something made of the quantized values: those weights it gathers, as ever.
+    """
+    for layer in layers:
+        if not layer.quantized_forward or layer.gemm_for(layer.scheme, device).prepares:
+            continue
+        for name, weight in list(layer.named_parameters(recurse=False)):
+            # accelerate writes master weights of another dtype anew, by `param.data = ...`.
+            plain = type(weight) is nn.Parameter and weight.dtype == torch.float32
+            if name in layer.packed_parameters and plain and gathers_quantized(weight.shape, ranks, layer.scheme):
+                master = MasterShard(weight.detach(), name)
+                setattr(layer, name, nn.Parameter(master, requires_grad=weight.requires_grad))
+        layer.register_load_state_dict_pre_hook(_load_packed)
 
 
 @torch.no_grad()
@@ -179,16 +184,11 @@ def _load_packed(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, 
 @contextmanager
 def whole_weights(module: nn.Module) -> Iterator[None]:
     """
-    Inside, weights of which FSDP2 has gathered the quantized values alone are whole, in bfloat16: for a forward in high precision.
+    Inside, weights of which FSDP2 has gathered the quantized values alone are whole, in bfloat16: for the sync check's forward in high precision.
 
-    Collective. `RuntimeError` where they would need a gradient, which the master weights would not get.
+    Collective. They give no gradient to the master weights.
     """
     gathered = {name: w for name, w in module.named_parameters(recurse=False) if isinstance(w, GatheredWeight)}
-    if torch.is_grad_enabled() and any(weight.requires_grad for weight in gathered.values()):
-        raise RuntimeError(
-            "A high-precision forward of weights whose quantized values FSDP2 gathers has no gradient. Run it under torch.no_grad(), or "
-            "train with quantize_learner=False."
-        )
     vars(module).update({name: whole(weight.held[1]) for name, weight in gathered.items()})  # found before parameters
     try:
         yield

@@ -20,7 +20,7 @@ from .activations import (
     quantize_tokens_int8_asymmetric,
 )
 from .quantize import LowBitWeight, dequantize
-from .scheme import effective_group_size, gpu_generation, support_of
+from .scheme import effective_group_size, support_of
 
 
 Bias = Tensor | None  # `(out,)`
@@ -51,6 +51,15 @@ class Gemm:
     def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
         """The weight that it was multiplied by, `(out, in)` in `dtype`."""
         return dequantize(weight, dtype)
+
+    def grad_input(self, grad: Tensor, weight: LowBitWeight) -> Tensor:
+        """The gradient of the input, `(..., in)`, from that of `y` `(..., out)`."""
+        # Dequantized again: a matrix kept for each layer would be a second copy of the model.
+        return grad @ self.matrix_from(weight, grad.dtype)
+
+    def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The gradient of the weight, `(out, in)`, from that of `y` `(tokens, out)` and the input `(tokens, in)`."""
+        return grad.t() @ x
 
 
 # Chooses the gemm of a scheme on a device, or raises ValueError.
@@ -122,7 +131,7 @@ class Int4Fp8Gemm(Fp8Gemm):
         scale, channel_scale = quantize_tokens_fp8(weight.scale)
         # An eighth of it, so that the largest entry, 8 scales, is a float8 number.
         scale, channel_scale = (scale.float() / 8).to(FP8), channel_scale * 8
-        quantized = reference.unpacked(weight.quantized, 4, weight.shape[1])
+        quantized = reference.unpacked(weight.quantized, 4)
         groups = quantized.unflatten(-1, (scale.shape[-1], -1))
         return (groups * scale.float().unsqueeze(-1)).to(FP8).flatten(-2), channel_scale
 
@@ -210,21 +219,8 @@ _GEMMS: dict[str, type[Gemm]] = {
 
 
 def plain_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
-    """Torch's own gemm for `scheme` on `device`; `ValueError` where it has none that is also the engine's."""
-    support = support_of(scheme)
-    if device.type != "cpu" and not support.gpus:
-        raise ValueError(
-            f"{support.name} runs on a CPU alone, in vLLM and here, got device {device.type!r}. Use one of the schemes that "
-            "`qarl-trl schemes` lists for a GPU."
-        )
-    if device.type == "cuda" and support.activations != "none":
-        capability = torch.cuda.get_device_capability(device)
-        if gpu_generation(capability) not in support.gpus:
-            raise ValueError(
-                f"{support.name} needs a GPU of one of the generations {', '.join(support.gpus)}, got compute capability "
-                f"{capability}. Use quant_scheme='W4A16' on this device."
-            )
-    return _GEMMS[support.name]()
+    """Torch's own gemm for `scheme`. Where a device has none, torch says so in the first forward."""
+    return _GEMMS[support_of(scheme).name]()
 
 
 def dequant_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:

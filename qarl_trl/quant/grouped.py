@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import memoize_last
-from .gemm import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Gemm, Int8Gemm, Saved
+from .gemm import Bias, CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Gemm, Int8Gemm, Saved
 from .quantize import LowBitWeight
 
 
@@ -35,7 +35,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return torch.stack([a[:, start:end] @ b[start:end] for start, end in pieces])
     product = F.grouped_mm(a, b, offs=offsets)
     if in_rows:
-        return product  # every row is an expert's (`Routing.of`), so every row is written
+        return product  # every row is an expert's (`experts.route`), so every row is written
     # On some GPUs garbage is left where an expert has no rows (pytorch issue 172439, B200).
     return product.masked_fill_((offsets.diff(prepend=offsets.new_zeros(1)) == 0).view(-1, 1, 1), 0)
 
@@ -43,6 +43,32 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 def stacked(matrix: Tensor, offsets: Tensor) -> Tensor:
     """`(experts * rows, n)` as `(experts, rows, n)`."""
     return matrix.unflatten(0, (len(offsets), -1))
+
+
+class ExpertsGemm(Gemm):
+    """
+    `gemm` for all experts: `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, forward and backward.
+
+    Of `x` `(pairs, in)`, sorted by expert, and a weight `(experts * out, in)`; `offsets` is the row behind each expert's last,
+    int32 `(experts,)`.
+    """
+
+    def __init__(self, gemm: Gemm, offsets: Tensor) -> None:
+        self.gemm, self.offsets = gemm, offsets
+
+    def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
+        return grouped_gemm(self.gemm, x, weight, self.offsets)
+
+    def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
+        return self.gemm.input_from(saved, dtype)
+
+    def grad_input(self, grad: Tensor, weight: LowBitWeight) -> Tensor:
+        matrices = stacked(self.gemm.matrix_from(weight, grad.dtype), self.offsets)
+        return grouped_mm(grad.contiguous(), matrices, self.offsets)
+
+    def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """`(experts, out, in)`."""
+        return grouped_mm(grad.contiguous().t(), x, self.offsets)
 
 
 def _multiply(x: Tensor, matrix: Tensor, offsets: Tensor) -> Tensor:
@@ -53,10 +79,7 @@ def _multiply(x: Tensor, matrix: Tensor, offsets: Tensor) -> Tensor:
 @singledispatch
 def grouped_gemm(gemm: Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
     """
-    `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, by the class of the gemm; and what it saves.
-
-    Of `x` `(pairs, in)`, sorted by expert, a weight `(experts * out, in)`, and `offsets`, the row behind each expert's last,
-    int32 `(experts,)`. `y` is `(pairs, out)` in `x.dtype`; `gemm.input_from` takes what is saved.
+    The forward of [`ExpertsGemm`], by the class of the gemm: `y` `(pairs, out)` in `x.dtype`, and what `gemm.input_from` takes.
     """
     raise NotImplementedError(f"{type(gemm).__name__} has no gemm for experts.")
 

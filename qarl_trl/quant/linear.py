@@ -6,7 +6,7 @@ export; the layer has exactly the parameters, names and `state_dict` of the `nn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from .activations import memoize_last
 from .cache import LowBitCache
-from .gathers import GatheredWeight, gathers_quantized, is_packed, pack_parameters, whole_weights
+from .gathers import GatheredWeight, is_packed, whole_weights
 from .gemm import Gemm, GemmChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .reference import QParams
-from .scheme import effective_group_size, support_of
-from .shards import is_partitioned, quantize_own, quantize_shards
+from .scheme import support_of
+from .shards import quantize_own, quantize_shards
 
 
 # From the gradient of the output `(tokens, out)`, the input `(tokens, in)` and the sources of the weight to their gradients.
@@ -64,13 +64,15 @@ class LowBitMatmul(torch.autograd.Function):
         grad_x = grad_bias = None
         grads: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 6)
         if ctx.needs_input_grad[0]:
-            # Dequantized again: a matrix kept for each layer would be a second copy of the model.
-            grad_x = (grad @ ctx.gemm.matrix_from(ctx.weight, grad.dtype)).to(ctx.input_dtype)
+            grad_x = ctx.gemm.grad_input(grad, ctx.weight).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             grad_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype)
         if any(ctx.needs_input_grad[6:]):
             x, rows = ctx.gemm.input_from(saved, grad.dtype).flatten(0, -2), grad.flatten(0, -2)
-            grads = ctx.chain(rows, x, *sources) if ctx.chain else ((rows.t() @ x).to(ctx.master_dtype),)
+            if ctx.chain:
+                grads = ctx.chain(rows, x, *sources)
+            else:
+                grads = (ctx.gemm.grad_weight(rows, x).to(ctx.master_dtype),)
         return grad_x, grad_bias, None, None, None, None, *grads
 
 
@@ -89,6 +91,8 @@ class LowBitLayer:
             has a global scale that they must share.
         high_precision_class (`type`): The class that the module had.
         packed_parameters (`tuple[str, ...]`): Those of which FSDP2 may gather quantized values.
+
+    The cache and the gemm are made anew for a copy.
     """
 
     scheme: QuantizationScheme
@@ -97,6 +101,8 @@ class LowBitLayer:
     frozen_qparams: dict[str, QParams]
     merged_with: tuple[LowBitLayer, ...]
     high_precision_class: type[nn.Module]
+    _low_bit_cache: LowBitCache
+    _gemm: Gemm | None
     packed_parameters = ()
 
     @classmethod
@@ -113,20 +119,17 @@ class LowBitLayer:
         module.__class__ = cls
         module.scheme, module.gemm_for = scheme, gemm
         module.quantized_forward, module.frozen_qparams, module.merged_with = quantized_forward, dict(qparams), ()
+        module._low_bit_cache, module._gemm = LowBitCache(), None
 
     def restore(self) -> None:
         """Undo `convert`."""
         self.__class__ = self.high_precision_class
-        for attribute in (*LowBitLayer.__annotations__, "_quantized", "_gemm"):
-            self.__dict__.pop(attribute, None)
+        for attribute in LowBitLayer.__annotations__:
+            del self.__dict__[attribute]
 
     def sources(self) -> tuple[str, ...]:
-        """Names, below this module, of the parameters that `low_bit` takes, in its order."""
-        raise NotImplementedError
-
-    def low_bit(self, *sources: Tensor | None) -> LowBitWeight:
-        """The layer's low-bit weight, from the [`~qarl_trl.quant.cache.LowBitCache`] while that is valid."""
-        raise NotImplementedError
+        """Names, below this module, of the parameters that `low_bit` makes one weight of, in its order; none of experts."""
+        return ()
 
     @torch.no_grad()
     def low_bit_of(self, parameter: str, weight: Tensor | None = None) -> LowBitWeight:
@@ -167,11 +170,6 @@ class LowBitLayer:
         qparams, largest = self._qparams_of(parameter, weight.device), None
         if self.merged_with:
             weights = (weight, *(layer.weight for layer in self.merged_with))
-            if any(isinstance(w, DTensor) or is_partitioned(w) for w in weights):
-                raise ValueError(
-                    "A scheme with a global scale (NVFP4A16) needs the merged layers (q, k, v; gate, up) whole at once, and "
-                    "FSDP or ZeRO-3 has cut them. Use DDP, or a scheme without a global scale."
-                )
             largest = torch.stack([largest_magnitude(w, self.scheme) for w in weights]).max()
         if isinstance(weight, DTensor):
             return quantize_shards(weight, self.scheme, qparams)
@@ -187,7 +185,7 @@ class LowBitLayer:
     @property
     def has_run(self) -> bool:
         """Whether the low-bit forward was used since quantization."""
-        return "_gemm" in self.__dict__
+        return self._gemm is not None
 
     def last_low_bits(self) -> dict[str, LowBitWeight]:
         """What was quantized last, without looking at the master weights: by parameter, or by adapter ("": none)."""
@@ -207,38 +205,37 @@ class LowBitLayer:
         """Under which name of `last_low_bits` the layer computes now."""
         return "weight"
 
-    @property
-    def _low_bit_cache(self) -> LowBitCache:
-        return self.__dict__.setdefault("_quantized", LowBitCache())
-
     def _compute_dtype(self, input: Tensor) -> torch.dtype:
         """What autocast would cast `input` to, where it is on."""
         device_type = input.device.type
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype
 
     def _get_gemm(self, device: torch.device) -> Gemm:
-        if not self.has_run:
+        if self._gemm is None:
             self._gemm = self.gemm_for(self.scheme, device)
         return self._gemm
 
-    def _multiply(self, x: Tensor, bias: Tensor | None, chain: Chain | None, *sources: Tensor) -> Tensor:
-        """`LowBitMatmul` by the low-bit weight of now, in the dtype that autocast asks for."""
-        dtype, gemm = self._compute_dtype(x), self._get_gemm(x.device)
+    def _multiply(
+        self,
+        x: Tensor,
+        low_bit: Callable[[], LowBitWeight],
+        gemm: Gemm,
+        *sources: Tensor,
+        bias: Tensor | None = None,
+        chain: Chain | None = None,
+    ) -> Tensor:
+        """`LowBitMatmul` in the dtype that autocast asks for; what autocast would cast in `low_bit` and `gemm` it leaves alone."""
+        dtype = self._compute_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
-            return LowBitMatmul.apply(x, bias, self.low_bit(), gemm, dtype, chain, *sources)
+            return LowBitMatmul.apply(x, bias, low_bit(), gemm, dtype, chain, *sources)
 
     def extra_repr(self) -> str:
-        group_size = effective_group_size(self.scheme)
-        parts = [
-            super().extra_repr(),
-            f"scheme={support_of(self.scheme).name}",
-            f"group_size={group_size}" if group_size else "",
-            f"forward={'low bit' if self.quantized_forward else 'high precision'}",
-        ]
+        forward = "low bit" if self.quantized_forward else "high precision"
+        parts = (super().extra_repr(), f"scheme={support_of(self.scheme).name}", f"forward={forward}")
         return ", ".join(filter(None, parts))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_quantized", "_gemm")}
+        return super().__getstate__() | {"_low_bit_cache": LowBitCache(), "_gemm": None}
 
 
 class QuantLinear(LowBitLayer, nn.Linear):
@@ -247,7 +244,6 @@ class QuantLinear(LowBitLayer, nn.Linear):
     packed_parameters = ("weight",)
 
     def sources(self) -> tuple[str, ...]:
-        """The master weight."""
         return ("weight",)
 
     def low_bit(self, weight: Tensor | None = None) -> LowBitWeight:
@@ -256,27 +252,6 @@ class QuantLinear(LowBitLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.quantized_forward:
-            return self._multiply(input, self.bias, None, self.weight)
+            return self._multiply(input, self.low_bit, self._get_gemm(input.device), self.weight, bias=self.bias)
         with whole_weights(self):
             return super().forward(input)
-
-
-def gather_quantized(layers: Iterable[LowBitLayer], ranks: int, device: torch.device) -> None:
-    """
-    Let FSDP2, which is about to cut the parameters of `layers` for `ranks` processes, gather quantized values of them.
-
-    Not of adapted layers, of master weights that are not float32, where rows are uneven or depend on those of another process, or
-    where the gemm on `device` keeps something made of the quantized values: those weights it gathers, as ever.
-    """
-    for layer in layers:
-        if not layer.quantized_forward or layer.gemm_for(layer.scheme, device).prepares:
-            continue
-        names = [
-            name
-            for name, weight in layer.named_parameters(recurse=False)
-            # accelerate writes master weights of another dtype anew, by `param.data = ...`.
-            if name in layer.packed_parameters and type(weight) is nn.Parameter and weight.dtype == torch.float32
-            if gathers_quantized(weight.shape, ranks, layer.scheme)
-        ]
-        if names:
-            pack_parameters(layer, names)

@@ -121,10 +121,11 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.quantized_forward:
             return super().forward(x)
-        base, adapter = self.base_layer, self._slot
+        base, adapter, gemm = self.base_layer, self._slot, self._get_gemm(x.device)
         if not adapter:
-            return self._multiply(x, base.bias, None, base.weight)
-        return self._multiply(x, base.bias, partial(factor_gradients, self.scaling[adapter]), *self._factors(adapter))
+            return self._multiply(x, self.low_bit, gemm, base.weight, bias=base.bias)
+        chain = partial(factor_gradients, self.scaling[adapter])
+        return self._multiply(x, self.low_bit, gemm, *self._factors(adapter), bias=base.bias, chain=chain)
 
 
 def check_lora_config(config: Any) -> None:
@@ -135,51 +136,31 @@ def check_lora_config(config: Any) -> None:
             "Use peft.LoraConfig, or set quant_scheme='none'."
         )
     plain = LoraConfig()
-    given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _PLAIN_LORA}
-    # peft itself leaves empty containers in fields that were not set.
-    unset = None, (), [], set(), {}
-    changed = [name for name, value in given.items() if value not in (getattr(plain, name, None), *unset)]
+    unset = None, (), [], set(), {}  # peft itself leaves empty containers in fields that were not set
+    names = [field.name for field in fields(config) if field.name not in _PLAIN_LORA]
+    changed = [name for name in names if getattr(config, name) not in (getattr(plain, name, None), *unset)]
+    if config.init_lora_weights not in _PLAIN_INIT:  # others may rewrite the base weights
+        changed.append("init_lora_weights")
     if changed:
-        settings = ", ".join(f"{name}={given[name]!r}" for name in changed)
+        settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
         raise ValueError(
-            f"The adapter sets {settings}, with which the learner's layer is more than the engine's weight Q(W + s B "
-            "A). Leave out what is named (lora_dropout: 0.0; TRL's ModelConfig has 0.05)."
-        )
-    if config.init_lora_weights not in _PLAIN_INIT:
-        raise ValueError(
-            f"init_lora_weights={config.init_lora_weights!r} may rewrite the base weights: with the adapter disabled, the "
-            f"reference would no longer be the base model. Use one of {_PLAIN_INIT}."
-        )
-
-
-def check_lora_layer(name: str, layer: nn.Module) -> None:
-    """Refuse a kind of layer that the configuration of an adapter does not show."""
-    if type(layer) is not lora.Linear:
-        raise ValueError(
-            f"Layer {name!r} carries a {type(layer).__module__}.{type(layer).__name__} adapter, and only plain LoRA "
-            "on linear layers can be merged. Take it out of the adapter's target_modules."
+            f"The adapter sets {settings}, with which the learner's layer is not the engine's weight Q(W + s B A). Leave it out "
+            "(lora_dropout: 0.0; TRL's ModelConfig has 0.05)."
         )
 
 
 def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:
-    """Refuse adapters in the base `model` outside of the layers to quantize, which are given by checkpoint name."""
+    """Refuse adapters in the base `model` that do not merge into the layers to quantize, which are given by checkpoint name."""
     quantized = {id(module) for module in matched.values()}
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and id(module) not in quantized:
+        if isinstance(module, BaseTunerLayer) and (id(module) not in quantized or type(module) is not lora.Linear):
             raise ValueError(
-                f"Layer {name!r} ({type(module).__name__}) carries an adapter but is not quantized: W x + s B A x is not the "
-                "engine's merged product. Take it out of the adapter's target_modules (or target_parameters), or out of "
-                "`quant_ignore` where it is listed there."
+                f"Layer {name!r} ({type(module).__name__}) carries an adapter but is not quantized, or no plain LoRA: the engine's "
+                "merged product is another. Take it out of the adapter's target_modules, or out of `quant_ignore`."
             )
-        if isinstance(module, ModulesToSaveWrapper):
-            inside = [n for n in matched if n == name or n.startswith(f"{name}.")]
-            if inside:
-                raise ValueError(
-                    f"modules_to_save trains a copy of {name!r}, and quantization targets {inside[0]!r} in it. Give it an "
-                    "adapter (target_modules), or add it to `quant_ignore`."
-                )
-        elif hasattr(module, "original_module"):
+        inside = [n for n in matched if n == name or n.startswith(f"{name}.")]
+        if inside and isinstance(module, ModulesToSaveWrapper):
             raise ValueError(
-                f"Module {name!r} is wrapped by peft's {type(module).__name__}, whose trained part the engine would not see. "
-                "Remove trainable_token_indices from the adapter's configuration."
+                f"modules_to_save trains a copy of {name!r}, and quantization targets {inside[0]!r} in it. Give it an "
+                "adapter (target_modules), or add it to `quant_ignore`."
             )

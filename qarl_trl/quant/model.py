@@ -229,13 +229,10 @@ def _check_model(model: nn.Module) -> None:
 def _check_layers(model: nn.Module, layers: list[Matched], qparams: Mapping[str, QParams] | None) -> None:
     """Refuse (`ValueError`) `layers` that cannot be quantized as asked."""
     if is_peft_model(model):
-        from .lora import check_adapters, check_lora_config, check_lora_layer
+        from .lora import check_adapters, check_lora_config
 
         for config in model.peft_config.values():
             check_lora_config(config)
-        for layer in layers:
-            if layer.base is not layer.module:
-                check_lora_layer(layer.name, layer.module)
         check_adapters(base_model(model), {layer.name: layer.module for layer in layers})
     owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     for layer in layers:

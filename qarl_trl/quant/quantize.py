@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor
@@ -23,57 +25,59 @@ from .scheme import MASTER_CAST_DTYPE, has_global_scale
 @dataclass(frozen=True)
 class LowBitWeight:
     """
-    A quantized weight in checkpoint format.
+    A quantized weight.
 
     Attributes:
-        tensors (`dict[str, Tensor]`): What a compressed-tensors checkpoint stores for the layer, by local name, sorted.
+        data (`dict[str, Tensor]`): What a compressed-tensors checkpoint stores for the layer, by local name, without the shape.
             Packed schemes (W4A16, W8A16): `weight_packed` int32 `(out, in * bits / 32)`, `weight_scale` bfloat16 `(out,
-            groups)`, `weight_shape` int64 `(2,)`, and with asymmetric quantized values `weight_zero_point` int32 `(out / 8,
-            groups)`. The others: `weight` float8_e4m3fn or int8 `(out, in)`, `weight_scale` bfloat16 `(out, groups)`,
+            groups)`, and with asymmetric quantized values `weight_zero_point` int32 `(out / 8, groups)`.
+            The others: `weight` float8_e4m3fn or int8 `(out, in)`, `weight_scale` bfloat16 `(out, groups)`,
             or `(out / 128, in / 128)` for blocks. NVFP4A16: `weight_packed` uint8 `(out, in / 2)`, `weight_scale`
             float8_e4m3fn `(out, in / 16)`, `weight_global_scale` float32 `(1,)`.
         scheme (`QuantizationScheme`): How they were made.
         prepared (`dict[str, Any]`): Where a kernel keeps a repacked form for as long as these quantized values live.
     """
 
-    tensors: dict[str, Tensor]
+    data: dict[str, Tensor]
     scheme: QuantizationScheme
     prepared: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint stores, sorted: `data`, and of packed schemes `weight_shape` int64 `(2,)`."""
+        shape = {"weight_shape": torch.tensor(self.shape)} if self.scheme.format == "pack-quantized" else {}
+        return dict(sorted((self.data | shape).items()))
 
     @property
     def quantized(self) -> Tensor:
         """The tensor that holds the quantized values: `weight_packed` (words of several) or `weight` (one each)."""
-        return self.tensors["weight_packed"] if "weight_packed" in self.tensors else self.tensors["weight"]
+        return self.data["weight_packed"] if "weight_packed" in self.data else self.data["weight"]
 
     @property
     def scale(self) -> Tensor:
-        return self.tensors["weight_scale"]
+        return self.data["weight_scale"]
 
     @property
     def shape(self) -> tuple[int, int]:
         """`(out, in)` of the weight."""
-        if "weight_shape" in self.tensors:
-            return tuple(self.tensors["weight_shape"].tolist())
         rows, columns = self.quantized.shape
-        return rows, columns * (2 if has_global_scale(self.scheme) else 1)
+        packed = "weight_packed" in self.data
+        return rows, columns * (8 * self.quantized.itemsize // self.scheme.weights.num_bits if packed else 1)
 
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def split(self, rows: int) -> list[LowBitWeight]:
         """
-        The weights of `rows` rows each, as if each had been quantized by itself; views, but for `weight_shape`.
+        The weights of `rows` rows each, as if each had been quantized by itself; views.
 
         `ValueError` when rows of two of them share a scale (blocks), a word of zero points (of 8) or a global scale.
         """
-        out_features, in_features = self.shape
-        if out_features % rows or rows % rows_together(self.scheme) or has_global_scale(self.scheme):
-            raise ValueError(f"{out_features} rows in the scheme {self.scheme} cannot be split into {rows} each.")
-        count = out_features // rows
-        parts = {name: tensor.chunk(count) for name, tensor in self.tensors.items()}
-        if "weight_shape" in parts:
-            parts["weight_shape"] = [torch.tensor((rows, in_features)) for _ in range(count)]
-        return [LowBitWeight({name: parts[name][i] for name in parts}, self.scheme) for i in range(count)]
+        total = self.shape[0]
+        if total % rows or rows % rows_together(self.scheme) or has_global_scale(self.scheme):
+            raise ValueError(f"{total} rows in the scheme {self.scheme} cannot be split into {rows} each.")
+        parts = zip(*(tensor.chunk(total // rows) for tensor in self.data.values()), strict=True)
+        return [LowBitWeight(dict(zip(self.data, part, strict=True)), self.scheme) for part in parts]
 
 
 def rows_together(scheme: QuantizationScheme) -> int:
@@ -101,32 +105,34 @@ def quantize_weight(
             engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
 
     Raises:
-        ValueError: when the weight is not a matrix, holds a NaN or an infinity, or does not fit `qparams`.
+        ValueError: when the weight is not a matrix, or not of whole words where it is packed; when it holds a NaN or an
+            infinity, or does not fit `qparams`.
     """
-    if weight.ndim != 2:
-        raise ValueError(f"The weight must be a matrix (out, in), got shape {tuple(weight.shape)}.")
-    if qparams is not None and has_global_scale(scheme):
-        raise ValueError("Frozen scales of a scheme with a global scale (NVFP4A16) are not supported. Leave them out.")
-    weight, tensors, global_scale = _cast(weight), {}, None
+    if weight.ndim != 2 or ("pack" in scheme.format and weight.shape[1] % 8):
+        raise ValueError(
+            f"The weight must be a matrix (out, in), of a multiple of 8 columns to be packed, got shape {tuple(weight.shape)}."
+        )
+    weight, data, global_scale = _cast(weight), {}, None
     low, high = reference.extremes(weight, scheme)
     ranges = high if scheme.weights.symmetric else high - low
     if has_global_scale(scheme):
         own = high.max() if high.numel() else high.new_zeros(())
         largest = ranges = (own if largest is None else torch.maximum(own, largest)).reshape(1)
-        global_scale = tensors["weight_global_scale"] = generate_gparam(-largest, largest)
+        global_scale = data["weight_global_scale"] = generate_gparam(-largest, largest)
     _check_finite(ranges, weight.shape)
     if qparams is None:
         qparams = reference.qparams_of(low, high, scheme, global_scale)
     else:
         _check_frozen(qparams, high.shape, scheme)
-    tensors["weight_scale"], zero_point = qparams
+    data["weight_scale"], zero_point = qparams
     encoded = reference.encode(weight, qparams, scheme, global_scale)
-    tensors["weight_packed" if "pack" in scheme.format else "weight"] = encoded
-    if scheme.format == "pack-quantized":
-        tensors["weight_shape"] = torch.tensor(weight.shape)
+    data["weight_packed" if "pack" in scheme.format else "weight"] = encoded
     if zero_point is not None:
-        tensors["weight_zero_point"] = reference.pack_zero_points(zero_point)
-    return LowBitWeight({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, scheme)
+        words = pack_to_int32(
+            zero_point, 4, packed_dim=0
+        )  # transposed, which `contiguous` overlooks in a single column
+        data["weight_zero_point"] = words.clone(memory_format=torch.contiguous_format)
+    return LowBitWeight({name: tensor.contiguous() for name, tensor in data.items()}, scheme)
 
 
 @torch.no_grad()
@@ -137,11 +143,11 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     Quantized values (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to
     `dtype`.
     """
-    (rows, columns), tensors, zero_point = weight.shape, weight.tensors, None
-    if "weight_zero_point" in tensors:
-        zero_point = reference.unpack_zero_points(tensors["weight_zero_point"], rows)
-    qparams, global_scale = (weight.scale, zero_point), tensors.get("weight_global_scale")
-    return reference.decode(weight.quantized, qparams, weight.scheme, columns, dtype, global_scale)
+    data, zero_point = weight.data, None
+    if "weight_zero_point" in data:
+        zero_point = reference.unpack_zero_points(data["weight_zero_point"], weight.shape[0])
+    qparams, global_scale = (weight.scale, zero_point), data.get("weight_global_scale")
+    return reference.decode(weight.quantized, qparams, weight.scheme, dtype, global_scale)
 
 
 def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -163,20 +169,11 @@ def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
 
 
 def _check_frozen(qparams: QParams, shape: torch.Size, scheme: QuantizationScheme) -> None:
-    """Refuse scales and zero points without the `shape` and the dtypes of the scheme's own."""
-    scale, zero_point = qparams
-    for name, tensor, dtype, needed in (
-        ("scale", scale, torch.bfloat16, True),
-        ("zero point", zero_point, torch.int8, not scheme.weights.symmetric),
-    ):
-        came = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        if came != ((tuple(shape), dtype) if needed else None):
-            raise ValueError(
-                f"Frozen {name} {came} does not fit a weight with {tuple(shape)} scales; needed: "
-                f"{dtype if needed else 'none, the scheme is symmetric'}. The scales belong to another layer or scheme."
-            )
-    if not (torch.isfinite(scale) & (scale > 0)).all():
+    """Refuse scales and zero points that are not those of the scheme: others would broadcast, or round otherwise, in silence."""
+    found = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in qparams]
+    needed = [(shape, torch.bfloat16), None if scheme.weights.symmetric else (shape, torch.int8)]
+    if found != needed or not (qparams[0] > 0).all():
         raise ValueError(
-            f"Frozen scales must be finite and above zero, got {scale.min().item()} to {scale.max().item()}. The checkpoint "
-            "they are from is damaged."
+            f"Frozen scale and zero point must be {needed}, the scale above zero, got {found}. They belong to another layer or "
+            "scheme, or to a damaged checkpoint."
         )

@@ -63,7 +63,7 @@ def quantize_shards(
         return quantize_weight(whole(weight).flatten(0, -2), scheme, qparams)
     part, total = quantize_own(weight, scheme, qparams) if own is None else own, len(weight)
     # Tensors side by side, one row of bytes for each unit: one collective moves them all.
-    tensors = {name: tensor for name, tensor in part.tensors.items() if name != "weight_shape"}
+    tensors = dict(part.data)
     units = part.shape[0] // (unit * math.prod(weight.shape[1:-1]))
     rows = [tensor.reshape(units, -1).view(torch.uint8) for tensor in tensors.values()]
     sent = torch.cat(rows, 1)[: len(own_rows(weight)) // unit]
@@ -73,9 +73,7 @@ def quantize_shards(
     for (name, tensor), piece in zip(tensors.items(), pieces, strict=True):
         piece = piece.clone(memory_format=torch.contiguous_format)
         tensors[name] = piece.flatten().view(tensor.dtype).view(-1, tensor.shape[1])
-    if "weight_shape" in part.tensors:
-        tensors["weight_shape"] = torch.tensor((math.prod(weight.shape[:-1]), weight.shape[-1]))
-    return LowBitWeight(dict(sorted(tensors.items())), scheme)
+    return LowBitWeight(tensors, scheme)
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def test_compiled_quantizers_of_activations_give_the_bytes_of_the_eager_ones(qua
 def test_other_bytes_are_found_before_use(on_cpu, monkeypatch):
     """Without the roundings to bfloat16 that eager operations make between their kernels."""
     monkeypatch.setattr(compiled, "OPTIONS", {"emulate_precision_casts": False})
-    weight, scheme = normal(8, 256).bfloat16(), resolve_scheme("W4A16_ASYM")
+    weight, scheme = normal(512, 1024).bfloat16(), resolve_scheme("W4A16_ASYM")
     with pytest.warns(UserWarning, match="encode gives other bytes than eager"):
         low_bit = quantize_weight(weight, scheme)
     chosen = {plain.__name__: function is plain for (plain, *_), function in compiled._CHOSEN.items()}
@@ -98,11 +98,3 @@ def test_on_a_cpu_nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(compiled, "_choose", lambda *args: pytest.fail("compiled"))
     quantize_weight(normal(8, 256), resolve_scheme("W4A16"))
     activations.quantize_tokens_fp8(normal(8, 256))
-
-
-def test_the_sample_holds_what_it_says():
-    found = compiled.sample()
-    assert found.unique().numel() > 63_000  # of 65,280 finite ones, without those from 1e37 on
-    low_bits = compiled.sample(torch.float32).view(torch.int32) & 0xFFFF
-    assert 0.1 < (low_bits == 0x8000).float().mean() < 0.3  # halfway between two bfloat16 numbers
-    assert compiled.diverged(found).isfinite().logical_not().sum() > 100

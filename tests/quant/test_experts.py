@@ -1,24 +1,17 @@
 """`qarl_trl.quant.experts`: fused experts against transformers' own forward, a loop of layers and a token-by-token reference."""
 
-import copy
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import references
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from conftest import make_model
-from slow.isolated import isolated_group
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig, GptOssForCausalLM
-from trl.distributed import DistributedBackend
 
 from qarl_trl.metrics.clock import WeightFlips
 from qarl_trl.quant import (
@@ -37,14 +30,11 @@ from qarl_trl.quant.grouped import grouped_gemm
 from qarl_trl.quant.model import bypassed_layers
 from qarl_trl.quant.quantize import LowBitWeight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from qarl_trl.quant.state_dict import readable_parameters
 from quant.schemes import NAMES, same_tensors
 
 
-KINDS = ["qwen3_moe", "mixtral", "olmoe"]
 TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 3]])
 EXPERTS = "model.layers.0.mlp.experts"
-ONE_PROCESS = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)))
 
 
 def quantized(kind="qwen3_moe", scheme="W4A16", **changes):
@@ -92,7 +82,7 @@ def put_on_grid(model, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
 def test_where_quantization_changes_nothing_it_is_the_grouped_mm_model_bit_for_bit(kind, dtype):
     """Outputs and all gradients."""
     plain, ours = make_model(kind, dtype=dtype), make_model(kind, dtype=dtype)
@@ -150,9 +140,6 @@ def looped(layers, x, chosen, routing):
     return torch.stack(by_choice).view(*chosen.shape, -1).sum(1).to(x.dtype)
 
 
-SCHEMES = ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A8", "W4AFP8"]
-
-
 def forward_and_backward(forward, module, autocast=False):
     """Output and gradients by input and routing weights."""
     x, chosen, routing = routed(33, module, dtype=module.down_proj.dtype)
@@ -178,7 +165,7 @@ def check_layer_by_layer(module, scheme, group_size=None, autocast=False):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", NAMES)
 def test_the_experts_at_once_are_low_bit_linear_layers_one_after_the_other(scheme, autocast):
     # Two key heads: 128 rows, which the blocks of FP8_BLOCK divide.
     model = quantized(scheme=scheme, num_key_value_heads=2, dtype=torch.float32 if autocast else torch.bfloat16)
@@ -187,7 +174,7 @@ def test_the_experts_at_once_are_low_bit_linear_layers_one_after_the_other(schem
 
 @pytest.mark.parametrize(
     ("scheme", "hidden", "inner"),
-    [("W4A16", 8, 32), ("W4A16", 12, 20), ("W8A8", 12, 20), ("FP8_DYNAMIC", 12, 20)],
+    [("W4A16", 8, 32), ("W8A8", 12, 20), ("FP8_DYNAMIC", 12, 20)],
 )
 def test_experts_need_no_rows_of_whole_16_bytes(scheme, hidden, inner):
     """Which torch's one gemm for all of them wants; 8 and 32 are the sizes of the models that TRL tests with."""
@@ -254,7 +241,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(monkeypatch):
         assert [bool(grad.any()) for grad in param.grad] == [True, False, True, False]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", NAMES)
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_token_and_a_single_one(scheme, tokens):
     model = quantized(scheme=scheme, num_key_value_heads=2, num_hidden_layers=1)
@@ -299,20 +286,6 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-def naive(module, x, chosen, routing):
-    """The same output from matrices that autograd keeps, as a stock forward with straight-through master weights needs them."""
-    low_bit = {name: torch.cat(dequantized(module, name), dim=1) for name in PROJECTIONS}
-    master_weights = {name: getattr(module, name) for name in PROJECTIONS}
-    both, down = (master + (low_bit[name] - master).detach() for name, master in master_weights.items())
-    y = torch.zeros_like(x)
-    for e in range(len(down)):
-        token, choice = torch.where(chosen == e)
-        g, u = nn.functional.linear(x[token], both[e]).chunk(2, dim=-1)
-        out = nn.functional.linear(nn.functional.silu(g) * u, down[e]) * routing[token, choice, None]
-        y = y.index_add(0, token, out)
-    return y
-
-
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
 @pytest.mark.parametrize("trained", [False, True])
 def test_one_parameter_at_a_time_is_dequantized_and_not_kept(scheme, trained):
@@ -321,31 +294,21 @@ def test_one_parameter_at_a_time_is_dequantized_and_not_kept(scheme, trained):
     module.requires_grad_(trained)
     gate_up, down = (getattr(module, name).numel() * 4 for name in PROJECTIONS)  # bytes in float32
     x, chosen, routing = routed(8, module)
+    module(x, chosen, routing)  # quantized values are made
+    kept = {}
 
-    def measure(forward):
-        """Bytes at most alive in the forward, kept for the backward, and at most alive in the backward."""
-        module.zero_grad()
-        kept = {}
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
 
-        def keep(tensor):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with Recorder(down // 2) as there, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            loss = forward(x, chosen, routing).sum()
-        with Recorder(down // 2) as back:
-            loss.backward()
-        return there.peak, sum(kept.values()), back.peak
-
-    measure(module)  # quantized values are made
-    there, kept, back = measure(module)
+    with Recorder(down // 2) as there, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = module(x, chosen, routing).sum()
+    with Recorder(down // 2) as back:
+        loss.backward()
     # A matrix in float32 and, while it is cast, in bfloat16; of the backward the gradients of both parameters are left.
-    assert there <= 1.5 * gate_up
-    assert kept < down / 4
-    assert back <= (down if trained else 0) + 1.5 * gate_up
-    there, kept, _ = measure(lambda *args: naive(module, *args))  # control
-    assert there > 1.5 * gate_up
-    assert kept > down
+    assert gate_up <= there.peak <= 1.5 * gate_up
+    assert sum(kept.values()) < down / 4
+    assert back.peak <= (down if trained else 0) + 1.5 * gate_up
 
 
 def block_calls(scheme, experts):
@@ -360,50 +323,10 @@ def block_calls(scheme, experts):
     return len(recorder.calls)
 
 
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "W4A8"])
+@pytest.mark.parametrize("scheme", [name for name in NAMES if name != "W4A8"])
 def test_the_calls_do_not_grow_with_the_number_of_experts(scheme):
     assert block_calls(scheme, 8) == block_calls(scheme, 64)
     assert block_calls("W4A8", 64) > 3 * block_calls("W4A8", 8)  # control: its kernel takes one matrix
-
-
-READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__")
-SIZES = ("nonzero", "argwhere", "bincount", "unique", "unique_consecutive", "masked_select", "equal", "allclose")
-
-
-class NoWaiting(TorchFunctionMode):
-    """Refuses what would wait for a GPU: values read, and results whose size depends on values. Not of tensors `on_host`."""
-
-    def __init__(self, *on_host):
-        super().__init__()
-        self.on_host = on_host
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        values = [*args, *kwargs.values()]
-        if name in READS or (name == "to" and "cpu" in [v for v in values if isinstance(v, str)]):
-            assert any(args[0] is tensor for tensor in self.on_host), name
-        assert name not in SIZES, name
-        assert name != "where" or len(values) > 1, name
-        if name == "repeat_interleave":
-            assert "output_size" in kwargs or not isinstance(values[-1], torch.Tensor), name
-        if name in ("__getitem__", "__setitem__"):
-            index = args[1] if isinstance(args[1], (tuple, list)) else [args[1]]
-            assert not any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in index), name
-        return func(*args, **kwargs)
-
-
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "W4A8"])
-def test_nothing_waits_for_the_device_once_the_quantized_are_made(scheme):
-    module = experts_of(quantized(scheme=scheme, num_key_value_heads=2, num_hidden_layers=1))
-    x, chosen, routing = routed(33, module)
-    module(x, chosen, routing)
-    packed = [module.low_bit(parameter).tensors for parameter in PROJECTIONS]
-    with NoWaiting(*(tensors["weight_shape"] for tensors in packed if "weight_shape" in tensors)):
-        module(x, chosen, routing).sum().backward()
-    looping = experts_of(quantized(scheme="W4A8", num_hidden_layers=1))
-    looping(x, chosen, routing)
-    with pytest.raises(AssertionError, match="tolist"), NoWaiting():  # control
-        looping(x, chosen, routing)
 
 
 def test_sums_of_integers_are_exact_where_float32_is_not():
@@ -423,16 +346,16 @@ def test_the_grouped_gemm_of_float8_is_called_as_torch_demands(monkeypatch, sche
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     weight = quantize_weight(torch.randn(8 * 256, 128), resolve_scheme(scheme))
-    tensors = {name: t if name == "weight_shape" else t.to("meta") for name, t in weight.tensors.items()}
+    data = {name: t.to("meta") for name, t in weight.data.items()}
     offsets = torch.empty(8, dtype=torch.int32, device="meta")
     x = torch.empty(33, 128, dtype=torch.bfloat16, device="meta")
     with Recorder() as recorder:
-        y, _ = grouped_gemm(gemm(), x, LowBitWeight(tensors, weight.scheme), offsets)
+        y, _ = grouped_gemm(gemm(), x, LowBitWeight(data, weight.scheme), offsets)
     assert (y.shape, y.dtype) == ((33, 256), torch.bfloat16)
     assert "aten._scaled_grouped_mm.default" in recorder.calls
     capability[0] = (8, 9)  # an Ada GPU has no such product: expert by expert
     with pytest.raises(RuntimeError, match="meta"):
-        grouped_gemm(gemm(), x, LowBitWeight(tensors, weight.scheme), offsets)
+        grouped_gemm(gemm(), x, LowBitWeight(data, weight.scheme), offsets)
 
 
 # Quantized values --------------------------------------------------------------------------------------------------------------
@@ -448,54 +371,43 @@ def test_quantized_are_made_once_a_step_and_shared_by_forward_and_stream():
     assert module.low_bit("down_proj") is packed
     stream = dict(iter_low_bit_weights(model))
     for parameter in PROJECTIONS:
-        whole = module.low_bit(parameter)
-        for name, low_bit in zip(
-            layer_names(EXPERTS, module, parameter), module.low_bit_layers(parameter), strict=True
-        ):
-            for local in ("weight_packed", "weight_scale"):  # views of what multiplies
-                synced, storage = stream[f"{name}.{local}"], whole.tensors[local].untyped_storage()
-                assert synced.untyped_storage().data_ptr() == storage.data_ptr()
-                assert synced.data_ptr() == low_bit.tensors[local].data_ptr()
+        first = layer_names(EXPERTS, module, parameter)[0]
+        for local in ("weight_packed", "weight_scale"):  # views of what multiplies
+            assert stream[f"{first}.{local}"].data_ptr() == module.low_bit(parameter).tensors[local].data_ptr()
     optimizer.step()
     fresh = module.low_bit("down_proj")
-    assert fresh is not packed
     assert not torch.equal(fresh.quantized, packed.quantized)
-    expected = quantize_weight(module.down_proj[0], module.scheme)
-    assert torch.equal(fresh.quantized[:128], expected.quantized)
+    assert torch.equal(fresh.quantized[:128], quantize_weight(module.down_proj[0], module.scheme).quantized)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", NAMES)
-def test_all_experts_in_one_call_have_the_bytes_of_one_call_for_each(monkeypatch, scheme, dtype):
+def test_all_experts_in_one_call_have_the_bytes_of_one_call_for_each(monkeypatch, scheme):
     # Two key heads: 128 rows, which the blocks of FP8_BLOCK divide.
-    model = quantized(scheme=scheme, num_key_value_heads=2, num_hidden_layers=1, dtype=dtype)
+    model = quantized(scheme=scheme, num_key_value_heads=2, num_hidden_layers=1)
     module, calls = experts_of(model), []
     with torch.no_grad():
         for parameter in (module.gate_up_proj, module.down_proj):  # so that a scale of another expert would be seen
-            parameter.mul_(torch.logspace(-2, 2, len(parameter), dtype=dtype).view(-1, 1, 1))
+            parameter.mul_(torch.logspace(-2, 2, len(parameter)).view(-1, 1, 1))
     monkeypatch.setattr(linear, "quantize_weight", lambda *args: calls.append(1) or quantize_weight(*args))
     for name, projections in PROJECTIONS.items():
         master_weights = getattr(module, name).detach().flatten(0, 1).chunk(len(module.down_proj) * len(projections))
         for master, part in zip(master_weights, module.low_bit_layers(name), strict=True):
             expected = quantize_weight(master, module.scheme)
             assert same_tensors(part.tensors, expected.tensors)
-            assert part.shape == expected.shape
     assert len(calls) == 2
     first, second = module.low_bit_layers("down_proj")[:2]
     assert not same_tensors(first.tensors, second.tensors)  # control
 
 
-@pytest.mark.parametrize("scheme", NAMES)
-def test_scales_come_before_shapes(scheme):
+def test_scales_come_before_shapes():
     """vLLM's reload runs a layer's hooks when its last tensor came, and a shape is a tensor that has none."""
-    names = [name for name, _ in iter_low_bit_weights(quantized(scheme=scheme, num_key_value_heads=2))]
+    names = [name for name, _ in iter_low_bit_weights(quantized())]
     layers = dict.fromkeys(name.rpartition(".")[0] for name in names if name.endswith("_scale"))
     assert len(layers) == 2 * (4 + 4 * 3)
     for layer in layers:
         locals_ = [name.removeprefix(f"{layer}.") for name in names if name.startswith(f"{layer}.")]
         assert locals_ == sorted(locals_)
-        if "weight_shape" in locals_:
-            assert locals_.index("weight_scale") < locals_.index("weight_shape")
+        assert locals_.index("weight_scale") < locals_.index("weight_shape")
 
 
 @pytest.mark.parametrize(
@@ -530,55 +442,9 @@ def test_master_weights_given_from_outside_are_quantized_anew():
     stream = dict(iter_low_bit_weights(model, whole.items()))
     expected = quantize_weight(whole[f"{EXPERTS}.down_proj"][1], module.scheme)
     assert torch.equal(stream[f"{EXPERTS}.1.down_proj.weight_packed"], expected.quantized)
-    assert (
-        module.low_bit("down_proj").quantized[128].data_ptr()
-        == stream[f"{EXPERTS}.1.down_proj.weight_packed"].data_ptr()
-    )
     missing = [(name, p) for name, p in whole.items() if not name.endswith("gate_up_proj")]
     with pytest.raises(RuntimeError, match=r"1 parameters of quantized layers or experts.*mlp\.experts\.gate_up_proj"):
         list(iter_low_bit_weights(model, missing))
-
-
-def sharded_run(folder):
-    """FSDP2 over two processes, bfloat16 in the forward, float32 in the shards; rank 0 writes what was synced."""
-    torch.distributed.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    model = quantized()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    for step in range(2):
-        model(TOKENS, labels=TOKENS).loss.backward()
-        used = {
-            f"{layer}.{local}": tensor
-            for name, module in expert_modules(model)
-            for parameter, weight in module.last_low_bits().items()
-            for layer, part in zip(layer_names(name, module, parameter), weight.split(128), strict=True)
-            for local, tensor in part.tensors.items()
-        }
-        stream = dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS)))
-        assert len(used) == 2 * 12 * 3
-        assert all(torch.equal(stream[name], tensor) for name, tensor in used.items())
-        if step == 0:
-            first = stream
-            optimizer.step()
-            optimizer.zero_grad()
-    if torch.distributed.get_rank() == 0:
-        torch.save((first, stream), f"{folder}/found.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_under_fsdp2_forward_and_sync_share_the_quantized_of_one_process(tmp_path):
-    isolated_group(sharded_run, 2, str(tmp_path))
-    first, second = torch.load(tmp_path / "found.pt")
-    whole = dict(iter_low_bit_weights(quantized()))
-    assert first.keys() == whole.keys()
-    assert all(torch.equal(first[name], tensor) for name, tensor in whole.items())
-    name = f"{EXPERTS}.3.down_proj.weight_packed"
-    assert not torch.equal(first[name], second[name])  # control
 
 
 def test_code_flips_count_the_experts_within_the_budget_of_one_layer():
@@ -613,17 +479,16 @@ def test_removing_restores_the_experts():
     assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_is_quantized_and_holds_no_quantized(clone):
+def test_a_copy_is_quantized_and_holds_no_quantized():
     model = quantized()
     logits = model(TOKENS).logits
-    twin = clone(model)
+    twin = pickle.loads(pickle.dumps(model))
     assert not experts_of(twin).has_run
     assert torch.equal(twin(TOKENS).logits, logits)
 
 
 def test_all_experts_of_a_layer_can_be_ignored_by_their_names_or_by_that_of_the_module():
-    for pattern in (r"re:.*layers\.0\.mlp\.experts\..*", EXPERTS, r"re:.*layers\.0\..*experts$"):
+    for pattern in (r"re:.*layers\.0\.mlp\.experts\..*", EXPERTS):
         model = apply_quantization(make_model("qwen3_moe"), "W4A16", ignore=["lm_head", pattern])
         found = {name for name, _ in quantized_modules(model)}
         assert EXPERTS not in found
@@ -631,12 +496,6 @@ def test_all_experts_of_a_layer_can_be_ignored_by_their_names_or_by_that_of_the_
         stream = dict(iter_low_bit_weights(model))
         up = experts_of(model).gate_up_proj[1].chunk(2)[1]
         assert torch.equal(stream[f"{EXPERTS}.1.up_proj.weight"], up.bfloat16())
-
-
-def test_targets_can_name_the_experts():
-    target = r"re:.*experts\.\d+\.(gate|up|down)_proj$"
-    model = apply_quantization(make_model("qwen3_moe"), "W4A16", targets=[target])
-    assert [name for name, _ in quantized_modules(model)] == [EXPERTS, "model.layers.1.mlp.experts"]
 
 
 def test_experts_and_attention_can_have_schemes_of_their_own():
@@ -665,14 +524,9 @@ def test_frozen_scales_are_kept_for_each_expert():
         apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, qparams=frozen)
 
 
-@pytest.mark.parametrize("pattern", [r"re:.*experts\.0\..*", r"re:.*experts.*down_proj", f"{EXPERTS}.3.up_proj"])
-def test_a_part_of_the_experts_cannot_be_ignored(pattern):
-    model = make_model("qwen3_moe")
-    with pytest.raises(
-        ValueError, match=r"All 12 expert layers of 'model\.layers\.0\.mlp\.experts' must have one scheme"
-    ):
-        apply_quantization(model, "W4A16", ignore=["lm_head", pattern])
-    assert not list(quantized_modules(model))
+def test_a_part_of_the_experts_cannot_be_ignored():
+    with pytest.raises(ValueError, match=r"All 12 expert layers of 'model\.layers\.0\.mlp\.experts' must have"):
+        apply_quantization(make_model("qwen3_moe"), "W4A16", ignore=["lm_head", f"{EXPERTS}.3.up_proj"])
 
 
 def test_experts_of_another_form_are_refused():
@@ -682,10 +536,8 @@ def test_experts_of_another_form_are_refused():
         num_key_value_heads=1, head_dim=64, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     model = GptOssForCausalLM(config)
-    for ignore in (["lm_head"], ["lm_head", "re:.*experts.*"]):
-        with pytest.raises(ValueError, match=r"GptOssExperts.*'is_transposed': True.*quant_scheme='none'"):
-            apply_quantization(model, "W4A16", ignore=ignore)
-    assert not list(quantized_modules(model))
+    with pytest.raises(ValueError, match=r"GptOssExperts.*'is_transposed': True.*quant_scheme='none'"):
+        apply_quantization(model, "W4A16", ignore=["lm_head"])
 
 
 @pytest.mark.parametrize(

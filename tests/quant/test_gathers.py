@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules, shards
-from qarl_trl.quant.gathers import GatheredWeight, MasterShard
-from qarl_trl.quant.linear import LowBitLayer, gather_quantized
+from qarl_trl.quant.gathers import GatheredWeight, MasterShard, gather_quantized
+from qarl_trl.quant.linear import LowBitLayer
 from qarl_trl.rollout.scores import learner_logps, low_bit_forward
 from quant.schemes import same_bytes
 
@@ -112,8 +111,6 @@ def both_forms(kind: str, scheme: str) -> dict[str, Any]:
         p for _, layer in quantized_modules(models[1]) for p in layer.parameters(recurse=False) if p.ndim > 1
     ]
     kinds = {type(p.to_local()) for p in parameters}
-    with low_bit_forward(models[1], False), pytest.raises(RuntimeError, match="no gradient"):
-        models[1](torch.arange(8)[None])
     torch.distributed.destroy_process_group()
     return {
         "stale": all(same),
@@ -197,8 +194,6 @@ def test_a_coded_master_is_the_tensor_it_was_made_of(tmp_path):
     other.data = torch.zeros(4, 8)
     with pytest.raises(RuntimeError, match="given other memory"):
         other + 1
-    with pytest.raises(RuntimeError):
-        copy.deepcopy(master)  # which FSDP2 does not do either
     torch.save({"weight": master.detach()}, tmp_path / "saved")
     assert (
         type(torch.load(tmp_path / "saved", weights_only=True)["weight"]) is torch.Tensor

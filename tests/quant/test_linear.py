@@ -1,6 +1,7 @@
 """`qarl_trl.quant.linear`: the forward's numbers, the straight-through gradient, and when quantized values are made anew."""
 
 import copy
+from functools import partial
 
 import pytest
 import references
@@ -14,9 +15,6 @@ from qarl_trl.quant import (
     apply_quantization,
     linear,
     quantize_weight,
-)
-from qarl_trl.quant import (
-    gemm as gemm_module,
 )
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.scheme import support_of
@@ -132,13 +130,8 @@ def test_gradients_are_the_straight_through_ones(scheme):
     assert relative_error(grad_weight, expected_weight) < 1e-6
     assert torch.allclose(grad_bias, grad.sum(0), rtol=0, atol=1e-5)
 
-    # Control 1: a gradient through the high-precision weight.
+    # Control: a gradient through the high-precision weight.
     assert relative_error(references.straight_through(used, layer.weight.detach(), grad)[0], expected_x) > 0.005
-    # Control 2: without the estimator, rounding has no gradient.
-    weight = layer.weight.detach().clone().requires_grad_()
-    step = (weight / 0.01).round() * 0.01
-    F.linear(x, step).backward(grad)
-    assert not weight.grad.any()
 
 
 def test_gradient_of_the_input_goes_through_the_low_bit_weight_of_the_forward():
@@ -153,13 +146,9 @@ def test_gradient_of_the_input_goes_through_the_low_bit_weight_of_the_forward():
     assert not torch.equal(x.grad, torch.ones(4, OUT) @ dequantize(layer.low_bit(), torch.float32))  # control
 
 
-# Measured: 2.8e-3, the bfloat16 operands and results of the backward's products; and for the weight 1.2e-2 in FP8 and
-# 6e-3 in W8A8, where the cast of the input moves some activation quantized values by a step (W4A8 casts in any case).
-@pytest.mark.parametrize(
-    ("scheme", "tolerance"),
-    [(name, {"FP8_DYNAMIC": 2e-2, "FP8_BLOCK": 2e-2, "W4AFP8": 2e-2, "W8A8": 1e-2}.get(name, 5e-3)) for name in NAMES],
-)
+@pytest.mark.parametrize(("scheme", "tolerance"), [("W4A16", 5e-3), ("FP8_DYNAMIC", 2e-2)])
 def test_under_autocast_gradients_are_close_and_in_the_dtype_of_the_master(scheme, tolerance):
+    """Measured 2.8e-3, the bfloat16 operands of the backward; 1.2e-2 in FP8, where the cast of the input moves some by a step."""
     layer, x = make_layer(scheme, bias=True), make_input(7)
     grad = torch.randn(7, OUT, generator=torch.Generator().manual_seed(2))
     exact = gradients(layer, x, grad)
@@ -207,31 +196,14 @@ def test_a_layer_is_quantized_once_per_optimizer_step(quantizations):
         optimizer.step()
 
 
-def changed_by_optimizer(layer):
+def changed_by_optimizer(layer, **options):
     layer(make_input(2)).sum().backward()
-    torch.optim.SGD(layer.parameters(), lr=1.0).step()
-
-
-def changed_by_fused_optimizer(layer):
-    layer(make_input(2)).sum().backward()
-    torch.optim.AdamW(layer.parameters(), lr=1.0, fused=True).step()
+    torch.optim.AdamW(layer.parameters(), lr=1.0, **options).step()
 
 
 def changed_in_place(layer):
     with torch.no_grad():
         layer.weight.add_(torch.randn_like(layer.weight))
-
-
-def changed_by_loading(layer):
-    layer.load_state_dict({"weight": torch.randn(OUT, 128)})
-
-
-def changed_by_new_storage(layer):
-    layer.weight.data = torch.randn(OUT, 128)
-
-
-def changed_to_a_new_parameter(layer):
-    layer.weight = nn.Parameter(torch.randn(OUT, 128))
 
 
 def changed_to_a_new_parameter_in_the_old_place(layer):
@@ -249,11 +221,11 @@ def changed_to_a_new_parameter_in_the_old_place(layer):
     [
         changed_to_a_new_parameter_in_the_old_place,
         changed_by_optimizer,
-        changed_by_fused_optimizer,
+        partial(changed_by_optimizer, fused=True),
         changed_in_place,
-        changed_by_loading,
-        changed_by_new_storage,
-        changed_to_a_new_parameter,
+        lambda layer: layer.load_state_dict({"weight": torch.randn(OUT, 128)}),
+        lambda layer: setattr(layer.weight, "data", torch.randn(OUT, 128)),
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(OUT, 128))),
     ],
 )
 def test_quantized_follow_the_master(change):
@@ -284,13 +256,10 @@ def test_a_gathered_master_is_quantized_as_given():
     found = layer.low_bit(whole)
     assert torch.equal(found.quantized, quantize_weight(whole, layer.scheme).quantized)
     assert not torch.equal(found.quantized, quantize_weight(layer.weight, layer.scheme).quantized)
-    other = whole.neg()
-    assert torch.equal(layer.low_bit(other).quantized, quantize_weight(other, layer.scheme).quantized)
 
 
-@pytest.mark.parametrize("scheme", NAMES)
-def test_a_copy_makes_its_own_quantized(scheme):
-    layer = make_layer(scheme)
+def test_a_copy_makes_its_own_quantized():
+    layer = make_layer("W4A8")  # whose kernel prepares another form
     y = layer(make_input(2))
     twin = copy.deepcopy(layer)
     assert not twin.has_run
@@ -322,7 +291,7 @@ def block(quantized, scheme="W4A16"):
     return apply_quantization(model, scheme) if quantized else model
 
 
-@pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC", "W4A8"])
 def test_nothing_of_the_size_of_a_weight_is_kept_for_the_backward(scheme):
     x = torch.randn(8, 512, requires_grad=True)
     one_copy = 2 * 512 * 512 * 2  # bfloat16, both layers
@@ -332,7 +301,7 @@ def test_nothing_of_the_size_of_a_weight_is_kept_for_the_backward(scheme):
     assert plain > one_copy  # control: under autocast a plain Linear keeps its weight's bfloat16 cast
 
 
-@pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_gives_equal_gradients_and_quantizes_no_more(quantizations, scheme, reentrant):
     model, x = block(True, scheme), torch.randn(8, 512)
@@ -349,17 +318,3 @@ def test_checkpointing_gives_equal_gradients_and_quantizes_no_more(quantizations
     again = run(lambda start: checkpoint(model, start, use_reentrant=reentrant))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
     assert len(quantizations) == 2
-
-
-# Choice of the product --------------------------------------------------------------------------------------------
-
-
-def test_the_gemm_is_chosen_at_the_first_forward_and_kept():
-    calls = []
-    layer = make_layer(gemm=lambda *args: calls.append(args) or gemm_module.dequant_gemm(*args))
-    assert not layer.has_run
-    for _ in range(3):
-        layer(make_input(2))
-    assert calls == [(layer.scheme, torch.device("cpu"))]
-    assert isinstance(layer._gemm, gemm_module.DequantGemm)
-    assert layer.has_run

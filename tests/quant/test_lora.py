@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import pytest
 import references
 import torch
-import torch.nn.functional as F
 from conftest import make_model
 from peft import LoraConfig, get_peft_model
 from slow.isolated import isolated_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from trl.distributed import DistributedBackend
 
 from qarl_trl.quant import (
@@ -25,11 +23,10 @@ from qarl_trl.quant import (
     remove_quantization,
 )
 from qarl_trl.quant.gemm import dequantize, plain_gemm, quantize_tokens_fp8
-from qarl_trl.quant.linear import QuantLinear
-from qarl_trl.quant.lora import LoraQuantLinear, merged_weight
+from qarl_trl.quant.lora import merged_weight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import readable_parameters
-from quant.schemes import min_max_qparams
+from quant.schemes import min_max_qparams, relative_error, same_tensors
 
 
 SCHEMES = ["W4A16", "FP8_DYNAMIC"]
@@ -53,10 +50,6 @@ def randomize(model, scale=0.05, adapter="default"):
                 p.normal_(std=scale)
 
 
-def adapted_layers(model):
-    return {name: m for name, m in quantized_modules(model) if isinstance(m, LoraQuantLinear)}
-
-
 def make_layer(scheme="W4A16", bias=False, dtype=torch.float32, seed=0, quantize_forward=True, **changes):
     """One adapted low-bit layer, 128 to 24."""
     torch.manual_seed(seed)
@@ -74,14 +67,6 @@ def make_input(*shape, dtype=torch.float32, seed=1):
 
 def factors(layer, adapter="default"):
     return layer.base_layer.weight, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-
-
-def relative_error(found, expected):
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
-def same_quantized(a, b):
-    return all(torch.equal(a.tensors[n].view(torch.uint8), b.tensors[n].view(torch.uint8)) for n in a.tensors)
 
 
 # The merged weight --------------------------------------------------------------------------------------------------
@@ -109,32 +94,14 @@ def test_quantized_are_those_of_pefts_own_merge(tiny_model, changes):
     assert len([n for n in differing if n.endswith("packed")]) == 6
 
 
-def test_merged_weight_is_the_formula():
+def test_autocast_leaves_the_merged_weight_alone():
     w, a, b = torch.randn(24, 128), torch.randn(4, 128), torch.randn(24, 4)
     merged = merged_weight(w, a, b, 0.75)
-    expected = [
-        [
-            references.bf16(w[i, j].item())
-            + 0.75 * sum(references.bf16(b[i, k].item()) * references.bf16(a[k, j].item()) for k in range(4))
-            for j in range(128)
-        ]
-        for i in range(24)
-    ]
-    # Measured 2e-8: float32 sums against Python's.
-    assert relative_error(merged, torch.tensor(expected, dtype=torch.float64)) < 2e-7
     assert merged.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(merged_weight(w, a, b, 0.75), merged)
         # Control: what autocast does to the product.
         assert not torch.equal((w.bfloat16() + (b.bfloat16() @ a.bfloat16()) * 0.75).float(), merged)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_merged_weight_does_not_depend_on_the_dtype_of_the_master_weights(dtype):
-    w, a, b = (torch.randn(*shape).bfloat16() for shape in ((24, 128), (4, 128), (24, 4)))
-    assert torch.equal(
-        merged_weight(*(t.to(dtype) for t in (w, a, b)), 2.0), merged_weight(w.float(), a.float(), b.float(), 2.0)
-    )
 
 
 def test_frozen_scales_are_kept_for_the_merged_weight(tiny_model):
@@ -154,18 +121,13 @@ def test_frozen_scales_are_kept_for_the_merged_weight(tiny_model):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("scheme", [*SCHEMES, "W4A16_ASYM", "W8A16", "W8A8", "W4A8", "W4AFP8"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "W4A8", "W4AFP8"])
 def test_forward_multiplies_by_the_quantized_merged_weight(scheme, bias):
     layer, x = make_layer(scheme, bias=bias), make_input(2, 5)
     w, a, b = factors(layer)
     weight = quantize_weight(merged_weight(w, a, b, 4.0), layer.scheme)
     kernel = plain_gemm(layer.scheme, x.device)
     assert torch.equal(layer(x), kernel.forward(x, weight, layer.base_layer.bias)[0])
-    if scheme == "W4A16":
-        assert torch.equal(
-            layer(x), F.linear(x, dequantize(weight, torch.float32)) + (layer.base_layer.bias if bias else 0)
-        )
-
     # Control: the low-bit base and the adapter beside it, which is what quantizing `base_layer` alone would compute.
     # Measured 0.008 with eight bits, more with four.
     beside = kernel.forward(x, quantize_weight(w, layer.scheme))[0] + x @ a.t() @ b.t() * 4
@@ -180,16 +142,7 @@ def test_without_a_quantized_forward_the_layer_is_pefts():
     layer = make_layer(bias=True, quantize_forward=False)
     assert torch.equal(layer(x), expected)
     assert not layer.has_run
-    assert same_quantized(layer.low_bit(), quantized)
-
-
-def test_gradient_checkpointing_recomputes_the_same_values():
-    layer, x = make_layer(), make_input(3).requires_grad_()
-    layer(x).sum().backward()
-    expected = [p.grad.clone() for p in factors(layer)[1:]]
-    layer.zero_grad()
-    checkpoint(layer, x, use_reentrant=False).sum().backward()
-    assert all(torch.equal(p.grad, e) for p, e in zip(factors(layer)[1:], expected, strict=True))
+    assert same_tensors(layer.low_bit().tensors, quantized.tensors)
 
 
 # Gradients ----------------------------------------------------------------------------------------------------------
@@ -289,26 +242,17 @@ def test_another_adapter_has_its_own_quantized(tiny_model):
     assert all(torch.equal(t, quantized[name]) for name, t in iter_low_bit_weights(model))
 
 
-def test_several_active_adapters_stop_the_forward(tiny_model):
+def test_adapters_that_are_not_one_beside_the_base_stop_the_forward(tiny_model):
     model = adapted(tiny_model())
     model.add_adapter("other", model.peft_config["default"])
     apply_quantization(model, "W4A16")
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(ValueError, match=r"Several adapters are active.*set_adapter\('default'\)"):
         model(TOKENS)
-
-
-def test_a_merged_adapter_stops_the_forward(tiny_model):
-    model = apply_quantization(adapted(tiny_model()), "W4A16")
+    model.set_adapter("default")
     model.merge_adapter()
     with pytest.raises(RuntimeError, match=r"are merged into the base weight.*unmerge_adapter"):
         model(TOKENS)
-
-
-def test_adapters_per_sample_stop_the_forward(tiny_model):
-    model = apply_quantization(adapted(tiny_model()), "W4A16").eval()
-    with pytest.raises(TypeError, match="LoraQuantLinear.forward.* unexpected keyword argument 'adapter_names'"):
-        model(TOKENS, adapter_names=["default"])
 
 
 # When quantized values are made anew -------------------------------------------------------------------------------------------
@@ -353,7 +297,7 @@ def test_quantized_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_m
 @pytest.mark.parametrize(
     "change",
     [
-        lambda layer: layer.lora_A["default"].weight.data.copy_(torch.ones(4, 128)),
+        lambda layer: layer.lora_A["default"].weight.copy_(torch.ones(4, 128)),
         lambda layer: layer.lora_B["default"].weight.mul_(2.0),
         lambda layer: layer.base_layer.weight.mul_(2.0),
         lambda layer: layer.scale_layer(3.0),
@@ -366,20 +310,9 @@ def test_quantized_follow_every_source(change):
     assert layer.low_bit() is before
     with torch.no_grad():
         change(layer)
-    if change.__code__.co_names[0] == "lora_A":  # `.data` shares no version counter; a step of any optimizer tells
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        optimizer.step()
     expected = quantize_weight(merged_weight(*factors(layer), layer.scaling["default"]), layer.scheme)
-    assert same_quantized(layer.low_bit(), expected)
-    assert not same_quantized(layer.low_bit(), before)
-
-
-def test_a_frozen_base_that_is_loaded_anew_is_noticed():
-    model = nn.Sequential(nn.Linear(128, 24)).requires_grad_(False)
-    layer = apply_quantization(model, "W4A16")[0]
-    before = layer.low_bit()
-    model.load_state_dict({name: torch.randn_like(p) for name, p in model.state_dict().items()})
-    assert not same_quantized(layer.low_bit(), before)
+    assert same_tensors(layer.low_bit().tensors, expected.tensors)
+    assert not same_tensors(layer.low_bit().tensors, before.tensors)
 
 
 # The model around ---------------------------------------------------------------------------------------------------
@@ -409,16 +342,6 @@ def test_state_dict_and_parameters_are_those_of_the_peft_model(tiny_model):
     restored = remove_quantization(copy.deepcopy(model))
     assert torch.equal(restored(TOKENS).logits, plain(TOKENS).logits)
     assert [type(m) for m in restored.modules()] == [type(m) for m in plain.modules()]
-
-
-def test_ignore_patterns_mean_the_names_of_the_base_model(tiny_model):
-    ignore = ["lm_head", "model.layers.0.mlp.gate_proj", r"re:.*layers\.1\.mlp\.up_proj$"]
-    model = apply_quantization(adapted(tiny_model()), "W4A16", ignore=ignore)
-    layers = model.base_model.model.model.layers
-    assert type(layers[0].mlp.gate_proj) is type(layers[1].mlp.up_proj) is nn.Linear
-    assert isinstance(layers[1].mlp.gate_proj, QuantLinear)
-    assert len(adapted_layers(model)) == 6
-    assert "model.layers.0.mlp.gate_proj.weight" in dict(iter_low_bit_weights(model))
 
 
 def test_adapters_on_attention_go_with_low_bit_experts(tiny_model):
@@ -499,18 +422,14 @@ def test_under_fsdp2_forward_and_sync_share_the_quantized_of_one_process(tiny_mo
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"use_dora": True}, "use_dora=True"),
         ({"lora_dropout": 0.1}, "lora_dropout=0.1.*engine's weight"),
-        ({"lora_bias": True, "target_modules": ["q_proj"]}, "lora_bias"),
-        ({"target_modules": ["embed_tokens"]}, r"'model\.embed_tokens'.*is not quantized"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"target_modules": ["embed_tokens"]}, r"'model\.embed_tokens'.*not quantized"),
         ({"modules_to_save": ["up_proj"]}, r"modules_to_save trains a copy of 'model\.layers\.0\.mlp\.up_proj'"),
     ],
 )
 def test_adapters_that_cannot_be_aligned_are_refused(tiny_model, changes, words):
-    kind = "qwen2" if "lora_bias" in changes else "qwen3"
     with pytest.raises(ValueError, match=words):
-        apply_quantization(adapted(tiny_model(kind), **changes), "W4A16")
+        apply_quantization(adapted(tiny_model(), **changes), "W4A16")
 
 
 def test_an_adapter_on_an_ignored_layer_is_refused(tiny_model):

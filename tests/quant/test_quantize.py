@@ -15,7 +15,6 @@ from qarl_trl.quant import (
     resolve_scheme,
 )
 from qarl_trl.quant import quantize as quantize_module
-from qarl_trl.quant.reference import as_blocks, as_matrix
 from quant.schemes import (
     ALL_SCHEMES,
     NAMES,
@@ -55,29 +54,6 @@ def test_quantized_and_scales_are_those_of_the_definition(scheme, group_size, dt
     assert same_tensors(stored(weight, scheme, group_size), by_definition(weight, scheme, group_size))
 
 
-def flipped(weight, scheme, group_size, divide):
-    """Share of int4 quantized values that another arithmetic gives otherwise."""
-    low_bit = quantize_weight(weight, resolve_scheme(scheme, group_size))
-    quantized = torch.tensor(references.unpack_int4(low_bit.quantized, weight.shape[1]))
-    grouped = weight.unflatten(-1, (-1, group_size))
-    return (divide(grouped).round().clamp(-8, 7).flatten(-2) != quantized).float().mean().item()
-
-
-@pytest.mark.parametrize(
-    ("divide", "share"),
-    [
-        # Controls: each of these plausible shortcuts rounds some quantized values to their neighbour.
-        (lambda w: w.float() / (w.abs().amax(-1, keepdim=True) / 7.5).float(), 0.005),  # the division in float32
-        (lambda w: w / (w.abs().amax(-1, keepdim=True) / 7), 0.05),  # amax / 7, the other convention
-        (lambda w: (w / (w.abs().amax(-1, keepdim=True) / 7.5)).clamp(min=-7), 0.005),  # no code -8
-    ],
-)
-def test_another_arithmetic_gives_other_quantized(divide, share):
-    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
-    assert flipped(weight, "W4A16", 32, lambda w: w / (w.abs().amax(-1, keepdim=True) / 7.5)) == 0
-    assert flipped(weight, "W4A16", 32, divide) > share
-
-
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_float32_and_bfloat16_master_weights_give_the_same_bytes(scheme, group_size, monkeypatch):
     master = normal(128, 256, seed=3)
@@ -102,72 +78,18 @@ def test_int4_layout_is_that_of_the_checkpoint():
     assert low_bit.tensors["weight_shape"].tolist() == [1, 32]
 
 
-def test_int8_layout_is_that_of_the_checkpoint():
-    """Four quantized values to a word, each plus 128, the first in the lowest byte."""
-    quantized = [-128, -127, -1, 0, 1, 2, 126, 127] * 4
-    weight = torch.tensor([quantized]).float().clamp(min=-127.5)  # the scale is 1, and -127.5 rounds to the even -128
-    low_bit = quantize_weight(weight, resolve_scheme("W8A16", 32))
-    assert low_bit.scale.tolist() == [[1.0]]
-    assert [word & 0xFFFFFFFF for word in low_bit.quantized[0].tolist()] == [0x807F0100, 0xFFFE8281] * 4
-    assert low_bit.tensors["weight_shape"].tolist() == [1, 32]
-
-
-def test_zero_points_of_eight_output_channels_share_a_word():
-    """Each plus 8, the first channel in the lowest four bits; a channel that is not there is 0."""
-    zero_points = [-8, -7, -1, 0, 1, 2, 6, 7, -8, 3]
-    weight = torch.stack([(torch.arange(32) % 16 - 8 - z).float() for z in zero_points])  # quantized values of scale 1
-    low_bit = quantize_weight(weight, resolve_scheme("W4A16_ASYM", 32))
-    assert low_bit.scale.unique().tolist() == [1.0]
-    assert [word & 0xFFFFFFFF for word in low_bit.tensors["weight_zero_point"][:, 0].tolist()] == [0xFEA98710, 0xB0]
-    assert references.unpack_int4(low_bit.quantized, 32) == [list(range(-8, 8)) * 2] * 10
-
-
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
-def test_tensors_have_the_names_shapes_and_dtypes_of_the_checkpoint_format(scheme, group_size):
+def test_tensors_are_sorted_and_whole(scheme, group_size):
     low_bit = quantize_weight(torch.randn(128, 256), resolve_scheme(scheme, group_size))
-    groups = 1 if group_size in (-1, None) else 256 // group_size
-    scale = {"weight_scale": (torch.bfloat16, (1, 2) if scheme == "FP8_BLOCK" else (128, groups))}
-    if scheme == NVFP4:
-        scale = {"weight_scale": (torch.float8_e4m3fn, (128, 16))}
-    packed = {
-        "weight_packed": (torch.int32, (128, 64 if scheme == "W8A16" else 32)),
-        "weight_shape": (torch.int64, (2,)),
-    }
-    expected = {
-        "W4A16": packed,
-        "W4A16_ASYM": packed | {"weight_zero_point": (torch.int32, (16, groups))},
-        "W8A16": packed,
-        "FP8_DYNAMIC": {"weight": (torch.float8_e4m3fn, (128, 256))},
-        "FP8_BLOCK": {"weight": (torch.float8_e4m3fn, (128, 256))},
-        "W8A8": {"weight": (torch.int8, (128, 256))},
-        "W4A8": {"weight": (torch.int8, (128, 256))},
-        "W4AFP8": packed,
-        NVFP4: {"weight_packed": (torch.uint8, (128, 128)), "weight_global_scale": (torch.float32, (1,))},
-    }[scheme] | scale
-    assert {name: (t.dtype, tuple(t.shape)) for name, t in low_bit.tensors.items()} == expected
-    assert list(low_bit.tensors) == sorted(expected)
-    assert low_bit.quantized is low_bit.tensors["weight_packed" if "weight_packed" in expected else "weight"]
-    assert low_bit.scale is low_bit.tensors["weight_scale"]
-    assert low_bit.num_bytes() == sum(t.numel() * t.element_size() for t in low_bit.tensors.values())
+    assert list(low_bit.tensors) == sorted(low_bit.tensors)
+    assert low_bit.shape == (128, 256)
     assert all(t.is_contiguous() for t in low_bit.tensors.values())
-    assert sum(t.view(torch.uint8).numel() for t in low_bit.tensors.values()) == low_bit.num_bytes()
+    assert low_bit.num_bytes() == sum(t.view(torch.uint8).numel() for t in low_bit.tensors.values())
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16"])
-@pytest.mark.parametrize("width", [20, 18, 33])
-def test_a_width_that_does_not_fill_its_last_word_is_padded_per_channel(scheme, width):
-    weight = normal(5, width, seed=4) + 0.3
-    found = stored(weight, scheme, -1)
-    assert same_tensors(found, by_definition(weight, scheme, -1))
-    assert found["weight_shape"].tolist() == [5, width]
-
-
-@pytest.mark.parametrize("weight", [normal(16, 256).t(), normal(256, 32)[:, ::2].t(), normal(16, 512)[:, ::2]])
-@pytest.mark.parametrize("scheme", [name for name in NAMES if name not in ("FP8_BLOCK", "W4AFP8")])
-def test_a_strided_master_gives_the_bytes_of_its_copy(scheme, weight):
-    size = -1 if scheme in ("W4A16", "W4A16_ASYM", "W8A16", "W4A8") else None
-    assert not weight.is_contiguous()
-    assert same_tensors(stored(weight, scheme, size), stored(weight.contiguous(), scheme, size))
+def test_a_strided_master_gives_the_bytes_of_its_copy():
+    weight = normal(16, 512)[:, ::2]
+    assert same_tensors(stored(weight, "W4A16", 32), stored(weight.contiguous(), "W4A16", 32))
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
@@ -206,55 +128,18 @@ def test_awkward_weights_give_the_bytes_of_llm_compressor(golden, scheme, group_
     assert same_tensors(by_definition(weight, scheme, group_size), expected)  # and the reference of the tests agrees
 
 
-def test_the_golden_rows_hold_the_cases_they_are_named_for(golden):
-    """The control: the file would prove little if its rows were all ordinary."""
-    with safe_open(GOLDEN, "pt") as file:
-        rows = {name: i for i, name in enumerate(file.metadata()["rows"].split("; "))}
-    master = golden["master"]
-    quantized = torch.tensor(references.unpack_int4(golden["W4A16-128.weight_packed"], 128))
-    scales = golden["W4A16-128.weight_scale"].flatten()
-    assert scales[rows["zeros"]] == references.BF16_EPS == torch.finfo(torch.bfloat16).eps
-    assert not quantized[rows["zeros"]].any()
-    assert master[rows["negative zeros"]].signbit().all()
-    assert (quantized[rows["one negative outlier, code -8"]] == -8).sum() == 1
-    assert quantized[rows["both signs of the largest"]].unique().tolist() == [-8, 7]
-    assert 0 < scales[rows["denormals"]] < torch.finfo(torch.bfloat16).tiny
-    assert quantized[rows["denormals"]].unique().numel() > 3
-    assert scales[rows["denormals whose scale is zero"]] == references.BF16_EPS
-    assert master[rows["denormals whose scale is zero"]].any()
-    tie = rows["ties between codes"]
-    assert torch.equal(quantized[tie].float(), master[tie].float().round().clamp(-8, 7))  # torch.round: half to even
-    float8 = golden["FP8_DYNAMIC.weight"].view(torch.uint8)
-    assert not (float8[rows["negative zeros"]] == 0x80).any()
-    assert (float8[rows["small negatives that round to zero"]] == 0x80).any()  # these keep their sign
-    assert golden["master"].abs().max() > 1e37
-
-
-def test_the_shifted_golden_rows_hold_the_cases_they_are_named_for(golden):
-    with safe_open(GOLDEN, "pt") as file:
-        rows = {name: i + 14 for i, name in enumerate(file.metadata()["shifted rows"].split("; "))}
-    words = [[word & 0xFFFFFFFF for word in row] for row in golden["W4A16_ASYM-128.weight_zero_point"].tolist()]
-    zero_points = [((words[i // 8][0] >> (4 * (i % 8))) & 15) - 8 for i in range(24)]
-    scales = golden["W4A16_ASYM-128.weight_scale"].flatten()
-    assert zero_points[rows["all above zero"]] == zero_points[rows["zero and above"]] == -8
-    assert zero_points[rows["all below zero"]] == zero_points[rows["zero and below"]] == 7
-    assert -8 < zero_points[rows["mostly above zero"]] < 0 < zero_points[rows["mostly below zero"]] < 7
-    assert zero_points[0] == 0  # a group of zeros
-    assert scales[0] == scales[rows["denormals below zero whose scale is zero"]] == references.BF16_EPS
-    assert 0 < scales[rows["denormals above zero"]] < torch.finfo(torch.bfloat16).tiny
-    quantized = torch.tensor(references.unpack_int4(golden["W4A16_ASYM-128.weight_packed"], 128))
-    tie = rows["ties between asymmetric codes"]
-    assert scales[tie] == 1.0
-    assert ((golden["shifted"][tie - 14] + 0.5) % 1 == 0).all()  # every value is halfway
-    assert quantized[tie].unique().numel() > 7
-    first, second = golden["FP8_BLOCK.weight_scale"].flatten()
-    assert first > 0.01
-    assert 0 < second < torch.finfo(torch.bfloat16).tiny
-    scales = golden["NVFP4A16.weight_scale"].view(torch.uint8)
-    assert (scales == references.FLOAT8_EPS).sum() > 1000  # denormals and zeros
-    assert scales.max() == 0x7E  # 448, of the largest weight
+def test_the_golden_rows_are_not_ordinary(golden):
+    """The control of the test above."""
+    scales, float8 = golden["W4A16-128.weight_scale"], golden["FP8_DYNAMIC.weight"].view(torch.uint8)
+    eps = torch.finfo(torch.bfloat16).eps
+    assert (scales == eps).sum() > 1 and ((scales > 0) & (scales < torch.finfo(torch.bfloat16).tiny)).any()
+    assert torch.tensor(references.unpack_int4(golden["W4A16-128.weight_packed"], 128)).unique().numel() == 16
+    assert (float8 == 0x80).any() and golden["master"].abs().max() > 1e37
+    zero_points = references.unpack_int4(golden["W4A16_ASYM-128.weight_zero_point"].t(), 24)
+    assert {-8, 0, 7} < set(zero_points[0])
     words = golden["NVFP4A16.weight_packed"]
     assert torch.cat((words & 15, words >> 4)).unique().numel() == 16
+    assert (golden["NVFP4A16.weight_scale"].view(torch.uint8) == references.FLOAT8_EPS).sum() > 1000
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -283,9 +168,9 @@ def test_a_weight_without_rows_has_no_quantized(scheme):
     assert all(tensor.numel() == 0 for name, tensor in tensors.items() if name not in whole)
 
 
-@pytest.mark.parametrize("shape", [(128,), (2, 4, 128)])
-def test_what_is_not_a_matrix_is_refused(shape):
-    with pytest.raises(ValueError, match=r"must be a matrix \(out, in\), got shape"):
+@pytest.mark.parametrize("shape", [(128,), (2, 4, 128), (4, 132)])
+def test_what_is_not_a_matrix_of_whole_words_is_refused(shape):
+    with pytest.raises(ValueError, match=r"must be a matrix \(out, in\)"):
         quantize_weight(torch.randn(shape), resolve_scheme("W4A16"))
 
 
@@ -301,20 +186,6 @@ def test_a_size_that_the_group_does_not_divide_names_the_layer_and_both_remedies
 
 
 # Blocks -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
-def test_as_matrix_undoes_as_blocks(scheme, group_size):
-    resolved = resolve_scheme(scheme, group_size)
-    weight = torch.arange(256 * 384).view(256, 384)
-    blocks = as_blocks(weight, resolved)
-    assert torch.equal(as_matrix(blocks, weight.shape, resolved), weight)
-    last = blocks[-1, -1]  # the elements of the last scale
-    if scheme == "FP8_BLOCK":
-        assert torch.equal(last, weight[128:, 256:].flatten())
-    else:
-        size = 16 if scheme == NVFP4 else 384 if group_size in (None, -1) else group_size
-        assert torch.equal(last, weight[-1, -size:])
 
 
 def test_each_block_has_the_scale_of_its_largest_magnitude():
@@ -338,33 +209,22 @@ def test_the_scales_of_the_weight_itself_change_nothing(scheme, group_size):
 
 
 @pytest.mark.parametrize(
-    ("name", "qparams", "words"),
+    ("name", "qparams"),
     [
-        ("W4A16", lambda scale, zero: (scale[:, :1], None), ["Frozen scale", "(16, 1)", "(16, 2)", "another layer"]),
-        ("W4A16", lambda scale, zero: (scale.float(), None), ["Frozen scale", "torch.float32", "torch.bfloat16"]),
-        ("W4A16", lambda scale, zero: (scale, scale), ["Frozen zero point", "the scheme is symmetric"]),
-        ("W4A16", lambda scale, zero: (None, None), ["Frozen scale None"]),
-        ("W4A16_ASYM", lambda scale, zero: (scale, None), ["Frozen zero point None", "torch.int8"]),
-        ("W4A16_ASYM", lambda scale, zero: (scale, zero.float()), ["Frozen zero point", "torch.float32"]),
-        ("W4A16_ASYM", lambda scale, zero: (scale, zero[:8]), ["Frozen zero point", "(8, 2)", "(16, 2)"]),
+        ("W4A16", lambda scale, zero: (scale[:, :1], None)),
+        ("W4A16", lambda scale, zero: (scale.float(), None)),
+        ("W4A16", lambda scale, zero: (scale, scale)),
+        ("W4A16", lambda scale, zero: (scale - scale, None)),
+        ("W4A16", lambda scale, zero: (scale * torch.nan, None)),
+        ("W4A16_ASYM", lambda scale, zero: (scale, None)),
+        ("W4A16_ASYM", lambda scale, zero: (scale, zero.float())),
     ],
 )
-def test_frozen_scales_that_do_not_fit_are_refused(name, qparams, words):
+def test_frozen_scales_that_do_not_fit_are_refused(name, qparams):
+    """A weight divided by them would have quantized values all the same."""
     weight, resolved = normal(16, 256), resolve_scheme(name)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="Frozen scale and zero point must be"):
         quantize_weight(weight, resolved, qparams(*min_max_qparams(weight, resolved)))
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
-@pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
-@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, float("nan"), float("inf")])
-def test_frozen_scales_that_are_no_units_are_refused(scheme, group_size, value):
-    """A weight divided by them would have quantized values all the same, of any value."""
-    weight, resolved = normal(128, 256), resolve_scheme(scheme, group_size)
-    scale, zero_point = min_max_qparams(weight, resolved)
-    scale[-1, -1] = value
-    with pytest.raises(ValueError, match=r"Frozen scales must be finite and above zero.*damaged"):
-        quantize_weight(weight, resolved, (scale, zero_point))
 
 
 # Parts --------------------------------------------------------------------------------------------------------------
@@ -382,7 +242,7 @@ def test_parts_of_the_rows_are_weights_of_their_own(scheme, group_size):
 
 @pytest.mark.parametrize(
     ("scheme", "out", "rows"),
-    [("W4A16", 12, 5), ("W4A16_ASYM", 14, 7), ("FP8_BLOCK", 384, 96), ("FP8_BLOCK", 256, 64), ("NVFP4A16", 16, 8)],
+    [("W4A16", 12, 5), ("W4A16_ASYM", 14, 7), ("FP8_BLOCK", 384, 96), ("NVFP4A16", 16, 8)],
 )
 def test_parts_that_share_something_are_refused(scheme, out, rows):
     with pytest.raises(ValueError, match=rf"{out} rows .* cannot be split into {rows} each"):

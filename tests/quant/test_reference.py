@@ -4,7 +4,6 @@ import pytest
 import references
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization.lifecycle.forward import quantize
 
 from qarl_trl.quant import quantize_weight, reference, resolve_scheme
@@ -66,28 +65,6 @@ def test_a_million_weights_have_the_bytes_of_compressed_tensors(weight, scheme, 
         assert same_bytes(dequantize(low_bit), decompressed(low_bit))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
-def test_ten_million_weights_have_the_bytes_of_compressed_tensors(scheme, group_size):
-    resolved = resolve_scheme(scheme, group_size)
-    for seed in range(1, 11):
-        for part in parts(many_weights(seed), resolved):
-            low_bit = quantize_weight(part, resolved)
-            assert same_tensors(low_bit.tensors, compressed(part, resolved)), seed
-            assert same_bytes(dequantize(low_bit), decompressed(low_bit)), seed
-
-
-@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "W4A8", "FP8_DYNAMIC"])
-@pytest.mark.parametrize("width", [1, 7, 20, 130, 250])
-def test_any_width_has_the_bytes_of_compressed_tensors(weight, scheme, width):
-    """One scale a channel; the last word of a packed row is filled up."""
-    weight, resolved = weight[::8, :width].contiguous(), resolve_scheme(scheme)
-    resolved.weights.strategy, resolved.weights.group_size = "channel", None
-    low_bit = quantize_weight(weight, resolved)
-    assert same_tensors(low_bit.tensors, compressed(weight, resolved))
-    assert same_bytes(dequantize(low_bit), decompressed(low_bit))
-
-
 @pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
 @pytest.mark.parametrize("factor", [0.25, 3.0])
 def test_frozen_scales_give_the_bytes_of_compressed_tensors(weight, scheme, group_size, factor):
@@ -99,9 +76,7 @@ def test_frozen_scales_give_the_bytes_of_compressed_tensors(weight, scheme, grou
     low_bit = quantize_weight(weight, resolved, (scale, None if resolved.weights.symmetric else zero_point))
     assert same_bytes(low_bit.scale, scale)
     assert same_tensors(low_bit.tensors, compressed(weight, resolved, (scale, zero_point)))
-    assert not same_bytes(
-        low_bit.quantized, quantize_weight(weight, resolved).quantized
-    )  # control: they are other quantized values
+    assert not same_bytes(low_bit.quantized, quantize_weight(weight, resolved).quantized)  # control
 
 
 # Controls: each of these would be noticed ---------------------------------------------------------------------------
@@ -110,11 +85,6 @@ def test_frozen_scales_give_the_bytes_of_compressed_tensors(weight, scheme, grou
 def divide_in_float32(weight, scale, zero_point):
     quotient = weight.float() / scale.float()
     return (quotient if zero_point is None else quotient + zero_point).bfloat16()
-
-
-def add_in_float32(weight, scale, zero_point):
-    quotient = (weight / scale).float()
-    return (quotient if zero_point is None else quotient + zero_point).round().bfloat16()
 
 
 def float8_with_negative_zeros(quotient):
@@ -130,36 +100,19 @@ def float8_without_a_sign_of_zero(quotient):
     ("scheme", "name", "other"),
     [
         ("W4A16_ASYM", "steps", divide_in_float32),  # the quotient unrounded before the zero point is added
-        ("W4A16_ASYM", "steps", add_in_float32),
         ("FP8_DYNAMIC", "fp8_quantized", float8_with_negative_zeros),
         ("FP8_DYNAMIC", "fp8_quantized", float8_without_a_sign_of_zero),
-        ("FP8_BLOCK", "fp8_quantized", float8_with_negative_zeros),
         ("W4A16", "_INT4_BIAS", 135.0),
-        ("W4A16", "_INT4_BIAS", 8.0),
+        ("W4A16", "_INT4_BIAS", 264.0),
         ("W8A16", "absmax", lambda blocks: blocks.amax(-1)),
         ("W4A8", "int_quantized", lambda quotient, bits: quotient.round().clamp(-7, 7).to(torch.int8)),
-        (
-            "W8A8",
-            "int_quantized",
-            lambda quotient, bits: quotient.clamp(-128, 127).to(torch.int8),
-        ),  # cut off, not rounded
+        ("W8A8", "int_quantized", lambda quotient, bits: quotient.clamp(-128, 127).to(torch.int8)),  # cut off
     ],
 )
 def test_another_arithmetic_gives_other_bytes(weight, monkeypatch, scheme, name, other):
     resolved = resolve_scheme(scheme)
     monkeypatch.setattr(reference, name, other)
     assert not same_tensors(quantize_weight(weight, resolved).tensors, compressed(weight, resolved))
-
-
-@pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "W8A8", "FP8_BLOCK"])
-def test_an_unrounded_quotient_gives_other_bytes(weight, scheme):
-    """The division in float32, rounded to a code without the bfloat16 number between."""
-    resolved = resolve_scheme(scheme)
-    found = quantize_weight(weight, resolved)
-    scale = found.scale.float()
-    zero_point = torch.zeros_like(scale) if scheme == "FP8_BLOCK" else None
-    other = compressed(weight.float(), resolved, (scale, zero_point))
-    assert not same_bytes(other["weight_packed" if "weight_packed" in other else "weight"], found.quantized)
 
 
 # Every bfloat16 number ----------------------------------------------------------------------------------------------
@@ -183,19 +136,9 @@ def rounded(numbers, bits):
     return by_python
 
 
-def test_pack_int4_rounds_every_number(numbers):
-    expected = references.pack_int(rounded(numbers, 4), 4)
-    assert torch.equal(reference.pack_int4(numbers.clone()), expected)
-    # The same rows with a width that does not fill its last word take the other path.
-    narrow = numbers[:, :-1].contiguous()
-    assert torch.equal(reference.pack_int4(narrow.clone()), references.pack_int(rounded(narrow, 4), 4))
-
-
-def test_pack_int8_rounds_every_number(numbers):
-    expected = references.pack_int(rounded(numbers, 8), 8)
-    assert torch.equal(reference.pack_int8(numbers.clone()), expected)
-    narrow = numbers[:, :-1].contiguous()
-    assert torch.equal(reference.pack_int8(narrow.clone()), references.pack_int(rounded(narrow, 8), 8))
+@pytest.mark.parametrize(("bits", "pack"), [(4, reference.pack_int4), (8, reference.pack_int8)])
+def test_packing_rounds_every_number(numbers, bits, pack):
+    assert torch.equal(pack(numbers.clone()), references.pack_int(rounded(numbers, bits), bits))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -225,27 +168,10 @@ def test_pack_fp4_rounds_every_number(numbers):
     assert (nibbles == 8).sum() > 10_000
 
 
-@pytest.mark.parametrize("bias", [135.0, 137.0, 264.0])
-def test_another_bias_rounds_some_number_otherwise(numbers, monkeypatch, bias):
-    expected = reference.pack_int4(numbers.clone())
-    monkeypatch.setattr(reference, "_INT4_BIAS", bias)
-    assert not torch.equal(reference.pack_int4(numbers.clone()), expected)
-
-
-def fp4_limits(ulps):
-    """Limits between 4-bit floats, off by some float32 numbers where a tie goes down."""
-    return tuple(limit * (1 + ulps * 2**-23) for limit in reference._FP4_LIMITS)
-
-
-@pytest.mark.parametrize("limits", [fp4_limits(1), fp4_limits(-1), (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)])
-def test_other_limits_round_some_number_to_another_4_bit_float(numbers, monkeypatch, limits):
-    assert torch.equal(reference.pack_fp4(numbers.float()), packed_by_definition(numbers))
-    monkeypatch.setattr(reference, "_FP4_LIMITS", limits)
-    wide = (numbers.float().view(torch.int32).unsqueeze(-1) + torch.arange(-1, 2, dtype=torch.int32)).view(
-        torch.float32
-    )
-    wide = wide.nan_to_num(0.0).flatten(1)  # each number and its neighbours of float32
-    assert not torch.equal(reference.pack_fp4(wide.clone()), packed_by_definition(wide))
+def test_other_limits_round_some_number_to_another_4_bit_float(numbers, monkeypatch):
+    """The control: ties that go up."""
+    monkeypatch.setattr(reference, "_FP4_LIMITS", (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+    assert not torch.equal(reference.pack_fp4(numbers.float()), packed_by_definition(numbers))
 
 
 def packed_by_definition(numbers):
@@ -281,16 +207,12 @@ def test_every_number_has_the_bytes_of_compressed_tensors_with_every_zero_point(
     found = quantize_weight(weight, resolved, qparams)
     assert same_tensors(found.tensors, compressed(weight, resolved, qparams))
     assert same_bytes(dequantize(found), decompressed(found))
-    by_python = [
-        [round(references.clamped(references.bf16(x + zero_point), 4)) for x in row] for row in weight[96:160].tolist()
-    ]
-    assert torch.equal(found.quantized[96:160], references.pack_int(by_python, 4))
 
 
 # Pieces -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [1, 127, 128, 130, 256, 384])
+@pytest.mark.parametrize("width", [1, 130, 384])
 def test_absmax_is_the_largest_magnitude(width):
     rows = normal(64, width, seed=width, dtype=torch.bfloat16)
     rows[0], rows[1] = -0.0, 2.0**-133
@@ -300,17 +222,3 @@ def test_absmax_is_the_largest_magnitude(width):
     assert not found.signbit().any()
     rows[2, 0], rows[4, -1] = float("nan"), -float("nan")
     assert reference.absmax(rows).isnan().nonzero().flatten().tolist() == [2, 4]
-
-
-def test_absmax_orders_every_number(numbers):
-    flat = numbers.flatten()
-    pairs = torch.stack((flat, flat.roll(12345)), dim=-1)
-    assert torch.equal(reference.absmax(pairs), pairs.abs().amax(-1))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_packing_is_that_of_compressed_tensors(bits):
-    half = 2 ** (bits - 1)
-    values = torch.randint(-half, half, (64, 256), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-    pack = reference.pack_int4 if bits == 4 else reference.pack_int8
-    assert torch.equal(pack(values.bfloat16()), pack_to_int32(values, bits))

@@ -49,7 +49,7 @@ def test_every_scheme_has_a_gemm_on_cpu_and_the_engine_those_of_the_table(scheme
     [
         ("FP8_DYNAMIC", "cpu", "dequant", ["'dequant'", "activation", "'auto'"]),
         ("W4A16", "meta", "engine", ["'engine'", "'meta'", "'auto'"]),
-        ("W4A8", "cuda", "auto", ["W4A8", "'cuda'", "qarl-trl schemes"]),
+        ("W4A8", "cuda", "engine", ["'engine'", "W4A8", "'cuda'"]),
     ],
 )
 def test_a_gemm_that_is_not_there_is_an_error(scheme, device, choice, words):
@@ -58,28 +58,7 @@ def test_a_gemm_that_is_not_there_is_an_error(scheme, device, choice, words):
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "other", "enough"),
-    [
-        ("FP8_DYNAMIC", (8, 0), (8, 9)),
-        ("FP8_BLOCK", (8, 9), (9, 0)),
-        ("W8A8", (10, 0), (9, 0)),
-        ("W4AFP8", (10, 0), (9, 0)),
-    ],
-)
-@pytest.mark.parametrize("choice", ["auto", "engine"])
-def test_activations_need_a_gpu_whose_engine_computes_the_same(monkeypatch, scheme, other, enough, choice):
-    monkeypatch.setattr(rollout_gemm, "is_cpu_engine", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: other)
-    with pytest.raises(ValueError) as error:
-        choose(choice, scheme, GPU)
-    assert all(word in str(error.value) for word in (scheme, *SUPPORTED[scheme].gpus, str(other), "W4A16"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: enough)
-    assert choose(choice, scheme, GPU) == (PLAIN[scheme] if choice == "auto" else (EngineGemm, PLAIN[scheme]))
-
-
 def test_the_engines_gemm_needs_a_vllm_for_the_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for cpu_engine, right, wrong in ((True, CPU, GPU), (False, GPU, CPU)):
         monkeypatch.setattr(rollout_gemm, "is_cpu_engine", lambda found=cpu_engine: found)
         assert choose("engine", "W4A16", right) == (EngineGemm, DequantGemm)
