@@ -128,4 +128,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:  # `python -m` has the current folder first: no file there stands in for a package
+        sys.path.append(sys.path.pop(0))
     main()

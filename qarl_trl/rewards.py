@@ -30,7 +30,9 @@ os.register_at_fork(after_in_child=_WORKER.__init__)  # a fork leaves the proces
 
 
 def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
-    """Reward functions, `math_reward` or dotted paths, in order; `ValueError` for a name that is not found."""
+    """Reward functions, `math_reward` or dotted paths, in order; `ValueError` for none and for a name that is not found."""
+    if not names:
+        raise ValueError("reward_funcs must name a function, got none: nothing would be learned.")
     return [math_reward if name == "math_reward" else _load_reward(name) for name in names]
 
 
@@ -41,7 +43,9 @@ def _load_reward(path: str) -> Callable[..., list[float | None]]:
     try:
         if not module:
             raise ImportError("it has no dot")
-        return getattr(import_module(module), attribute)
+        if not callable(found := getattr(import_module(module), attribute)):
+            raise ImportError("it is no function")
+        return found
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"reward_funcs has {path!r}, which cannot be imported: {error}. Give math_reward, or the dotted path of a function "

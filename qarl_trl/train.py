@@ -254,6 +254,8 @@ def _print_help(every_key: bool) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:  # `python -m` has the current folder first: no file there stands in for a package
+        sys.path.append(sys.path.pop(0))
     from .cli import main as cli_main
 
     cli_main(["train", *sys.argv[1:]])

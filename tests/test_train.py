@@ -138,6 +138,9 @@ def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tm
         (["--dataset_name_or_path", ""], "dataset_name_or_path"),
         (["--eval_strategy", "steps"], "eval_dataset_name_or_path"),
         (["--max_steps"], "max_steps"),
+        (["--reward_funcs", "os.path"], "os.path"),
+        (["--reward_funcs", "[]"], "reward_funcs"),
+        (["--quant_ignore", "re:["], "re:\\["),
         (["--quant_scheme", "W2A2"], "W2A2"),
     ],
 )
@@ -180,6 +183,23 @@ except ValueError as error:
     assert "ran " not in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == {"math_reward": "[1.0]", "math_rewards": "True"}.get(name, "[0.0]")
+
+
+@pytest.mark.parametrize("module", ["train", "cli"])
+def test_python_m_takes_the_current_folder_last(tmp_path, module):
+    (tmp_path / "yaml.py").write_text("print('ran')\n")
+    (tmp_path / "recipe.yaml").write_text("env: [1]\n")
+    command = [
+        sys.executable,
+        "-m",
+        f"qarl_trl.{module}",
+        *(["train"] if module == "cli" else []),
+        "--config",
+        "recipe.yaml",
+    ]
+    path = os.environ | {"PYTHONPATH": str(Path(train.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=path)
+    assert done.returncode == 2 and "env of recipe.yaml" in done.stderr and not done.stdout
 
 
 def test_a_dry_run_prints_batches_data_and_settings_and_needs_no_gpu(base, capsys, monkeypatch):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..export.files import flush
+from ..export.files import flush, share
 
 
 MANIFEST = "manifest.json"
@@ -24,6 +24,7 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
 
     Its manifest has the size of every file, a number that grows from checkpoint to checkpoint, and `facts`. What was at `target` goes.
     """
+    share(folder)
     sizes = {
         str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
     }

@@ -18,6 +18,7 @@ from trl.trainer.utils import RepeatSampler
 
 from .. import _compat
 from ..export import LOW_BIT_FOLDER, save_low_bit
+from ..export.files import share
 from ..quant.experts import expert_modules
 from ..quant.model import quantized_modules
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
@@ -77,12 +78,14 @@ class CheckpointMixin:
         Args:
             output_dir (`str`, *optional*): Folder; defaults to `args.output_dir`.
         """
-        if not self.args.quantized:
-            super().save_model(output_dir, _internal_call)
-            return
         path = Path(output_dir or self.args.output_dir)
+        if not self.args.quantized:
+            super().save_model(str(path), _internal_call)
+            share(path)
+            return
         if self._incoming or is_peft_model(self._unwrapped):
             super().save_model(str(path), _internal_call=True)
+            share(path)
             if self.args.export_low_bit or not self._incoming:
                 self._save_low_bit(path / LOW_BIT_FOLDER)
         else:

@@ -35,6 +35,13 @@ def tensor_names(folder: str | os.PathLike) -> list[str]:
     return names
 
 
+def share(folder: Path) -> None:
+    """Give the weights in a folder the rights of any new file: safetensors 0.8 lets nobody else read them, whatever the umask."""
+    os.umask(mask := os.umask(0))
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o666 & ~mask)
+
+
 def flush(folder: Path, tree: bool = True) -> None:
     """Have the disk hold a folder before what follows, with all that is in it (`tree`) or as a list of names."""
     for path in [folder, *(folder.rglob("*") if tree else ())]:

@@ -30,7 +30,7 @@ from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.scheme import MINMAX
 from ..quant.shards import shape_of
 from ..quant.state_dict import iter_low_bit_weights
-from .files import flush
+from .files import flush, share
 
 
 LOW_BIT_FOLDER = "low_bit"  # beside master weights or an adapter
@@ -124,10 +124,7 @@ def save_low_bit(
         _save_configs(base_model(model), tokenizer, quant_config, Path(scratch))
         if recipe is not None:
             shutil.copyfile(recipe, Path(scratch) / RECIPE)
-        # safetensors 0.8 creates files that nobody else may read, whatever the umask.
-        mode = (Path(scratch) / "config.json").stat().st_mode
-        for file in Path(scratch).glob("*.safetensors"):
-            file.chmod(mode)
+        share(Path(scratch))
         flush(Path(scratch))
         _move_into_place(Path(scratch), path)
     return path

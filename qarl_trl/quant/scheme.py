@@ -5,6 +5,7 @@ A scheme is a compressed-tensors `QuantizationScheme`, a plan a `QuantizationCon
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -175,7 +176,12 @@ def resolve_config(config: QuantizationConfig) -> QuantizationConfig:
 
 
 def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Sequence[str]) -> QuantizationConfig:
-    """One scheme for every target, as the scheme fields of `QaRLConfig` say it."""
+    """One scheme for every target, as the scheme fields of `QaRLConfig` say it. `ValueError` for a pattern that is none."""
+    for name in (*targets, *ignore):
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{name!r} in the modules to quantize or to ignore is no pattern: {error}.") from error
     group = scheme.model_copy(deep=True, update={"targets": list(targets)})
     return QuantizationConfig(config_groups={"group_0": group}, ignore=list(ignore))
 

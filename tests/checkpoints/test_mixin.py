@@ -136,6 +136,11 @@ def test_a_checkpoint_of_another_run_is_refused_before_a_model_loads(model, stra
     assert same(master_weights(resumed), master_weights(straight))
 
 
+def test_all_files_of_a_checkpoint_have_the_rights_of_the_umask(straight):
+    files = [path for path in Path(straight.args.output_dir, "checkpoint-6").iterdir() if path.is_file()]
+    assert len({path.stat().st_mode for path in files}) == 1 and any(path.suffix == ".safetensors" for path in files)
+
+
 def test_a_run_holds_its_output_dir_while_it_trains(model, tmp_path):
     """Two runs would delete each other's `_incoming`."""
     tried = []

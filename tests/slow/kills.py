@@ -25,7 +25,7 @@ PHASES = {
     "train": 0.2,
     "save": 0.4,
     "rotate": 0.02,
-    "end": 0.2,
+    "end": 0.06,
 }
 # Rollout batches of four updates, two of them an epoch; a checkpoint after each update.
 SETTINGS = {
@@ -99,6 +99,7 @@ def run(
         process.kill()
         process.join()
     found["code"] = process.exitcode
+    found["killed"] &= process.exitcode != 0  # otherwise it had ended by itself
     if not found["killed"] and found["digests"] is None:
         raise AssertionError(f"the run failed: see {folder / 'log'}\n{(folder / 'log').read_text()[-3000:]}")
     return found
