@@ -7,8 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
-from json import JSONDecodeError
-from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
@@ -28,9 +26,19 @@ COMMANDS = {
     "push": (".tools.export:push", "push a low-bit folder with its card to the Hub"),
     "schemes": (".cli:schemes", "what can be trained, sampled and exported, and where"),
 }
-# What a user can mend by another setting, file or package; the second by name, because their packages load late.
+# What a user can mend by another setting, file or package.
 _USER_ERRORS = (ValueError, OSError, ImportError, OverflowError)
-_USER_ERRORS_BY_NAME = ("YAMLError", "SafetensorError", "StrictDataclassError")
+# Of these what is said about a file that was read, mostly without its name. By name, because their packages load late.
+_OF_A_FILE = (
+    "YAMLError",
+    "SafetensorError",
+    "StrictDataclassError",
+    "ValidationError",
+    "JSONDecodeError",
+    "UnicodeDecodeError",
+)
+# transformers takes any JSON for a config, and fails where it first uses a value of it.
+_OF_A_CONFIG = re.compile(r"(configuration_utils|loading_report|modeling_\w+)\.py$")
 _OTHERS_SPEAK_AFTER_S = 10
 
 
@@ -45,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         work = run(argv)
     except Exception as error:
-        if debug or not _is_of_the_user(error):
+        if debug or not (isinstance(error, _USER_ERRORS) or _is_of_a_file(error)):
             raise
         # torchrun ends the other processes when one has failed: what all of them found is said once.
         time.sleep(_OTHERS_SPEAK_AFTER_S if int(os.environ.get("LOCAL_RANK", "0")) else 0)
@@ -55,21 +63,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         work()
 
 
-def _is_of_the_user(error: Exception) -> bool:
+def _is_of_a_file(error: Exception) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
-    # transformers takes any JSON for a config, and fails on its first key.
-    is_config = Path(list(walk_tb(error.__traceback__))[-1][0].f_code.co_filename).name == "configuration_utils.py"
-    return isinstance(error, _USER_ERRORS) or bool(names & {*_USER_ERRORS_BY_NAME}) or is_config
+    raised_in = list(walk_tb(error.__traceback__))[-1][0].f_code.co_filename
+    return bool(names & {*_OF_A_FILE}) or bool(not isinstance(error, OSError) and _OF_A_CONFIG.search(raised_in))
 
 
 def _in_one_line(error: Exception) -> str:
-    """The message, with the name of the file that was read where the message is a parser's, which does not know it."""
+    """The message, with the name of the file that was read, or of the model's config, where the message does not have it."""
     text = " ".join(str(error).split())
     if found := re.match(r"Repo id must .*?: '([^']*)'\.", text):  # huggingface_hub's, of a folder that is not there
         return f"{found[1]!r} is neither a folder here nor a Hub id (user/name)."
-    if isinstance(error, UnicodeDecodeError | JSONDecodeError) or not isinstance(error, _USER_ERRORS):
-        read = [file for frame, _ in walk_tb(error.__traceback__) for file in _files(frame.f_locals.values())]
-        text = f"{read[-1]} cannot be read: {text}" if read else text
+    if _is_of_a_file(error):
+        values = [value for frame, _ in walk_tb(error.__traceback__) for value in frame.f_locals.values()]
+        read = [*_files(f"{value}/config.json" for value in values if isinstance(value, str)), *_files(values)]
+        text = f"{read[-1]}: {text}" if read and read[-1] not in text else text
     return redact(text)
 
 

@@ -295,6 +295,8 @@ def _check_numbers(args: QaRLConfig) -> None:
         value = getattr(args, name)
         if value is not None and not (isinstance(value, int) and value >= least):
             raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}.")
+    if not (args.temperature > 0 and 0 < args.top_p <= 1):
+        raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {args.temperature} and {args.top_p}.")
     if args.max_steps == 0 or (args.max_steps < 0 and not args.num_train_epochs > 0):
         raise ValueError(f"max_steps={args.max_steps} with num_train_epochs={args.num_train_epochs} trains nothing.")
 

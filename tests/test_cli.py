@@ -84,13 +84,18 @@ def test_with_debug_bad_input_is_a_traceback(tmp_path, monkeypatch):
 def broken(checkpoint, tmp_path, monkeypatch):
     """The current folder: models that are truncated or whose config.json is nonsense, data and recipes alike."""
     monkeypatch.chdir(tmp_path)
-    for name in ("cut", "list", "binary", "wrong"):
+    for name in ("cut", "list", "binary", "wrong", "zero", "other"):
         shutil.copytree(checkpoint, name)
     Path("cut/model.safetensors").write_bytes(Path("cut/model.safetensors").read_bytes()[:2000])
     Path("list/config.json").write_text("[1]")
     Path("binary/config.json").write_bytes(b"\xff\xfe\x00")
-    settings = json.loads(Path("wrong/config.json").read_text()) | {"num_hidden_layers": "two"}
-    Path("wrong/config.json").write_text(json.dumps(settings))
+    good = json.loads(Path("wrong/config.json").read_text())
+    for name, value in {
+        "wrong": {"num_hidden_layers": "two"},
+        "zero": {"num_key_value_heads": 0},
+        "other": {"intermediate_size": 3},
+    }.items():
+        Path(name, "config.json").write_text(json.dumps(good | value))
     Path("sums.jsonl").write_text("".join(f'{{"problem": "{i} + 1", "answer": "{i + 1}"}}\n' for i in range(64)))
     Path("no_content.jsonl").write_text('{"prompt": [{"role": "user"}], "answer": "1"}\n')
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -125,13 +130,16 @@ TRAIN = [
         ([*TRAIN, "--dataset_split", "nope["], ["sums.jsonl", "nope["]),
         ([*TRAIN, "--model_name_or_path", "a/b/c"], ["'a/b/c' is neither a folder"]),
         ([*TRAIN, "--model_name_or_path", "./list"], ["list/config.json"]),
-        ([*TRAIN, "--model_name_or_path", "./wrong"], ["num_hidden_layers"]),
+        ([*TRAIN, "--model_name_or_path", "./wrong"], ["num_hidden_layers", "wrong/config.json"]),
         (TRAIN, ["cut/model.safetensors"]),
         ([option for option in TRAIN if option != "--use_cpu"], ["bf16", "use_cpu"]),
         (["export", "cut", "out"], ["cut/model.safetensors"]),
         (["export", "nowhere", "out", "--scheme", "W2A2"], ["W2A2"]),
         (["export", "./list", "out"], ["list/config.json"]),
         (["export", "./binary", "out"], ["binary/config.json"]),
+        (["export", "./wrong", "out"], ["num_hidden_layers", "wrong/config.json"]),
+        (["export", "./zero", "out"], ["zero/config.json"]),
+        (["export", "./other", "out"], ["other/config.json"]),
         (["export", "a/b/c", "out"], ["'a/b/c' is neither a folder"]),
         (["eval", "./list", "--suite", "sums.jsonl"], ["list/config.json"]),
         (["eval", "nowhere", "--suite", "nowhere.jsonl"], ["nowhere.jsonl"]),

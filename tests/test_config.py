@@ -81,6 +81,8 @@ def test_defaults_are_those_of_the_paper_and_sample_from_the_distribution_that_t
         ({"max_steps": 0}, "max_steps"),
         ({"num_train_epochs": 0.0}, "num_train_epochs"),
         *(({name: least - 1}, name) for name, least in AT_LEAST.items()),
+        ({"temperature": 0.0}, "temperature"),
+        ({"top_p": 2.0}, "top_p"),
         *(({"num_iterations": value}, "num_iterations") for value in ("two", 1.5)),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",

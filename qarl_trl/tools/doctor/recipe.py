@@ -82,6 +82,7 @@ class Recipe:
     def memory(self, gpus: int | None, memory: float | None, sharding: str | None) -> list[Finding]:
         """The largest moment by `qarl-trl plan` against what is free on each GPU; and the disk."""
         args, model_args, here = self.args, copy.copy(self.model_args), self.args.device.type == "cuda"
+        asked = (gpus, memory) != (None, None)
         if gpus is None:
             gpus, sharding = args.world_size, "zero3" if is_zero3(args) else "fsdp2" if num_shards(args) > 1 else "ddp"
         model_args.model_name_or_path = self.folder or model_args.model_name_or_path
@@ -89,7 +90,7 @@ class Recipe:
         try:
             run = plan_run(args, model_args, gpus, total / GIB, sharding)
         except ValueError as error:
-            return [Finding(SKIPPED, "memory", f"not estimated: {error}")]
+            return [Finding(FAIL if asked else SKIPPED, "memory", f"not estimated: {error}")]
         moment, needed = max(items.peaks(run).items(), key=lambda peak: peak[1])
         status = FAIL if needed > free else WARN if needed > 0.9 * free else OK
         found = Finding(
