@@ -138,8 +138,6 @@ def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tm
         (["--dataset_name_or_path", ""], "dataset_name_or_path"),
         (["--eval_strategy", "steps"], "eval_dataset_name_or_path"),
         (["--max_steps"], "max_steps"),
-        (["--reward_funcs", "os.path"], "os.path"),
-        (["--reward_funcs", "[]"], "reward_funcs"),
         (["--quant_ignore", "re:["], "re:\\["),
         (["--quant_scheme", "W2A2"], "W2A2"),
     ],
@@ -159,6 +157,9 @@ def test_rewards_come_by_name_and_by_path(tmp_path, monkeypatch):
     names = [reward.__name__ for reward in load_rewards(given)]
     assert names == ["math_reward", "short", "think_format_reward"]
     assert sys.path[-1] == str(tmp_path)
+    for given in ([], ["os.path"]):  # none, and what is no function
+        with pytest.raises(ValueError, match="reward_funcs"):
+            load_rewards(given)
     for name in ("no_such_reward", "json.no_such_reward"):
         with pytest.raises(ValueError, match=f"{name}.*Give math_reward"):
             load_rewards([name])
