@@ -20,7 +20,7 @@ from slow.toys import learner_logprobs, save_model
 
 
 pytestmark = pytest.mark.slow
-SHAPES = [(9, 3, 64), (15, 5, 64), (9, 3, 128)]  # heads, of keys, size
+SHAPES = [(9, 3, 64), (9, 3, 128)]  # heads, of keys, size
 LENGTHS = [40, 100, 230, 410, 690, 960]  # of answers to six prompts, so that ever fewer sequences are decoded together
 
 

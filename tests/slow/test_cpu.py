@@ -25,10 +25,8 @@ ENGINE = {
 # What is the same in all: attention, and the output layer, which is not quantized.
 ALWAYS = {"isa": {"vec"}, "cpu_linear": {"onednn_mm"}}
 EXPECTED = {
-    "none": ALWAYS,
     "experts": ALWAYS | {"kernel": {"CPUUnquantizedExperts"}},
     "W4A16": ALWAYS | {"kernel": {"CPUWNA16LinearKernel"}, "isa_hint": {"vec"}, "use_w4a8": {False}},
-    "W4A16_ASYM": ALWAYS | {"kernel": {"CPUWNA16LinearKernel"}, "isa_hint": {"vec"}, "use_w4a8": {False}},
     "W4A8": ALWAYS | {"kernel": {"Dynamic4bitLinearKernel"}},
     "W8A8": ALWAYS | {"kernel": {"CPUInt8ScaledMMLinearKernel"}, "linear_method": {"_apply_weights_onednn"}},
     "FP8_DYNAMIC": ALWAYS | {"kernel": {"ChannelWiseTorchFP8ScaledMMLinearKernel"}},
@@ -79,8 +77,11 @@ def _start_all(folder: str) -> dict[str, Any]:
         for name in EXPECTED:
             model = make_model("qwen3_moe" if name == "experts" else "qwen3", initializer_range=0.05)
             model.save_pretrained(source)
-            plain = name in ("none", "experts")
-            config = {} if plain else {"quantization_config": quantization_config(apply_quantization(model, name))}
+            config = (
+                {}
+                if name == "experts"
+                else {"quantization_config": quantization_config(apply_quantization(model, name))}
+            )
             llm = LLM(source, load_format="dummy", hf_overrides=config, **ENGINE)
             found[name] = choices(_vllm.engine_model(llm))
             del llm

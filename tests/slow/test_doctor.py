@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from slow.isolated import isolated
 from slow.toys import prompts, save_model, settings
@@ -13,34 +14,31 @@ from slow.toys import prompts, save_model, settings
 pytestmark = pytest.mark.slow
 
 
-def _measure(model: str, folder: str, scheme: str, broken: bool):
-    from transformers import AutoTokenizer
+def _measure(model: str, folder: str):
+    """What doctor finds, and what it would of a learner that computes something else."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from qarl_trl import QaRLConfig
     from qarl_trl.tools.doctor import mismatch
 
-    args = QaRLConfig(**settings(Path(folder), quant_scheme=scheme))
-    real = mismatch._aligned
-    if broken:
-        other = QaRLConfig(**settings(Path(folder), quant_scheme=scheme, quant_group_size=32))
-        mismatch._aligned = lambda model, samples, _: real(model, samples, other)
+    args = QaRLConfig(**settings(Path(folder)))
+    other = QaRLConfig(**settings(Path(folder), quant_group_size=32))
+    aligned, seen = mismatch._aligned, []
+    mismatch._aligned = lambda model, samples, args: seen.append(samples) or aligned(model, samples, args)
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = mismatch.measure(model, args, [tokenizer(row["prompt"])["input_ids"] for row in prompts(16)], 32)
-    return found, mismatch.verdict(found, args)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    wrong = found._replace(aligned=aligned(plain, seen[0], other))
+    return found, mismatch.verdict(found, args).status, wrong, mismatch.verdict(wrong, args).status
 
 
-def test_the_low_bit_learner_removes_the_logp_diff(tmp_path):
+def test_the_low_bit_learner_removes_the_logp_diff_and_one_that_computes_something_else_fails(tmp_path):
     model = save_model(tmp_path / "model", layers=4)
-    w4a16, verdict = isolated(_measure, model, str(tmp_path / "run"), "W4A16", False)
-    assert w4a16.tokens > 100
-    # As in test_logp_diff.py, where it is 27 times the floor; the learner has the engine's operations and formula here.
-    assert w4a16.rollout_only > 5 * w4a16.floor > 0
-    assert w4a16.aligned == 0.0
-    assert verdict.status == "ok"
-
-
-def test_a_learner_that_computes_something_else_fails(tmp_path):
-    model = save_model(tmp_path / "model", layers=4)
-    found, verdict = isolated(_measure, model, str(tmp_path / "run"), "W4A16", True)
-    assert found.aligned > 0.5 * found.rollout_only
-    assert verdict.status == "FAIL"
+    found, verdict, wrong, of_wrong = isolated(_measure, model, str(tmp_path / "run"))
+    assert found.tokens > 100
+    # As in test_mismatch.py, where it is 27 times the floor; the learner has the engine's operations and formula here.
+    assert found.rollout_only > 5 * found.floor > 0
+    assert found.aligned == 0.0
+    assert verdict == "ok"
+    assert wrong.aligned > 0.5 * found.rollout_only  # control
+    assert of_wrong == "FAIL"

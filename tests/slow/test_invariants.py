@@ -34,13 +34,13 @@ pytestmark = pytest.mark.slow
 CASES = [
     *((scheme, "dense") for scheme in ("W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "W8A8")),
     ("W4A8", "few"),  # samples, since torch's 4-bit kernel is a scalar loop on x86
-    ("W8A8", "biased"),
     ("FP8_DYNAMIC", "biased"),
     ("FP8_DYNAMIC", "llama"),
-    *((scheme, "lora") for scheme in ("W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "W8A8", "W4A8")),
+    ("W4A16", "lora"),
+    ("W8A8", "lora"),
 ]
 FAMILIES = {"biased": "Qwen2", "llama": "Llama"}  # otherwise Qwen3
-TOKENS = {"dense": 4_000, "biased": 1_000, "llama": 1_000, "lora": 1_000, "few": 1_000}
+TOKENS = {"dense": 4_000}  # otherwise 1,000
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -153,18 +153,13 @@ def test_forward_synced_and_saved_tensors_are_the_same_bytes(outcome):
     # Control: the steps in between did change what is compared, with LoRA where there is an adapter and nowhere else.
     adapted = ["down_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert result["changed"] == (adapted if kind == "lora" else sorted([*adapted, "gate_proj", "k_proj"]))
-
-
-def test_what_is_frozen_is_bit_for_bit_what_it_was_before_training(outcome):
-    kind, _, result = outcome
-    assert result["frozen_kept"]
-    assert (result["frozen"] > 0) == (kind == "lora")
+    assert result["frozen_kept"] and (result["frozen"] > 0) == (kind == "lora")
 
 
 def test_the_learner_gives_the_engines_log_probs_bit_for_bit(outcome):
     """The mismatch of this scheme is 0, of tokens that were sampled, from prompts and answers of different lengths."""
     kind, _, result = outcome
-    assert result["samples"]["tokens"] >= TOKENS[kind]
+    assert result["samples"]["tokens"] >= TOKENS.get(kind, 1_000)
     # Measured 0 of them, but for FP8_DYNAMIC-biased: 1 of 2,748, by 4.8e-7. The output layer is a bf16 product, whose sums
     # depend on the number of rows; the logit of one unlikely token is then a step away.
     assert result["samples"]["differ"] < 2e-3
@@ -198,7 +193,6 @@ def test_syncing_a_then_b_then_a_gives_the_first_answers_bit_for_bit(outcome):
 def test_a_fresh_engine_from_the_saved_checkpoint_answers_bit_for_bit_the_same(outcome):
     kind, folder, result = outcome
     if kind in FAMILIES:  # the bytes of their file are compared above, the way a file is read by their schemes
-        assert result["saved_is_synced"]
         return
     path = folder / "saved" / "low_bit" if kind == "lora" else folder / "saved"
     assert isolated(fresh_engine_logprobs, str(path)) == result["first"]
@@ -208,11 +202,11 @@ def test_a_fresh_engine_from_the_saved_checkpoint_answers_bit_for_bit_the_same(o
 LOST = {"mlp.down_proj": "mlp.down_proj", "self_attn.q_proj": "self_attn.qkv_proj", "mlp.up_proj": "mlp.gate_up_proj"}
 
 
-def _incomplete_sync(model: str, folder: str) -> dict[str, str]:
+def _incomplete_syncs(engine: Any) -> dict[str, str]:
     """What an engine says of a stream that lacks a layer."""
     from qarl_trl.rollout._vllm import reload_engine
 
-    engine, messages = make_trainer(model, Path(folder)).vllm_generation, {}
+    messages = {}
     for lost in ("nothing", *LOST):
         stream = ((n, t) for n, t in engine._iter_named_params() if f"layers.1.{lost}" not in n)
         try:
@@ -222,43 +216,20 @@ def _incomplete_sync(model: str, folder: str) -> dict[str, str]:
     return messages
 
 
-def test_an_incomplete_sync_stops_the_run(tmp_path):
-    """Also one that lacks a part of a merged layer, which vLLM loads without a word."""
-    messages = isolated(_incomplete_sync, save_model(tmp_path / "model"), str(tmp_path / "run"))
-    assert messages.keys() == LOST.keys()  # control: a whole one passes
-    for lost, merged in LOST.items():
-        assert f"kept old values for {3 if lost == merged else 2} tensors" in messages[lost]
-        assert f"model.layers.1.{merged}.weight_packed" in messages[lost]
-
-
-def _sync_asleep(model: str, folder: str) -> list[str]:
-
-    trainer = make_trainer(model, Path(folder))
-    engine, order = trainer.vllm_generation, []
+def _sync_asleep(engine: Any) -> list[str]:
+    worker, order = engine.llm.llm_engine.model_executor.driver_worker, []
     engine.enable_sleep_mode = engine._llm_weights_sleeping = True
-    reload_weights = engine.llm.llm_engine.model_executor.driver_worker.reload_weights
+    reload_weights = worker.reload_weights
     with (
         patch.object(engine.llm, "wake_up", lambda tags: order.append(f"wake {tags}")),
-        patch.object(
-            engine.llm.llm_engine.model_executor.driver_worker,
-            "reload_weights",
-            lambda **kwargs: (order.append("reload"), reload_weights(**kwargs)),
-        ),
+        patch.object(worker, "reload_weights", lambda **k: (order.append("reload"), reload_weights(**k))),
     ):
         engine.sync_weights()
     return [*order, f"sleeping {engine._llm_weights_sleeping}"]
 
 
-def test_a_sleeping_engine_is_woken_before_the_sync(tmp_path):
-    """The CPU engine cannot sleep, so only the order of the calls is checked here; the GPU run is open."""
-    order = isolated(_sync_asleep, save_model(tmp_path / "model"), str(tmp_path / "run"))
-    assert order == ["wake ['weights']", "reload", "sleeping False"]
-
-
-def _made_anew(model: str, folder: str, repaired: bool) -> dict[str, Any]:
+def _made_anew(model: str, folder: str) -> list[dict[str, bool]]:
     """Weight syncs into an engine whose kernel puts biases, reordered, into new tensors, as Marlin does on GPUs."""
-    from contextlib import nullcontext
-
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 
     process = CPUWNA16LinearKernel.process_weights_after_loading
@@ -268,35 +239,41 @@ def _made_anew(model: str, folder: str, repaired: bool) -> dict[str, Any]:
         if layer.bias is not None:
             layer.bias.data = layer.bias.data.flip(0)
 
+    found = []
     with patch.object(CPUWNA16LinearKernel, "process_weights_after_loading", making):
         from qarl_trl.rollout import _vllm
 
-        trainer = make_trainer(model, Path(folder))
+        trainer = make_trainer(model, Path(folder), verify_sync="off")
         engine = trainer.vllm_generation
         layer = _vllm.engine_model(engine.llm).get_submodule("model.layers.0.self_attn.qkv_proj")
         bias = layer.bias.data  # what a CUDA graph would have
-        with nullcontext() if repaired else patch.object(_vllm, "_keep_biases", lambda *_: None):
-            sent = sync(engine)
-    expected = torch.cat([sent[f"model.layers.0.self_attn.{n}_proj.bias"] for n in "qkv"]).flip(0)
-    return {
-        "layer": torch.equal(layer.bias, expected),
-        "captured bias": torch.equal(bias, expected),
-    }
+        for keep in (_vllm._keep_biases, lambda *_: None):
+            with torch.no_grad():
+                for p in trainer.model.parameters():
+                    p.add_(0.1 * torch.randn_like(p) * (p.ndim == 1))
+            with patch.object(_vllm, "_keep_biases", keep):
+                sent = sync(engine)
+            expected = torch.cat([sent[f"model.layers.0.self_attn.{n}_proj.bias"] for n in "qkv"]).flip(0)
+            found.append({"layer": torch.equal(layer.bias, expected), "captured bias": torch.equal(bias, expected)})
+    return found
 
 
-@pytest.mark.parametrize("repaired", [True, False])
-def test_what_the_kernel_makes_anew_stays_where_graphs_read_it(tmp_path, repaired):
-    found = isolated(_made_anew, save_model(tmp_path / "m", family="Qwen2"), str(tmp_path / "run"), repaired)
-    assert found == {"layer": True, "captured bias": repaired}
+def test_what_the_kernel_makes_anew_stays_where_graphs_read_it(tmp_path):
+    repaired, control = isolated(_made_anew, save_model(tmp_path / "m", family="Qwen2"), str(tmp_path / "run"))
+    assert repaired == {"layer": True, "captured bias": True}
+    assert control == {"layer": True, "captured bias": False}
 
 
-def _cache_scales(model: str, folder: str) -> dict[str, list[float]]:
-    """All scales of an attention layer, on device and host, as they are when the engine starts, after syncs and after a sleep."""
+def _one_engine(model: str, folder: str) -> dict[str, Any]:
+    """
+    Scales of an attention layer, on device and host, as they are when the engine starts, after syncs and after a sleep; then
+    a sync of a sleeping engine, and incomplete ones.
+    """
     from qarl_trl.rollout import _vllm, sync_check
 
     names = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu")
     names += ("_q_scale_float", "_k_scale_float", "_v_scale_float", "_prob_scale_float")
-    found: dict[str, list[float]] = {}
+    found: dict[str, Any] = {}
 
     def look(when: str, llm: Any) -> None:
         attention = _vllm.engine_model(llm).get_submodule("model.layers.0.self_attn.attn")
@@ -319,12 +296,32 @@ def _cache_scales(model: str, folder: str) -> dict[str, list[float]]:
     engine.generate([[5, 6]], None, 1)
     found["text"] = answers[-1][0].outputs[0].text
     found["answers"] = [math.isfinite(x) for row in engine_logprobs(engine.llm)[1] for x in row]
-    return found
+    return found | {"asleep": _sync_asleep(engine), "incomplete": _incomplete_syncs(engine)}
 
 
-def test_scales_of_cache_and_queries_are_one(tmp_path):
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    return isolated(_one_engine, save_model(folder / "model"), str(folder / "run"))
+
+
+def test_scales_of_cache_and_queries_are_one(engine):
     """vLLM's loader of random weights draws them too, no sync brings them, and kernels for float8 caches multiply by them."""
-    found = isolated(_cache_scales, save_model(tmp_path / "model"), str(tmp_path / "run"))
-    assert all(found.pop("answers"))
-    assert found.pop("text") == ""  # nobody reads it, and to make it is a fifth of the engine's CPU time
-    assert found == dict.fromkeys(("start", "first sync", "second sync", "sync after a sleep"), [1.0] * 10)
+    assert all(engine["answers"])
+    assert engine["text"] == ""  # nobody reads it, and to make it is a fifth of the engine's CPU time
+    for when in ("start", "first sync", "second sync", "sync after a sleep"):
+        assert engine[when] == [1.0] * 10
+
+
+def test_a_sleeping_engine_is_woken_before_the_sync(engine):
+    """The CPU engine cannot sleep, so only the order of the calls is checked here; the GPU run is open."""
+    assert engine["asleep"] == ["wake ['weights']", "reload", "sleeping False"]
+
+
+def test_an_incomplete_sync_stops_the_run(engine):
+    """Also one that lacks a part of a merged layer, which vLLM loads without a word."""
+    messages = engine["incomplete"]
+    assert messages.keys() == LOST.keys()  # control: a whole one passes
+    for lost, merged in LOST.items():
+        assert f"kept old values for {3 if lost == merged else 2} tensors" in messages[lost]
+        assert f"model.layers.1.{merged}.weight_packed" in messages[lost]

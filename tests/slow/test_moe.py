@@ -69,8 +69,7 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(("kind", "scheme"), [("qwen3_moe", "W4A16"), ("mixtral", "FP8_DYNAMIC")])
 def test_vllm_loads_every_expert_of_the_export_into_its_place(kind, scheme, tmp_path):
     from qarl_trl.export import save_low_bit
     from qarl_trl.quant import apply_quantization

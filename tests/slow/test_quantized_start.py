@@ -60,21 +60,26 @@ def checkpoint(tmp_path_factory):
     return isolated(save_gptq, save_model(folder / "model"), folder / "gptq")
 
 
-def test_with_frozen_scales_the_engine_starts_as_the_checkpoint_bit_for_bit(checkpoint, tmp_path):
+@pytest.fixture(scope="module")
+def fresh(checkpoint):
+    return isolated(fresh_engine_logprobs, checkpoint)
+
+
+def test_with_frozen_scales_the_engine_starts_as_the_checkpoint_bit_for_bit(checkpoint, fresh, tmp_path):
     found = isolated(_start, checkpoint, str(tmp_path / "run"), True)
     assert found["names"]
     assert found["other"] == []
-    assert found["before"] == isolated(fresh_engine_logprobs, checkpoint)
+    assert found["before"] == fresh
     # Control: training moves the answers, and the scales stay all the same.
     assert found["after"] != found["before"]
     assert found["scales_kept"]
     assert max(found["logp_diffs"]) < 1e-6  # measured 1e-7; a learner on other scales is five orders of magnitude off
 
 
-def test_free_scales_start_as_another_model(checkpoint, tmp_path):
+def test_free_scales_start_as_another_model(checkpoint, fresh, tmp_path):
     """Control of the test above: what `quant_freeze_scales=False` syncs is not the checkpoint."""
     found = isolated(_start, checkpoint, str(tmp_path / "run"), False)
     assert found["names"]
     assert len([n for n in found["other"] if n.endswith("weight_scale")]) == 14
-    assert found["before"] != isolated(fresh_engine_logprobs, checkpoint)
+    assert found["before"] != fresh
     assert max(found["logp_diffs"]) < 1e-6  # engine and learner agree on the new model, too

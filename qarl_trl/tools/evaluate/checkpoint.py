@@ -22,25 +22,13 @@ def find_checkpoint(name_or_path: str) -> Path:
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
         folder = Path(snapshot_download(name_or_path, allow_patterns=list(READ_BY_ENGINE)))
-    for needed in (
-        "config.json",
-        "*.safetensors",
-        "tokenizer*",
-    ):  # without the last transformers makes an empty tokenizer
+    for needed in ("config.json", "*.safetensors", "tokenizer*"):  # without the last transformers makes an empty one
         if not any(folder.glob(needed)):
             raise FileNotFoundError(
                 f"{folder} is no model folder: it has no {needed}. Of an adapter evaluate the folder low_bit, or what "
                 "`qarl-trl export` writes."
             )
     return folder
-
-
-def quantization_of(config: PretrainedConfig) -> QuantizationConfig | str | None:
-    """How a model is quantized: by compressed-tensors, by another method, which is named, or not at all."""
-    stored = getattr(config, "quantization_config", None)
-    if stored is None or stored.get("quant_method") == "compressed-tensors":
-        return stored and QuantizationConfig.model_validate(stored)
-    return str(stored.get("quant_method"))
 
 
 def check_complete(folder: Path) -> None:
@@ -57,11 +45,11 @@ def precision(config: PretrainedConfig) -> str:
     """The precision of the quantized layers in words; `ValueError` if vLLM has no kernel for a scheme on this machine."""
     device = torch.device("cpu" if is_cpu_engine() else "cuda")
     check_engine_cpu(device.type)
-    quantization = quantization_of(config)
-    if not isinstance(quantization, QuantizationConfig):
-        return quantization or "not quantized"
+    stored = getattr(config, "quantization_config", {"quant_method": "not quantized"})
+    if stored["quant_method"] != "compressed-tensors":
+        return stored["quant_method"]
     parts = []
-    for group in quantization.config_groups.values():
+    for group in QuantizationConfig.model_validate(stored).config_groups.values():
         parts.append(describe_scheme(group))
         try:
             row = support_of(group)

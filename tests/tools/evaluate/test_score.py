@@ -18,15 +18,6 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(samples):
             assert pass_at_k(samples, correct, k) == pytest.approx(references.pass_at_k(rewards, k), abs=1e-15)
 
 
-def test_pass_at_k_is_the_published_product():
-    """Chen et al. 2021, figure 3: 1 - prod(1 - k / arange(n - c + 1, n + 1)), and 1 if fewer than k are wrong."""
-    for n, c, k in [(200, 3, 100), (64, 10, 4), (8, 7, 2), (10, 0, 5)]:
-        published = 1.0 if n - c < k else 1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1))
-        assert pass_at_k(n, c, k) == pytest.approx(published, rel=1e-12)  # a product of c factors in float64
-        naive = 1 - (1 - c / n) ** k
-        assert c == 0 or abs(naive - published) > 1e-3  # control: the biased estimator would be seen
-
-
 def test_bootstrap_of_many_is_the_normal_interval():
     """The outside oracle: for 400 independent answers, a share p has the interval p +- 1.96 sqrt(p (1 - p) / 400)."""
     values = [1.0] * 120 + [0.0] * 280

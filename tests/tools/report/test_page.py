@@ -22,25 +22,16 @@ from .folders import log, write_run, write_tokens
 EVIL = "<script>document.body.innerHTML = 'owned'</script>"
 
 
-def drawn(runs):
-    """Steps and values of the lines of each panel, by its title."""
-    found = {}
-    for panel, styles in shown_panels(runs)[0]:
-        axis = Figure().add_subplot()
-        draw(axis, panel, styles, runs)
-        found[panel.title] = [np.stack([line.get_xdata(), line.get_ydata()]).tolist() for line in axis.lines]
-    return found
-
-
 def test_every_panel_draws_what_was_logged(tmp_path):
     run = Run("a", tmp_path, [*log(updates=2), {"step": 0, "eval_reward": 0.5}, {"step": 16, "eval_reward": 0.75}])
-    found, constant = drawn([run]), shown_panels([run])[1]
+    panels, constant = shown_panels([run])
     assert constant == {"ratio/min": 1 - 1 / 64, "ratio/max": 1 + 1 / 64}
-    varying = [panel for panel in PANELS if not set(panel.metrics) & set(constant)]
-    assert list(found) == [panel.title for panel in varying]
-    for panel in varying:
-        lines = [np.stack(run.series(name)).tolist() for name in panel.metrics]
-        assert found[panel.title] == lines
+    assert [panel for panel, _ in panels] == [panel for panel in PANELS if not set(panel.metrics) & set(constant)]
+    for panel, styles in panels:
+        axis = Figure().add_subplot()
+        draw(axis, panel, styles, [run])
+        found = [np.stack([line.get_xdata(), line.get_ydata()]).tolist() for line in axis.lines]
+        assert found == [np.stack(run.series(name)).tolist() for name in panel.metrics]
 
 
 def test_constants_and_rounding_are_not_drawn(tmp_path):

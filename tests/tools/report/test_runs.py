@@ -38,15 +38,6 @@ def test_a_point_is_a_rollout_batch(tmp_path):
     assert len(by_line.values("ratio/max")) == 12  # control: with a reward in each line, each is a batch
 
 
-def test_a_plain_grpo_log_serves_under_our_names(tmp_path):
-    rows = [{"step": 1, "sampling/sampling_logp_difference/mean": 0.5, "clip_ratio/low_mean": 0.1, "reward": 0.0}]
-    run = Run("a", tmp_path, rows)
-    assert run.values("mismatch/logp_diff_mean").tolist() == [0.5]
-    assert run.values("ratio/neg_low_frac").tolist() == [0.1]
-    both = Run("b", tmp_path, [rows[0] | {"mismatch/logp_diff_mean": 0.25}])
-    assert both.values("mismatch/logp_diff_mean").tolist() == [0.25]  # control: ours comes first
-
-
 def test_settings_that_differ_are_a_table_without_secrets(tmp_path):
     runs = []
     for name, changes in {"a": {"seed": 1}, "b": {"seed": 2}}.items():
