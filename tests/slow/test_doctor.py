@@ -35,7 +35,6 @@ def _measure(model: str, folder: str):
 def test_the_low_bit_learner_removes_the_logp_diff_and_one_that_computes_something_else_fails(tmp_path):
     model = save_model(tmp_path / "model", layers=4)
     found, verdict, wrong, of_wrong = isolated(_measure, model, str(tmp_path / "run"))
-    assert found.tokens > 100
     # As in test_mismatch.py, where it is 27 times the floor; the learner has the engine's operations and formula here.
     assert found.rollout_only > 5 * found.floor > 0
     assert found.aligned == 0.0

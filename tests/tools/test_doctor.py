@@ -5,17 +5,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import make_model, make_tokenizer
-from trl import ModelConfig
 
-from qarl_trl import QaRLConfig, cli
-from qarl_trl.export import save_low_bit
-from qarl_trl.quant import apply_quantization
+from qarl_trl import cli
 from qarl_trl.rewards import math_reward
 from qarl_trl.tools.doctor import FAIL, OK, WARN, machine, mismatch, rewards
-from qarl_trl.tools.plan.items import checkpoint_bytes
-from qarl_trl.tools.plan.model import plan_run
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +69,7 @@ def test_a_section_that_cannot_be_run_says_why_and_does_not_fail_the_rest(recipe
     [
         (["--steps_per_generation", "16"], 1, "at least 16 prompts, got 9"),  # 8 rows x 16, 8 completions a prompt
         (["--num_iterations", "0"], 2, "num_iterations"),
-        (["--max_steps", "0"], 2, "max_steps"),
         (["--quant_scheme", "W8A16", "--use_vllm", "--probe_prompts", "0"], 1, "W8A16"),  # no kernel here
-        (["--quant_scheme", "W2A2"], 2, "W2A2"),
         (["--no_such_key", "1"], 2, "no_such_key"),
         (["--gpus", "8", "--memory", "0.001"], 1, "FAIL memory"),  # GPUs that are not here
     ],
@@ -146,23 +138,7 @@ def test_conversational_rows_get_messages():
     assert rewards.check_reward("math_reward", math_reward, row).status == OK
 
 
-def test_a_checkpoint_has_the_size_of_its_files(tmp_path):
-    args = QaRLConfig(str(tmp_path), use_vllm=False, bf16=False, use_cpu=True, quant_group_size=32)
-    model = make_model(num_hidden_layers=1)
-    model.save_pretrained(tmp_path / "master_weights")
-    run = plan_run(args, ModelConfig(str(tmp_path / "master_weights")), gpus=4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    save_low_bit(apply_quantization(model, "W4A16", group_size=32), None, tmp_path / "low_bit")
-    files = [*tmp_path.glob("*/model.safetensors"), tmp_path / "optimizer.pt"]
-    assert len(files) == 3
-    assert checkpoint_bytes(run) == pytest.approx(sum(f.stat().st_size for f in files), rel=0.05)  # headers
-
-
-MEASURED = mismatch.Mismatch(100, 0.006, 0.012, 0.0)
+MEASURED = mismatch.Mismatch(0.006, 0.012, 0.0)
 
 
 @pytest.mark.parametrize(

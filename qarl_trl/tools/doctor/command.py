@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 from . import FAIL, WARN, Finding
-
-
-# Of vLLM and OpenMP, before they are imported.
-ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore",
-}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -27,9 +17,8 @@ def main(argv: Sequence[str]) -> None:
         ValueError, OSError, ImportError: For a recipe or an option that is wrong: bad use.
     """
     own, others = make_parser().parse_known_args(argv)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    warnings.simplefilter("ignore")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     found: list[Finding] = []
     for title, check in sections(own, others):
         try:

@@ -36,7 +36,6 @@ class Sample(NamedTuple):
 class Mismatch(NamedTuple):
     """Mean absolute differences of log-probs of sampled tokens, nats per token; `NaN` where a run has no such part."""
 
-    tokens: int  # that the low-bit engine sampled (without a scheme: the bf16 engine)
     floor: float  # bf16 engine and bf16 learner
     rollout_only: float = torch.nan  # low-bit engine and bf16 learner
     aligned: float = torch.nan  # low-bit engine and low-bit learner
@@ -51,7 +50,7 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]], tokens:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(args.device)
     floor = logp_diff(model, samples, args.temperature)
     if not args.quantized:
-        return Mismatch(sum(len(row.answer) for row in samples), floor)
+        return Mismatch(floor)
     plan = args.quant_plan()
     with tempfile.TemporaryDirectory() as low_bit:
         save_low_bit(apply_quantization(model, plan), AutoTokenizer.from_pretrained(folder), low_bit)
@@ -59,7 +58,7 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]], tokens:
         samples = in_fresh_process("the low-bit engine", sample, low_bit, *engine, limit_s=LIMIT_S)
     rollout_only, aligned = logp_diff(model, samples, args.temperature), _aligned(model, samples, args)
     weight_only = all(support_of(scheme).activations == "none" for scheme in plan.config_groups.values())
-    return Mismatch(sum(len(row.answer) for row in samples), floor, rollout_only, aligned, weight_only)
+    return Mismatch(floor, rollout_only, aligned, weight_only)
 
 
 def engine_settings(args: QaRLConfig, longest: int) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def describe(found: Mismatch, args: QaRLConfig) -> list[Finding]:
 
 def verdict(found: Mismatch, args: QaRLConfig) -> Finding:
     """What to make of the numbers. A mismatch of the learner that is no floor of kernels is a failure or, if expected, a warning."""
-    _, floor, rollout_only, aligned, weight_only = found
+    floor, rollout_only, aligned, weight_only = found
     if not args.quantized:
         return Finding(OK, "verdict", f"no scheme: the mismatch to expect is the floor, {floor:.1e}")
     times = f"{(aligned if args.quantize_learner else rollout_only) / max(floor, 1e-9):.1f} times the floor"

@@ -152,6 +152,11 @@ def optimizer_state(run: Run) -> int:
     return trained_bytes(run) + sum(math.prod(run.own(p)) + 4 for p in adamw)
 
 
+def weights_to_gather(run: Run) -> int:
+    """DeepSpeed's copy of the master weights, in the dtype that it computes in."""
+    return run.zero3 * run.compute * sum(run.own(p)[0] for p in run.parameters)
+
+
 def quantized_values(run: Run) -> int:
     return sum(run.gathered(p) or p.quantized() for p in run.parameters)
 
@@ -288,9 +293,7 @@ ITEMS = (
     Item("quantized values", MOMENTS, quantized_values),
     Item("reference model", MOMENTS, lambda run: run.reference * master_weights(run)),
     Item("buckets of DDP", MOMENTS, lambda run: run.ddp * trained_bytes(run)),
-    Item(
-        "weights to gather", MOMENTS, lambda run: run.zero3 * run.compute * sum(run.own(p)[0] for p in run.parameters)
-    ),
+    Item("weights to gather", MOMENTS, weights_to_gather),
     Item("DeepSpeed's buffers (assumed)", MOMENTS, lambda run: run.zero3 * ZERO3_BUFFERS),
     Item("reserve (assumed)", MOMENTS, lambda run: RESERVE),
     Item("gradients", ("backward", "optimizer step"), trained_bytes),

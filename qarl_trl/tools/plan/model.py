@@ -58,7 +58,11 @@ def plan_run(
     name = model_args.model_name_or_path
     config, source = read_config(name), quantized_source(name) if settings.from_checkpoint else None
     plan = settings.quant_plan(None if source is None else source.plan())
-    model = skeleton(config, dtype_of(settings, model_args, config), get_peft_config(model_args), plan)
+    if not hasattr(config.get_text_config(), "num_attention_heads"):
+        raise ValueError(f"The plan knows models with attention, and {name} ({config.model_type}) has none.")
+    dtype = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
+    dtype = (config.dtype or "float32") if dtype == "auto" else dtype
+    model = skeleton(config, dtype, get_peft_config(model_args), plan)
     return Run(
         parameters=parameters(
             model, settings.optim_muon, settings.quantize_learner and settings.quant_kernel != "engine"
@@ -97,14 +101,7 @@ def read_config(name: str) -> PretrainedConfig:
     return config
 
 
-def dtype_of(settings: Any, model_args: Any, config: PretrainedConfig) -> torch.dtype:
-    """Of the master weights."""
-    wanted = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
-    wanted = (config.dtype or "float32") if wanted == "auto" else wanted
-    return wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted).removeprefix("torch."))
-
-
-def skeleton(config: PretrainedConfig, dtype: torch.dtype, adapter: Any = None, plan: Any = None) -> nn.Module:
+def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = None, plan: Any = None) -> nn.Module:
     """The model of `config` on the meta device, with peft's `adapter` and the low-bit layers of `plan`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -90,6 +90,9 @@ def test_8b_by_hand(eight_billion):
     thirds = 36 * 2 * 4096 * 12288
     whole = packed - (thirds // 2 + 2 * thirds // 128 + 16 * 36 * 2)
     assert resident(uneven)["quantized values"] == whole + thirds // 6 + 2 * thirds // 384 + 16 * 36 * 2
+    for ranks, heads in ((1, 8), (2, 4), (16, 1)):  # of keys and of values, in bfloat16
+        run = replace(eight_billion, engine_ranks=ranks)
+        assert items.cache_tokens(run) == items.cache_bytes(run) // (36 * 2 * heads * 128 * 2)
     assert items.activations(sharded) == 4 * 18432 * (36 * 4096 * 2 + 8 * 4096)
 
 
