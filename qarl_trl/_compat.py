@@ -26,8 +26,12 @@ from trl.import_utils import is_vllm_available
 
 
 # The supported windows; pyproject.toml repeats them, the README says which versions were run. TRL's log-prob path was rewritten in 1.14 and 1.15.
-SUPPORTED = {"trl": ("1.16.0", "1.17"), "compressed-tensors": ("0.17.0", "0.21"), "vllm": ("0.31.0", "0.33")}
-SUPPORTED_PEFT = ("0.21", "0.22")
+SUPPORTED = {
+    "trl": ("1.16.0", "1.17"),
+    "compressed-tensors": ("0.17.0", "0.21"),
+    "vllm": ("0.31.0", "0.33"),
+    "peft": ("0.21", "0.22"),
+}
 
 logger = get_logger(__name__)
 
@@ -42,24 +46,15 @@ def installed_version(package: str) -> str | None:
     return None
 
 
-def check_versions() -> None:
-    """Refuse versions outside the supported windows, with an `ImportError` that names the command to install another."""
-    for package, window in SUPPORTED.items():
-        _check_window(package, *window)
-
-
-def check_peft() -> None:
-    """As [`check_versions`], of peft; asked only when a run has an adapter."""
-    _check_window("peft", *SUPPORTED_PEFT)
-
-
-def _check_window(package: str, low: str, high: str) -> None:
-    found = installed_version(package)
-    if found is not None and not Version(low) <= Version(Version(found).base_version) < Version(high):
-        raise ImportError(
-            f"{package} {found} is installed, but qarl_trl needs {package}>={low},<{high}: it hooks into private "
-            f"parts of it. On a GPU: pip install '{package}>={low},<{high}'. On CPU: make install."
-        )
+def check_versions(*packages: str) -> None:
+    """Refuse installed `packages` outside the supported windows, with an `ImportError` that names the command to install another."""
+    for package in packages:
+        (low, high), found = SUPPORTED[package], installed_version(package)
+        if found is not None and not Version(low) <= Version(Version(found).base_version) < Version(high):
+            raise ImportError(
+                f"{package} {found} is installed, but qarl_trl needs {package}>={low},<{high}: it hooks into private "
+                f"parts of it. On a GPU: pip install '{package}>={low},<{high}'. On CPU: make install."
+            )
 
 
 def require_vllm() -> None:
@@ -115,13 +110,14 @@ def loader(load: Callable[..., Any] | None) -> Iterator[None]:
     def fill(model: PreTrainedModel, *args: Any) -> None:
         if loads_weights():
             return original(model, *args)
-        for name, parameter in [*model.named_parameters()]:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             parent, _, local = name.rpartition(".")
-            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-            setattr(model.get_submodule(parent), local, torch.nn.Parameter(zeros, parameter.is_floating_point()))
-        for name, buffer in [*model.named_buffers()]:
-            parent, _, local = name.rpartition(".")
-            setattr(model.get_submodule(parent), local, torch.zeros_like(buffer, device="cpu"))
+            if isinstance(tensor, torch.nn.Parameter):
+                zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                zeros = torch.nn.Parameter(zeros, tensor.is_floating_point())
+            else:
+                zeros = torch.zeros_like(tensor, device="cpu")
+            setattr(model.get_submodule(parent), local, zeros)
 
     def prepare(model: PreTrainedModel, accelerator: Any) -> Any:
         return (fsdp2_prepare_model(accelerator, model) if accelerator.is_fsdp2 else stock(model, accelerator)).eval()
@@ -142,21 +138,13 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
     they would have other shapes, for which kernels round otherwise, and the first ratio would not be 1.
     """
 
+    from trl.trainer.utils import shuffle_sequence_dict
+
     def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
-        return _permuted(batch, order_of(len(next(value for value in batch.values() if value is not None))))
+        with patch.object(torch, "randperm", order_of):
+            return shuffle_sequence_dict(batch)
 
     return patch.object(_grpo_trainer(), "shuffle_sequence_dict", shuffle)
-
-
-def _permuted(batch: dict[str, Any], order: torch.Tensor) -> dict[str, Any]:
-    """A batch with its rows in another `order`, as TRL's shuffle returns it."""
-
-    def of(value: Any) -> Any:
-        if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
-            return value
-        return value[order] if isinstance(value, torch.Tensor) else [value[i] for i in order]
-
-    return {name: of(value) for name, value in batch.items()}
 
 
 # Arguments of `GRPOTrainer._get_per_token_logps_and_entropies` that are no rows, and the rows of a text.
@@ -171,10 +159,11 @@ def is_text(given: Mapping[str, Any]) -> bool:
 
 def in_order(padded: Callable[..., Any], given: Mapping[str, Any], order: torch.Tensor) -> tuple[Any, ...]:
     """What TRL's method `padded` for log-probs returns for the arguments `given`, from micro-batches that are cut in `order`."""
-    from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+    from trl.trainer.utils import shuffle_sequence_dict, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
     rows = {name: value for name, value in given.items() if name not in NO_ROWS and value is not None}
-    rows = unsplit_pixel_values_by_grid(_permuted(split_pixel_values_by_grid(rows), order))
+    with patch.object(torch, "randperm", lambda _: order):
+        rows = unsplit_pixel_values_by_grid(shuffle_sequence_dict(split_pixel_values_by_grid(rows)))
     logps, entropies, balance = padded(**{**given, **rows})
     back = order.argsort()
     return logps[back], None if entropies is None else entropies[back], balance

@@ -71,7 +71,8 @@ class ExpertMuon(torch.optim.Optimizer):
     """
     [`torch.optim.Muon`] for parameters `(experts, projections * rows, columns)`, each `(rows, columns)` a matrix of its own.
 
-    Equal to torch's Muon over the matrices one by one. Args: groups with `params` and `projections`; `defaults` of torch's Muon.
+    Equal to torch's Muon, with Nesterov momentum and `ADJUST_LR`, over the matrices one by one. Args: groups with `params` and
+    `projections`; `defaults` of torch's Muon.
     A DTensor (FSDP2) must be sharded by experts: each process updates its own, without communication.
     """
 
@@ -90,13 +91,11 @@ class ExpertMuon(torch.optim.Optimizer):
     def _step(param: Tensor, grad: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
         projections, columns = group["projections"], param.shape[2]
         rows = param.shape[1] // projections
-        scale = math.sqrt(max(1, rows / columns))
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            scale = 0.2 * math.sqrt(max(rows, columns))
+        scale = 0.2 * math.sqrt(max(rows, columns))  # ADJUST_LR
         experts = max(1, _ENTRIES_PER_PASS // (projections * rows * columns))
         for weights, grads, moments in zip(*(t.split(experts) for t in (param, grad, momentum)), strict=True):
             moments.lerp_(grads, 1 - group["momentum"])
-            update = grads.lerp(moments, group["momentum"]) if group["nesterov"] else moments
+            update = grads.lerp(moments, group["momentum"])
             matrices = update.reshape(len(weights) * projections, rows, columns)
             directions = newton_schulz(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
             weights.mul_(1 - group["lr"] * group["weight_decay"])
@@ -196,13 +195,9 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
             f"optim_muon=True found no hidden 2-D matrix among {len(params)} trainable parameters. Under FSDP1, which flattens "
             "them, use FSDP2 or DDP; otherwise set optim_muon=False."
         )
-    stacked = [params[name].numel() for name in others if params[name].ndim > 2]
-    if stacked:
+    if stacked := [name for name in others if params[name].ndim > 2]:
         logger.warning(
-            "%d parameters with more than two dimensions (%.0f%% of all trainable weights) are trained by AdamW: Muon takes "
-            "matrices, and experts in the layout of Qwen3-MoE.",
-            len(stacked),
-            100 * sum(stacked) / sum(param.numel() for param in params.values()),
+            "Muon takes matrices, and experts in the layout of Qwen3-MoE. AdamW trains %s.", ", ".join(stacked)
         )
     muon = torch.optim.Muon(
         [{"params": [params[name] for name in matrices]}],

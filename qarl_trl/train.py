@@ -163,9 +163,9 @@ def make_trainer(
 
 def train(trainer: "QaRLTrainer", dataset: str) -> None:
     """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
+    from .checkpoints.mixin import NothingTrained
     from .data import local_path
     from .export.push import HubError
-    from .trainer import NothingTrained
 
     args = trainer.args
     try:

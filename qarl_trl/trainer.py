@@ -38,7 +38,7 @@ from .quant.model import apply_quantization, bypassed_layers, quantized_modules
 from .quant.names import base_model
 from .quant.start import QuantizedSource, load_master_weights
 from .rollout.cpu import choose_arithmetic
-from .rollout.cpu_ops import has_engine_ops, use_engine_ops
+from .rollout.cpu_ops import use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
 from .rollout.gemm import GEMMS, in_words
 from .rollout.scores import LENGTH, Scores, learner_logps, sync_check_tokens
@@ -48,10 +48,6 @@ from .validate import check_run
 
 
 logger = get_logger(__name__)
-
-
-class NothingTrained(RuntimeError):
-    """A run ended without an update."""
 
 
 class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
@@ -76,7 +72,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         *positional: Any,
         **kwargs: Any,
     ) -> None:
-        _compat.check_versions()
+        _compat.check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
         if args is None:  # named as TRL names its own
             name = model if isinstance(model, str) else model.config._name_or_path
             args = QaRLConfig(f"{name.rstrip('/').split('/')[-1]}-QaRL")
@@ -119,7 +115,10 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         if self._tbpo:
             clip_to(args.trust_band, self)
         if args.max_tokens_per_pass is not None:
-            self._passes = self._packed_passes(args.max_tokens_per_pass)
+            # Without keep_torch_compile=False accelerate would change DDP's compiled wrapper, which then synchronizes every micro-batch.
+            unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
+            accelerator = self.accelerator
+            self._passes = PackedPasses(args.max_tokens_per_pass, accelerator.autocast, accelerator.gather, unwrap)
         self._ratios = RatioMeter(args.trust_band, "" if self._tbpo else "paper_", self.accelerator.gather)
         engine = self.vllm_generation if self.use_vllm else None
         self.add_callback(StepClock(engine, self._log_value, self._flips, self._check_layers_ran))
@@ -128,16 +127,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
                 Path(args.output_dir) / "token_stats", args.log_token_stats, self._tokenizer
             )
             self.add_callback(self._token_stats)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As [`CheckpointMixin.train`]; a run that ends without an update is an error ([`NothingTrained`]), and no trained model."""
-        output = super().train(*args, **kwargs)
-        if output.global_step == 0:
-            raise NothingTrained(
-                "The run ended without an update, so nothing was trained. The data or the batch sizes gave no full rollout batch: "
-                "look at train_dataset, max_steps and num_train_epochs."
-            )
-        return output
 
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's; under FSDP2 with log-probs that stay float32 and gradients that stay sharded."""
@@ -161,11 +150,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return super()._prepare_for_training(*args)
 
     # Rollout --------------------------------------------------------------------------------------------------------
-
-    def _packed_passes(self, max_tokens: int) -> PackedPasses:
-        # Without keep_torch_compile=False accelerate would change DDP's compiled wrapper, which then synchronizes every micro-batch.
-        unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
-        return PackedPasses(max_tokens, self.accelerator.autocast, self.accelerator.gather, unwrap)
 
     def _build_sync_check(self) -> SyncCheck | None:
         if self.args.verify_sync == "off":
@@ -211,8 +195,9 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         if self._tbpo and self.args.weighs_mismatch:
             for name in ("min", "mean", "max"):
                 # TRL logged its own weight here, which this loss does not use.
-                logged = self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"]
-                logged[-1] = metrics[f"seq_weight_{name}"]
+                self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"][-1] = metrics[
+                    f"seq_weight_{name}"
+                ]
         check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
@@ -334,28 +319,19 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
 def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
     """Give the policy its low-bit layers and, beside a CPU engine, that engine's operations."""
     if args.quantized:
-        _quantize(model, args, source)
+        plan = args.quant_plan(None if source is None else source.plan())
+        if args.quantize_learner:
+            words = {in_words(args.learner_kernel, scheme) for scheme in plan.config_groups.values()}
+            logger.info("Low-bit layers of the learner: %s (quant_kernel).", "; ".join(sorted(words)))
+        apply_quantization(
+            model,
+            plan,
+            gemm=GEMMS[args.learner_kernel],
+            quantize_forward=args.quantize_learner,
+            qparams=source.qparams() if args.quant_freeze_scales else None,
+        )
     if _compat.is_zero3(args):
         _compat.fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):
         use_engine_ops(model)
         logger.info("The learner runs the CPU engine's operations (learner_ops).")
-    elif has_engine_ops(model):
-        raise ValueError(
-            "The model was given the CPU engine's operations by an earlier trainer, and this one asks for transformers'. "
-            "Load the model again."
-        )
-
-
-def _quantize(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
-    plan = args.quant_plan(None if source is None else source.plan())
-    if args.quantize_learner:
-        words = {in_words(args.learner_kernel, scheme) for scheme in plan.config_groups.values()}
-        logger.info("Low-bit layers of the learner: %s (quant_kernel).", "; ".join(sorted(words)))
-    apply_quantization(
-        model,
-        plan,
-        gemm=GEMMS[args.learner_kernel],
-        quantize_forward=args.quantize_learner,
-        qparams=source.qparams() if args.quant_freeze_scales else None,
-    )

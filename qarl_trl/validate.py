@@ -152,7 +152,7 @@ def check_adapter(config: Any, args: QaRLConfig) -> None:
     """
     from .quant.lora import check_lora_config
 
-    _compat.check_peft()
+    _compat.check_versions("peft")
     check_lora_config(config)
     if args.optim_muon:
         raise ValueError(

@@ -515,21 +515,13 @@ def ratio_metrics(rows, band, prefix):
             return advantage > 0 and ratio > bound
         return advantage < 0 and (ratio < bound if edge == "neg_low" else ratio > bound)
 
-    found, ratios, extreme, loops = {}, [], [], []
-    tokens = {"all": 0, "pos": 0, "neg": 0}
-    errors = dict(tokens)
-    k3 = 0.0
-    for logps, old, mask, advantage, error in rows:
+    found, ratios, tokens, errors, k3 = {}, [], 0, 0, 0.0
+    for logps, old, mask, _, error in rows:
         steps = [logps[t] - old[t] for t, counts in enumerate(mask) if counts]
-        ratio = math.exp(sum(steps) / max(len(steps), 1))
-        ratios.append(ratio)
+        ratios.append(math.exp(sum(steps) / max(len(steps), 1)))
         k3 += sum(math.expm1(step) - step for step in steps)
-        extreme.append(any(beyond(edge, bound, ratio, advantage) for edge, bound in zip(edges, band, strict=True)))
-        wrong = sum(error[t] for t, counts in enumerate(mask) if counts)
-        loops.append(wrong > 0)
-        for kind in ("all", *(["pos"] if advantage > 0 else ["neg"] if advantage < 0 else [])):
-            tokens[kind] += len(steps)
-            errors[kind] += wrong
+        tokens += len(steps)
+        errors += sum(error[t] for t, counts in enumerate(mask) if counts)
     advantages = [row[3] for row in rows]
     found["ratio/min"], found["ratio/max"] = min(ratios), max(ratios)
     for edge, bound in zip(edges, band, strict=True):
@@ -539,15 +531,7 @@ def ratio_metrics(rows, band, prefix):
         values = [r for r, is_here in zip(ratios, here, strict=True) if is_here]
         if values:
             found[f"ratio/{sign}_q50"], found[f"ratio/{sign}_q99"] = quantile(values, 0.5), quantile(values, 0.99)
-        if tokens[sign]:
-            found[f"error_tokens/{sign}_frac"] = errors[sign] / tokens[sign]
-    if tokens["all"]:
-        found["ratio/kl_k3"] = k3 / tokens["all"]
-        found["error_tokens/frac"] = errors["all"] / tokens["all"]
-    for name, group in (
-        ("extreme", extreme),
-        ("inside", [a != 0 and not e for a, e in zip(advantages, extreme, strict=True)]),
-    ):
-        if any(group):
-            found[f"error_tokens/{name}_frac"] = sum(x and g for x, g in zip(loops, group, strict=True)) / sum(group)
+    if tokens:
+        found["ratio/kl_k3"] = k3 / tokens
+        found["error_tokens/frac"] = errors / tokens
     return found

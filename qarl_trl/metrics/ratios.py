@@ -85,31 +85,15 @@ def beyond(band: TrustBand, ratio: Tensor, advantages: Tensor) -> dict[str, Tens
 
 def ratio_metrics(columns: dict[str, Tensor], band: TrustBand, prefix: str) -> dict[str, float]:
     """The metrics of the completions of all processes, `(N,)` a column; what has no value is left out."""
-    ratio, tokens, errors = columns["ratio"], columns["tokens"], columns["errors"]
-    advantages = columns["advantage"]
-    signs = {"pos": advantages > 0, "neg": advantages < 0}
-    outside = beyond(band, ratio, advantages)
-    metrics = {"min": ratio.min(), "max": ratio.max(), "kl_k3": _share(columns["k3"], tokens)}
-    metrics |= {f"{prefix}{edge}_frac": there.double().mean() for edge, there in outside.items()}
-    for sign, rows in signs.items():
+    ratio, advantages, tokens = columns["ratio"], columns["advantage"], columns["tokens"].double().sum()
+    metrics = {"ratio/min": ratio.min(), "ratio/max": ratio.max()}
+    if tokens:
+        metrics["ratio/kl_k3"] = columns["k3"].double().sum() / tokens
+        metrics["error_tokens/frac"] = columns["errors"].double().sum() / tokens
+    for edge, there in beyond(band, ratio, advantages).items():
+        metrics[f"ratio/{prefix}{edge}_frac"] = there.double().mean()
+    for sign, rows in (("pos", advantages > 0), ("neg", advantages < 0)):
         if rows.any():
             quantiles = ratio[rows].quantile(torch.tensor([0.5, 0.99]))
-            metrics |= {f"{sign}_q50": quantiles[0], f"{sign}_q99": quantiles[1]}
-    extreme = torch.stack(list(outside.values())).any(0)
-    inside = (advantages != 0) & ~extreme
-    bad = {
-        "frac": _share(errors, tokens),
-        **{f"{sign}_frac": _share(errors * rows, tokens * rows) for sign, rows in signs.items()},
-        # Of completions, not of tokens: one that loops to its end would hide all the others.
-        "extreme_frac": _share((errors > 0) & extreme, extreme),
-        "inside_frac": _share((errors > 0) & inside, inside),
-    }
-    named = {f"ratio/{name}": value for name, value in metrics.items()}
-    named |= {f"error_tokens/{name}": value for name, value in bad.items()}
-    return {name: float(value) for name, value in named.items() if value is not None}
-
-
-def _share(part: Tensor, whole: Tensor) -> float | None:
-    """Sum over sum; `None` of nothing."""
-    total = whole.double().sum().item()
-    return part.double().sum().item() / total if total else None
+            metrics |= {f"ratio/{sign}_q50": quantiles[0], f"ratio/{sign}_q99": quantiles[1]}
+    return {name: value.item() for name, value in metrics.items()}
