@@ -107,28 +107,25 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
     A [`torch.optim.Muon`], an [`ExpertMuon`] and a [`torch.optim.AdamW`], which share its groups and its state.
 
-    `param_groups` holds Muon's groups first, so a logged learning rate is Muon's, then those of experts, which `projections`
-    marks; `use_muon` marks both. One step equals, bit for bit, a step of the parts side by side. It fires torch's *global*
-    step hooks for each part and last for this optimizer, when all weights are new.
+    `param_groups` holds Muon's groups first, so a logged learning rate is Muon's, then those of experts; `part` says whose a group
+    is. One step equals, bit for bit, a step of the parts side by side. It fires torch's *global* step hooks for each part and
+    last for this optimizer, when all weights are new.
     """
 
     def __init__(self, muon: torch.optim.Muon, experts: ExpertMuon | None, adamw: torch.optim.AdamW) -> None:
-        parts = {(True, False): muon, (True, True): experts, (False, False): adamw}
-        self._parts = {key: inner for key, inner in parts.items() if inner is not None}
-        for (use_muon, _), inner in self._parts.items():
-            for group in inner.param_groups:
-                group["use_muon"] = use_muon
-        super().__init__([group for inner in self._parts.values() for group in inner.param_groups], defaults={})
+        self._parts = {"muon": muon} | ({"experts": experts} if experts else {}) | {"adamw": adamw}
+        groups = [group | {"part": part} for part, inner in self._parts.items() for group in inner.param_groups]
+        super().__init__(groups, defaults={})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """One step of all parts. accelerate passes `closure=None`; the Trainer has no other, so another is a `ValueError`."""
         if closure is not None:
             raise ValueError(f"closure must be None, got {closure!r}. Compute loss and gradients before the step.")
-        for key, inner in self._parts.items():
+        for part, inner in self._parts.items():
             # Linked at every step, because `load_state_dict` replaces both attributes on this object only.
             inner.state = self.state
-            inner.param_groups = [g for g in self.param_groups if (g["use_muon"], "projections" in g) == key]
+            inner.param_groups = [group for group in self.param_groups if group["part"] == part]
             inner.step()
 
 

@@ -173,13 +173,8 @@ def test_muon_takes_routed_experts_and_leaves_routers(caplog, tiny_model):
     }
     assert len(experts) == 2 * 2
     assert sum(name.endswith("mlp.gate.weight") for name in others) == 2
-    assert [(group["use_muon"], group.get("projections")) for group in groups] == [
-        (True, None),
-        (True, 1),
-        (True, 2),
-        (False, None),
-        (False, None),
-    ]
+    parts = [(group["part"], group.get("projections")) for group in groups]
+    assert parts == [("muon", None), ("experts", 1), ("experts", 2), ("adamw", None), ("adamw", None)]
     assert not caplog.records
     plain = split_parameters(tiny_model("qwen3_moe"))
     assert len(plain[1]) == 4

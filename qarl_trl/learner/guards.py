@@ -66,21 +66,15 @@ def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], tra
     return of_all("rollout_func", checked, trainer.accelerator)
 
 
-def check_rollout(output: Any, rows: int) -> None:
+def check_rollout(output: Mapping[str, Any], rows: int) -> None:
     """Refuse (`ValueError`) what TRL would train on in silence: other rows than prompts, and log-probs of other tokens."""
-    names = ("prompt_ids", "completion_ids", "logprobs")
-    if not isinstance(output, Mapping) or not set(names) <= output.keys():
-        raise ValueError(f"rollout_func must return a dict with {', '.join(names)}, got {output!r:.100}.")
-    prompts, completions, logps = (output[name] for name in names)
-    logps = completions if logps is None else logps
-    if {len(prompts), len(completions), len(logps)} != {rows}:
+    tokens, logps = ([len(row) for row in output[name] or ()] for name in ("completion_ids", "logprobs"))
+    if (
+        not len(output["prompt_ids"]) == len(tokens) == rows
+        or 0 in tokens
+        or (output["logprobs"] is not None and logps != tokens)
+    ):
         raise ValueError(
-            f"rollout_func must return a row for each of {rows} prompts, got {len(prompts)} prompt_ids, {len(completions)} "
-            f"completion_ids and {len(logps)} logprobs."
+            f"rollout_func must return, for each of {rows} prompts, prompt_ids, at least one token of completion_ids (EOS for an empty "
+            f"answer) and as many logprobs (or None for all). Got {len(output['prompt_ids'])} prompts, {tokens} tokens and {logps} log-probs."
         )
-    for row, (tokens, values) in enumerate(zip(completions, logps, strict=True)):
-        if not 0 < len(tokens) == len(values):
-            raise ValueError(
-                f"Completion {row} of rollout_func must have at least one token (EOS for an empty answer) and a log-prob "
-                f"for each, got {len(tokens)} tokens and {len(values)} log-probs."
-            )
