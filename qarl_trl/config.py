@@ -270,7 +270,7 @@ class QaRLConfig(GRPOConfig):
             if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
                 raise ValueError(
                     f"hub_strategy={self.hub_strategy.value!r} pushes training checkpoints, and the repository holds the low-bit "
-                    "model. Set it to 'every_save' or 'end'."
+                    "model. Set it to 'end'."
                 )
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)

@@ -134,8 +134,6 @@ class CheckpointMixin:
             if self.args.should_save:
                 self.state.save_to_json(str(incoming / name / TRAINER_STATE_NAME))
                 commit(incoming / name, output_dir / name, processes=self.args.world_size, **self._identity)
-                if self.args.save_total_limit:
-                    self._finish_current_push()  # of a checkpoint that may be the one to go
                 kept = self.state.best_model_checkpoint
                 rotate(output_dir, self.args.save_total_limit, [Path(kept)] if kept else [])
                 shutil.rmtree(incoming, ignore_errors=True)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from transformers.utils import PushInProgress
 
 from .card import training_facts, write_card
 from .low_bit import LOW_BIT_FOLDER
 from .push import Repository, repository_of
-
-
-logger = get_logger(__name__)
 
 
 class SharingMixin:
@@ -61,7 +55,6 @@ class SharingMixin:
             return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)  # before the Hub is asked anything
-        self._finish_current_push()
         if self.hub_model_id is None or token is not None:
             self.init_hf_repo(token)
         self.create_model_card(**kwargs)
@@ -70,21 +63,9 @@ class SharingMixin:
         return self._repository.push(self._low_bit_output, commit_message, revision, blocking)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push the low-bit model of a checkpoint in a thread. A failure is one line in the log, and training goes on."""
-        if self._incoming:  # not in its place yet
-            return
-        if not self.args.quantized:
+        """Of a quantized run nothing: its model is pushed at the end."""
+        if not self.args.quantized and not self._incoming:  # in its place
             super()._push_from_checkpoint(checkpoint_folder)
-        elif self.is_world_process_zero() and self.args.hub_strategy != "end":
-            last = self.push_in_progress
-            if last is not None and not last.is_done() and not self.args.hub_always_push:
-                return
-            self.callback_handler.on_push_begin(self.args, self.state, self.control)
-            folder = Path(checkpoint_folder)
-            message = f"Training in progress, {folder.name}"
-            job = self._repository.push(folder / LOW_BIT_FOLDER, message, blocking=False)
-            job.add_done_callback(_report)
-            self.push_in_progress = PushInProgress([*(last.jobs if last else ()), job])
 
     def _describe(self, folder: Path) -> None:
         """Write the card of the low-bit model that was just saved in `folder`."""
@@ -94,8 +75,3 @@ class SharingMixin:
     def _low_bit_output(self) -> Path:
         output_dir = Path(self.args.output_dir)
         return output_dir / LOW_BIT_FOLDER if is_peft_model(self._unwrapped) else output_dir
-
-
-def _report(job: Future) -> None:
-    if error := job.exception():
-        logger.warning("Push failed. %s Training goes on.", error)
