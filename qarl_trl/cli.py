@@ -105,19 +105,17 @@ def _take_debug(argv: list[str]) -> bool:
 
 
 def schemes(argv: Sequence[str]) -> None:
-    """Print what is quantized in each scheme, and where learner, engine and export run, tested or untested."""
+    """Print what is quantized in each scheme, and where it runs, tested or untested; learner and export run on any CPU."""
     argparse.ArgumentParser("qarl-trl schemes", description=schemes.__doc__).parse_args(argv)
     from .quant.scheme import GPU_GENERATIONS, SUPPORTED
 
-    head = "scheme", "group sizes", "activations", "learner CPU", "learner GPU", "engine CPU"
-    rows = [(*head, *GPU_GENERATIONS, "export", "LoRA, experts")]
+    rows = [("scheme", "group sizes", "activations", "learner GPU", "engine CPU", *GPU_GENERATIONS, "LoRA, experts")]
     for row in SUPPORTED.values():
         groups = ", ".join("channel" if size == -1 else str(size) for size in row.group_sizes) or "fixed"
-        learner = "tested", "untested" if row.gpus else "no"
         engines = ["tested" if row.cpu_engine else "no"]
         engines += ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
-        merged = "no" if row.name == "NVFP4A16" else "tested"
-        rows.append((row.name, groups, row.activations, *learner, *engines, "tested", merged))
+        learner, merged = "untested" if row.gpus else "no", "no" if row.global_scale else "tested"
+        rows.append((row.name, groups, row.activations, learner, *engines, merged))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -31,9 +31,6 @@ from .rollout.support import check_engine
 
 logger = get_logger(__name__)
 
-# Of `model_init_kwargs`: where and how a config is read.
-READERS = ("revision", "trust_remote_code", "cache_dir", "token", "subfolder")
-
 
 def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> QuantizedSource | None:
     """
@@ -234,8 +231,7 @@ def skeleton(config: PretrainedConfig, args: QaRLConfig) -> nn.Module:
 def config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:
     """The model's unquantized config before it loads; `None` where it cannot be read, which TRL then reports in full."""
     if isinstance(model, str):
-        given = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in READERS}
-        where = {"trust_remote_code": args.trust_remote_code} | given
+        where = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
         try:
             config = AutoConfig.from_pretrained(model, **where)
         except (OSError, ValueError):
