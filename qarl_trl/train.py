@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from .trainer import QaRLTrainer
 
 USAGE = "qarl-trl train --config FILE [--key value ...]"
-DRY_RUN = "Check the settings and a local dataset, print them, load no model."
-NO_GPU = "device: no CUDA device here, so the settings were checked for a CPU; kernels and memory are checked on the GPU, at the start"
+DRY_RUN = "Check the settings, print them, load no data and no model."
 
 
 @dataclass
@@ -193,33 +192,23 @@ def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["D
 
 
 def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> str:
-    """The settings to print: the method, the batch arithmetic, a look at local data, every field off its default."""
+    """The settings to print: the method, the batch arithmetic, every field off its default."""
     import torch
 
     from .config import changed_fields
-    from .data import local_path
-    from .rewards import load_rewards
 
-    load_rewards(script_args.reward_funcs)
     args = training_args
     per_update = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     updates = args.generation_batch_size * args.num_iterations / per_update
     learner = "quantized" if args.quantized and args.quantize_learner else "in high precision"
-    data = script_args.dataset_name_or_path
     lines = [
         f"model: {model_args.model_name_or_path}, scheme {args.quant_name}, learner {learner}",
-        f"objective: {args.loss_type}, {'muon' if args.optim_muon else args.optim.value} at {args.learning_rate:g}",
         f"rollout batch: {args.generation_batch_size // args.num_generations} prompts x {args.num_generations} = "
         f"{args.generation_batch_size} completions on {args.world_size} process(es)",
         f"update: {per_update} completions; {updates:g} updates per rollout batch",
     ]
     if not torch.cuda.is_available():
-        lines.append(NO_GPU)
-    if local_path(data) is None:
-        lines.append(f"dataset: {data} (Hub id, not contacted)")
-    else:
-        row = load_datasets(script_args, with_eval=False)[0][0]
-        lines += [f"dataset: {data}", f"first prompt: {row['prompt']!r}", f"first answer: {row['answer']!r}"]
+        lines.append("device: no CUDA device here, so the settings were checked for a CPU")
     for group in (script_args, training_args, model_args):
         for name, value in sorted(changed_fields(group).items()):
             lines.append(f"{type(group).__name__}.{name}: {redact(value, name)!r}")
@@ -231,9 +220,12 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     if {"--help", "-h", "--help_all"} & {*argv}:
         _print_help(every_key="--help_all" in argv)
         return None
+    from .rewards import load_rewards
+
     script_args, training_args, model_args = parse(argv)
     if not script_args.dry_run:
         return partial(train, make_trainer(script_args, training_args, model_args), script_args.dataset_name_or_path)
+    load_rewards(script_args.reward_funcs)
     if training_args.process_index == 0:
         print(describe(script_args, training_args, model_args))
     return None
