@@ -114,7 +114,7 @@ def schemes(argv: Sequence[str]) -> None:
         groups = ", ".join("channel" if size == -1 else str(size) for size in row.group_sizes) or "fixed"
         engines = ["tested" if row.cpu_engine else "no"]
         engines += ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
-        learner, merged = "untested" if row.gpus else "no", "no" if row.global_scale else "tested"
+        learner, merged = "untested" if row.gpus else "no", "no" if row.name == "NVFP4A16" else "tested"
         rows.append((row.name, groups, row.activations, learner, *engines, merged))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
