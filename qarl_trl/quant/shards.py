@@ -61,18 +61,16 @@ def quantize_shards(
     unit = _unit(weight, scheme)
     if unit is None:
         return quantize_weight(whole(weight).flatten(0, -2), scheme, qparams)
-    part, total = quantize_own(weight, scheme, qparams) if own is None else own, len(weight)
-    # Tensors side by side, one row of bytes for each unit: one collective moves them all.
-    tensors = dict(part.data)
+    part = quantize_own(weight, scheme, qparams) if own is None else own
     units = part.shape[0] // (unit * math.prod(weight.shape[1:-1]))
-    rows = [tensor.reshape(units, -1).view(torch.uint8) for tensor in tensors.values()]
-    sent = torch.cat(rows, 1)[: len(own_rows(weight)) // unit]
-    size = torch.Size((total // unit, sent.shape[1]))
-    placed = DTensor.from_local(sent, weight.device_mesh, weight.placements, shape=size, stride=(size[1], 1))
-    pieces = placed.full_tensor().split([row.shape[1] for row in rows], 1)
-    for (name, tensor), piece in zip(tensors.items(), pieces, strict=True):
-        piece = piece.clone(memory_format=torch.contiguous_format)
-        tensors[name] = piece.flatten().view(tensor.dtype).view(-1, tensor.shape[1])
+    tensors = {}
+    for name, tensor in part.data.items():
+        # Bytes, since not every collective takes float8; one row of them for each unit.
+        rows = tensor.reshape(units, -1).view(torch.uint8)[: len(own_rows(weight)) // unit]
+        size = torch.Size((len(weight) // unit, rows.shape[1]))
+        placed = DTensor.from_local(rows, weight.device_mesh, weight.placements, shape=size, stride=(size[1], 1))
+        gathered = placed.full_tensor().clone()  # of uneven rows it is a part of a larger tensor
+        tensors[name] = gathered.view(tensor.dtype).view(-1, tensor.shape[1])
     return LowBitWeight(tensors, scheme)
 
 
