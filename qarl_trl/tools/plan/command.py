@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
     plan = settings.quant_plan() if settings.quantize_learner else None
     if plan is not None:
         found["gemm"] = "; ".join(sorted({in_words(settings.quant_kernel, s) for s in plan.config_groups.values()}))
-    print(json.dumps(found, indent=2) if args.json else table(found))
+    print(json.dumps(found, indent=2) if args.json else table(found, run))
     if not found["fits"]:
         raise SystemExit(1)
 
@@ -54,27 +54,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def report(run: Run) -> dict[str, Any]:
-    """All numbers of the table, in bytes and tokens."""
+    """What is found of a run, in bytes and tokens."""
     from . import items
 
     peaks = items.peaks(run)
-    over = [name for name, size in peaks.items() if size > run.memory]
+    over = [moment for moment, size in peaks.items() if size > run.memory]
     cache = items.cache_tokens(run) if run.engine else run.tokens
     return {
-        "parameters": sum(p.entries for p in run.parameters),
-        "gpus": run.ranks,
-        "sharding": {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3 (coarse)"}[run.sharding],
-        "memory": run.memory,
-        "rows": run.rows,
-        "tokens": run.tokens,
-        "tokens_per_pass": items.pass_tokens(run),
-        "host": items.host_bytes(run),
         "moments": items.moments(run),
         "peaks": peaks,
         "over": over,
         "fits": not over and cache >= run.tokens,
-        "engine": run.engine,
-        "engine_ranks": run.engine_ranks,
+        "host": items.host_bytes(run),
         "engine_weights": items.engine_weights(run),
         "cache_bytes": items.cache_bytes(run),
         "cache_tokens": cache,
@@ -83,36 +74,36 @@ def report(run: Run) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def table(found: dict[str, Any], run: Run) -> str:
     """The report for people, in GiB."""
-    gib, moments, peaks, over = 2**30, found["moments"], found["peaks"], found["over"]
-    names = list(dict.fromkeys(name for items in moments.values() for name in items))
+    gib, moments, peaks = 2**30, found["moments"], found["peaks"]
+    sharding = {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3 (coarse)"}[run.sharding]
     lines = [
-        f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters, {found['scheme']}",
-        f"{found['gpus']} x {found['memory'] / gib:.0f} GiB, {found['sharding'] if found['gpus'] > 1 else 'one GPU'}",
-        f"micro-batch: {found['rows']} rows of {found['tokens']} tokens, {found['tokens_per_pass']} in a pass",
+        f"{found['model']}: {sum(p.entries for p in run.parameters) / 1e9:.2f} billion parameters, {found['scheme']}",
+        f"{run.ranks} x {run.memory / gib:.0f} GiB, {sharding if run.ranks > 1 else 'one GPU'}",
+        f"micro-batch: {run.rows} rows of {run.tokens} tokens; max_tokens_per_pass: {run.budget}",
         *([f"learner: {found['gemm']}"] if found["gemm"] else []),
         f"host memory of a machine while the model loads: {found['host'] / gib:.0f} GiB",
         "",
         f"{'GiB on each GPU (estimated)':30}" + "".join(f"{moment:>16}" for moment in moments),
     ]
-    for name in names:
+    for name in dict.fromkeys(name for items in moments.values() for name in items):
         cells = (f"{items[name] / gib:.1f}" if name in items else "" for items in moments.values())
         lines.append((f"{name:30}" + "".join(f"{cell:>16}" for cell in cells)).rstrip())
     lines += [f"{'sum':30}" + "".join(f"{size / gib:16.1f}" for size in peaks.values()), ""]
-    if found["engine"]:
+    if run.engine:
+        cache = f"{found['cache_bytes'] / gib:.1f} GiB for {found['cache_tokens']:,} tokens"
         share = f"; vllm_gpu_memory_utilization: at most {found['best_utilization']:g} would fit"
         lines += [
-            f"engine: weights {found['engine_weights'] / gib:.1f} GiB on each of {found['engine_ranks']}, key-value cache "
-            f"{found['cache_bytes'] / gib:.1f} GiB for {found['cache_tokens']:,} tokens ({found['cache_tokens'] / found['tokens']:.1f} such rows)",
-            f"a weight sync moves {found['sync'] / gib:.1f} GiB{share if found['engine'] == 'colocate' else ''}",
+            f"engine: weights {found['engine_weights'] / gib:.1f} GiB on each of {run.engine_ranks}, key-value cache {cache}",
+            f"a weight sync moves {found['sync'] / gib:.1f} GiB{share if run.beside else ''}",
         ]
-    for moment in over:
+    for moment in found["over"]:
         largest = sorted(moments[moment].items(), key=lambda item: -item[1])[:3]
         items = ", ".join(f"{name} {size / gib:.1f}" for name, size in largest)
         lines.append(f"It does not fit: {moment} {peaks[moment] / gib:.1f} GiB, mostly {items}.")
-    if found["cache_tokens"] < found["tokens"]:
+    if found["cache_tokens"] < run.tokens:
         lines.append(
-            "The engine has no room for one row: vllm_tensor_parallel_size or vllm_gpu_memory_utilization up."
+            "The engine has no room for one row: more vllm_tensor_parallel_size or vllm_gpu_memory_utilization."
         )
     return "\n".join([*lines, "It fits." if found["fits"] else f"Change {OPTIONS}."])
