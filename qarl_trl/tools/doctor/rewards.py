@@ -34,25 +34,19 @@ def check_reward(name: str, reward: Callable[..., Any], rows: Sequence[dict[str,
     seen = []
     for form, template in FORMS.items():
         try:
-            right, other = (
-                _score(reward, rows, [template.format(text) for text in texts]) for texts in (answers, wrong)
-            )
+            right, other = (_score(reward, rows, [template.format(t) for t in texts]) for texts in (answers, wrong))
         except Exception as error:  # whatever a user's function raises
             return Finding(FAIL, name, f"raised {type(error).__name__}: {error}")
         told = sum(a > b for a, b in zip(right, other, strict=True))
         inverted = sum(a < b for a, b in zip(right, other, strict=True))
-        means = (
-            fmean([score for score in scores if not math.isnan(score)] or [math.nan]) for scores in (right, other)
-        )
+        means = (fmean([x for x in scores if not math.isnan(x)] or [math.nan]) for scores in (right, other))
         seen.append((told, inverted, form, *means))
     told, inverted, form, mean_right, mean_other = max(seen, key=lambda row: row[0] + row[1])
     text = f"right answers {mean_right:.2f}, wrong ones {mean_other:.2f}; told apart in {told} of {len(rows)} rows ({form})"
     if inverted > told:
         return Finding(FAIL, name, f"{text}: in {inverted} the wrong answer pays more")
     if told < 0.9 * sum(a != b for a, b in zip(answers, wrong, strict=True)):
-        return Finding(
-            WARN, name, f"{text}. It judges something else, such as a format, or cannot read the other answers"
-        )
+        return Finding(WARN, name, f"{text}. It judges something else (a format?), or cannot read the other answers")
     return Finding(OK, name, text)
 
 

@@ -111,22 +111,12 @@ def test_8b_by_hand_under_zero3(eight_billion):
 
 
 def test_an_engine_takes_its_share_in_the_rollout_and_without_sleep_always(eight_billion):
-    share, names = (
-        int(0.5 * eight_billion.memory),
-        ("engine weights", "key-value cache", "work of the engine (assumed)"),
-    )
+    share, weights = int(0.5 * eight_billion.memory), items.engine_weights(eight_billion)
+    names = "engine weights", "key-value cache", "work of the engine (assumed)"
 
     def taken(run):
         return {moment: sum(held.get(name, 0) for name in names) for moment, held in items.moments(run).items()}
 
-    weights = items.engine_weights(eight_billion)
     assert taken(eight_billion) == {"rollout": share, "sync": weights, "backward": 0, "optimizer step": 0}
     assert set(taken(replace(eight_billion, sleep=False)).values()) == {share}
     assert set(taken(replace(eight_billion, engine="server")).values()) == {0}
-
-
-def test_sizes_of_temporaries_are_those_of_the_code():
-    from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
-
-    assert (TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE) == items.TILE
