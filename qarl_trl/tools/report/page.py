@@ -51,9 +51,12 @@ def page(runs: Sequence[Run]) -> str:
         _grid(_figure(panel, styles, runs) for panel, styles in panels),
         f"<p>Constant: {values or 'nothing'}</p><h2>Settings</h2>",
         _settings(runs, names),
-        "<h2>Examples</h2><p>With the most error tokens, marked; without any, best and worst.</p>",
-        _grid(f"<section>{name}{examples(run)}</section>" for run, name in zip(runs, names, strict=True)),
     ]
+    if any(texts := [examples(run) for run in runs]):
+        parts.append("<h2>Examples</h2><p>With the most error tokens, marked; without any, best and worst.</p>")
+        parts.append(
+            _grid(f"<section>{name}{text}</section>" for name, text in zip(names, texts, strict=True) if text)
+        )
     title = escape(", ".join(run.name for run in runs))
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>qarl-trl report: {title}</title>\n'
