@@ -53,14 +53,9 @@ class LowBitCache:
         others: tuple = (),
     ) -> Any:
         """
-        `quantize(*sources)`, or what it gave last if that is still valid.
+        `quantize` of a layer's `own` parameters, or of those `given` instead (in full or as shards); or what it gave last.
 
-        Args:
-            slot: Where to keep the result.
-            own: The layer's parameters as they are now.
-            given: The same in full or as shards, which are quantized instead.
-            quantize: Makes the low-bit weight.
-            others: What else the result depends on.
+        `others` is what else the result depends on.
         """
         # Once a layer was seen in shards it stays so: in its forward FSDP shows it a whole parameter like any other.
         if any(map(is_partitioned, own)) or (given is not None and not all(map(_is_alias, given, own))):

@@ -77,13 +77,11 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         adapter = self._slot
         return ("base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight")[: 3 if adapter else 1]
 
-    def low_bit(
-        self, weight: Tensor | None = None, lora_A: Tensor | None = None, lora_B: Tensor | None = None
-    ) -> LowBitWeight:
+    def low_bit(self, *given: Tensor) -> LowBitWeight:
         """
         The low-bit merged weight of the active adapter, or that of the base where none is active.
 
-        `weight` `(out, in)`, `lora_A` `(r, in)` and `lora_B` `(out, r)` are read instead of its own, each whole or a `DTensor`.
+        `given` are read instead of its own `sources`: base weight `(out, in)`, A `(r, in)` and B `(out, r)`, each whole or a `DTensor`.
         `RuntimeError` when peft has merged an adapter into the base weight, `ValueError` when several adapters are active.
         """
         if self.merged:
@@ -91,16 +89,13 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
                 f"Adapters {self.merged_adapters} are merged into the base weight and would count twice. Call "
                 "`model.unmerge_adapter()`; `save_model` and `qarl-trl export` merge out of place."
             )
-        adapter, base = self._slot, self.base_layer.weight
-        if not adapter:
-            return self._low_bit_cache.get(adapter, (base,), None if weight is None else (weight,), self._quantize)
-        own, scaling = (base, *self._factors(adapter)), self.scaling[adapter]
-        given = None if weight is None else (weight, lora_A, lora_B)
+        adapter = self._slot
+        scaling = self.scaling.get(adapter)
 
-        def quantize(*sources: Tensor) -> LowBitWeight:
-            return self._quantize(merged_weight(*map(whole, sources), scaling))
+        def quantize(weight: Tensor, *factors: Tensor) -> LowBitWeight:
+            return self._quantize(merged_weight(*map(whole, (weight, *factors)), scaling) if factors else weight)
 
-        return self._low_bit_cache.get(adapter, own, given, quantize, others=(scaling,))
+        return self._low_bit_cache.get(adapter, self._own(adapter), given or None, quantize, others=(scaling,))
 
     @property
     def _slot(self) -> str:
@@ -114,18 +109,20 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
             )
         return active[0] if active else ""
 
-    def _factors(self, adapter: str) -> tuple[Tensor, Tensor]:
-        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
+    def _own(self, adapter: str) -> tuple[Tensor, ...]:
+        """The base weight and the two factors of an adapter, if it is one."""
+        factors = (self.lora_A[adapter].weight, self.lora_B[adapter].weight) if adapter else ()
+        return self.base_layer.weight, *factors
 
     # Without peft's other arguments: adapters chosen per sample have no single merged weight.
     def forward(self, x: Tensor) -> Tensor:
         if not self.quantized_forward:
             return super().forward(x)
-        base, adapter, gemm = self.base_layer, self._slot, self._get_gemm(x.device)
-        if not adapter:
-            return self._multiply(x, self.low_bit, gemm, base.weight, bias=base.bias)
-        chain = partial(factor_gradients, self.scaling[adapter])
-        return self._multiply(x, self.low_bit, gemm, *self._factors(adapter), bias=base.bias, chain=chain)
+        adapter = self._slot
+        weight, *factors = self._own(adapter)
+        chain = partial(factor_gradients, self.scaling[adapter]) if factors else None
+        bias, gemm = self.base_layer.bias, self._get_gemm(x.device)
+        return self._multiply(x, self.low_bit, gemm, *(factors or [weight]), bias=bias, chain=chain)
 
 
 def check_lora_config(config: Any) -> None:

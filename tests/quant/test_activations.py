@@ -5,7 +5,6 @@ import weakref
 import pytest
 import references
 import torch
-from torch import nn
 
 from qarl_trl.quant import apply_quantization, linear
 from qarl_trl.quant import gemm as gemm_module
@@ -220,30 +219,6 @@ def test_a_decoder_layer_quantizes_four_inputs_for_seven_layers(monkeypatch, tin
         for module in (gemm_module, linear):
             monkeypatch.setattr(module, "memoize_last", lambda function, x, *args: function(x, *args))
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize(("scheme", "size"), [("FP8_DYNAMIC", 128 + 4), ("W8A8", 128 + 4), ("W4A16", 2 * 128)])
-def test_layers_with_one_input_keep_one_copy_for_the_backward(monkeypatch, scheme, size):
-    """Bytes a token: quantized values and their scale, or the bfloat16 cast of autocast."""
-    model = apply_quantization(nn.ModuleList([nn.Linear(128, 128) for _ in range(3)]), scheme)
-    x = normal(10, 128).requires_grad_()
-
-    def kept():
-        storages = {}
-
-        def pack(tensor):
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
-            outputs = [layer(x.clone() if clones else shared) for shared in [x * 1] for layer in model]
-        assert len(outputs) == 3
-        return sum(storage.nbytes() for storage in storages.values())
-
-    clones = False
-    assert kept() == 10 * size
-    clones = True
-    assert kept() == 3 * 10 * size  # control: equal inputs in three tensors
 
 
 # Against vLLM -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """`qarl_trl.quant.experts`: fused experts against transformers' own forward, a loop of layers and a token-by-token reference."""
 
-import pickle
-
 import pytest
 import references
 import torch
@@ -311,24 +309,6 @@ def test_one_parameter_at_a_time_is_dequantized_and_not_kept(scheme, trained):
     assert back.peak <= (down if trained else 0) + 1.5 * gate_up
 
 
-def block_calls(scheme, experts):
-    """The operations of a forward and a backward over one layer of experts, whose quantized values are made."""
-    model = make_model("qwen3_moe", num_experts=experts, num_hidden_layers=1, num_key_value_heads=2)
-    module = experts_of(apply_quantization(model, scheme, ignore=DEFAULT_IGNORE))
-    x, chosen, routing = routed(33, module)
-    with torch.autocast("cpu", torch.bfloat16):
-        module(x, chosen, routing)
-        with Recorder() as recorder:
-            module(x, chosen, routing).sum().backward()
-    return len(recorder.calls)
-
-
-@pytest.mark.parametrize("scheme", [name for name in NAMES if name != "W4A8"])
-def test_the_calls_do_not_grow_with_the_number_of_experts(scheme):
-    assert block_calls(scheme, 8) == block_calls(scheme, 64)
-    assert block_calls("W4A8", 64) > 3 * block_calls("W4A8", 8)  # control: its kernel takes one matrix
-
-
 def test_sums_of_integers_are_exact_where_float32_is_not():
     weight = quantize_weight(torch.rand(2 * 64, 8192) + 0.5, resolve_scheme("W8A8"))
     x, offsets = torch.rand(9, 8192) + 0.5, torch.tensor([4, 9], dtype=torch.int32)
@@ -399,17 +379,6 @@ def test_all_experts_in_one_call_have_the_bytes_of_one_call_for_each(monkeypatch
     assert not same_tensors(first.tensors, second.tensors)  # control
 
 
-def test_scales_come_before_shapes():
-    """vLLM's reload runs a layer's hooks when its last tensor came, and a shape is a tensor that has none."""
-    names = [name for name, _ in iter_low_bit_weights(quantized())]
-    layers = dict.fromkeys(name.rpartition(".")[0] for name in names if name.endswith("_scale"))
-    assert len(layers) == 2 * (4 + 4 * 3)
-    for layer in layers:
-        locals_ = [name.removeprefix(f"{layer}.") for name in names if name.startswith(f"{layer}.")]
-        assert locals_ == sorted(locals_)
-        assert locals_.index("weight_scale") < locals_.index("weight_shape")
-
-
 @pytest.mark.parametrize(
     ("kind", "prefix"),
     [
@@ -477,14 +446,6 @@ def test_removing_restores_the_experts():
     assert type(experts_of(model)) is type(experts_of(plain))
     assert experts_of(model).__dict__.keys() == experts_of(plain).__dict__.keys()
     assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
-
-
-def test_a_copy_is_quantized_and_holds_no_quantized():
-    model = quantized()
-    logits = model(TOKENS).logits
-    twin = pickle.loads(pickle.dumps(model))
-    assert not experts_of(twin).has_run
-    assert torch.equal(twin(TOKENS).logits, logits)
 
 
 def test_all_experts_of_a_layer_can_be_ignored_by_their_names_or_by_that_of_the_module():

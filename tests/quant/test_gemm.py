@@ -14,7 +14,6 @@ from qarl_trl.quant.activations import (
 )
 from qarl_trl.quant.gemm import (
     CpuInt4Int8Gemm,
-    DequantGemm,
     Fp8BlockGemm,
     Fp8Gemm,
     Int4Fp8Gemm,
@@ -29,19 +28,6 @@ CPU = torch.device("cpu")
 
 
 # Matrix products ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
-@pytest.mark.parametrize("group_size", [32, -1])
-def test_dequant_gemm_is_a_plain_gemm_on_the_dequantized_weight(scheme, group_size, dtype):
-    low_bit, x = low_bit_of(scheme, group_size), normal(2, 7, 256, seed=1, dtype=dtype)
-    y, saved = DequantGemm().forward(x, low_bit)
-    assert torch.equal(y, F.linear(x, dequantize(low_bit, dtype)))
-    assert y.dtype == dtype
-    assert len(saved) == 1
-    assert saved[0] is x  # nothing else is kept for the backward
-    assert not torch.equal(y, F.linear(x, normal(128, 256).to(dtype)))  # control: the master
 
 
 QUANTIZERS = {

@@ -6,15 +6,12 @@ import pytest
 import references
 import torch
 from safetensors import safe_open
-from torch import nn
 
+from qarl_trl.quant import quantize as quantize_module
 from qarl_trl.quant import (
-    apply_quantization,
-    iter_low_bit_weights,
     quantize_weight,
     resolve_scheme,
 )
-from qarl_trl.quant import quantize as quantize_module
 from quant.schemes import (
     ALL_SCHEMES,
     NAMES,
@@ -65,17 +62,6 @@ def test_float32_and_bfloat16_master_weights_give_the_same_bytes(scheme, group_s
     # Control: after another cast some quantized values flip.
     monkeypatch.setattr(quantize_module, "MASTER_CAST_DTYPE", torch.float16)
     assert not same_bytes(quantize_weight(master, resolved).quantized, from_bfloat16.quantized)
-
-
-def test_int4_layout_is_that_of_the_checkpoint():
-    """Eight quantized values to a word, each plus 8, the first in the lowest four bits."""
-    quantized = [-8, -7, -1, 0, 1, 2, 6, 7] * 4
-    weight = torch.tensor([quantized]).float().clamp(min=-7.5)  # the scale is 1, and -7.5 rounds to the even -8
-    low_bit = quantize_weight(weight, resolve_scheme("W4A16", 32))
-    assert low_bit.scale.tolist() == [[1.0]]
-    assert [word & 0xFFFFFFFF for word in low_bit.quantized[0].tolist()] == [0xFEA98710] * 4
-    assert references.unpack_int4(low_bit.quantized, 32) == [quantized]
-    assert low_bit.tensors["weight_shape"].tolist() == [1, 32]
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
@@ -172,17 +158,6 @@ def test_a_weight_without_rows_has_no_quantized(scheme):
 def test_what_is_not_a_matrix_of_whole_words_is_refused(shape):
     with pytest.raises(ValueError, match=r"must be a matrix \(out, in\)"):
         quantize_weight(torch.randn(shape), resolve_scheme("W4A16"))
-
-
-def test_a_size_that_the_group_does_not_divide_names_the_layer_and_both_remedies():
-    model = nn.ModuleDict({"fits": nn.Linear(256, 8), "odd": nn.Linear(96, 8)})
-    with pytest.raises(ValueError, match=r"'odd'.*in_features=96.*quant_ignore.*-1") as error:
-        apply_quantization(model, "W4A16")
-    assert "fits" not in str(error.value)
-    assert type(model["fits"]) is nn.Linear  # nothing was changed
-    for remedy in ({"group_size": 32}, {"group_size": -1}, {"ignore": ["odd"]}):
-        model = nn.ModuleDict({"fits": nn.Linear(256, 8), "odd": nn.Linear(96, 8)})
-        assert dict(iter_low_bit_weights(apply_quantization(model, "W4A16", **remedy)))
 
 
 # Blocks -------------------------------------------------------------------------------------------------------------
