@@ -69,9 +69,8 @@ class LowBitCache:
 
     def _state(self, own: Sequence[Tensor]) -> tuple:
         """What changes whenever these parameters may have changed."""
-        step = (
-            _optimizer_steps if any(tensor.requires_grad for tensor in own) else None
-        )  # frozen weights outlive steps
+        # Frozen weights outlive steps.
+        step = _optimizer_steps if any(tensor.requires_grad for tensor in own) else None
         if self._sharded:
             # Of shards address and version say nothing: FSDP frees and gathers a parameter again under the same version, ZeRO-3
             # puts it at another address for each forward.

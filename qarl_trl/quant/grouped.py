@@ -19,7 +19,7 @@ from .quantize import LowBitWeight
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """
-    The matrix product of each expert, by the GEMM of transformers' `grouped_mm` experts; `offsets` as in `grouped_gemm`.
+    The matrix product of each expert, by the GEMM of transformers' `grouped_mm` experts; `offsets` as in `ExpertsGemm`.
 
     Of rows `(pairs, k)` with matrices `(experts, k, n)`: `(pairs, n)`. Of columns `(m, pairs)` with rows `(pairs, n)`, the gradient
     of the matrices: `(experts, m, n)`, zero for an expert without rows.
@@ -78,9 +78,7 @@ def _multiply(x: Tensor, matrix: Tensor, offsets: Tensor) -> Tensor:
 
 @singledispatch
 def grouped_gemm(gemm: Gemm, x: Tensor, weight: LowBitWeight, offsets: Tensor) -> tuple[Tensor, Saved]:
-    """
-    The forward of [`ExpertsGemm`], by the class of the gemm: `y` `(pairs, out)` in `x.dtype`, and what `gemm.input_from` takes.
-    """
+    """The forward of [`ExpertsGemm`], by the class of the gemm: `y` `(pairs, out)` in `x.dtype`, and what `gemm.input_from` takes."""
     raise NotImplementedError(f"{type(gemm).__name__} has no gemm for experts.")
 
 

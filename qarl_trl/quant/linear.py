@@ -21,7 +21,6 @@ from .gathers import GatheredWeight, is_packed, whole_weights
 from .gemm import Gemm, GemmChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .reference import QParams
-from .scheme import support_of
 from .shards import quantize_own, quantize_shards
 
 
@@ -228,11 +227,6 @@ class LowBitLayer:
         dtype = self._compute_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
             return LowBitMatmul.apply(x, bias, low_bit(), gemm, dtype, chain, *sources)
-
-    def extra_repr(self) -> str:
-        forward = "low bit" if self.quantized_forward else "high precision"
-        parts = (super().extra_repr(), f"scheme={support_of(self.scheme).name}", f"forward={forward}")
-        return ", ".join(filter(None, parts))
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_low_bit_cache": LowBitCache(), "_gemm": None}
