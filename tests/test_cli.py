@@ -84,7 +84,7 @@ def test_with_debug_bad_input_is_a_traceback(tmp_path, monkeypatch):
 def broken(checkpoint, tmp_path, monkeypatch):
     """The current folder: models that are truncated or whose config.json is nonsense, data and recipes alike."""
     monkeypatch.chdir(tmp_path)
-    for name in ("cut", "list", "binary", "wrong", "zero", "other"):
+    for name in ("whole", "cut", "list", "binary", "wrong", "zero", "other"):
         shutil.copytree(checkpoint, name)
     Path("cut/model.safetensors").write_bytes(Path("cut/model.safetensors").read_bytes()[:2000])
     Path("list/config.json").write_text("[1]")
@@ -142,6 +142,7 @@ TRAIN = [
         (["export", "./other", "out"], ["other/config.json"]),
         (["export", "a/b/c", "out"], ["'a/b/c' is neither a folder"]),
         (["eval", "./list", "--suite", "sums.jsonl"], ["list/config.json"]),
+        (["eval", "whole", "--suite", "sums.jsonl", "--max_new_tokens=8", "--output_dir=sums.jsonl/x"], ["sums.jsonl/x"]),
         (["eval", "nowhere", "--suite", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["plan", "--config", "plan.yaml", "--memory", "1e308"], ["--memory"]),
         (["doctor", "--learning_rte", "1"], ["learning_rte", "Did you mean learning_rate?"]),

@@ -24,7 +24,7 @@ PHASES = {
     "sample": 0.5,
     "train": 0.2,
     "save": 0.4,
-    "rotate": 0.02,
+    "rotate": 0.004,
     "end": 0.06,
 }
 # Rollout batches of four updates, two of them an epoch; a checkpoint after each update.

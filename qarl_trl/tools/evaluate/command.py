@@ -60,11 +60,13 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
             f"--max_new_tokens must be at most {positions - longest}, got {options.max_new_tokens}: the longest prompt has "
             f"{longest} tokens, and {options.model} has {positions} positions."
         )
-    # Last, so that an engine with fewer positions cannot cut completions off.
-    engine = start_engine(str(folder), **{"seed": options.seed} | options.engine_kwargs | {"max_model_len": length})
     name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(options.output_dir or f"runs/eval/{name}").expanduser()
-    output.mkdir(parents=True)  # `FileExistsError`: results are not written over
+    if output.is_dir() and any(output.iterdir()):
+        raise FileExistsError(f"--output_dir {output} must be new or empty: results are not written over.")
+    output.mkdir(parents=True, exist_ok=True)  # before the engine starts
+    # Last, so that an engine with fewer positions cannot cut completions off.
+    engine = start_engine(str(folder), **{"seed": options.seed} | options.engine_kwargs | {"max_model_len": length})
     return lambda: evaluate(engine, params, problems, output, head, options)
 
 

@@ -131,7 +131,7 @@ def test_results_hold_scores_settings_and_versions_but_no_secret(capsys, models,
     assert "sums   3         50.0 [50.0, 50.0]" in out
     rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
     assert [(row["prompt"], row["rewards"]) for row in rows] == [(f"{i}+{i}=", [1.0, 1.0, 0.0, 0.0]) for i in range(3)]
-    assert "File exists: 'out'" in stopped(capsys, *argv[1:])
+    assert "new or empty" in stopped(capsys, *argv[1:])
 
 
 def test_an_answer_that_vllm_aborted_is_not_scored(models, sums, answering, monkeypatch):
