@@ -142,7 +142,10 @@ TRAIN = [
         (["export", "./other", "out"], ["other/config.json"]),
         (["export", "a/b/c", "out"], ["'a/b/c' is neither a folder"]),
         (["eval", "./list", "--suite", "sums.jsonl"], ["list/config.json"]),
-        (["eval", "whole", "--suite", "sums.jsonl", "--max_new_tokens=8", "--output_dir=sums.jsonl/x"], ["sums.jsonl/x"]),
+        (
+            ["eval", "whole", "--suite", "sums.jsonl", "--max_new_tokens=8", "--output_dir=sums.jsonl/x"],
+            ["sums.jsonl/x"],
+        ),
         (["eval", "nowhere", "--suite", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["plan", "--config", "plan.yaml", "--memory", "1e308"], ["--memory"]),
         (["doctor", "--learning_rte", "1"], ["learning_rte", "Did you mean learning_rate?"]),
