@@ -26,8 +26,6 @@ ZERO3_BUFFERS = 4 * GIB
 MUON_WORK = 12
 # Logits exist as one tile: TRL's `kernels/chunked_logprob.py` multiplies this many tokens by this much of the vocabulary.
 TILE = (4096, 32768)
-# Norms of one head each, by the name of their number.
-_HEADS = {"q_norm": "num_attention_heads", "k_norm": "num_key_value_heads"}
 # GPUs of a machine, whose processes share its memory.
 MACHINE = 8
 
@@ -91,6 +89,11 @@ class Run:
     def beside(self) -> bool:
         """Whether an engine shares these GPUs."""
         return self.engine == "colocate"
+
+    @property
+    def head_dim(self) -> int:
+        config = self.config
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     @property
     def compute(self) -> int:
@@ -178,9 +181,10 @@ def layer_saved(run: Run) -> int:
         if len(p.shape) > 1:
             times = run.config.num_experts_per_tok if len(p.shape) == 3 else 1
             saved += times * (p.shape[-2] * run.compute + p.shape[-1] * (1 if rounds_inputs(run, p) else run.compute))
-        elif heads := _HEADS.get(p.name.split(".")[-2]):
-            saved += p.shape[0] * getattr(run.config, heads) * (4 + run.compute)
-        elif "norm" in p.name:
+        elif p.shape[0] == run.head_dim:  # of each head (Qwen3)
+            heads = getattr(run.config, "num_key_value_heads" if "k_norm" in p.name else "num_attention_heads")
+            saved += p.shape[0] * heads * (4 + run.compute)
+        elif p.name.endswith("weight"):
             saved += p.shape[0] * (4 + run.residual)
     return saved
 
@@ -261,10 +265,9 @@ def cache_bytes(run: Run) -> int:
 
 def cache_tokens(run: Run) -> int:
     """Tokens of the cache: keys and values in bfloat16, of the heads of one engine rank."""
-    config, heads = run.config, run.config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    own = max(1, (getattr(config, "num_key_value_heads", None) or heads) // run.engine_ranks)
-    return cache_bytes(run) // (4 * config.num_hidden_layers * own * size)
+    heads = getattr(run.config, "num_key_value_heads", None) or run.config.num_attention_heads
+    own = max(1, heads // run.engine_ranks)
+    return cache_bytes(run) // (4 * run.config.num_hidden_layers * own * run.head_dim)
 
 
 def sync_work(run: Run) -> int:

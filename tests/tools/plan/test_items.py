@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from slow.toys import save_model
 from test_trainer import make
+from transformers import AutoConfig
 
 from qarl_trl.quant.model import quantized_modules
 from qarl_trl.tools.plan import items
@@ -120,3 +121,11 @@ def test_an_engine_takes_its_share_in_the_rollout_and_without_sleep_always(eight
     assert taken(eight_billion) == {"rollout": share, "sync": weights, "backward": 0, "optimizer step": 0}
     assert set(taken(replace(eight_billion, sleep=False)).values()) == {share}
     assert set(taken(replace(eight_billion, engine="server")).values()) == {0}
+
+
+def test_a_norm_of_whole_queries_counts_once():
+    """OLMo2, beside the Llama of its sizes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
+    configs = [AutoConfig.for_model(kind, num_key_value_heads=4, **sizes) for kind in ("llama", "olmo2")]
+    llama, olmo = (items.layer_saved(example_run(meta.skeleton(c, torch.float32), c, False)) for c in configs)
+    assert olmo == llama + 2 * 64 * (4 + 4)
