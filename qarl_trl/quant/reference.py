@@ -117,7 +117,7 @@ def as_tiles(matrix: Tensor, scheme: QuantizationScheme) -> Tensor:
 
 def per_tile(scale: Tensor) -> Tensor:
     """Scales or zero points `(out / height, in / width)` in the shape that [`as_tiles`] is multiplied by."""
-    return scale[:, None, :, None]
+    return scale.unsqueeze(1).unsqueeze(-1)
 
 
 def absmax(weight: Tensor) -> Tensor:

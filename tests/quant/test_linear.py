@@ -74,16 +74,6 @@ def test_forward_multiplies_by_the_dequantized_weight(scheme, bias):
     assert not torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))  # control: the master
 
 
-@pytest.mark.parametrize("scheme", [name for name in NAMES if name not in WEIGHT_ONLY])
-def test_forward_quantizes_the_input_too(scheme):
-    layer, x = make_layer(scheme, bias=True), make_input(50)
-    expected = F.linear(used_input(scheme, x), used_weight(layer), layer.bias)
-    # Measured 1.6e-3 to 1.9e-3, since the stored scales multiply quantized values inside `dequantize` in bfloat16 and outside the sum
-    # in the kernel; and 3.5e-3 of W4A8, whose kernel cuts its result off to bfloat16.
-    assert relative_error(layer(x), expected) < 4e-3
-    assert relative_error(layer(x), F.linear(x, used_weight(layer), layer.bias)) > 0.006
-
-
 @pytest.mark.parametrize("scheme", NAMES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_autocast_computes_in_bfloat16(scheme, bias):

@@ -128,35 +128,6 @@ def numbers():
     return torch.cat((finite, infinite)).view(256, 256)
 
 
-def rounded(numbers, bits):
-    """Nearest integers of `bits` bits, ties to even: by Python, and by torch in float64, which have to agree."""
-    by_python = [[round(references.clamped(x, bits)) for x in row] for row in numbers.tolist()]
-    half = 2 ** (bits - 1)
-    assert torch.equal(numbers.double().clamp(-half, half - 1).round(), torch.tensor(by_python).double())
-    return by_python
-
-
-@pytest.mark.parametrize(("bits", "pack"), [(4, reference.pack_int4), (8, reference.pack_int8)])
-def test_packing_rounds_every_number(numbers, bits, pack):
-    assert torch.equal(pack(numbers.clone()), references.pack_int(rounded(numbers, bits), bits))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_int_quantized_rounds_every_number(numbers, bits):
-    found = reference.int_quantized(numbers.clone(), bits)
-    assert found.dtype == torch.int8
-    assert found.tolist() == rounded(numbers, bits)
-
-
-def test_fp8_quantized_rounds_every_number(numbers):
-    """Only zero itself loses its sign: what rounds to zero from below stays negative, as in compressed-tensors."""
-    found = reference.fp8_quantized(numbers.clone()).view(torch.uint8)
-    expected = [[references.float8_byte(min(max(x + 0.0, -448), 448)) for x in row] for row in numbers.tolist()]
-    assert found.tolist() == expected
-    assert found[(numbers == 0)].tolist() == [0, 0]
-    assert (found == 0x80).sum() > 10_000
-
-
 def test_pack_fp4_rounds_every_number(numbers):
     """And the float32 numbers next to it. Only zero itself loses its sign: what rounds to zero from below stays negative."""
     bits = numbers.float().view(torch.int32).unsqueeze(-1) + torch.arange(-1, 2, dtype=torch.int32)
