@@ -41,9 +41,8 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
             )
         if scheme.activations.endswith(("token", "asymmetric")) and args.vllm_tensor_parallel_size > 1:
             logger.warning(
-                f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {scheme.name}: the engine quantizes "
-                "the inputs of o_proj and down_proj in that many parts, the learner as a whole. Their log-probs will "
-                "differ. Use 1, or a scheme without activations (W4A16)."
+                f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {scheme.name}: each rank quantizes its part of the "
+                "inputs of o_proj and down_proj, the learner the whole, so log-probs differ. Use 1, or W4A16."
             )
 
 

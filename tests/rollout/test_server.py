@@ -69,7 +69,7 @@ QUANTIZATION = {"config_groups": {"group_0": {"weights": {"num_bits": 4}, "input
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta must be 10000.0, got 5.0"),
         ({"quantization": None}, "group_0.weights.num_bits must be 4, got None"),
         ({"activations": {"num_bits": 8}}, "input_activations.num_bits must be None, got 8"),
-        ({"vllm": "0.1"}, "vllm must be '0.31"),
+        ({"vllm": "0.1"}, "vllm must be '0.3"),
         ({"transport": "nccl"}, "transport must be 'folder', got 'nccl'"),
         ({"ranks": 2}, "ranks must be 1, got 2"),
     ],

@@ -134,6 +134,13 @@ def sync_check(monkeypatch, engine, learner, every=1, others=()):
     return SyncCheck([1], every, score, gather, lambda *value: reported.append(value)), reported
 
 
+def ran(check, syncs):
+    """The check of so many syncs from the first on."""
+    check.look_before(None)
+    for number in range(syncs):
+        check.check(None, number + 1)
+
+
 @pytest.mark.parametrize(("every", "due"), [("first", [1]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 4, 7])])
 def test_which_syncs_are_checked(monkeypatch, every, due):
     assert [n for n in range(1, 8) if sync_check(monkeypatch, [], [], every)[0].due(n)] == due
@@ -141,9 +148,7 @@ def test_which_syncs_are_checked(monkeypatch, every, due):
 
 def test_a_healthy_engine_is_reported_and_passes(monkeypatch, caplog, case):
     check, reported = sync_check(monkeypatch, [case.before, case.plain, case.plain], [case.plain] * 2)
-    check.look_before(None)
-    check.check(None, 1)
-    check.check(None, 2)
+    ran(check, 2)
     assert [name for name, _ in reported] == [f"sync/verify_{n}" for n in ("logp_diff", "noise_floor", "allowed")] * 2
     assert not caplog.text
 
@@ -160,11 +165,8 @@ def test_the_first_logp_diff_of_the_run_is_what_later_ones_may_grow_from(monkeyp
     """Kernels eight times as far apart as rounding pass for ever; those that get worse do not."""
     answers = [case.before, *(case.plain + noise(8) for _ in range(4))]
     check, _ = sync_check(monkeypatch, [*answers, case.plain + noise(40)], [case.plain] * 5)
-    check.look_before(None)
-    for number in range(4):
-        check.check(None, number + 1)
     with pytest.raises(RuntimeError, match="After sync 5 "):
-        check.check(None, 5)
+        ran(check, 5)
 
 
 def test_small_updates_add_up_until_a_stale_engine_shows(monkeypatch, case):
@@ -172,22 +174,16 @@ def test_small_updates_add_up_until_a_stale_engine_shows(monkeypatch, case):
     step = torch.randn(LENGTH - 1)
     learner = [case.plain + k * NOISE / 3 * step for k in range(6)]
     healthy, _ = sync_check(monkeypatch, [case.before, *learner], learner)
-    healthy.look_before(None)
-    for number in range(6):
-        healthy.check(None, number + 1)
+    ran(healthy, 6)
     stale, _ = sync_check(monkeypatch, [case.before, *[case.plain] * 6], learner)
-    stale.look_before(None)
     with pytest.raises(RuntimeError, match="stale") as error:
-        for number in range(6):
-            stale.check(None, number + 1)
+        ran(stale, 6)
     assert "After sync 1 " not in str(error.value)
 
 
 def test_what_cannot_be_judged_is_said_once_and_stops_nothing(monkeypatch, caplog, case):
     check, reported = sync_check(monkeypatch, [case.plain + 0.5 * NOISE, *[case.plain] * 3], [case.plain] * 3)
-    check.look_before(None)
-    for number in range(3):
-        check.check(None, number + 1)
+    ran(check, 3)
     assert caplog.text.count("verify_sync cannot tell") == 1
     assert all(math.isfinite(value) for _, value in reported)
 
@@ -195,7 +191,6 @@ def test_what_cannot_be_judged_is_said_once_and_stops_nothing(monkeypatch, caplo
 def test_a_process_stops_for_the_engine_of_another(monkeypatch, case):
     other = [3.0, 0.1, 0.5, math.nan]
     check, reported = sync_check(monkeypatch, [case.before, case.plain], [case.plain], others=[other])
-    check.look_before(None)
     with pytest.raises(RuntimeError, match=r"3.0000 nats per token.*\(1 of 2 processes"):
-        check.check(None, 1)
+        ran(check, 1)
     assert reported[0] == ("sync/verify_logp_diff", 3.0)
