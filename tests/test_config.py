@@ -103,25 +103,17 @@ def test_no_field_takes_a_nan(config):
     "settings",
     [
         VLLM | {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
-        VLLM | {"top_k": -1, "generation_kwargs": {"top_p": 1.0, "seed": 3}},
         VLLM | {"generation_kwargs": {"stop": ["\n"], "logit_bias": None, "ignore_eos": True}},
-        VLLM | {"generation_kwargs": {"min_tokens": 4}, "vllm_importance_sampling_correction": False},
         VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},  # no weight, no bias
         {"top_p": 0.9},  # sampled by the learner itself
         VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},  # plain TRL stays plain TRL
         VLLM | {"vllm_mode": "server", "sync_folder": "f"},
         {"quant_scheme": "none"},
         {"quant_scheme": "fp8_dynamic"},
-        {"quant_group_size": -1},
         {"tbpo_delta_high": 4e-4},  # as epsilon_high
-        {
-            "loss_type": "grpo",
-            "epsilon": 0.1,
-            "delta": 2.0,
-            "tbpo_delta_high": 1e-4,
-        },  # bounds of the loss that is used
+        # Bounds of the loss that is used.
+        {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0, "tbpo_delta_high": 1e-4},
         VLLM | {"mismatch_abort_threshold": 0.1},
-        {"push_to_hub": True, "hub_strategy": "every_save"},
         *({"loss_type": name} for name in STOCK_LOSSES),
     ],
     ids=lambda value: ",".join(value),

@@ -8,7 +8,7 @@ import torch
 import yaml
 from compressed_tensors.quantization import preset_name_to_scheme
 from conftest import make_model
-from quant.schemes import NAMES, NVFP4, SCHEMES, WEIGHT_ONLY, same_bytes
+from quant.schemes import NAMES, NVFP4, SCHEMES, same_bytes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -182,9 +182,8 @@ def test_transformers_loads_it_as_the_dequantized_model(tiny_model, tmp_path, sc
     assert not hasattr(model.config, "quantization_config")
 
 
-@pytest.mark.parametrize("scheme", WEIGHT_ONLY[:2])
-def test_a_saved_model_computes_what_the_learner_computes(tiny_model, tmp_path, scheme):
-    model = apply_quantization(tiny_model(dtype=torch.bfloat16), scheme)
+def test_a_saved_model_computes_what_the_learner_computes(tiny_model, tmp_path):
+    model = apply_quantization(tiny_model(dtype=torch.bfloat16), "W4A16")
     save_low_bit(model, None, tmp_path)
     with torch.no_grad():
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)

@@ -47,9 +47,9 @@ def same(files: dict[str, bytes], folder: Path) -> bool:
     return {name: content for name, content in files.items() if name != ".gitattributes"} == expected
 
 
-def pushing(model, folder, peft_config=None, **changes):
+def pushing(model, folder, **changes):
     settings = {"push_to_hub": True, "hub_model_id": "me/toy", "save_strategy": "steps", "save_steps": 2}
-    return make(model, folder, peft_config, **settings | changes)
+    return make(model, folder, **settings | changes)
 
 
 # One repository --------------------------------------------------------------------------------------------------
