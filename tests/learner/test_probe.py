@@ -27,8 +27,6 @@ def make(family, architecture="ForCausalLM", **sizes):
     ("family", "architecture", "sizes", "why"),
     [
         ("Qwen3Next", "ForCausalLM", SIZES | HEADS, "layers of type 'linear_attention', which run on"),
-        ("Jamba", "ForCausalLM", SIZES | HEADS, "linear_attention"),
-        ("Mamba", "ForCausalLM", SIZES, "linear_attention"),
         ("Bloom", "ForCausalLM", {"vocab_size": 32, "hidden_size": 32, "n_layer": 1, "n_head": 2}, "no position_ids"),
         ("Qwen2_5_VL", "ForConditionalGeneration", {}, "other parts than a text model"),
     ],

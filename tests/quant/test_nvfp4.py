@@ -99,12 +99,6 @@ def test_forward_and_gradient_go_through_the_quantized_weight():
     assert torch.allclose(model.q_proj.weight.grad, x.detach().sum(0).expand(32, -1), atol=1e-5)
 
 
-def test_part_of_a_merged_layer_is_refused():
-    with pytest.raises(ValueError, match=r"only some would be quantized with a global scale.*all of them"):
-        apply_quantization(Attention(), NVFP4, ignore=["k_proj"])
-    apply_quantization(Attention(), "W4A16", ignore=["k_proj"], group_size=32)  # other schemes do not mind
-
-
 def test_frozen_scales_are_refused():
     qparams = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), (torch.ones(1), None))
     with pytest.raises(ValueError, match="NVFP4A16.*frozen scales"):
