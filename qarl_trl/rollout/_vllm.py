@@ -183,9 +183,9 @@ def _places(model: torch.nn.Module) -> dict[str, tuple[Tensor, int]]:
         for name, parameter in layer.named_parameters(prefix, recurse=False):
             if _CACHE_SCALES.search(name) or name.rpartition(".")[2] in SKIP_LOAD_TENSORS:
                 continue
-            # The last rows of a vocabulary are padding, which never comes.
-            padded = isinstance(layer, VocabParallelEmbedding)
-            places[name] = parameter, 1 if padded else get_tensor_load_numel(parameter)
+            # The last rows of a vocabulary are padding, which never comes; of the shapes of experts vLLM counts the calls.
+            uncounted = isinstance(layer, VocabParallelEmbedding) or name.endswith("_weight_shape")
+            places[name] = parameter, 1 if uncounted else get_tensor_load_numel(parameter)
     return places
 
 
