@@ -33,7 +33,6 @@ STOCK_LOSSES = get_args(LossType)[1:]
 AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
     **dict.fromkeys(("steps_per_generation", "num_iterations", "max_completion_length", "max_tokens_per_pass"), 1),
-    "log_token_stats": 0,
     "max_steps": -1,
 }
 # Switches of TRL and transformers that do not go with low-bit layers or TBPO, each with the reason.
@@ -132,11 +131,6 @@ class QaRLConfig(GRPOConfig):
     )
     advantage_filter: Literal["none", "positive"] = HfArg(
         default="none", help="'positive' sets negative advantages to 0 (positive-only GRPO, paper Fig. 8)."
-    )
-    log_token_stats: int = HfArg(
-        default=0,
-        help="Completions per rollout batch, of the main process, whose every token (id, log-probs, masks) is written to "
-        "output_dir/token_stats/ after each update that trains on them. 0: none.",
     )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
