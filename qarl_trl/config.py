@@ -60,7 +60,8 @@ class QaRLConfig(GRPOConfig):
     """
     Configuration of [`QaRLTrainer`]: the fields of [`~trl.GRPOConfig`] with TRL's meaning, and those below.
 
-    `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source.
+    `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source. With `push_to_hub` the model is
+    pushed at the end, also for `hub_strategy="every_save"`.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
@@ -256,16 +257,18 @@ class QaRLConfig(GRPOConfig):
             _ = self.trust_band  # every loss is measured by it
         except ValueError as error:
             raise ValueError(f"tbpo_{error}") from None
+        if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
+            raise ValueError(
+                "metric_for_best_model, also by load_best_model_at_end, must be off: the last checkpoints are kept. Score their low_bit/ "
+                "with `qarl-trl eval`, and keep the best with save_total_limit off."
+            )
+        if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
+            raise ValueError(f"hub_strategy={self.hub_strategy.value!r} pushes training checkpoints. Set it to 'end'.")
         if self.loss_type == TBPO:
             _check_tbpo(self)
         if self.quantized:
             _check_one_source(self)
             self.quant_plan()  # refuses schemes and recipes that it cannot read
-            if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
-                raise ValueError(
-                    f"hub_strategy={self.hub_strategy.value!r} pushes training checkpoints, and the repository holds the low-bit "
-                    "model. Set it to 'end'."
-                )
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
             for name, why in UNFIT.items():
