@@ -33,6 +33,7 @@ STOCK_LOSSES = get_args(LossType)[1:]
 AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
     **dict.fromkeys(("steps_per_generation", "num_iterations", "max_completion_length", "max_tokens_per_pass"), 1),
+    "log_token_stats": 0,
     "max_steps": -1,
 }
 # Switches of TRL and transformers that do not go with low-bit layers or TBPO, each with the reason.
@@ -60,8 +61,7 @@ class QaRLConfig(GRPOConfig):
     """
     Configuration of [`QaRLTrainer`]: the fields of [`~trl.GRPOConfig`] with TRL's meaning, and those below.
 
-    `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source. With `push_to_hub` the model is
-    pushed at the end, also for `hub_strategy="every_save"`.
+    `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
@@ -132,6 +132,11 @@ class QaRLConfig(GRPOConfig):
     )
     advantage_filter: Literal["none", "positive"] = HfArg(
         default="none", help="'positive' sets negative advantages to 0 (positive-only GRPO, paper Fig. 8)."
+    )
+    log_token_stats: int = HfArg(
+        default=0,
+        help="Completions per rollout batch, of the main process, whose every token (id, log-probs, masks) is written to "
+        "output_dir/token_stats/ after each update that trains on them. 0: none.",
     )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
@@ -257,18 +262,16 @@ class QaRLConfig(GRPOConfig):
             _ = self.trust_band  # every loss is measured by it
         except ValueError as error:
             raise ValueError(f"tbpo_{error}") from None
-        if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
-            raise ValueError(
-                "metric_for_best_model, also by load_best_model_at_end, must be off: the last checkpoints are kept. Score their low_bit/ "
-                "with `qarl-trl eval`, and keep the best with save_total_limit off."
-            )
-        if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
-            raise ValueError(f"hub_strategy={self.hub_strategy.value!r} pushes training checkpoints. Set it to 'end'.")
         if self.loss_type == TBPO:
             _check_tbpo(self)
         if self.quantized:
             _check_one_source(self)
             self.quant_plan()  # refuses schemes and recipes that it cannot read
+            if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
+                raise ValueError(
+                    f"hub_strategy={self.hub_strategy.value!r} pushes training checkpoints, and the repository holds the low-bit "
+                    "model. Set it to 'end'."
+                )
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
             for name, why in UNFIT.items():

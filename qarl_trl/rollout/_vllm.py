@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -50,14 +49,6 @@ def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -
 
     with patch.object(vllm_generation, "LLM", build):
         yield
-
-
-def choose_rendezvous_port(num_processes: int) -> None:
-    """Give a single-process engine a port of its own: two runs race for TRL's four. A launcher's port is left alone."""
-    if num_processes == 1 and "MASTER_PORT" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
 def engine_model(llm: Any) -> torch.nn.Module:

@@ -35,7 +35,7 @@ def complete_reload(model: nn.Module) -> Iterator[None]:
     if not is_cpu_engine():
         yield
         return
-    with quick_repack(), ExitStack() as stack:
+    with ExitStack() as stack:
         for owner, name, function in _repairs(model):
             stack.enter_context(patch.object(owner, name, function))
         yield
@@ -88,38 +88,6 @@ def _repairs(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
         (CompressedTensorsW4A8Int, "process_weights_after_loading", w4a8_from_loaded),
         (UnquantizedFusedMoEMethod, "process_weights_after_loading", experts_packed),
     ]
-
-
-@contextmanager
-def quick_repack() -> Iterator[None]:
-    """Let a CPU engine bring 4-bit weights into its layout by `blocks_int4`; vLLM's way took four fifths of a weight sync."""
-    if not is_cpu_engine():
-        yield
-        return
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel, _get_isa_hint
-
-    def repack(self: Any, layer: nn.Module) -> None:
-        layer.isa_hint = _get_isa_hint(torch.bfloat16)
-        weight = getattr(layer, self.w_q_name)  # (in / 8, out), a view of the checkpoint's (out, in / 8)
-        weight.data = blocks_int4(weight.data.t().contiguous())
-
-    with patch.object(CPUWNA16LinearKernel, "_process_gptq_weights_w4a16", repack):
-        yield
-
-
-def blocks_int4(packed: Tensor) -> Tensor:
-    """
-    The layout of vLLM's CPU kernel: blocks of 16 output channels, one input channel after the other.
-
-    From int32 `(out, in / 8)`, eight quantized values of one output channel to a word, to `(out / 16, in * 2)`, eight of one input.
-    """
-    # Bytes of output channels 2i and 2i + 1, each (out / 2, in / 2).
-    even, odd = packed.view(torch.uint8).unflatten(0, (-1, 2)).unbind(1)
-    first = (even & 0xF) | (odd << 4)
-    second = (even >> 4) | (odd & 0xF0)
-    pairs = torch.stack((first, second), dim=-1).flatten(1)  # one byte per input channel and pair of output channels
-    blocks = pairs.unflatten(0, (-1, 8)).transpose(1, 2).contiguous()
-    return blocks.flatten(1).view(torch.int32)
 
 
 @cache

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import quantized_key
-from . import _vllm, _vllm_cpu
+from . import _vllm
 from .cpu import choose_arithmetic
 
 
@@ -91,13 +91,7 @@ def _loading(device: torch.device) -> Iterator[None]:
     _vllm.keep_block_scales()
     # The learner's weight is whole, whatever the ranks of the engine, and there may be no engine in this process.
     one_rank = patch.object(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
-    with (
-        set_current_vllm_config(_settings()),
-        one_rank,
-        _vllm_cpu.quick_repack(),
-        device,
-        set_default_torch_dtype(torch.bfloat16),
-    ):
+    with set_current_vllm_config(_settings()), one_rank, device, set_default_torch_dtype(torch.bfloat16):
         yield
 
 

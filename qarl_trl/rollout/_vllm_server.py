@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,7 +75,7 @@ def told(method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(method)
-    def call(worker: Any, *args: str) -> Any:
+    def call(worker: Any, *args: Any) -> Any:
         try:
             return method(worker, *args)
         except Exception as error:  # the trainer raises it
@@ -87,17 +86,17 @@ def told(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class WorkerExtension:
-    """Methods that every worker of the server gets, for `/collective_rpc`, whose arguments are strings."""
+    """Methods that every worker of the server gets, for the routes of [`~qarl_trl.rollout.server_guard.Guard`]."""
 
     @told
-    def qarl_load(self, version: str, parts: str) -> None:
+    def qarl_load(self, version: str, files: int) -> None:
         """
-        A whole sync from the folder `version` in the server's `sync_folder`; `parts` is JSON of the names in each file.
+        A whole sync from the `files` of the folder `version` in the server's `sync_folder`.
 
         One call, so that a trainer that dies meanwhile leaves a server that can go on. Everything is opened first: a folder
         that lacks something leaves the weights as they are.
         """
-        tensors = tensors_of(self.vllm_config.additional_config.get("sync_folder", ""), version, json.loads(parts))
+        tensors = tensors_of(self.vllm_config.additional_config.get("sync_folder", ""), version, files)
         model = self.model_runner.get_model()
         with replacing(model, version):
             _vllm.reload_model(model, partial(self.reload_weights, weights_iterator=tensors))
@@ -121,11 +120,11 @@ class WorkerExtension:
         return {"version": getattr(self.model_runner.get_model(), "qarl_version", None), "facts": facts}
 
 
-def tensors_of(root: str, folder: str, parts: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(root: str, folder: str, files: int) -> Iterator[tuple[str, Tensor]]:
     """
-    The tensors of a weight sync in `root/folder`, in order.
+    The tensors of a weight sync in `root/folder`.
 
-    `ValueError` at once, not amid the reload, for a folder elsewhere and for one that lacks a file or a tensor.
+    `ValueError` at once, not amid the reload, for a folder elsewhere and for a file that is missing or cut short.
     """
     shared, inside = Path(root).resolve(), Path(root, folder).resolve()
     if inside.parent != shared or not inside.is_dir():
@@ -133,13 +132,8 @@ def tensors_of(root: str, folder: str, parts: list[list[str]]) -> Iterator[tuple
             f"the server has no folder {folder!r} in its sync_folder {root!r}: give trainer and server the same folder, on "
             "a file system that both machines mount"
         )
-    files = []
-    for number, names in enumerate(parts):
-        path = inside / f"{number}.safetensors"
-        try:
-            files.append(safe_open(path, "pt"))
-            if lacking := sorted(set(names) - set(files[-1].keys())):
-                raise ValueError(f"it lacks {len(lacking)} tensors of the sync, first {lacking[0]!r}")
-        except Exception as error:  # OSError, SafetensorError: missing, unreadable or cut short
-            raise ValueError(f"the server cannot read {path}: {error}") from error
-    return ((name, file.get_tensor(name)) for file, names in zip(files, parts, strict=True) for name in names)
+    try:
+        parts = [safe_open(inside / f"{number}.safetensors", "pt") for number in range(files)]
+    except Exception as error:  # OSError, SafetensorError
+        raise ValueError(f"the server cannot read all {files} files of {inside}: {error}") from error
+    return ((name, part.get_tensor(name)) for part in parts for name in part.keys())  # noqa: SIM118

@@ -8,7 +8,7 @@ those of the unrounded operations, in float32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -125,18 +125,13 @@ class _EngineAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
             inputs = [t.float().requires_grad_() for t in ctx.saved_tensors]
             sequences = zip(*(t.transpose(0, 1).split(ctx.lengths, dim=1) for t in inputs), strict=True)
-            outputs = [_float32_attention(*sequence, ctx.scale, is_causal=True) for sequence in sequences]
+            exact = partial(F.scaled_dot_product_attention, is_causal=True, scale=ctx.scale, enable_gqa=True)
+            outputs = [exact(*sequence) for sequence in sequences]
             grads = torch.autograd.grad(torch.cat(outputs, dim=1).transpose(0, 1), inputs, grad.float())
         return *(g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
-
-
-def _float32_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any) -> Tensor:
-    with torch.autocast(query.device.type, enabled=False):
-        tensors = (query.float(), key.float(), value.float())
-        return F.scaled_dot_product_attention(*tensors, scale=scale, enable_gqa=True, **options)
 
 
 def engine_attention(
@@ -157,20 +152,14 @@ def engine_attention(
     """
     batch, heads, tokens, head_dim = query.shape
     if tokens != key.shape[2]:
-        return _cached_attention(query, key, value, mask, scaling).transpose(1, 2), None
+        raise RuntimeError(
+            "A model on the CPU engine's operations has no cache. Generate by the engine, or with use_cache=False."
+        )
     real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
     lengths = [n for n in real.sum(-1).tolist() if n] if sequence_lengths is None else [*sequence_lengths] * batch
     y = query.new_zeros(batch, tokens, heads, head_dim, dtype=torch.bfloat16)
     y[real] = _EngineAttention.apply(*(t.transpose(1, 2)[real] for t in (query, key, value)), lengths, scaling)
     return y, None
-
-
-def _cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Of queries at the last positions of the keys: generation by transformers, which no engine has to agree with."""
-    queries, keys = query.shape[2], key.shape[2]
-    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    visible = visible if mask is None else visible & mask.bool()[:, None, None]
-    return _float32_attention(query, key, value, scale, attn_mask=visible).to(torch.bfloat16)
 
 
 AttentionInterface.register(ATTENTION, engine_attention)
@@ -202,8 +191,6 @@ def _count_positions_without_padding(
         raise RuntimeError(
             "Positions start anew within a row, but the attention was not told where (sequence_lengths): it would reach across."
         )
-    inputs = [t for t in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if t is not None]
-    if isinstance(mask, Tensor) and mask.dim() == 2 and positions is None and inputs:
-        # With a cache the mask is longer than the input.
-        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs[0].shape[1] :]
+    if isinstance(mask, Tensor) and mask.dim() == 2 and positions is None:
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return args, kwargs

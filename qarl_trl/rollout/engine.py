@@ -6,6 +6,7 @@ of the learner's own low-bit tensors (paper Sec. 3.1, steps 1 and 3).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -39,17 +40,13 @@ class LowBitVLLMGeneration(VLLMGeneration):
     TRL's vLLM, started in a low-bit scheme and fed with packed tensors; in mode "server" it was started by `qarl-trl serve`.
 
     Args:
-        quantization_config (`dict` or `None`): compressed-tensors configuration for the engine; `None` runs it in
-            bfloat16.
+        quantization_config (`dict` or `None`): compressed-tensors configuration for the engine; `None` runs it in bfloat16.
         engine_kwargs (`dict`, *optional*): More arguments for `vllm.LLM`.
         sync_folder (`str`, *optional*): Folder that a server sees too, through which it gets its weights.
-        sync_check ([`~qarl_trl.rollout.sync_check.SyncCheck`], *optional*): Checks a weight sync before anything is sampled with it.
-        kwargs: Everything [`~trl.generation.VLLMGeneration`] takes.
 
     Attributes:
         rollout_seconds, sync_seconds (`float`): Since `reset_clock`: generating, and syncing and checking.
         last_sync (`Sync`, *optional*): The sync that the engine samples with.
-        num_syncs (`int`): All syncs so far.
         alone (`bool`): Whether this process generates when the others may not.
     """
 
@@ -82,7 +79,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
             return
         _vllm.keep_block_scales()
         _vllm.keep_cache_scales()
-        _vllm.choose_rendezvous_port(self.accelerator.num_processes)
+        if self.accelerator.num_processes == 1:
+            from vllm.utils.network_utils import get_open_port
+
+            os.environ.setdefault("MASTER_PORT", str(get_open_port()))  # two runs race for TRL's four
         # TRL puts the engine to sleep as soon as it is built, so the sync check looks at its random weights before that.
         look = None if self.sync_check is None else self.sync_check.look_before
         settings = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +21,27 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
+from urllib3.connection import HTTPConnection
 
 from .._compat import installed_version
-from .server_guard import find_key
+from .server_guard import KEY
 
 
 PART_BYTES = 2 << 30
-TIMEOUT = (
-    2 * 60 * 60
-)  # seconds for one answer, which may be a batch of long completions: a machine that vanished gives none
+TIMEOUT = 2 * 60 * 60  # seconds for one answer, which may be a batch of long completions
 # What a text model computes by; a learner and an engine that read other files differ in one of these.
 _OF_THE_MODEL = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
-    *(
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "num_experts",
-        "num_experts_per_tok",
-        "sliding_window",
-    ),
-    *("rms_norm_eps", "rope_parameters", "max_position_embeddings", "tie_word_embeddings"),
-)
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "sliding_window",
+    "rms_norm_eps", "rope_parameters", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
 
 
 class ServerClient(VLLMClient):
     """
     TRL's client, for a server of `qarl-trl serve`: with its key, without retries, and with versions of the weights.
 
-    Args:
-        sync_folder (`str`, *optional*): Folder that the server sees too; without one weights go over NCCL.
-        kwargs: Everything [`~trl.generation.vllm_client.VLLMClient`] takes.
-
-    Attributes:
-        version (`str`, *optional*): Of the last sync: unique to this run, and counted.
+    Without a `sync_folder` weights go over NCCL. `version` is that of the last sync: unique to this run, and counted.
     """
 
     def __init__(self, sync_folder: str | None, **kwargs: Any) -> None:
@@ -64,11 +54,16 @@ class ServerClient(VLLMClient):
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait until the server is well, `total_timeout` seconds at most; TRL's waits for ever where something else answers."""
         self.base_url = self.base_url.rstrip("/")
+        adapter = HTTPAdapter()  # no retries: what was lost may have been sampled
+        # Keepalive packets: a machine that vanishes during a request is noticed within two minutes.
+        probes = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [(socket.IPPROTO_TCP, *p) for p in probes.items()]
+        adapter.init_poolmanager(1, 1, socket_options=HTTPConnection.default_socket_options + options)
         for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter())  # no retries: what was lost may have been sampled
+            self.session.mount(scheme, adapter)
         # Else a connection that the server closes in the meantime would look like a server that died.
         self.session.headers["Connection"] = "close"
-        self.session.headers["Authorization"] = f"Bearer {find_key(self.sync_folder) or ''}"
+        self.session.headers["Authorization"] = f"Bearer {os.environ.get(KEY, '')}"
         end = time.monotonic() + total_timeout
         while True:
             try:
@@ -86,12 +81,6 @@ class ServerClient(VLLMClient):
         if self.sync_folder is None:
             super().init_communicator(device)
 
-    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._ask("GET", url, **kwargs)
-
-    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._ask("POST", url, **{"json": {}, **kwargs})  # the server takes JSON alone
-
     def _ask(self, method: str, url: str, **kwargs: Any) -> dict[str, Any]:
         path = url.removeprefix(self.base_url)
         try:
@@ -107,9 +96,12 @@ class ServerClient(VLLMClient):
             )
         return response.json() if response.content else {}
 
-    def _call(self, method: str, *args: str) -> list[Any]:
-        """A method of [`~qarl_trl.rollout._vllm_server.WorkerExtension`] in all workers."""
-        answers = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "args": args})["results"]
+    _get = partialmethod(_ask, "GET")
+    _post = partialmethod(_ask, "POST")
+
+    def ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """The answers of all workers to a method of `WorkerExtension`; `RuntimeError` when it failed in any."""
+        answers = self._post(f"{self.base_url}/{method}", json=args)
         failed = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
         if failed:
             raise RuntimeError(
@@ -117,19 +109,14 @@ class ServerClient(VLLMClient):
             )
         return answers
 
-    def states(self) -> list[dict[str, Any]]:
-        """What each worker runs (`WorkerExtension.qarl_state`)."""
-        return self._call("qarl_state")
-
     def check(self, needed: dict[str, Any]) -> bool:
         """
         Refuse (`ValueError`) a server that does not run what is `needed` ([`engine_facts`]).
 
-        Returns:
-            `bool`: Whether its weights are random; an earlier run may have left others.
+        Returns whether its weights are random; an earlier run may have left others.
         """
         try:
-            states = self.states()
+            states = self.ask_workers("qarl_state")
         except RuntimeError as error:
             raise ValueError(f"{error} Start the server with `qarl-trl serve --config RECIPE`.") from error
         needed, found = needed | {"ranks": len(states)}, states[0]["facts"] | {"ranks": self.get_world_size()}
@@ -146,17 +133,16 @@ class ServerClient(VLLMClient):
         """
         Send checkpoint tensors, and mark them with the next version. `metadata` of NCCL's: name, dtype, shape.
 
-        Raises:
-            RuntimeError: when the server did not take all it has a place for.
+        `RuntimeError` when the server did not take all it has a place for.
         """
         self._count += 1
         version, self.version = f"{self._run}-{self._count}", None
         if self.sync_folder is None:
             # vLLM broadcasts on streams of its own, which do not wait for the optimizer, nor the optimizer for them.
-            _wait_for_device()
+            torch.accelerator.synchronize()
             self.update_named_params(metadata, ((name, tensor.to(device)) for name, tensor in stream))
-            _wait_for_device()
-            self._call("qarl_name", version)
+            torch.accelerator.synchronize()
+            self.ask_workers("qarl_name", version)
         else:
             self._sync_files(stream, version)
         self.reset_prefix_cache()
@@ -166,19 +152,18 @@ class ServerClient(VLLMClient):
         folder = self.sync_folder / version
         folder.mkdir(parents=True)
         try:
-            self._call("qarl_load", version, json.dumps(save_parts(stream, folder)))
+            self.ask_workers("qarl_load", version, save_parts(stream, folder))
         finally:
             shutil.rmtree(folder)
 
     def reset_prefix_cache(self) -> None:
-        """TRL's; an engine that refuses raises. Of images too nothing of the old weights stays."""
-        self._post(f"{self.base_url}/reset_encoder_cache")
+        """TRL's; an engine that refuses raises."""
         if self._post(f"{self.base_url}/reset_prefix_cache").get("success") is False:
             raise RuntimeError("The server could not reset its prefix cache: others use it during a weight sync.")
 
     def require_synced(self) -> None:
         """Raise (`RuntimeError`) unless every worker holds the last sync of this run."""
-        found = {state["version"] for state in self.states()}
+        found = {state["version"] for state in self.ask_workers("qarl_state")}
         if self.version is None or found != {self.version}:
             raise RuntimeError(
                 f"The server at {self.base_url} must hold version {self.version!r} of the weights, got "
@@ -205,26 +190,19 @@ class ServerClient(VLLMClient):
 
     def prompt_logps(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of a prompt's tokens after the first, at temperature 1."""
-        body = {
-            "model": self.model,
-            "prompt": list(token_ids),
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": 0,
-        }
+        asked = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        body = {"model": self.model, "prompt": list(token_ids), **asked}
         (choice,) = self._post(f"{self.base_url}/v1/completions", json=body)["choices"]
         steps = zip(choice["prompt_logprobs"][1:], token_ids[1:], strict=True)
         return [step[str(token)]["logprob"] for step, token in steps]
 
 
-def engine_facts(
-    config: PretrainedConfig, quantization_config: dict[str, Any] | None, transport: str
-) -> dict[str, Any]:
+def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None, transport: str) -> dict[str, Any]:
     """What learner and server must have in common, by dotted name; `transport` is "folder" or "nccl"."""
     text = config.get_text_config()
     facts = {
         "config": {name: getattr(text, name, None) for name in _OF_THE_MODEL},
-        "quantization_config": quantization_config,
+        "quantization_config": quantization,
         "transport": transport,
         "vllm": installed_version("vllm"),
     }
@@ -238,16 +216,16 @@ def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = PART_BYTES) -> list[list[str]]:
+def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = PART_BYTES) -> int:
     """
     Write the tensors of a stream into `0.safetensors`, `1.safetensors`..., each ended when it has `limit` bytes.
 
-    Returns the names in each file in order, which the file does not keep. `RuntimeError` when the folder is full.
+    Returns the number of files. `RuntimeError` when the folder is full.
     """
-    parts: list[list[str]] = []
+    number, size, part = 0, 0, {}
 
     def save() -> None:
-        path = folder / f"{len(parts)}.safetensors"
+        path = folder / f"{number}.safetensors"
         try:
             path.touch()
             mode = path.stat().st_mode
@@ -258,22 +236,15 @@ def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = 
                 f"The sync could not be written below sync_folder {str(folder.parent)!r}: {error}. The server was not touched. "
                 "Make room, and resume from the last checkpoint."
             ) from error
-        parts.append(list(part))
 
-    part: dict[str, Tensor] = {}
-    size = 0
     for name, tensor in stream:
         # A copy: safetensors refuses tensors that share a storage, as the experts of a layer do.
         part[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += tensor.nbytes
         if size >= limit:
             save()
-            part, size = {}, 0
+            number, size, part = number + 1, 0, {}
     if part:
         save()
-    return parts
-
-
-def _wait_for_device() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+        number += 1
+    return number

@@ -48,14 +48,9 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
 
 def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that a model needs for its syncs and log-probs to be right; the user's come on top."""
-    if has_engine_ops(model):
-        return {"enforce_eager": True}  # compiled code rounds elsewhere
     experts = [m for m in model.modules() if isinstance(m, QuantExperts)]
-    if any(support_of(m.scheme).activations != "none" for m in experts):
-        logger.warning(
-            "Experts with quantized activations: the engine runs without CUDA graphs (enforce_eager), which would not "
-            "see the buffers that vLLM 0.31 makes for them at every sync."
-        )
+    # Compiled code rounds elsewhere, and CUDA graphs keep buffers that vLLM 0.31 makes anew at every sync of such experts.
+    if has_engine_ops(model) or any(support_of(m.scheme).activations != "none" for m in experts):
         return {"enforce_eager": True}
     return {}
 

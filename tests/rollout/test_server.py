@@ -2,6 +2,7 @@
 
 import copy
 import json
+import socket
 import threading
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -84,7 +85,7 @@ def test_a_server_that_is_not_the_engine_of_the_run_is_refused(tiny_model, chang
     facts = engine_facts(config, changes.get("quantization", quantization), changes.get("transport", "folder"))
     facts |= {name: changes[name] for name in changes.keys() & {"vllm"}}
     state = {"version": None, "facts": facts}
-    answers = {"/collective_rpc": lambda body: (200, {"results": [state]})}
+    answers = {"/qarl_state": lambda body: (200, [state])}
     with client_of(answers | {"/get_world_size": {"world_size": changes.get("ranks", 1)}}) as client:
         if words is None:
             assert client.check(needed) is True  # its weights are random
@@ -97,8 +98,8 @@ def test_a_server_that_is_not_the_engine_of_the_run_is_refused(tiny_model, chang
 
 
 def test_a_server_that_nobody_started_as_ours_is_told_how():
-    answers = {"/collective_rpc": lambda body: (500, {"error": "'CPUWorker' object has no attribute 'qarl_state'"})}
-    with client_of(answers) as client, pytest.raises(ValueError, match="no attribute.*qarl-trl serve --config"):
+    answers = {"/qarl_state": lambda body: (404, {"detail": "Not Found"})}
+    with client_of(answers) as client, pytest.raises(ValueError, match="404.*qarl-trl serve --config"):
         client.check({})
 
 
@@ -132,7 +133,7 @@ def test_the_key_goes_with_every_request_and_a_wrong_one_is_a_permission_error(m
 def test_no_completion_of_other_weights_is_returned(before, after, words):
     states = iter([before, after])
     answers = {
-        "/collective_rpc": lambda body: (200, {"results": [{"version": version} for version in next(states)]}),
+        "/qarl_state": lambda body: (200, [{"version": version} for version in next(states)]),
         "/v1/completions": {"choices": [{"prompt_token_ids": [1, 2], "token_ids": [3], "logprobs": None}]},
     }
     with client_of(answers) as client:
@@ -150,38 +151,46 @@ def test_no_completion_of_other_weights_is_returned(before, after, words):
 
 
 def test_a_server_that_dies_is_asked_once():
-    with client_of({"/collective_rpc": lambda body: (0, {})}) as client:
+    with client_of({"/qarl_state": lambda body: (0, {})}) as client:
         client.version = "mine"
         client.generate([[1, 2]], n=1)
-        with pytest.raises(ConnectionError, match="died or hung up during /collective_rpc"):
+        with pytest.raises(ConnectionError, match="died or hung up during /qarl_state"):
             client.raise_failure()
-        assert [path for path, *_ in client.asked].count("/collective_rpc") == 1
+        assert [path for path, *_ in client.asked].count("/qarl_state") == 1
+
+
+def test_a_machine_that_vanishes_is_noticed_by_keepalive_packets():
+    with client_of({}) as client:
+        pool = client.session.get_adapter(client.base_url).poolmanager.connection_from_url(client.base_url)
+        connection = pool.ConnectionCls(pool.host, pool.port, **pool.conn_kw)
+        connection.connect()
+        assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 300
+        connection.close()
 
 
 # The folder -----------------------------------------------------------------------------------------------------------
 
 TENSORS = {f"{name}.{i}": torch.arange(8, dtype=torch.int32) + i for i in range(3) for name in "ba"}
-PARTS = json.dumps([list(TENSORS)])
 
 
 def reads(folder, got):
     """Answers of a stub that reads a weight sync as the server does."""
 
     def call(body):
-        got.extend((n, t.clone()) for n, t in tensors_of(str(folder), body["args"][0], json.loads(body["args"][1])))
-        return 200, {"results": [None]}
+        got.extend((name, tensor.clone()) for name, tensor in tensors_of(str(folder), *body))
+        return 200, [None]
 
-    return {"/collective_rpc": call, "/reset_prefix_cache": {"success": True}}
+    return {"/qarl_load": call, "/reset_prefix_cache": {"success": True}}
 
 
-def test_a_sync_arrives_in_order_and_its_files_are_removed(tmp_path):
+def test_a_sync_arrives_and_its_files_are_removed(tmp_path):
     got = []
     with client_of(reads(tmp_path, got), tmp_path) as client:
         client.sync(TENSORS.items(), None, "cpu")
-        (asked,) = [body for path, body, _ in client.asked if path == "/collective_rpc"]
-        assert asked["args"] == [client.version, PARTS] and client.version.endswith("-1")
-        assert "/reset_encoder_cache" in [path for path, *_ in client.asked]
-    assert [name for name, _ in got] == list(TENSORS)
+        (asked,) = [body for path, body, _ in client.asked if path == "/qarl_load"]
+        assert asked == [client.version, 1] and client.version.endswith("-1")
+    assert {name for name, _ in got} == TENSORS.keys() and len(got) == len(TENSORS)
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in got)
     assert list(tmp_path.iterdir()) == []
 
@@ -189,12 +198,8 @@ def test_a_sync_arrives_in_order_and_its_files_are_removed(tmp_path):
 @pytest.mark.parametrize(
     ("route", "answer", "words"),
     [
-        ("/collective_rpc", (500, {"error": "unknown"}), "refused /collective_rpc .500.*unknown"),
-        (
-            "/collective_rpc",
-            (200, {"results": [None, {"error": "kept old"}]}),
-            "failed in 1 of 2 ranks .*rank 1: kept",
-        ),
+        ("/qarl_load", (500, {"error": "unknown"}), "refused /qarl_load .500.*unknown"),
+        ("/qarl_load", (200, [None, {"error": "kept old"}]), "failed in 1 of 2 ranks .*rank 1: kept"),
         ("/reset_prefix_cache", (200, {"success": False}), "could not reset its prefix cache"),
     ],
 )
@@ -209,7 +214,7 @@ def test_a_sync_that_the_server_refuses_leaves_nothing_to_sample_from(tmp_path, 
 def test_parts_end_at_their_size_and_hold_views_of_one_storage(tmp_path):
     whole = torch.arange(8)
     parts = save_parts([("b", whole[:4]), ("a", whole[4:]), ("c", whole)], tmp_path, limit=64)
-    assert parts == [["b", "a"], ["c"]]  # in order, which the files do not keep
+    assert parts == 2
     first, second = (load_file(tmp_path / f"{number}.safetensors") for number in (0, 1))
     (tmp_path / "plain").touch()
     assert (tmp_path / "0.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode  # as the umask says
@@ -221,26 +226,23 @@ def test_a_full_folder_is_said_with_its_name_and_the_server_is_not_asked(tmp_pat
     with client_of(reads(tmp_path, []), tmp_path) as client, full:
         with pytest.raises(RuntimeError, match=f"sync_folder '{tmp_path}'.*No space left"):
             client.sync(TENSORS.items(), None, "cpu")
-        assert "/collective_rpc" not in [path for path, *_ in client.asked] and list(tmp_path.iterdir()) == []
+        assert "/qarl_load" not in [path for path, *_ in client.asked] and list(tmp_path.iterdir()) == []
 
 
-def test_the_server_reads_its_folder_only_and_all_that_was_named(tmp_path):
-    inside, names = tmp_path / "shared" / "run-1", list(TENSORS)
+def test_the_server_reads_its_folder_only_and_whole_files(tmp_path):
+    inside, root = tmp_path / "shared" / "run-1", str(tmp_path / "shared")
     inside.mkdir(parents=True)
-    assert save_parts(TENSORS.items(), inside) == [names]
-    root = str(tmp_path / "shared")
-    assert [name for name, _ in tensors_of(root, "run-1", [names])] == names
+    assert save_parts(TENSORS.items(), inside) == 1
+    assert {name for name, _ in tensors_of(root, "run-1", 1)} == TENSORS.keys()
     for elsewhere in ("run-2", "..", "../shared/..", str(tmp_path), "."):
         with pytest.raises(ValueError, match="give trainer and server the same folder"):
-            tensors_of(root, elsewhere, [names])
-    with pytest.raises(ValueError, match="lacks 1 tensors of the sync, first 'c'"):
-        tensors_of(root, "run-1", [[*names, "c"]])
-    with pytest.raises(ValueError, match=r"cannot read .*1\.safetensors"):
-        tensors_of(root, "run-1", [names, names])
+            tensors_of(root, elsewhere, 1)
+    with pytest.raises(ValueError, match=r"cannot read all 2 files of .*run-1"):
+        tensors_of(root, "run-1", 2)
     part = inside / "0.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"cannot read .*0\.safetensors"):
-        tensors_of(root, "run-1", [names])
+    with pytest.raises(ValueError, match=r"cannot read all 1 files of .*run-1"):
+        tensors_of(root, "run-1", 1)
 
 
 # The workers ----------------------------------------------------------------------------------------------------------
@@ -268,15 +270,15 @@ def worker(tmp_path, monkeypatch):
 
 def test_weights_have_a_version_only_after_a_whole_sync(worker):
     model = worker.model_runner.get_model()
-    assert worker.qarl_load("run-1", PARTS) is None and model.qarl_version == "run-1"
+    assert worker.qarl_load("run-1", 1) is None and model.qarl_version == "run-1"
     # A folder that lacks something leaves the weights and their version, and the next sync goes on (review D7).
-    assert "lacks 1 tensors" in worker.qarl_load("run-1", json.dumps([[*TENSORS, "c"]]))["error"]
-    assert model.qarl_version == "run-1" and worker.qarl_load("run-1", PARTS) is None
+    assert "cannot read" in worker.qarl_load("run-1", 2)["error"]
+    assert model.qarl_version == "run-1" and worker.qarl_load("run-1", 1) is None
     # What fails amid the reload may have left a mix.
     worker.fails = True
-    assert "kept old" in worker.qarl_load("run-1", PARTS)["error"] and model.qarl_version is None
+    assert "kept old" in worker.qarl_load("run-1", 1)["error"] and model.qarl_version is None
     worker.fails = False
-    assert "start it again" in worker.qarl_load("run-1", PARTS)["error"]
+    assert "start it again" in worker.qarl_load("run-1", 1)["error"]
     assert worker.seen == [None] * 3 and model.qarl_version is None
 
 
@@ -291,20 +293,19 @@ def test_a_sync_over_nccl_is_named_once_it_came(worker, monkeypatch, lost):
         config, worker.vllm_config, device, model
     )
     monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", lambda iterator, **_: sent.extend(iterator))
-    monkeypatch.setattr(server, "_wait_for_device", lambda: order.append(len(sent)))
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: order.append(len(sent)))
 
     def route(name):
         def answer(body):
             if name == "update_weights" and lost:
                 return 200, {}
-            method = getattr(worker, body["method"] if name == "collective_rpc" else name)
-            return 200, {"results": [method(*body.get("args", body.values()))]}
+            result = getattr(worker, name)(*(body if isinstance(body, list) else body.values()))
+            return 200, [result] if name == "qarl_name" else {}
 
         return {f"/{name}": answer}
 
     answers = {"/reset_prefix_cache": {"success": True}}
-    for name in ("collective_rpc", "start_weight_update", "update_weights", "finish_weight_update"):
+    for name in ("qarl_name", "start_weight_update", "update_weights", "finish_weight_update"):
         answers |= route(name)
     with client_of(answers) as client:
         client.communicator = None
@@ -313,4 +314,4 @@ def test_a_sync_over_nccl_is_named_once_it_came(worker, monkeypatch, lost):
             client.sync(TENSORS.items(), metadata, "cpu")
         assert client.version == getattr(model, "qarl_version", None) == (None if lost else f"{client._run}-1")
     assert [name for name, _ in sent] == list(TENSORS) and worker.seen == ([] if lost else [None])
-    assert order[:2] == [0, len(TENSORS)]  # the device is waited for before and after (review F9)
+    assert order[0] == 0 and order[-1] == len(TENSORS)  # the device is waited for before and after (review F9)

@@ -66,7 +66,6 @@ def test_a_quantized_cache_of_keys_and_values_is_refused(monkeypatch):
     ("kind", "scheme", "eager"),
     [("qwen3_moe", "FP8_DYNAMIC", True), ("qwen3_moe", "W4A16", False), ("qwen3", "FP8_DYNAMIC", False)],
 )
-def test_experts_with_quantized_activations_run_without_graphs(tiny_model, caplog, kind, scheme, eager):
+def test_experts_with_quantized_activations_run_without_graphs(tiny_model, kind, scheme, eager):
     kwargs = default_engine_kwargs(apply_quantization(tiny_model(kind, num_hidden_layers=1), scheme))
     assert kwargs == ({"enforce_eager": True} if eager else {})
-    assert ("without CUDA graphs" in caplog.text) == eager

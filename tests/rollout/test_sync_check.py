@@ -146,21 +146,6 @@ def test_which_syncs_are_checked(monkeypatch, every, due):
     assert [n for n in range(1, 8) if sync_check(monkeypatch, [], [], every)[0].due(n)] == due
 
 
-def test_a_healthy_engine_is_reported_and_passes(monkeypatch, caplog, case):
-    check, reported = sync_check(monkeypatch, [case.before, case.plain, case.plain], [case.plain] * 2)
-    ran(check, 2)
-    assert [name for name, _ in reported] == [f"sync/verify_{n}" for n in ("logp_diff", "noise_floor", "allowed")] * 2
-    assert not caplog.text
-
-
-def test_an_engine_that_the_first_sync_did_not_reach_stops_the_run(monkeypatch, case):
-    """What counts is the engine's first sync, whichever number it has."""
-    check, _ = sync_check(monkeypatch, [case.before, case.before], [case.plain])
-    check.look_before(None)
-    with pytest.raises(RuntimeError, match="After sync 2 "):
-        check.check(None, 2)
-
-
 def test_the_first_logp_diff_of_the_run_is_what_later_ones_may_grow_from(monkeypatch, case):
     """Kernels eight times as far apart as rounding pass for ever; those that get worse do not."""
     answers = [case.before, *(case.plain + noise(8) for _ in range(4))]

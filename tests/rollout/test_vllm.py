@@ -7,7 +7,6 @@ import pytest
 import torch
 from slow.isolated import isolated_group
 from torch import nn
-from trl.generation import vllm_generation
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -16,14 +15,6 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from qarl_trl.rollout import _vllm
-
-
-def test_engine_arguments_are_added_to_those_of_trl_and_the_engine_is_shown_as_soon_as_it_is_built(monkeypatch):
-    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: kwargs, raising=False)
-    original, seen = vllm_generation.LLM, []
-    with _vllm.llm_arguments(seen.append, load_format="dummy", seed=2):
-        assert vllm_generation.LLM(model="m", seed=1) == {"model": "m", "seed": 2, "load_format": "dummy"}
-    assert vllm_generation.LLM is original and len(seen) == 1
 
 
 # vLLM's own reload of a model of three layers; whole engines are in tests/slow ------------------------------------------

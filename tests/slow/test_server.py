@@ -104,9 +104,9 @@ def amid_a_sync(act: Callable[[int], None]) -> None:
     """In the next sync of this process, `act` on the last file when the server opens it, which waits for it: a lease."""
     from qarl_trl.rollout import server
 
-    call, server.save_parts = server.ServerClient._call, partial(server.save_parts, limit=1 << 18)
+    call, server.save_parts = server.ServerClient.ask_workers, partial(server.save_parts, limit=1 << 18)
 
-    def leased(client: Any, method: str, *args: str) -> list[Any]:
+    def leased(client: Any, method: str, *args: Any) -> list[Any]:
         if method == "qarl_load":
             files = sorted(Path(client.sync_folder, args[0]).iterdir())
             assert len(files) > 1
@@ -115,7 +115,7 @@ def amid_a_sync(act: Callable[[int], None]) -> None:
             fcntl.fcntl(last, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         return call(client, method, *args)
 
-    server.ServerClient._call = leased
+    server.ServerClient.ask_workers = leased
 
 
 def sampled_tokens(place: dict[str, Any]) -> float:
@@ -197,7 +197,7 @@ def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[s
     randomize_adapter(trainer.model)
     engine = trainer.vllm_generation
     llm, tokens = engine if server else engine.llm, engine.sync_check.token_ids
-    random = engine.sync_check._before  # of a server that an earlier run synced to, nothing
+    random = engine.sync_check.before  # of a server that an earlier run synced to, nothing
     engine.sync_weights()
     first = engine_logps(llm, tokens)
     trainer.train()
@@ -247,17 +247,12 @@ def status(place: dict[str, Any], method: str, path: str, body: str | None = Non
 
 def test_nobody_but_a_trainer_gets_in(server):
     """What the middleware refuses is in tests/rollout/test_server_guard.py; this is vLLM's own server behind it."""
-    url, state = f"http://127.0.0.1:{server['port']}", '{"method": "qarl_state"}'
+    url, method = f"http://127.0.0.1:{server['port']}", '{"method": "get_model"}'
     assert answers(f"{url}/health") == 200
     assert {answers(f"{url}/{path}") for path in ("v1/models", "weight_info", "server_info", "metrics")} == {401}
-    assert status(server, "POST", "/collective_rpc", state) == 200
-    assert status(server, "POST", "/collective_rpc", '{"method": "get_model"}') == 403
-    assert status(server, "POST", "/collective_rpc", state, Origin="http://evil.example") == 403
-    assert status(server, "POST", "/collective_rpc", state, Host="evil.example") == 403
-    assert status(server, "POST", "/collective_rpc", state, **{"Content-Type": "text/plain"}) == 415
-    assert {status(server, "POST", path, "{}") for path in ("/start_weight_update", "/update_weights", "/sleep")} == {
-        404
-    }
+    assert status(server, "POST", "/qarl_state", "[]") == 200
+    assert status(server, "POST", "/qarl_state", "[]", Origin="http://evil.example") == 403
+    assert status(server, "POST", "/collective_rpc", method) == status(server, "POST", "/sleep", "{}") == 404
 
 
 def _both(place: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -334,7 +329,7 @@ def _stale(place: dict[str, Any]) -> str:
 
 def test_old_weights_under_a_new_version_are_caught_by_the_sync_check(server):
     found = isolated(_stale, server)
-    assert "After sync 2 the engine's log-probs" in found and "it is stale" in found
+    assert "After sync 2 the engine's log-probs" in found and "The engine is stale" in found
 
 
 def _by_another_path(place: dict[str, Any]) -> dict[str, Any]:
@@ -373,7 +368,7 @@ def _faults(place: dict[str, Any]) -> dict[str, str]:
 
     trainer = make_trainer(place["model"], Path(place["folder"], "x"), verify_sync="off", **over_there(place))
     engine = trainer.vllm_generation
-    found = {"left": engine.vllm_client.states()[0]["version"]}
+    found = {"left": engine.vllm_client.ask_workers("qarl_state")[0]["version"]}
 
     def sample(number: int = 4) -> str:
         engine._failed = None  # each fault by itself
@@ -414,7 +409,7 @@ def test_no_answer_of_other_weights_is_trained_on(server):
     assert {found[name] for name in ("sync", "ok", "lost", "resync", "healthy")} == {"no error"}
     assert "-2' of the weights, got '" in found["after"] and "-1': it was started again" in found["after"]
     assert "ConnectionError" in found["killed"] and "died or hung up during /v1/completions" in found["killed"]
-    assert "ConnectionError" in found["dead"] and "died or hung up during /collective_rpc" in found["dead"]
+    assert "ConnectionError" in found["dead"] and "died or hung up during /qarl_state" in found["dead"]
     assert "got None: it was started again" in found["restarted"]
     assert "kept old values for 1 tensors, first ['model.layers.1.mlp.down_proj.weight_scale']" in found["partial"]
     assert "must hold version None of the weights, got None" in found["mixed"]
@@ -437,14 +432,14 @@ def keeping_syncs(folder: Path) -> Iterator[None]:
     """Copy what the server reads, sync by sync."""
     from qarl_trl.rollout.server import ServerClient
 
-    call = ServerClient._call
+    call = ServerClient.ask_workers
 
-    def kept(client: Any, method: str, *args: str) -> list[Any]:
+    def kept(client: Any, method: str, *args: Any) -> list[Any]:
         if method == "qarl_load":
             shutil.copytree(Path(client.sync_folder, args[0]), folder / args[0].rpartition("-")[2])
         return call(client, method, *args)
 
-    with patch.object(ServerClient, "_call", kept):
+    with patch.object(ServerClient, "ask_workers", kept):
         yield
 
 
@@ -468,7 +463,7 @@ def _shards(place: dict[str, Any]) -> dict[str, Any]:
         if main:  # as if nobody had seen that
             client = engine.vllm_client
             client.version = f"{client._run}-{client._count}"
-            versions.append([state["version"] for state in client.states()])
+            versions.append([state["version"] for state in client.ask_workers("qarl_state")])
         said.append(outcome(engine.generate, [[2, 3, 4]] * 4, None, 4))
 
     if main:
@@ -528,6 +523,6 @@ def _engine_killed(place: dict[str, Any]) -> list[str]:
 def test_an_engine_killed_amid_a_sync_stops_its_server(two_ranks):
     """The last test of this server."""
     killed, after, again = isolated(_engine_killed, two_ranks, timeout=90)
-    assert "refused /collective_rpc (500): The engine of this server died" in killed
+    assert "refused /qarl_load (500): RuntimeError: The engine of this server died" in killed
     assert "nothing may be sampled from it" in after
     assert "RuntimeError" in again or "ConnectionError" in again  # on its way down, or gone
