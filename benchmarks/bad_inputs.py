@@ -52,7 +52,7 @@ push_to_hub: on, export_low_bit: off | push_to_hub: on, hub_strategy: checkpoint
 prompt_template: no slot | problem_column: x | answer_column: x | dataset_split: "train[" | answer_column: 5
 reward_funcs: os.path | reward_funcs: nothing | reward_funcs: json.nothing | reward_funcs: [] | reward_funcs: [math_reward, 3]
 resume_from_checkpoint: on, output_dir: nowhere | resume_from_checkpoint: nowhere | enable_jit_checkpoint: on | optim: sgdd
-lr_scheduler_type: wavy | save_strategy: sometimes | learner_ops: engine | quant_kernel: engine, quant_scheme: NVFP4A16
+lr_scheduler_type: wavy | save_strategy: sometimes | learner_ops: engines | quant_kernel: engine, quant_scheme: NVFP4A16
 quant_recipe: nowhere.yaml | quant_ignore: ["re:["] | env: {HF_TOKEN: a} | env: [1] | base: nowhere.yaml | base: 3 | publish_verify: off
 model_init_kwargs: {device_map: balanced} | model_init_kwargs: {token: hf_abc} | model_init_kwargs: {dtype: int7} | warmup_steps: -5
 generation_kwargs: {nothing: 1} | chat_template_path: nowhere | max_completion_length: 0 | deepspeed: nowhere.json | report_to: nobody

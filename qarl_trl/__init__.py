@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 __all__ = ["QaRLConfig", "QaRLTrainer", "__version__"]
 
-# Imported on first use: a recipe's `env:` must be set before torch and vLLM load, and `--help` should be instant.
+# Imported on first use, so that `--help` is instant.
 _HOMES = {"QaRLConfig": ".config", "QaRLTrainer": ".trainer"}
 
 

@@ -52,8 +52,8 @@ def check_versions(*packages: str) -> None:
         (low, high), found = SUPPORTED[package], installed_version(package)
         if found is not None and not Version(low) <= Version(Version(found).base_version) < Version(high):
             raise ImportError(
-                f"{package} {found} is installed, but qarl_trl needs {package}>={low},<{high}: it hooks into private "
-                f"parts of it. On a GPU: pip install '{package}>={low},<{high}'. On CPU: make install."
+                f"{package} {found} is installed, and qarl_trl hooks into private parts of {package}>={low},<{high}. On a GPU: "
+                f"pip install '{package}>={low},<{high}'. On CPU: make install."
             )
 
 
@@ -61,8 +61,7 @@ def require_vllm() -> None:
     """Raise an `ImportError` when vLLM is missing."""
     if not is_vllm_available():
         raise ImportError(
-            "vLLM is not installed. On a GPU: pip install 'qarl_trl[vllm]'. On CPU: `make install`. "
-            "To train without it: use_vllm=False (generation by transformers, slow)."
+            "vLLM is missing: pip install 'qarl_trl[vllm]' (on a CPU: make install), or use_vllm=False (slow)."
         )
 
 
@@ -147,26 +146,13 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
     return patch.object(_grpo_trainer(), "shuffle_sequence_dict", shuffle)
 
 
-# Arguments of `GRPOTrainer._get_per_token_logps_and_entropies` that are no rows, and the rows of a text.
-NO_ROWS = {"model", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss"}
-TEXT = {*NO_ROWS, "input_ids", "attention_mask"}
+# Arguments of `GRPOTrainer._get_per_token_logps_and_entropies` for a text.
+TEXT = {"model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss"}
 
 
 def is_text(given: Mapping[str, Any]) -> bool:
     """Whether the arguments `given` to TRL's method for log-probs have neither images nor token types."""
     return all(value is None for name, value in given.items() if name not in TEXT)
-
-
-def in_order(padded: Callable[..., Any], given: Mapping[str, Any], order: torch.Tensor) -> tuple[Any, ...]:
-    """What TRL's method `padded` for log-probs returns for the arguments `given`, from micro-batches that are cut in `order`."""
-    from trl.trainer.utils import shuffle_sequence_dict, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
-
-    rows = {name: value for name, value in given.items() if name not in NO_ROWS and value is not None}
-    with patch.object(torch, "randperm", lambda _: order):
-        rows = unsplit_pixel_values_by_grid(shuffle_sequence_dict(split_pixel_values_by_grid(rows)))
-    logps, entropies, balance = padded(**{**given, **rows})
-    back = order.argsort()
-    return logps[back], None if entropies is None else entropies[back], balance
 
 
 def ungathered_rewards() -> AbstractContextManager:
@@ -221,6 +207,11 @@ def loads_weights() -> bool:
     are sharded (`PreTrainedModel._move_missing_keys_from_meta_to_device`, transformers 5.17).
     """
     return not is_fsdp_enabled() or is_local_dist_rank_0()
+
+
+def copies_while_loading() -> int:
+    """How many processes of this machine hold the whole model in host memory while it loads; see [`loader`]."""
+    return 1 if is_fsdp_enabled() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
@@ -290,17 +281,3 @@ def keep_gradients_sharded(accelerator: Any, args: Any) -> None:
     """
     if accelerator.is_fsdp2 and "sync_each_batch" not in (args.accelerator_config.gradient_accumulation_kwargs or {}):
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-
-
-def sum_over_nodes_once(model: torch.nn.Module, accelerator: Any) -> None:
-    """
-    Under HSDP, before each micro-batch: only in the last one of an update are gradients summed over the nodes.
-
-    Until then FSDP2 adds up what it reduced within the node, cut as gradients are and in float32. By itself it all-reduces each
-    micro-batch. Models of several parts are left to that: a vision tower without a gradient in the last micro-batch would keep
-    its sum for the next update (`FSDPParamGroup.post_backward`, torch 2.13).
-    """
-    parallelism = accelerator.parallelism_config
-    replicated = accelerator.is_fsdp2 and parallelism is not None and parallelism.dp_replicate_enabled
-    if replicated and model.config.get_text_config() is model.config:
-        model.set_requires_all_reduce(accelerator.sync_gradients)

@@ -29,14 +29,8 @@ COMMANDS = {
 # What a user can mend by another setting, file or package.
 _USER_ERRORS = (ValueError, OSError, ImportError, OverflowError)
 # Of these what is said about a file that was read, mostly without its name. By name, because their packages load late.
-_OF_A_FILE = (
-    "YAMLError",
-    "SafetensorError",
-    "StrictDataclassError",
-    "ValidationError",
-    "JSONDecodeError",
-    "UnicodeDecodeError",
-)
+_OF_A_FILE = {"YAMLError", "SafetensorError", "StrictDataclassError", "ValidationError"}
+_OF_A_FILE |= {"JSONDecodeError", "UnicodeDecodeError"}
 # transformers takes any JSON for a config, and fails where it first uses a value of it.
 _OF_A_CONFIG = re.compile(r"(configuration_utils|loading_report|modeling_\w+)\.py$")
 _OTHERS_SPEAK_AFTER_S = 10
@@ -46,18 +40,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     Run one command; `argv` (without the program's name) defaults to that of the process.
 
-    Bad input is one line on stderr and exit code 2, with `--debug` a traceback.
+    Bad input is one line on stderr and exit code 2, with `--traceback` a traceback.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    debug = _take_debug(argv)
+    if shows_all := "--traceback" in argv:
+        argv.remove("--traceback")
     try:
         work = run(argv)
     except Exception as error:
-        if debug or not (isinstance(error, _USER_ERRORS) or _is_of_a_file(error)):
+        if shows_all or not (isinstance(error, _USER_ERRORS) or _is_of_a_file(error)):
             raise
         # torchrun ends the other processes when one has failed: what all of them found is said once.
         time.sleep(_OTHERS_SPEAK_AFTER_S if int(os.environ.get("LOCAL_RANK", "0")) else 0)
-        print(f"qarl-trl {argv[0]}: {_in_one_line(error)} (--debug: where)", file=sys.stderr)
+        print(f"qarl-trl {argv[0]}: {_in_one_line(error)} (--traceback: where)", file=sys.stderr)
         raise SystemExit(2) from error
     if work is not None:
         work()
@@ -66,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _is_of_a_file(error: Exception) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     raised_in = list(walk_tb(error.__traceback__))[-1][0].f_code.co_filename
-    return bool(names & {*_OF_A_FILE}) or bool(not isinstance(error, OSError) and _OF_A_CONFIG.search(raised_in))
+    return bool(names & _OF_A_FILE) or bool(not isinstance(error, OSError) and _OF_A_CONFIG.search(raised_in))
 
 
 def _in_one_line(error: Exception) -> str:
@@ -95,15 +90,6 @@ def run(argv: Sequence[str]) -> Callable[[], None] | None:
     return getattr(import_module(module, __package__), function)(argv[1:])
 
 
-def _take_debug(argv: list[str]) -> bool:
-    """Remove `--debug` without a value; with one it is a field of transformers' `TrainingArguments`."""
-    for i, option in enumerate(argv):
-        if option == "--debug" and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
-            del argv[i]
-            return True
-    return False
-
-
 def schemes(argv: Sequence[str]) -> None:
     """Print what is quantized in each scheme, and where it runs, tested or untested; learner and export run on any CPU."""
     argparse.ArgumentParser("qarl-trl schemes", description=schemes.__doc__).parse_args(argv)
@@ -125,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qarl-trl",
         description="Reinforcement learning with low-bit rollouts on TRL.",
-        epilog="Every command takes --debug: a traceback where bad input is otherwise one line.",
+        epilog="Every command takes --traceback: a traceback where bad input is otherwise one line.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, text) in COMMANDS.items():

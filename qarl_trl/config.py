@@ -6,7 +6,6 @@ refused in `validate.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -29,13 +28,11 @@ logger = get_logger(__name__)
 TBPO = "tbpo"
 LossType = Literal["tbpo", "grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 STOCK_LOSSES = get_args(LossType)[1:]
-# The least value of whole numbers with which a run would train nothing, or divide by 0.
-AT_LEAST = {
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
-    **dict.fromkeys(("steps_per_generation", "num_iterations", "max_completion_length", "max_tokens_per_pass"), 1),
-    "log_token_stats": 0,
-    "max_steps": -1,
-}
+# Whole numbers that a run would divide by, or train nothing with, at 0.
+POSITIVE = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_iterations"),
+    *("steps_per_generation", "max_completion_length", "max_tokens_per_pass"),
+)
 # Switches of TRL and transformers that do not go with low-bit layers or TBPO, each with the reason.
 UNFIT = {
     "fp16": "the engine computes in bfloat16 and the learner must too, so set bf16: true",
@@ -71,61 +68,54 @@ class QaRLConfig(GRPOConfig):
     )
     quant_scheme: str | None = HfArg(
         default="W4A16",
-        help="Low-bit format of the rollout engine and of the learner's forward, one of `qarl-trl schemes`: 'W4A16' (4-bit weights), "
-        "'FP8_DYNAMIC' (8-bit float weights and activations), ... 'checkpoint' is that of a quantized `model`, 'none' trains without "
-        "quantization. Paper Sec. 3.1.",
+        help="Low-bit format of the rollout engine and of the learner's forward (paper Sec. 3.1), one of `qarl-trl schemes`. "
+        "'checkpoint' is that of a quantized `model`, 'none' trains without quantization.",
     )
     quant_group_size: int | None = HfArg(
         default=None,
-        help="Weights along the input dimension that share one scale: 32, 64, 128, or -1 for one scale per output channel. Unset: the "
-        "scheme's own (128 for W4A16).",
+        help="Weights along the input dimension that share one scale: 32, 64, 128, or -1 for one scale per output channel. "
+        "Unset: the scheme's own (128 for W4A16).",
     )
     quant_ignore: list[str] = HfArg(
         default_factory=lambda: list(DEFAULT_IGNORE),
-        help="Linear layers left in high precision: class names, module names, or patterns starting with 're:'. Default: lm_head "
-        "and MoE routers.",
+        help="Linear layers left in high precision: class names, module names, or patterns starting with 're:'. Default: "
+        "lm_head and MoE routers.",
     )
     quant_recipe: str | None = HfArg(
         default=None,
-        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of quant_scheme, quant_group_size "
-        "and quant_ignore. It may give other targets, and several groups of layers schemes of their own.",
+        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give several "
+        "groups of layers schemes of their own.",
     )
     quant_freeze_scales: bool = HfArg(
-        default=False,
-        help="Keep the scales and zero points of a quantized `model` (quant_scheme: checkpoint) for the whole run. Otherwise they follow the weights.",
+        default=False, help="Keep the scales and zero points of a quantized `model` (quant_scheme: checkpoint)."
     )
     quantize_learner: bool = HfArg(
         default=True,
-        help="Run the learner's forward on the low-bit weights. False: in bfloat16, while the engine samples in low bits (the paper's "
-        "quantized-rollout baseline).",
+        help="Run the learner's forward on the low-bit weights. False: in bfloat16, the paper's quantized-rollout baseline.",
     )
     quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",
-        help="GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the rollout "
-        "engine's own kernel (dense layers; on CPU: W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC), 'auto' is 'engine' beside a "
-        "CPU engine, otherwise torch's own product of the scheme.",
+        help="GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the rollout engine's "
+        "own kernel, 'auto' is 'engine' beside a CPU engine, otherwise torch's own product of the scheme.",
     )
-    learner_ops: Literal["auto", "stock", "engine"] = HfArg(
+    learner_ops: Literal["auto", "stock"] = HfArg(
         default="auto",
-        help="Norms, residual sums, rotary embedding and attention of the learner: transformers' ('stock'), or 'engine', which "
-        "rounds where the CPU engine rounds, so that log-probs are bitwise equal (Llama, Qwen2 and Qwen3). 'auto': 'engine' "
-        "where a low-bit learner can have it.",
+        help="Norms, residual sums, rotary embedding and attention of the learner: transformers' ('stock'); 'auto' rounds where a "
+        "CPU engine rounds, so that log-probs are bitwise equal (Llama, Qwen2 and Qwen3), and warns where it cannot.",
     )
     max_tokens_per_pass: int | None = HfArg(
         default=22528,
-        help="Tokens that one forward pass of the learner may hold: rows of a micro-batch are packed, without padding, into passes of "
-        "at most this many, which is at least the longest prompt and completion together. Unset (null): padded rows, as in TRL. "
-        "Table 2, ppo_max_token_len_per_gpu.",
+        help="Tokens of one forward pass of the learner: rows of a micro-batch are packed, without padding, into passes of at most "
+        "this many. Unset (null): padded rows, as in TRL. Table 2, ppo_max_token_len_per_gpu.",
     )
     tbpo_epsilon_high: float = HfArg(
         default=4e-4, help="Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."
     )
     tbpo_delta_low: float = HfArg(
-        default=3e-4, help="Negative advantage: sequence ratio >= 1 - this. delta_l (Table 2, neg_seq_clip_ratio_low)."
+        default=3e-4, help="Negative advantage: ratio >= 1 - this. delta_l (Table 2, neg_seq_clip_ratio_low)."
     )
     tbpo_delta_high: float = HfArg(
-        default=7e-4,
-        help="Negative advantage: ratio <= 1 + this. delta_h >= eps_h (Table 2, neg_seq_clip_ratio_high).",
+        default=7e-4, help="Negative advantage: ratio <= 1 + this. delta_h (Table 2, neg_seq_clip_ratio_high)."
     )
     tbpo_mismatch_cap: float = HfArg(
         default=2.0, help="The mismatch weight is kept in [1/c, c]. c (Eq. 5; Table 2, seq_tis_imp_ratio_cap)."
@@ -135,29 +125,25 @@ class QaRLConfig(GRPOConfig):
     )
     log_token_stats: int = HfArg(
         default=0,
-        help="Completions per rollout batch, of the main process, whose every token (id, log-probs, masks) is written to "
-        "output_dir/token_stats/ after each update that trains on them. 0: none.",
+        help="Completions per rollout batch whose every token is written to output_dir/token_stats/. 0: none.",
     )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
-        help="Stop the run when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this: for "
+        help="Stop when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this: for "
         "instance three times the first logged mismatch/logp_diff_mean.",
     )
     optim_muon: bool = HfArg(
-        default=False,
-        help="Use Muon for hidden matrices and routed experts (rate: learning_rate) and AdamW for the rest: the paper's optimizer (Sec. "
-        "4, Table 2).",
+        default=False, help="Muon for hidden matrices and experts, AdamW for the rest (paper Sec. 4, Table 2)."
     )
     verify_sync: str = HfArg(
         default="first",
         help="Compare engine and learner on a fixed prompt after a weight sync, and stop when the engine is stale or corrupted: "
-        "'first' (the first sync, onto an engine with random weights), a number N (the first and every N-th after it), or "
-        "'off'. A check costs an engine prompt of 128 tokens and some learner forwards.",
+        "'first' sync, a number N (the first and every N-th after it), or 'off'.",
     )
     sync_folder: str | None = HfArg(
         default=None,
-        help="vllm_mode='server': folder that trainer and server both mount, through which a weight sync goes. Unset: vLLM's NCCL "
-        "transfer from GPU to GPU (vllm_group_port), untested.",
+        help="vllm_mode='server': folder that trainer and server both mount, through which a weight sync goes. Unset: NCCL from "
+        "GPU to GPU (vllm_group_port), untested.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(
         default=None, help="More arguments for vllm.LLM, for instance {'enforce_eager': true}, which starts faster."
@@ -203,18 +189,14 @@ class QaRLConfig(GRPOConfig):
         return self.use_vllm and self.device.type == "cpu"
 
     def engine_ops_for(self, config: PretrainedConfig) -> bool:
-        """Whether the learner runs a model of this `config` on the engine's operations; `ValueError` if it must and cannot."""
+        """Whether the learner runs a model of this `config` on the CPU engine's operations; a warning says why it cannot."""
         # Without quantization, or with quantize_learner=False, the run is a baseline, whose learner is TRL's.
-        automatic = self._beside_cpu_engine and self.quantized and self.quantize_learner
-        if self.learner_ops == "stock" or (self.learner_ops == "auto" and not automatic):
+        if self.learner_ops == "stock" or not (self._beside_cpu_engine and self.quantized and self.quantize_learner):
             return False
         reason = self._other_roundings() or unsupported(config)
-        if reason is None:
-            return True
-        if self.learner_ops == "engine":
-            raise ValueError(f"learner_ops='engine' is not possible: {reason}. Use learner_ops='auto' or 'stock'.")
-        logger.warning("Learner and CPU engine round at different places, because %s.", reason)
-        return False
+        if reason is not None:
+            logger.warning("Learner and CPU engine round at different places, because %s.", reason)
+        return reason is None
 
     def _other_roundings(self) -> str | None:
         """Why, whatever the model, the engine's operations in the learner would not give the engine's log-probs."""
@@ -222,10 +204,8 @@ class QaRLConfig(GRPOConfig):
         defaults = {"enforce_eager": True, "compilation_config": None, "kv_cache_dtype": "auto"}
         changed = [name for name, default in defaults.items() if engine.get(name, default) != default]
         reasons = {
-            f"use_vllm={self.use_vllm} on device {self.device.type!r} has no CPU engine": not self._beside_cpu_engine,
             "bf16 is off, so the learner computes in float32": not self.bf16,
-            "quant_kernel='dequant' is not the engine's GEMM": self.quantized and self.quant_kernel == "dequant",
-            "quantize_learner=False multiplies by other weights": self.quantized and not self.quantize_learner,
+            "quant_kernel='dequant' is not the engine's GEMM": self.quant_kernel == "dequant",
             "cast_lm_head_to_fp32 gives the learner another output layer": self.cast_lm_head_to_fp32,
             f"vllm_engine_kwargs sets {', '.join(changed)}": bool(changed),
             "vllm_model_impl='transformers' is another engine": self.vllm_model_impl == "transformers",
@@ -258,20 +238,14 @@ class QaRLConfig(GRPOConfig):
             value = getattr(self, name, None)
             if get_origin(hint) is Literal and value not in get_args(hint):
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(hint)))}.")
-        try:
-            _ = self.trust_band  # every loss is measured by it
-        except ValueError as error:
-            raise ValueError(f"tbpo_{error}") from None
+        _ = self.trust_band  # every loss is measured by it
         if self.loss_type == TBPO:
             _check_tbpo(self)
         if self.quantized:
             _check_one_source(self)
             self.quant_plan()  # refuses schemes and recipes that it cannot read
             if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
-                raise ValueError(
-                    f"hub_strategy={self.hub_strategy.value!r} pushes training checkpoints, and the repository holds the low-bit "
-                    "model. Set it to 'end'."
-                )
+                raise ValueError("hub_strategy must be 'end': the repository holds the low-bit model.")
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
             for name, why in UNFIT.items():
@@ -281,48 +255,37 @@ class QaRLConfig(GRPOConfig):
         self.verify_sync = _checked_verify(self.verify_sync)
         _check_passes(self)
         if self.optim_muon and (self.deepspeed or getattr(self, "deepspeed_plugin", None)):
-            raise ValueError(
-                "optim_muon=True with DeepSpeed: ZeRO leaves Muon no whole matrix. Use DDP or FSDP2, or optim_muon=False."
-            )
+            raise ValueError("optim_muon must be False with DeepSpeed: ZeRO leaves Muon no whole matrix.")
 
 
 def _check_numbers(args: QaRLConfig) -> None:
-    for f in fields(args):
-        value = getattr(args, f.name)
-        if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{f.name} must be a number, got NaN.")
-    for name, least in AT_LEAST.items():
+    for name in POSITIVE:
         value = getattr(args, name)
-        if value is not None and not (isinstance(value, int) and value >= least):
-            raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}.")
+        if value is not None and not (isinstance(value, int) and value > 0):
+            raise ValueError(f"{name} must be a whole number above 0, got {value!r}.")
     if not (args.temperature > 0 and 0 < args.top_p <= 1):
         raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {args.temperature} and {args.top_p}.")
-    if args.max_steps == 0 or (args.max_steps < 0 and not args.num_train_epochs > 0):
-        raise ValueError(f"max_steps={args.max_steps} with num_train_epochs={args.num_train_epochs} trains nothing.")
+    if not (args.max_steps > 0 or (args.max_steps == -1 and args.num_train_epochs > 0)):
+        given = f"{args.max_steps} and {args.num_train_epochs}"
+        raise ValueError(f"max_steps must be above 0, or -1 and num_train_epochs above 0, got {given}.")
 
 
 def _check_tbpo(args: QaRLConfig) -> None:
     band = args.trust_band
     if band.delta_high < band.epsilon_high:
-        raise ValueError(
-            f"tbpo_delta_high={band.delta_high} must be at least tbpo_epsilon_high={band.epsilon_high}: TRL's two-sided "
-            "clip, which the loss runs as, keeps the gradient of negative samples up to the larger of the two."
-        )
+        # TRL's two-sided clip, which the loss runs as, keeps the gradient of negative samples up to the larger of the two.
+        raise ValueError(f"tbpo_delta_high={band.delta_high} must be at least tbpo_epsilon_high={band.epsilon_high}.")
     weight = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
     changed = changed_fields(args, ("epsilon", "epsilon_high", "delta", *weight))
     if changed.get("delta") == 1 + band.delta_high:  # set by a trainer that had this config
         del changed["delta"]
     if changed:
-        raise ValueError(
-            f"loss_type='tbpo' does not use {changed}, but the fields that begin with tbpo_. Remove them, or choose a stock "
-            "loss_type."
-        )
+        raise ValueError(f"loss_type='tbpo' does not use {changed}, but the fields that begin with tbpo_.")
     updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     if updates <= 1:
         logger.warning_once(
             f"steps_per_generation x num_iterations / gradient_accumulation_steps = {updates:g} update per rollout batch: every "
-            "ratio is 1 and no trust band of loss_type='tbpo' can bind. The paper: steps_per_generation = 8 x "
-            "gradient_accumulation_steps."
+            "ratio is 1 and no trust band of loss_type='tbpo' can bind. The paper has 8 updates."
         )
 
 
@@ -345,9 +308,7 @@ def _check_one_source(args: QaRLConfig) -> None:
     if changed and (args.quant_recipe is not None or args.from_checkpoint):
         raise ValueError(f"{own} says which layers are quantized and how, and so do {changed}. Leave one out.")
     if args.quant_freeze_scales and not args.from_checkpoint:
-        raise ValueError(
-            "quant_freeze_scales=True keeps a quantized model's scales: it needs quant_scheme: checkpoint."
-        )
+        raise ValueError("quant_freeze_scales=True needs quant_scheme: checkpoint, whose scales it keeps.")
 
 
 def _check_sampling(args: QaRLConfig) -> None:
@@ -356,16 +317,12 @@ def _check_sampling(args: QaRLConfig) -> None:
         return
     given = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
     given |= {"vllm_structured_outputs_regex": args.vllm_structured_outputs_regex} | (args.generation_kwargs or {})
-    biased = {
-        name: value
-        for name, value in given.items()
-        if name not in HARMLESS_SAMPLING and value is not None and value not in NEUTRAL_SAMPLING.get(name, ())
-    }
-    if biased:
-        raise ValueError(
-            f"{biased} changes the distribution that is sampled from, and with it the mismatch weight. Leave it out (temperature is a "
-            "field of its own), or set vllm_importance_sampling_correction=False."
-        )
+    for name, value in given.items():
+        if name not in HARMLESS_SAMPLING and value not in (None, *NEUTRAL_SAMPLING.get(name, ())):
+            raise ValueError(
+                f"{name}={value!r} changes the distribution that is sampled from, and with it the mismatch weight. Leave it out "
+                "(temperature is a field of its own), or set vllm_importance_sampling_correction=False."
+            )
 
 
 def _check_engine(args: QaRLConfig) -> None:
@@ -374,29 +331,20 @@ def _check_engine(args: QaRLConfig) -> None:
     for field in ("model_init_kwargs", "vllm_engine_kwargs"):
         tokens = [key for key, value in (getattr(args, field) or {}).items() if "token" in key and type(value) is str]
         if tokens:
-            raise ValueError(
-                f"{field} sets {tokens}: it would be in logs and checkpoints. Remove it, and set HF_TOKEN or run `hf auth login`."
-            )
+            raise ValueError(f"{field} sets {tokens}, which would be in logs and checkpoints. Set HF_TOKEN instead.")
     owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
-        raise ValueError(
-            f"vllm_engine_kwargs sets {owned}, which the trainer sets itself, from quant_scheme and from the fields that start "
-            "with vllm_. Remove them."
-        )
+        raise ValueError(f"vllm_engine_kwargs sets {owned}, which the trainer sets from its own fields. Remove them.")
     threshold = args.mismatch_abort_threshold
     if threshold is not None and not (args.use_vllm and threshold > 0):
-        raise ValueError(
-            f"mismatch_abort_threshold={threshold} must be > 0 nats per token, and needs an engine (use_vllm)."
-        )
+        raise ValueError(f"mismatch_abort_threshold must be above 0 nats and needs use_vllm, got {threshold}.")
 
 
 def _check_passes(args: QaRLConfig) -> None:
-    limit = "vllm_max_model_length" if args.use_vllm and args.vllm_max_model_length else "max_completion_length"
-    if args.max_tokens_per_pass is not None and args.max_tokens_per_pass < (getattr(args, limit) or 0):
-        raise ValueError(
-            f"max_tokens_per_pass={args.max_tokens_per_pass} must be at least {limit}={getattr(args, limit)}: a pass holds whole "
-            "sequences."
-        )
+    field = "vllm_max_model_length" if args.use_vllm and args.vllm_max_model_length else "max_completion_length"
+    longest = getattr(args, field) or 0
+    if args.max_tokens_per_pass is not None and args.max_tokens_per_pass < longest:
+        raise ValueError(f"max_tokens_per_pass must be at least {field}={longest}, got {args.max_tokens_per_pass}.")
 
 
 def _checked_verify(value: Any) -> str | int:

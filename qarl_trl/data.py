@@ -34,15 +34,14 @@ def load_math_dataset(
     max_samples: int | None = None,
 ) -> "Dataset":
     r"""
-    Load problems with their reference answers as a dataset with the columns `prompt` and `answer`, in row order.
+    Problems with their reference answers, in row order, as a dataset with the columns `prompt` and `answer` (text; [`final_answer`]).
 
-    `name_or_path` is a Hub id, or a `.jsonl`, `.json` or `.parquet` file or a folder of such files; a single file is the `split` that is
-    asked for, slices included (`"train[:100]"`). Columns are by default the first of `PROBLEM_COLUMNS` and `ANSWER_COLUMNS` that exist; dots
-    reach into nested ones. If the problem is chat messages, the template goes around the last user message and the others stay.
-    The rest is as in `qarl_trl.train.QaRLScriptArguments`.
+    `name_or_path` is a Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file, which is whatever `split` is asked for
+    (`"train[:100]"`). Columns are by default the first of `PROBLEM_COLUMNS` and `ANSWER_COLUMNS` that exist. If the problem is chat
+    messages, the template goes around the last user message. The rest is as in `qarl_trl.train.QaRLScriptArguments`.
 
-    Answers are text (see [`final_answer`]); rows that lack a prompt or an answer are left out. `FileNotFoundError` if there is no
-    such file; `ValueError` if a column is missing, the template has no `{problem}`, or no row has both.
+    Rows that lack a prompt or an answer are left out. `FileNotFoundError`, or `ValueError` if a column is missing, the template has
+    no `{problem}`, or no row has both.
     """
     from datasets import Features, List, Value
 
@@ -95,23 +94,13 @@ def final_answer(reference: Any) -> str:
 
 
 def local_path(name_or_path: str) -> Path | None:
-    """
-    The existing file or folder that `name_or_path` means, or `None` if it can only be a Hub id.
-
-    `FileNotFoundError` if it can only be a path, and nothing is there; `ValueError` for a file of an unknown kind.
-    """
+    """The existing file or folder that `name_or_path` means, or `None` for a Hub id. `ValueError` for a file of an unknown kind."""
     path = Path(name_or_path).expanduser()
-    looks_local = path.suffix in BUILDERS or path.is_absolute() or name_or_path.startswith((".", "~"))
-    if not path.exists():
-        if looks_local:
-            raise FileNotFoundError(
-                f"The dataset {name_or_path!r} looks like a path, and nothing is at {path.absolute()}. Give a "
-                f"{', '.join(BUILDERS)} file, a folder, or a Hub id such as 'openai/gsm8k'."
-            )
-        return None
+    if path.suffix in BUILDERS and not path.exists():
+        raise FileNotFoundError(f"The dataset {name_or_path!r} is not there: {path.absolute()}.")
     if path.is_file() and path.suffix not in BUILDERS:
         raise ValueError(f"The dataset {name_or_path!r} is a {path.suffix!r} file. Give one of {sorted(BUILDERS)}.")
-    return path
+    return path if path.exists() else None
 
 
 def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> "Dataset":
@@ -125,18 +114,17 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
             return load_dataset(BUILDERS[path.suffix], data_files={split.partition("[")[0]: str(path)}, split=split)
         return load_dataset(str(path or name_or_path), name=config_name, split=split)
     except (DatasetGenerationError, ValueError) as error:  # their texts name neither the file nor the cause
-        raise ValueError(
-            f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {error.__cause__ or error}"
-        ) from error
+        cause = error.__cause__ or error
+        raise ValueError(f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {cause}") from error
 
 
 def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argument: str, name_or_path: str) -> str:
     candidates = table if given is None else (given,)
     if found := [column for column in candidates if column in dataset.column_names]:
         return found[0]
+    missing = " or ".join(candidates)
     raise ValueError(
-        f"The dataset {name_or_path!r} has the columns {dataset.column_names}, not {' or '.join(candidates)}. Name one with "
-        f"{argument}."
+        f"The dataset {name_or_path!r} has the columns {dataset.column_names}, not {missing}. Set {argument}."
     )
 
 

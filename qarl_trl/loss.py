@@ -38,11 +38,11 @@ class TrustBand:
     def __post_init__(self) -> None:
         for name in ("epsilon_high", "delta_low", "delta_high"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be > 0: a band of width 0 lets nothing train.")
+                raise ValueError(f"tbpo_{name}={getattr(self, name)} must be > 0: a band of width 0 trains nothing.")
         if not self.delta_low < 1:
-            raise ValueError(f"delta_low={self.delta_low} must be < 1: ratios are positive, so 1 - delta_low is too.")
+            raise ValueError(f"tbpo_delta_low={self.delta_low} must be < 1, since ratios are positive.")
         if not (self.mismatch_cap > 1 and math.isfinite(self.mismatch_cap)):
-            raise ValueError(f"mismatch_cap={self.mismatch_cap} must be finite and > 1: the weight is in [1/c, c].")
+            raise ValueError(f"tbpo_mismatch_cap={self.mismatch_cap} must be finite and > 1: weights are in [1/c, c].")
 
 
 def clip_to(band: TrustBand, trainer: Any) -> None:

@@ -41,16 +41,12 @@ def _load_reward(path: str) -> Callable[..., list[float | None]]:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a file here must not stand in for an installed package
     try:
-        if not module:
-            raise ImportError("it has no dot")
         if not callable(found := getattr(import_module(module), attribute)):
             raise ImportError("it is no function")
         return found
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"reward_funcs has {path!r}, which cannot be imported: {error}. Give math_reward, or the dotted path of a function "
-            "that is installed or in the current folder."
-        ) from error
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: a name without a dot
+        text = f"reward_funcs has {path!r}, which cannot be imported: {error}. Give math_reward, or package.function."
+        raise ValueError(text) from error
 
 
 def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:

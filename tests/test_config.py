@@ -1,19 +1,16 @@
 """`QaRLConfig`: defaults of the paper, and which settings are refused."""
 
-from dataclasses import fields
-
 import pytest
 from transformers import MistralConfig, Qwen3Config
 from trl import GRPOConfig
 
 from qarl_trl import QaRLConfig, _compat
-from qarl_trl.config import AT_LEAST, STOCK_LOSSES, UNFIT, logger
+from qarl_trl.config import POSITIVE, STOCK_LOSSES, UNFIT, logger
 from qarl_trl.loss import TrustBand
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
 
 VLLM = {"use_vllm": True}
-NAN = float("nan")
 
 
 @pytest.fixture
@@ -80,7 +77,7 @@ def test_defaults_are_those_of_the_paper_and_sample_from_the_distribution_that_t
         # Nothing would be trained.
         ({"max_steps": 0}, "max_steps"),
         ({"num_train_epochs": 0.0}, "num_train_epochs"),
-        *(({name: least - 1}, name) for name, least in AT_LEAST.items()),
+        *(({name: 0}, name) for name in POSITIVE),
         ({"temperature": 0.0}, "temperature"),
         ({"top_p": 2.0}, "top_p"),
         *(({"num_iterations": value}, "num_iterations") for value in ("two", 1.5)),
@@ -90,13 +87,6 @@ def test_defaults_are_those_of_the_paper_and_sample_from_the_distribution_that_t
 def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_name(config, settings, name):
     with pytest.raises(ValueError, match=name):
         config(**settings)
-
-
-def test_no_field_takes_a_nan(config):
-    for field in fields(QaRLConfig):
-        if isinstance(field.default, float):
-            with pytest.raises(ValueError, match=f"{field.name} must be a number"):
-                config(**{field.name: NAN})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +138,7 @@ def test_vllm_must_be_installed_before_a_model_loads(config, monkeypatch):
 def test_muon_refuses_deepspeed(config, monkeypatch):
     monkeypatch.setattr(GRPOConfig, "__post_init__", lambda self: None)  # it would load DeepSpeed
     config(loss_type="grpo", optim_muon=False, deepspeed="zero3.json")
-    with pytest.raises(ValueError, match="optim_muon=True with DeepSpeed"):
+    with pytest.raises(ValueError, match="optim_muon must be False with DeepSpeed"):
         config(loss_type="grpo", optim_muon=True, deepspeed="zero3.json")
 
 
@@ -178,13 +168,6 @@ def test_beside_a_cpu_engine_a_low_bit_learner_takes_its_kernel_and_operations(c
     assert not args.engine_ops_for(MistralConfig())
     args.learner_ops = "stock"
     assert not args.engine_ops_for(Qwen3Config())
-    args.learner_ops = "engine"
-    if operations or not args.quantized:
-        assert args.engine_ops_for(Qwen3Config())
-    else:
-        name = next(iter(settings)).split("_")[0]
-        with pytest.raises(ValueError, match=f"learner_ops='engine' is not possible: .*{name}"):
-            args.engine_ops_for(Qwen3Config())
 
 
 # Recipes ------------------------------------------------------------------------------------------------------------

@@ -118,9 +118,8 @@ def test_data_without_a_problem_or_an_answer_are_refused_by_the_settings_that_na
 
 
 def test_files_that_are_missing_or_unreadable_are_named(tmp_path):
-    for name in (str(tmp_path / "none.jsonl"), "./none", "~/none"):
-        with pytest.raises(FileNotFoundError, match="none"):
-            load_math_dataset(name)
+    with pytest.raises(FileNotFoundError, match="none"):
+        load_math_dataset(str(tmp_path / "none.jsonl"))
     assert local_path("openai/gsm8k") is None
     (tmp_path / "a.csv").write_text("problem,answer\n1,2\n")
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\x00")

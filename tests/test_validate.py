@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from configs import config
@@ -9,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
-from qarl_trl import QaRLTrainer
+from qarl_trl import QaRLTrainer, validate
 from qarl_trl.validate import check_arguments, check_data, check_processes
 
 
@@ -32,7 +33,7 @@ def test_one_process_with_several_gpus_is_refused_before_a_model_loads(tmp_path,
     """TRL's device_map="auto" would spread the model over them."""
     args = config(tmp_path)
     monkeypatch.setattr(type(args), "n_gpu", 4)
-    with pytest.raises(ValueError, match="one device, got 4 GPUs.*accelerate launch"):
+    with pytest.raises(ValueError, match="one GPU, got 4.*accelerate launch"):
         QaRLTrainer("no/such-model", reward_funcs=[], args=args)
     monkeypatch.setattr(type(args), "n_gpu", 1)
     check_arguments("no/such-model", args, {})  # control
@@ -41,7 +42,7 @@ def test_one_process_with_several_gpus_is_refused_before_a_model_loads(tmp_path,
 @pytest.mark.parametrize(
     ("version", "scheme", "words"),
     [
-        ("1", "W4A16", "FSDP1 flattens"),
+        ("1", "W4A16", "FSDP1"),
         ("2", "NVFP4A16", "global scale"),
         ("zero3", "NVFP4A16", "global scale"),
         ("zero3", "W4A16", None),
@@ -123,7 +124,7 @@ def test_a_server_takes_no_images_and_without_a_folder_needs_a_gpu():
     data = Dataset.from_dict({"prompt": ["a"], "image": ["b"]})
     with pytest.raises(ValueError, match="takes text only, got .'image'. in eval_dataset"):
         check_processes(SimpleNamespace(**args), {"eval_dataset": {"x": data}})
-    with pytest.raises(ValueError, match=r"vllm_mode='server' on device 'cpu' needs sync_folder.*from GPU to GPU"):
+    with pytest.raises(ValueError, match=r"vllm_mode='server' on device 'cpu' needs sync_folder"):
         check_processes(SimpleNamespace(**args | {"sync_folder": None}), {})
     check_processes(SimpleNamespace(**args), {})  # controls
     check_processes(SimpleNamespace(**args | {"vllm_mode": "colocate"}), {"eval_dataset": {"x": data}})
@@ -138,3 +139,30 @@ def test_fewer_prompts_than_a_rollout_batch_are_refused_with_the_arithmetic_befo
         QaRLTrainer("no/such-model", reward_funcs=[], args=args, train_dataset=data.select(range(7)))
     check_data({"train_dataset": data}, args)  # controls
     check_data({"train_dataset": data.select(range(7)).to_iterable_dataset()}, args)
+
+
+def test_a_model_that_the_host_cannot_hold_is_refused_before_it_loads(tmp_path, monkeypatch, tiny_model):
+    """Eight processes with a copy each; the kernel would kill one of them without a word."""
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    args, half = config(tmp_path), config(tmp_path, model_init_kwargs={"dtype": "bfloat16"})
+    found = validate.config_of(str(tmp_path / "model"), args)
+    needed = 4 * sum(p.numel() for p in validate.skeleton(found, args).parameters())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(validate, "available_memory", lambda: 8 * needed - 1)
+    with pytest.raises(ValueError, match="8 processes of this machine hold the model in float32.*fsdp2.yaml"):
+        QaRLTrainer(str(tmp_path / "model"), reward_funcs=[], args=args)
+    validate.check_run(str(tmp_path / "model"), args, {})  # controls: a server holds no master weights
+    monkeypatch.setattr(validate, "available_memory", lambda: 4 * needed)
+    validate.check_host_memory(found, half)
+    monkeypatch.setattr(validate._compat, "is_fsdp_enabled", lambda: True)  # one process reads them for all
+    validate.check_host_memory(found, args)
+
+
+def test_free_memory_is_that_of_the_machine_or_its_control_group(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(validate, "Path", lambda _: limit)
+    free = validate.available_memory()
+    assert 2**26 < free <= psutil.virtual_memory().total
+    for text, most in (("max", 2**62), ("4096", 4096)):
+        limit.write_text(f"{text}\n")
+        assert (validate.available_memory() == most) == (text != "max")

@@ -9,12 +9,10 @@ import references
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.integrations import sdpa_attention
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from qarl_trl import _compat
 from qarl_trl.learner import attention
 from qarl_trl.learner.logps import PackedPasses
 
@@ -181,55 +179,3 @@ def test_an_attention_across_sequences_is_caught(make, monkeypatch, caplog, kind
     (warning,) = (r.getMessage() for r in caplog.records if "padded rows, as in TRL" in r.getMessage())
     assert "change by" in warning and "with its neighbour" in warning
     assert model.training
-
-
-# Images -------------------------------------------------------------------------------------------------------------
-
-IMAGE = 63  # of four tokens: 4 x 4 patches, of which 2 x 2 are merged
-
-
-def vision():
-    """A Qwen2.5-VL of one layer each."""
-    torch.manual_seed(0)
-    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1, "pad_token_id": 0}
-    text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
-    eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    config = Qwen2_5_VLConfig(
-        text_config=text | {"initializer_range": 0.1},
-        vision_config=eye | {"initializer_range": 0.1},
-        image_token_id=IMAGE,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2_5_VLForConditionalGeneration(config)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    return model.train()
-
-
-def with_images(batch, counts):
-    """Images in the prompts, each before one more token."""
-    ids = batch["input_ids"] % IMAGE
-    for row, count in enumerate(counts):
-        for image in range(count):
-            ids[row, 11 - 5 * image : 15 - 5 * image] = IMAGE
-    grid = torch.tensor([[1, 4, 4]] * sum(counts))
-    pixels = torch.randn(16 * len(grid), 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(1))
-    images = {"pixel_values": pixels, "image_grid_thw": grid, "num_images": list(counts)}
-    return batch | images | {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()}
-
-
-def test_padded_rows_are_scored_in_the_micro_batches_of_the_loss():
-    """Also of rows with one image, two and none: each keeps its own."""
-    batch, model = with_images(make_batch([(5, 24), (3, 30), (9, 22), (4, 20), (6, 31)]), (1, 2, 0, 2, 1)), vision()
-    order, given = torch.tensor([3, 0, 4, 1, 2]), {"model": model, **batch, "batch_size": 3, "compute_entropy": True}
-    assert not make_passes().packs(model) and not _compat.is_text(given)
-    seen = []
-    model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"]), with_kwargs=True)
-    found = _compat.in_order(lambda **given: padded(**given), given, order)[:2]
-    assert all(map(torch.equal, seen, batch["input_ids"][order].split(3)))
-    expected = padded(**given)[:2]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine - theirs).abs().max() < 5e-6
-    # Control: each row with the pixels of another one.
-    others = given | {"pixel_values": batch["pixel_values"].roll(16, 0)}
-    assert (_compat.in_order(padded, others, order)[0] - expected[0]).abs().max() > 1e-3
