@@ -6,6 +6,9 @@ Operations without a CPU form are replaced by permutations that keep values, so 
 
 from __future__ import annotations
 
+import os
+import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import make_model
-from slow.isolated import isolated
+from slow.isolated import isolated, isolated_group
 
 from qarl_trl.quant.scheme import GPU_GENERATIONS
 
@@ -25,7 +28,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
 DENSE = ("qwen2", "qwen3", "llama")
 SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "FP8_BLOCK", "none")
 NO_EXPERTS = ("qwen3_moe", "NVFP4A16")
-FAULTLESS = {"kernel": "", "moved": [], "scales": {1.0}, "same in b": [], "not a again": []}
+RANKED = (("qwen2", "W4A16"), ("qwen3", "NVFP4A16"), ("qwen3_moe", "W4A16"), ("qwen3_moe", "FP8_DYNAMIC"))
+FAULTLESS = {"moved": [], "scales": {1.0}, "same in b": [], "not a again": []}
 
 
 @contextmanager
@@ -117,13 +121,20 @@ def _start(folder: str, model: Any, capability: tuple[int, int]) -> tuple[Any, t
     model.config.save_pretrained(folder)
     found = quantization_config(model)
     overrides = {} if found is None else {"quantization_config": found}
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    split = {"tensor_parallel_size": ranks, "enable_expert_parallel": bool(getattr(model.config, "num_experts", 0))}
     sizes = {"enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True, "dtype": "bfloat16"}
-    settings = EngineArgs(folder, load_format="dummy", hf_overrides=overrides, **sizes).create_engine_config()
+    settings = EngineArgs(folder, load_format="dummy", hf_overrides=overrides, **sizes, **split).create_engine_config()
     _vllm.keep_cache_scales()
     with set_current_vllm_config(settings):
         if not torch.distributed.is_initialized():
-            init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-            ensure_model_parallel_initialized(1, 1)
+            os.environ["VLLM_DIST_IDENT"] = (
+                f"qarl{os.environ.get('MASTER_PORT', '')}"  # an executor's; of the ranks' memory
+            )
+            init_distributed_environment(
+                ranks, rank, "env://" if ranks > 1 else f"file://{folder}/store", rank, "gloo"
+            )
+            ensure_model_parallel_initialized(ranks, 1)
         with cuda(capability):
             loader = get_model_loader(settings.load_config)
             return settings, loader.load_model(vllm_config=settings, model_config=settings.model_config)
@@ -224,6 +235,7 @@ def _syncs(
     forms = ("weight_shape", "cos_sin_cache")  # alike in A and B
     return {
         "kernel": _kernel(mlp),
+        "elements": sum(parameter.numel() for parameter in engine.parameters()),
         "moved": [name for name, place in places.items() if place not in stayed],
         "scales": set(scales),
         "same in b": [n for n, t in first.items() if t.numel() > 4 and _same(t, other[n]) and not n.endswith(forms)],
@@ -233,6 +245,23 @@ def _syncs(
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x.contiguous().flatten().view(torch.uint8), y.contiguous().flatten().view(torch.uint8))
+
+
+def _with_deep_gemm(folder: str, kind: str) -> dict[str, Any]:
+    """FP8_BLOCK with a DeepGEMM, whose layout of scales is another permutation."""
+    import vllm.utils.deep_gemm
+    from vllm.platforms import current_platform
+
+    from qarl_trl.rollout import _vllm
+
+    def transform(sf: torch.Tensor, **_: Any) -> torch.Tensor:
+        return sf.flip(-1).clone()
+
+    sys.modules["deep_gemm"] = types.SimpleNamespace(fp8_gemm_nt=None, transform_sf_into_required_layout=transform)
+    vllm.utils.deep_gemm.has_deep_gemm = lambda: True
+    type(current_platform).support_deep_gemm = classmethod(lambda cls: True)
+    _vllm.keep_block_scales()
+    return _syncs(folder, kind, "FP8_BLOCK")
 
 
 def _of_all(folder: str, capability: tuple[int, int]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -249,7 +278,7 @@ def _of_all(folder: str, capability: tuple[int, int]) -> dict[tuple[str, str], d
 def test_after_syncs_and_sleeps_every_tensor_is_in_its_place_with_its_bytes(generation, tmp_path):
     found = isolated(_of_all, str(tmp_path), GPU_GENERATIONS[generation])
     for cell, result in found.items():
-        assert result | {"kernel": ""} == FAULTLESS, cell
+        assert result | FAULTLESS == result, cell
     columns = next(line for line in PAGE.splitlines() if line.startswith("| scheme")).split(" | ")
     (column,) = (i for i, name in enumerate(columns) if name.startswith(generation))
     for scheme in SCHEMES:
@@ -260,6 +289,24 @@ def test_after_syncs_and_sleeps_every_tensor_is_in_its_place_with_its_bytes(gene
         assert row.split(" | ")[column].removesuffix(" |") == ", ".join(kernels), (
             f"docs/gpu.md: {scheme} on {generation}"
         )
+
+
+@pytest.mark.parametrize("kind, scheme", RANKED, ids=map("-".join, RANKED))
+def test_ranks_of_an_engine_keep_their_parts(kind, scheme, tmp_path):
+    """Tensor parallel; of experts each rank has half."""
+    whole, *ranks = (
+        isolated(_syncs, str(tmp_path), kind, scheme),
+        *isolated_group(_syncs, 2, str(tmp_path), kind, scheme),
+    )
+    for result in ranks:
+        assert result | FAULTLESS | {"kernel": whole["kernel"]} == result
+        assert result["elements"] < 0.75 * whole["elements"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_block_scales_survive_the_layout_of_deep_gemm(kind, tmp_path):
+    found = isolated(_with_deep_gemm, str(tmp_path), kind)
+    assert found | FAULTLESS | {"kernel": "DeepGemmFp8BlockScaledMMKernel"} == found
 
 
 def test_a_second_repack_is_found(tmp_path):
