@@ -7,13 +7,13 @@ response. At the paper's rate of 1e-6 the master weights must be float32: a bflo
 
 import contextlib
 import logging
-import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim._muon import muon as muon_step
 from transformers import Trainer
 
 from .quant.experts import PROJECTIONS, expert_modules
@@ -32,47 +32,26 @@ MOMENTUM, NS_STEPS = 0.95, 5
 ADJUST_LR = "match_rms_adamw"
 # `gate_proj`, an ordinary hidden matrix, is not meant.
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)\.")
-# Entries of experts in one pass of Newton-Schulz: at most 0.4 GB beside the parameter, at 12 bytes an entry (the float32
-# update, two bfloat16 matrices, two Gram matrices), and still some twenty matrices of 768 x 2048 for a GPU to multiply at once.
-_ENTRIES_PER_PASS = 2**25
 
 
-def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """
-    The orthogonalization of [`torch.optim.Muon`] (Jordan et al., 2024), of every matrix of `(batch, rows, columns)`.
-
-    bfloat16, bit for bit torch's on a CPU. A GPU may choose other kernels for a batch and sum in another order.
-    """
-    a, b, c = coefficients
-    x = matrices.bfloat16()
-    tall = x.shape[1] > x.shape[2]
-    if tall:
-        x = x.mT
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.mT
-        gram_update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram_update, x, beta=a)
-    return x.mT if tall else x
-
-
-def _own_experts(tensor: Tensor) -> Tensor:
-    """The experts that this process holds, in their own storage."""
+def _own_matrices(tensor: Tensor, projections: int) -> list[Tensor]:
+    """Views of the matrices of the experts that this process holds."""
     sharded = isinstance(tensor, DTensor)
     if sharded and not all(placement.is_replicate() or placement.is_shard(0) for placement in tensor.placements):
         raise RuntimeError(
             f"Muon needs whole experts: {tuple(tensor.shape)} must be sharded over dimension 0, got {tensor.placements}. "
             "Shard with FSDP2's default placement, or set optim_muon=False."
         )
-    return tensor.to_local() if sharded else tensor
+    own = tensor.to_local() if sharded else tensor
+    # `unflatten`, since some parameters are transposed in memory, and `view` would refuse them.
+    return [matrix for expert in own.unflatten(1, (projections, -1)) for matrix in expert]
 
 
 class ExpertMuon(torch.optim.Optimizer):
     """
     [`torch.optim.Muon`] for parameters `(experts, projections * rows, columns)`, each `(rows, columns)` a matrix of its own.
 
-    Equal to torch's Muon, with Nesterov momentum and `ADJUST_LR`, over the matrices one by one. Args: groups with `params` and
-    `projections`; `defaults` of torch's Muon.
+    Args: groups with `params` and `projections`; `defaults` of torch's Muon, whose own function steps one matrix after the other.
     A DTensor (FSDP2) must be sharded by experts: each process updates its own, without communication.
     """
 
@@ -80,27 +59,16 @@ class ExpertMuon(torch.optim.Optimizer):
     def step(self) -> None:
         """One step. Raises `RuntimeError` for a DTensor that is sharded within a matrix."""
         for group in self.param_groups:
+            settings = {name: group[name] for name in self.defaults}
             for param in group["params"]:
                 if param.grad is not None:
                     state = self.state[param]
                     if "momentum_buffer" not in state:
                         state["momentum_buffer"] = torch.zeros_like(param.grad)
-                    self._step(*map(_own_experts, (param, param.grad, state["momentum_buffer"])), group)
-
-    @staticmethod
-    def _step(param: Tensor, grad: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
-        projections, columns = group["projections"], param.shape[2]
-        rows = param.shape[1] // projections
-        scale = 0.2 * math.sqrt(max(rows, columns))  # ADJUST_LR
-        experts = max(1, _ENTRIES_PER_PASS // (projections * rows * columns))
-        for weights, grads, moments in zip(*(t.split(experts) for t in (param, grad, momentum)), strict=True):
-            moments.lerp_(grads, 1 - group["momentum"])
-            update = grads.lerp(moments, group["momentum"])
-            matrices = update.reshape(len(weights) * projections, rows, columns)
-            directions = newton_schulz(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            weights.mul_(1 - group["lr"] * group["weight_decay"])
-            directions = directions.unflatten(0, (len(weights), projections))
-            weights.unflatten(1, (projections, rows)).add_(directions, alpha=-group["lr"] * scale)
+                    tensors = param, param.grad, state["momentum_buffer"]
+                    muon_step(
+                        *(_own_matrices(t, group["projections"]) for t in tensors), has_complex=False, **settings
+                    )
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

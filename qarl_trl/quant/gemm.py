@@ -122,9 +122,8 @@ class Int4Fp8Gemm(Fp8Gemm):
     """
     INT4 weights and per-token FP8 activations, as vLLM's kernel for Hopper multiplies them.
 
-    That kernel has no 4-bit product: it holds a table of `code * scale` in float8 for each group, with the scale itself
-    rounded to float8 and a float32 scale for the channel above it. Sixteen table entries of three bits' mantissa stand for
-    the quantized values, so the weight that it multiplies by is not the one that the checkpoint decompresses to.
+    For each group that kernel has a table of sixteen products `quantized value * scale`, rounded to float8, where the scale itself is
+    rounded to float8 below a float32 scale of the channel. So it does not multiply by what the checkpoint decompresses to.
     """
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
@@ -191,17 +190,15 @@ class CpuInt4Int8Gemm(ActivationGemm):
         group_size = effective_group_size(weight.scheme) or in_features
         # A single group is one scale a channel also to vLLM, and then the kernel sums, scales and rounds otherwise.
         one_group = group_size == in_features
-        # The kernel keeps its bias among the packed quantized values. With groups it gives float32 out, and the bias can be added
-        # behind it.
+        # The kernel keeps its bias among the packed values. With groups it gives float32, to which the bias is added afterwards.
         inside = bias.detach().float() if one_group and bias is not None else torch.empty(0)
         packed, packed_bias = weight.prepared.get("dyn_quant_4bit", (None, None))
         if packed is None or not torch.equal(packed_bias, inside):
             unsigned = weight.quantized + 8
             pairs = (unsigned[:, 1::2] << 4 | unsigned[:, ::2]).to(torch.uint8)
             scale = weight.scale.float() if one_group else weight.scale
-            packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
-                pairs, scale, inside if len(inside) else None, group_size, in_features, out_features
-            )
+            kernel_bias, sizes = inside if len(inside) else None, (group_size, in_features, out_features)
+            packed = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale, kernel_bias, *sizes)
             weight.prepared["dyn_quant_4bit"] = packed, inside
         x = x if one_group else x.float()  # which the kernel demands with groups
         y = torch.ops.aten._dyn_quant_matmul_4bit(x, packed, group_size, in_features, out_features)

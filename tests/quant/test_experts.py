@@ -23,8 +23,8 @@ from qarl_trl.quant import (
     resolve_scheme,
 )
 from qarl_trl.quant.experts import PROJECTIONS, expert_modules, layer_names
-from qarl_trl.quant.gemm import Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
-from qarl_trl.quant.grouped import grouped_gemm
+from qarl_trl.quant.gemm import Fp8Gemm, Int4Fp8Gemm, dequantize
+from qarl_trl.quant.grouped import ExpertsGemm
 from qarl_trl.quant.model import bypassed_layers
 from qarl_trl.quant.quantize import LowBitWeight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
@@ -304,20 +304,10 @@ def test_one_parameter_at_a_time_is_dequantized_and_not_kept(scheme, trained):
     with Recorder(down // 2) as back:
         loss.backward()
     # A matrix in float32 and, while it is cast, in bfloat16; of the backward the gradients of both parameters are left.
-    assert gate_up <= there.peak <= 1.5 * gate_up
+    assert there.peak <= 1.5 * gate_up
+    assert there.peak >= gate_up or scheme == "FP8_DYNAMIC"  # which is multiplied as it is, expert by expert
     assert sum(kept.values()) < down / 4
     assert back.peak <= (down if trained else 0) + 1.5 * gate_up
-
-
-def test_sums_of_integers_are_exact_where_float32_is_not():
-    weight = quantize_weight(torch.rand(2 * 64, 8192) + 0.5, resolve_scheme("W8A8"))
-    x, offsets = torch.rand(9, 8192) + 0.5, torch.tensor([4, 9], dtype=torch.int32)
-    y, (packed, scale) = grouped_gemm(Int8Gemm(), x, weight, offsets)
-    first, second = weight.split(64)
-    parts = [Int8Gemm().forward(x[:4], first)[0], Int8Gemm().forward(x[4:], second)[0]]
-    assert torch.equal(y, torch.cat(parts))
-    in_one = (packed[:4].float() @ first.quantized.float().t()) * first.scale.float().t() * scale[:4]
-    assert not torch.equal(y[:4], in_one)  # control
 
 
 @pytest.mark.parametrize(("scheme", "gemm"), [("FP8_DYNAMIC", Fp8Gemm), ("W4AFP8", Int4Fp8Gemm)])
@@ -330,12 +320,12 @@ def test_the_grouped_gemm_of_float8_is_called_as_torch_demands(monkeypatch, sche
     offsets = torch.empty(8, dtype=torch.int32, device="meta")
     x = torch.empty(33, 128, dtype=torch.bfloat16, device="meta")
     with Recorder() as recorder:
-        y, _ = grouped_gemm(gemm(), x, LowBitWeight(data, weight.scheme), offsets)
+        y, _ = ExpertsGemm(gemm(), offsets).forward(x, LowBitWeight(data, weight.scheme))
     assert (y.shape, y.dtype) == ((33, 256), torch.bfloat16)
     assert "aten._scaled_grouped_mm.default" in recorder.calls
     capability[0] = (8, 9)  # an Ada GPU has no such product: expert by expert
     with pytest.raises(RuntimeError, match="meta"):
-        grouped_gemm(gemm(), x, LowBitWeight(data, weight.scheme), offsets)
+        ExpertsGemm(gemm(), offsets).forward(x, LowBitWeight(data, weight.scheme))
 
 
 # Quantized values --------------------------------------------------------------------------------------------------------------

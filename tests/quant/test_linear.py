@@ -181,7 +181,7 @@ def test_a_layer_is_quantized_once_per_optimizer_step(quantizations):
         for _ in range(3):  # accumulation, old log-probs, sync, export
             layer(make_input(2)).sum().backward()
             layer.low_bit()
-        assert layer.low_bit() is layer.low_bit(layer.weight.data) is layer.last_low_bit
+        assert layer.low_bit() is layer.low_bit(layer.weight.data) is layer.last_low_bits()["weight"]
         assert len(quantizations) == step
         optimizer.step()
 
