@@ -123,10 +123,6 @@ class QaRLConfig(GRPOConfig):
     advantage_filter: Literal["none", "positive"] = HfArg(
         default="none", help="'positive' sets negative advantages to 0 (positive-only GRPO, paper Fig. 8)."
     )
-    log_token_stats: int = HfArg(
-        default=0,
-        help="Completions per rollout batch whose every token is written to output_dir/token_stats/. 0: none.",
-    )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
         help="Stop when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this: for "
