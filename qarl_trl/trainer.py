@@ -20,7 +20,6 @@ from .checkpoints.mixin import CheckpointMixin
 from .checkpoints.resume import identity_of, on_first, resume_path
 from .config import TBPO, QaRLConfig
 from .export import quantization_config
-from .export.card import PAPER
 from .export.mixin import SharingMixin
 from .learner import guards
 from .learner.logps import PackedPasses
@@ -60,7 +59,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "qarl"]
     _name = "QaRL"
-    _paper = PAPER
 
     def __init__(
         self,
