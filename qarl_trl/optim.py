@@ -87,9 +87,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step of all parts. accelerate passes `closure=None`; the Trainer has no other, so another is a `ValueError`."""
-        if closure is not None:
-            raise ValueError(f"closure must be None, got {closure!r}. Compute loss and gradients before the step.")
+        """One step of all parts; accelerate passes `closure=None`."""
         for part, inner in self._parts.items():
             # Linked at every step, because `load_state_dict` replaces both attributes on this object only.
             inner.state = self.state
@@ -99,10 +97,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 def _embedding_and_head_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of embeddings and output heads; submodules are asked too, so a wrapped model gives the same answer."""
-    modules = []
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            modules.append(module)
         if hasattr(module, "get_input_embeddings") and hasattr(module, "get_output_embeddings"):
             with contextlib.suppress(NotImplementedError):  # transformers' answer for a backbone without tokens
                 modules += [module.get_input_embeddings(), module.get_output_embeddings()]
@@ -120,11 +116,6 @@ def _expert_projections(model: nn.Module) -> dict[nn.Parameter, int]:
     }
 
 
-def _decayed(model: nn.Module) -> set[str]:
-    """Names of the parameters with weight decay: the Trainer's rule, which reads nothing of a trainer."""
-    return set(Trainer.get_decay_parameter_names(None, model))
-
-
 def split_parameters(model: nn.Module) -> tuple[list[str], dict[str, int], list[str]]:
     """
     Names, as in `named_parameters()`, of Muon's matrices, of its experts with their number of projections, and of the rest.
@@ -132,7 +123,7 @@ def split_parameters(model: nn.Module) -> tuple[list[str], dict[str, int], list[
     Muon gets the fused weights of routed experts and the 2-D weights, except embeddings, output heads, routers and whatever
     the Trainer would not decay (norms, and biases of any shape). The rest of what is trained is AdamW's.
     """
-    decay = _decayed(model)
+    decay = Trainer.get_decay_parameter_names(None, model)  # which reads nothing of a trainer
     excluded, projections = _embedding_and_head_parameters(model), _expert_projections(model)
     matrices, experts, others = [], {}, []
     for name, param in model.named_parameters():
@@ -160,30 +151,19 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
             f"optim_muon=True found no hidden 2-D matrix among {len(params)} trainable parameters. Under FSDP1, which flattens "
             "them, use FSDP2 or DDP; otherwise set optim_muon=False."
         )
-    if stacked := [name for name in others if params[name].ndim > 2]:
-        logger.warning(
-            "Muon takes matrices, and experts in the layout of Qwen3-MoE. AdamW trains %s.", ", ".join(stacked)
-        )
+    if stacked := ", ".join(name for name in others if params[name].ndim > 2):
+        logger.warning("Muon takes matrices, and experts in the layout of Qwen3-MoE. AdamW trains %s.", stacked)
+    hidden, rates = [params[name] for name in matrices], {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     muon = torch.optim.Muon(
-        [{"params": [params[name] for name in matrices]}],
-        lr=args.learning_rate,
-        weight_decay=args.weight_decay,
-        momentum=MOMENTUM,
-        ns_steps=NS_STEPS,
-        adjust_lr_fn=ADJUST_LR,
+        [{"params": hidden}], momentum=MOMENTUM, ns_steps=NS_STEPS, adjust_lr_fn=ADJUST_LR, **rates
     )
     groups = [
         {"params": [params[name] for name in experts if experts[name] == count], "projections": count}
         for count in sorted(set(experts.values()))
     ]
-    decay = _decayed(model)
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [params[name] for name in others if name in decay], "weight_decay": args.weight_decay},
-            {"params": [params[name] for name in others if name not in decay], "weight_decay": 0.0},
-        ],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-    )
+    decay = Trainer.get_decay_parameter_names(None, model)
+    decayed = {"params": [params[name] for name in others if name in decay], "weight_decay": args.weight_decay}
+    undecayed = {"params": [params[name] for name in others if name not in decay], "weight_decay": 0.0}
+    betas = args.adam_beta1, args.adam_beta2
+    adamw = torch.optim.AdamW([decayed, undecayed], lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
     return MuonWithAdamW(muon, ExpertMuon(groups, muon.defaults) if groups else None, adamw)

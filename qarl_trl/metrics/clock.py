@@ -54,11 +54,8 @@ class StepClock(TrainerCallback):
     """
     Splits each optimizer step into rollout, weight sync and update.
 
-    Args:
-        engine (`LowBitVLLMGeneration`, *optional*): Counts the seconds of rollouts and weight syncs.
-        log (`Callable`): Takes a metric's name and value.
-        flips (`Callable`): Metrics of the quantized weights that changed, after a weight sync.
-        after_first (`Callable`): Called after the first step.
+    The `engine` (`LowBitVLLMGeneration`, if there is one) counts the seconds of rollouts and weight syncs, `log` takes a metric's name
+    and value, `flips` gives the metrics of the quantized weights that a sync changed, `after_first` is called after the first step.
     """
 
     def __init__(

@@ -9,16 +9,8 @@ import torch.nn.functional as F
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
-from . import reference
-from .activations import (
-    FP8,
-    dequantize_activations,
-    memoize_last,
-    quantize_groups_fp8,
-    quantize_tokens_fp8,
-    quantize_tokens_int8,
-    quantize_tokens_int8_asymmetric,
-)
+from . import activations, reference
+from .activations import FP8, memoize_last
 from .quantize import LowBitWeight, dequantize
 from .scheme import effective_group_size, support_of
 
@@ -91,7 +83,7 @@ class ActivationGemm(Gemm):
         return y.reshape(*x.shape[:-1], -1), saved
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
-        return dequantize_activations(*saved, dtype)
+        return activations.dequantize_activations(*saved, dtype)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         """`(tokens, in)` quantized values times the weight plus the bias, `(tokens, out)` in `dtype`."""
@@ -101,7 +93,7 @@ class ActivationGemm(Gemm):
 class Fp8Gemm(ActivationGemm):
     """FP8 weights and per-token FP8 activations, accumulated in float32 (`(x_q W_q^T) s_x s_w + b`)."""
 
-    quantize = staticmethod(quantize_tokens_fp8)
+    quantize = staticmethod(activations.quantize_tokens_fp8)
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
         """What is multiplied, float8 `(out, in)`, and its scale, float32 `(out, 1)`."""
@@ -127,7 +119,7 @@ class Int4Fp8Gemm(Fp8Gemm):
     """
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
-        scale, channel_scale = quantize_tokens_fp8(weight.scale)
+        scale, channel_scale = activations.quantize_tokens_fp8(weight.scale)
         # An eighth of it, so that the largest entry, 8 scales, is a float8 number.
         scale, channel_scale = (scale.float() / 8).to(FP8), channel_scale * 8
         quantized = reference.unpacked(weight.quantized, 4)
@@ -150,7 +142,7 @@ class Fp8BlockGemm(ActivationGemm):
     vLLM adds the bias to the rounded output of its block kernels.
     """
 
-    quantize = staticmethod(quantize_groups_fp8)
+    quantize = staticmethod(activations.quantize_groups_fp8)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         height, width = weight.scheme.weights.block_structure
@@ -164,7 +156,7 @@ class Fp8BlockGemm(ActivationGemm):
 class Int8Gemm(ActivationGemm):
     """INT8 weights and per-token INT8 activations, accumulated exactly in int32."""
 
-    quantize = staticmethod(quantize_tokens_int8)
+    quantize = staticmethod(activations.quantize_tokens_int8)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         tokens = x.shape[0]
@@ -178,7 +170,7 @@ class CpuInt4Int8Gemm(ActivationGemm):
     """INT4 weights and asymmetric per-token INT8 activations: torch's own 4-bit kernel, which the CPU engine calls."""
 
     prepares = True
-    quantize = staticmethod(quantize_tokens_int8_asymmetric)
+    quantize = staticmethod(activations.quantize_tokens_int8_asymmetric)
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         cast = memoize_last(Tensor.to, x, torch.bfloat16)  # as the activations and the bias of the engine are

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from .activations import memoize_last
 from .cache import LowBitCache
 from .gathers import GatheredWeight, is_packed, whole_weights
-from .gemm import Gemm, GemmChoice
+from .gemm import Bias, Gemm, GemmChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .reference import QParams
 from .shards import quantize_own, quantize_shards
 
 
 # From the gradient of the output `(tokens, out)`, the input `(tokens, in)` and the sources of the weight to their gradients.
-Chain = Callable[..., tuple[Tensor, ...]]
+Chain = Callable[..., tuple[Tensor, ...]] | None
 
 
 class LowBitMatmul(torch.autograd.Function):
@@ -38,14 +38,7 @@ class LowBitMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        bias: Tensor | None,
-        weight: LowBitWeight,
-        gemm: Gemm,
-        dtype: torch.dtype,
-        chain: Chain | None,
-        *sources: Tensor,
+        ctx, x: Tensor, bias: Bias, weight: LowBitWeight, gemm: Gemm, dtype: torch.dtype, chain: Chain, *sources
     ) -> Tensor:
         ctx.input_dtype, x = x.dtype, memoize_last(Tensor.to, x, dtype)
         y, saved = gemm.forward(x, weight, None if bias is None else bias.to(x.dtype))
@@ -194,8 +187,8 @@ class LowBitLayer:
         low_bit: Callable[[], LowBitWeight],
         gemm: Gemm,
         *sources: Tensor,
-        bias: Tensor | None = None,
-        chain: Chain | None = None,
+        bias: Bias = None,
+        chain: Chain = None,
     ) -> Tensor:
         """`LowBitMatmul` in the dtype that autocast asks for; what autocast would cast in `low_bit` and `gemm` it leaves alone."""
         device = x.device.type

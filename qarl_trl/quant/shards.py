@@ -38,10 +38,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quantize_shards(
-    weight: DTensor,
-    scheme: QuantizationScheme,
-    qparams: QParams | None = None,
-    own: LowBitWeight | None = None,
+    weight: DTensor, scheme: QuantizationScheme, qparams: QParams | None = None, own: LowBitWeight | None = None
 ) -> LowBitWeight:
     """
     `quantize_weight` of the whole of a cut weight. Collective: every process has to call it.

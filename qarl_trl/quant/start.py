@@ -112,17 +112,15 @@ class QuantizedSource:
 
 def _stored_shapes(stored: dict[str, Tensor], scheme: QuantizationScheme) -> dict[str, tuple[int, ...]]:
     """The shapes that the tensors of a low-bit layer must have, by that of its matrix."""
-    shape, bits = stored.get("weight_shape"), scheme.weights.num_bits
-    rows, columns = LowBitWeight(stored, scheme).shape if shape is None else shape.tolist()
+    low_bit, bits = LowBitWeight(stored, scheme), scheme.weights.num_bits
+    rows, columns = stored["weight_shape"].tolist() if "weight_shape" in stored else low_bit.shape
     height, width = scheme.weights.block_structure or (1, effective_group_size(scheme) or columns)
     groups = math.ceil(columns / width)
     shapes = {
+        "weight_packed": (rows, math.ceil(columns * bits / (8 * low_bit.quantized.itemsize))),
         "weight_scale": (math.ceil(rows / height), groups),
         "weight_zero_point": (math.ceil(rows * bits / 32), groups),
     }
-    if "weight_packed" in stored:
-        words = math.ceil(columns * bits / (8 * stored["weight_packed"].itemsize))
-        shapes = {"weight_packed": (rows, words), **shapes}
     return {local: shape for local, shape in shapes.items() if local in stored}
 
 

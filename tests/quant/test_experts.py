@@ -170,10 +170,7 @@ def test_the_experts_at_once_are_low_bit_linear_layers_one_after_the_other(schem
     check_layer_by_layer(experts_of(model), scheme, autocast=autocast)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "hidden", "inner"),
-    [("W4A16", 8, 32), ("W8A8", 12, 20), ("FP8_DYNAMIC", 12, 20)],
-)
+@pytest.mark.parametrize(("scheme", "hidden", "inner"), [("W4A16", 8, 32), ("W8A8", 12, 20), ("FP8_DYNAMIC", 12, 20)])
 def test_experts_need_no_rows_of_whole_16_bytes(scheme, hidden, inner):
     """Which torch's one gemm for all of them wants; 8 and 32 are the sizes of the models that TRL tests with."""
     model = make_model("qwen3_moe", hidden_size=hidden, moe_intermediate_size=inner, dtype=torch.bfloat16)

@@ -10,12 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qarl_trl.quant import (
-    activations,
-    apply_quantization,
-    linear,
-    quantize_weight,
-)
+from qarl_trl.quant import activations, apply_quantization, linear, quantize_weight
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.scheme import support_of
 from quant.schemes import NAMES, WEIGHT_ONLY, relative_error

@@ -22,7 +22,8 @@ from qarl_trl.quant import (
     quantized_modules,
     remove_quantization,
 )
-from qarl_trl.quant.gemm import dequantize, plain_gemm, quantize_tokens_fp8
+from qarl_trl.quant.activations import quantize_tokens_fp8
+from qarl_trl.quant.gemm import dequantize, plain_gemm
 from qarl_trl.quant.lora import merged_weight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import readable_parameters
