@@ -66,7 +66,7 @@ def soak(tick: Callable, path: str, folder: str, scheme: str, lora: bool, second
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step % args.steps_per_generation == 0:
-                rows.append(status() | {"sync": trainer.vllm_generation.last_sync.seconds})
+                rows.append(status() | {"sync": trainer.vllm_generation.sync_seconds})
                 control.should_training_stop = time.monotonic() > end
 
     args = QaRLConfig(

@@ -52,6 +52,7 @@ def serve(tick: Any, path: str, scheme: str | None) -> None:
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(0)  # counts as a change: the quantized values are made anew, from the same values
+        engine.reset_clock()
         engine.sync_weights()
         after = [id(layer.low_bit()) for _, layer in quantized_modules(model)]
         kept = sum(a == b for a, b in zip(before, after, strict=True))
@@ -59,8 +60,7 @@ def serve(tick: Any, path: str, scheme: str | None) -> None:
             raise RuntimeError(
                 f"{kept} of {len(before)} layers kept their quantized values in a weight sync {request!r}"
             )
-        sync = engine.last_sync
-        request = tick((sync.seconds, sync.num_bytes, sync.num_tensors))
+        request = tick((engine.sync_seconds, engine.synced_bytes))
 
 
 def share_of_step(quick: bool) -> dict[str, float]:
@@ -80,7 +80,7 @@ def main() -> None:
     )
     load = os.getloadavg()[0]
     workers: dict[str, common.Worker] = {}
-    moved: dict[str, tuple[int, int]] = {}
+    moved: dict[str, int] = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = common.save_model(Path(folder) / "model", args.hidden, args.layers, args.inner, args.vocabulary)
@@ -89,8 +89,7 @@ def main() -> None:
                 workers[name].wait()
 
             def sync(name: str, kind: str) -> float:
-                seconds, num_bytes, tensors = workers[name].step(kind)
-                moved[name] = (num_bytes, tensors)
+                seconds, moved[name] = workers[name].step(kind)
                 return seconds
 
             arms = {
@@ -112,9 +111,8 @@ def main() -> None:
                 "arm": name,
                 "cached": cached["ratio"],
                 "after a step": anew["ratio"],
-                "bytes": moved[name][0],
-                "bytes ratio": moved[name][0] / moved[BASE][0],
-                "tensors": moved[name][1],
+                "bytes": moved[name],
+                "bytes ratio": moved[name] / moved[BASE],
                 "share of a step": shares.get(name),
                 "cached s": cached["seconds"],
                 "after a step s": anew["seconds"],

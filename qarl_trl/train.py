@@ -155,6 +155,7 @@ def make_trainer(
 
 def train(trainer: "QaRLTrainer", dataset: str) -> None:
     """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
+    from .checkpoints.mixin import NothingTrained
     from .export.push import HubError
 
     args = trainer.args
@@ -164,7 +165,7 @@ def train(trainer: "QaRLTrainer", dataset: str) -> None:
             trainer.push_to_hub(dataset_name=dataset if local_path(dataset) is None else None)
         else:
             trainer.save_model(args.output_dir)
-    except HubError as error:
+    except (HubError, NothingTrained) as error:
         raise SystemExit(f"qarl-trl train: {error}") from error
     trainer.accelerator.print(f"Model saved in {args.output_dir}")
 

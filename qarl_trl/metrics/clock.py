@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from ..quant.experts import QuantExperts
 from ..quant.linear import LowBitLayer
 
 
@@ -35,18 +35,18 @@ class WeightFlips:
         """`quant/flip_frac` since the last call; empty on the first call or without low-bit layers."""
         changed = total = 0
         for module_name, module in modules:
-            for name, weight in module.last_low_bits().items():
+            weights = module.last_low_bits() if isinstance(module, QuantExperts) else {"": module.last_low_bit}
+            for name, weight in weights.items():
                 stored = weight.quantized.reshape(-1).view(torch.uint8)
-                sample = stored[:: max(1, math.ceil(len(stored) / self._most))].clone()
-                last = self._last.get(f"{module_name}.{name}")
+                sample = stored[:: max(1, -(-len(stored) // self._most))].clone()
+                last = self._last.get(f"{module_name}.{name}", sample[:0])
                 self._last[f"{module_name}.{name}"] = sample
-                if last is None or not name:  # "": the reference model, which is LoRA's base and does not change
-                    continue
-                holds_pairs = "weight_packed" in weight.data and weight.scheme.weights.num_bits == 4
-                differing = last ^ sample
-                values = (differing & 0xF, differing >> 4) if holds_pairs else (differing,)
-                changed += sum(int(value.count_nonzero()) for value in values)
-                total += sum(value.numel() for value in values)
+                if len(last):
+                    holds_pairs = "weight_packed" in weight.tensors and weight.scheme.weights.num_bits == 4
+                    differing = last ^ sample
+                    values = (differing & 0xF, differing >> 4) if holds_pairs else (differing,)
+                    changed += sum(int(value.count_nonzero()) for value in values)
+                    total += sum(value.numel() for value in values)
         return {"quant/flip_frac": changed / total} if total else {}
 
 
@@ -54,8 +54,11 @@ class StepClock(TrainerCallback):
     """
     Splits each optimizer step into rollout, weight sync and update.
 
-    The `engine` (`LowBitVLLMGeneration`, if there is one) counts the seconds of rollouts and weight syncs, `log` takes a metric's name
-    and value, `flips` gives the metrics of the quantized weights that a sync changed, `after_first` is called after the first step.
+    Args:
+        engine (`LowBitVLLMGeneration`, *optional*): Counts the seconds of rollouts and weight syncs.
+        log (`Callable`): Takes a metric's name and value.
+        flips (`Callable`): Metrics of the quantized weights that changed, after a weight sync.
+        after_first (`Callable`): Called after the first step.
     """
 
     def __init__(
@@ -77,8 +80,8 @@ class StepClock(TrainerCallback):
     def on_step_end(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
         total, engine = time.perf_counter() - self._start, self._engine
         rollout, sync = (0.0, 0.0) if engine is None else (engine.rollout_seconds, engine.sync_seconds)
-        if rollout and engine.last_sync:  # of this step, or of an evaluation just before it
-            self._log("sync/bytes", float(engine.last_sync.num_bytes))
+        if rollout and engine.num_syncs:  # of this step, or of an evaluation just before it
+            self._log("sync/bytes", float(engine.synced_bytes))
             for name, share in self._flips().items():
                 self._log(name, share)
         self._log("time/rollout", rollout)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,28 +67,21 @@ class NCCLTransfer(NCCLWeightTransferEngine):
 WeightTransferEngineFactory.register_engine("qarl_nccl", NCCLTransfer)
 
 
-def told(method: Callable[..., Any]) -> Callable[..., Any]:
-    """
-    A worker's method whose error is its answer, `{"error": ...}`.
+class WorkerExtension:
+    """What [`~qarl_trl.rollout.server_guard.Guard`] may ask of every worker of the server."""
 
-    vLLM raises the error of the first rank that has one, and takes what later ranks answered for answers to its next call.
-    """
+    def qarl(self, method: str, *args: Any) -> Any:
+        """
+        What one of the methods below returns. An error is an answer too, `{"error": ...}`, which the trainer raises.
 
-    @wraps(method)
-    def call(worker: Any, *args: Any) -> Any:
+        vLLM raises the error of the first rank that has one, and takes what later ranks answered for answers to its next call.
+        """
         try:
-            return method(worker, *args)
-        except Exception as error:  # the trainer raises it
-            logger.exception("%s failed", method.__name__)
+            return getattr(self, method)(*args)
+        except Exception as error:
+            logger.exception("%s failed", method)
             return {"error": f"{type(error).__name__}: {error}"}
 
-    return call
-
-
-class WorkerExtension:
-    """Methods that every worker of the server gets, for the routes of [`~qarl_trl.rollout.server_guard.Guard`]."""
-
-    @told
     def qarl_load(self, version: str, files: int) -> None:
         """
         A whole sync from the `files` of the folder `version` in the server's `sync_folder`.
@@ -101,7 +94,6 @@ class WorkerExtension:
         with replacing(model, version):
             _vllm.reload_model(model, partial(self.reload_weights, weights_iterator=tensors))
 
-    @told
     def qarl_name(self, version: str) -> None:
         """Name the weights that came over NCCL."""
         model = self.model_runner.get_model()
@@ -109,7 +101,6 @@ class WorkerExtension:
             raise RuntimeError("no new weights came: let one run alone send to this server")
         model.qarl_version = version
 
-    @told
     def qarl_state(self) -> dict[str, Any]:
         """The version of this worker's weights, and what it runs ([`~qarl_trl.rollout.server.engine_facts`])."""
         config, transfer = self.vllm_config.model_config.hf_config, self.vllm_config.weight_transfer_config

@@ -59,9 +59,9 @@ def use_engine_ops(model: nn.Module) -> None:
     decoder.embed_tokens.register_forward_hook(lambda *call: rounded(call[-1]))
     for module in decoder.modules():
         if hasattr(module, "variance_epsilon"):
-            _become(module, EngineRMSNorm)
+            module.__class__ = _form_of(type(module), EngineRMSNorm)
     for layer in decoder.layers:
-        _become(layer, EngineDecoderLayer)
+        layer.__class__ = _form_of(type(layer), EngineDecoderLayer)
 
 
 def has_engine_ops(model: nn.Module) -> bool:
@@ -164,10 +164,6 @@ def engine_attention(
 
 AttentionInterface.register(ATTENTION, engine_attention)
 AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # the padding mask itself, or None
-
-
-def _become(module: nn.Module, form: type[nn.Module]) -> None:
-    module.__class__ = _form_of(type(module), form)
 
 
 @cache

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +25,6 @@ from .server import ServerClient, engine_facts
 from .sync_check import SyncCheck
 
 
-@dataclass(frozen=True)
-class Sync:
-    """What one sync moved: wall time in seconds, bytes, number of tensors."""
-
-    seconds: float
-    num_bytes: int
-    num_tensors: int
-
-
 class LowBitVLLMGeneration(VLLMGeneration):
     """
     TRL's vLLM, started in a low-bit scheme and fed with packed tensors; in mode "server" it was started by `qarl-trl serve`.
@@ -46,7 +36,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     Attributes:
         rollout_seconds, sync_seconds (`float`): Since `reset_clock`: generating, and syncing and checking.
-        last_sync (`Sync`, *optional*): The sync that the engine samples with.
+        synced_bytes (`int`): Of the sync that the engine samples with.
         alone (`bool`): Whether this process generates when the others may not.
     """
 
@@ -65,8 +55,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.engine_kwargs = engine_kwargs or {}
         self.sync_folder = sync_folder
         self.sync_check = sync_check
-        self.last_sync: Sync | None = None
-        self.num_syncs = self._checked = 0
+        self.synced_bytes = self.num_syncs = self._checked = 0
         self._failed: str | None = None
         self.reset_clock()
         super().__init__(*args, **kwargs)
@@ -100,7 +89,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
             where = {"base_url": url, "group_port": self.group_port, "connection_timeout": self.server_timeout}
             self.vllm_client = ServerClient(self.sync_folder, **where)
             fresh = self.vllm_client.check(needed)
-            self.vllm_client.init_communicator(self.accelerator.device)
+            if self.sync_folder is None:
+                self.vllm_client.init_communicator(self.accelerator.device)
             return fresh
 
         if self._from_main(connect) and self.sync_check is not None:
@@ -139,11 +129,12 @@ class LowBitVLLMGeneration(VLLMGeneration):
             clear_device_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        sizes: list[int] = []
+        size = 0
 
         def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal size
             for name, tensor in self._iter_named_params():
-                sizes.append(tensor.nbytes)
+                size += tensor.nbytes
                 yield name, tensor
 
         stream = counted()
@@ -154,8 +145,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 for _ in stream:  # sharded weights are gathered with the other processes, which do not know of this
                     pass
                 raise
-        self.last_sync = Sync(time.perf_counter() - start, sum(sizes), len(sizes))
-        self.sync_seconds += self.last_sync.seconds
+        self.synced_bytes = size
+        self.sync_seconds += time.perf_counter() - start
         self.num_syncs += 1
 
     def _send(self, stream: Iterator[tuple[str, Tensor]]) -> None:

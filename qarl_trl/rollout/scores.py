@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -70,14 +71,10 @@ def _forward(model: nn.Module, ids: Tensor) -> Tensor:
 @contextmanager
 def low_bit_forward(model: nn.Module, on: bool = True) -> Iterator[None]:
     """Run quantized layers in low bits, or not, whatever training does (`quantize_learner`)."""
-    changed = [m for m in model.modules() if isinstance(m, LowBitLayer) and m.quantized_forward != on]
-    for module in changed:
-        module.quantized_forward = on
-    try:
+    with ExitStack() as stack:
+        for layer in (m for m in model.modules() if isinstance(m, LowBitLayer)):
+            stack.enter_context(patch.object(layer, "quantized_forward", on))
         yield
-    finally:
-        for module in changed:
-            module.quantized_forward = not on
 
 
 @contextmanager

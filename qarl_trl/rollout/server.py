@@ -55,8 +55,8 @@ class ServerClient(VLLMClient):
         """Wait until the server is well, `total_timeout` seconds at most; TRL's waits for ever where something else answers."""
         self.base_url = self.base_url.rstrip("/")
         adapter = HTTPAdapter()  # no retries: what was lost may have been sampled
-        # Keepalive packets: a machine that vanishes during a request is noticed within two minutes.
-        probes = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+        # Keepalive packets: a machine that vanishes during a request is noticed after two minutes (milliseconds in the last).
+        probes = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_USER_TIMEOUT: 120_000}
         options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [(socket.IPPROTO_TCP, *p) for p in probes.items()]
         adapter.init_poolmanager(1, 1, socket_options=HTTPConnection.default_socket_options + options)
         for scheme in ("http://", "https://"):
@@ -75,11 +75,6 @@ class ServerClient(VLLMClient):
                         "Start one with `qarl-trl serve --config RECIPE` and give its address as vllm_server_base_url."
                     ) from error
             time.sleep(retry_interval)
-
-    def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """TRL's group of GPUs, where no folder takes its place."""
-        if self.sync_folder is None:
-            super().init_communicator(device)
 
     def _ask(self, method: str, url: str, **kwargs: Any) -> dict[str, Any]:
         path = url.removeprefix(self.base_url)
@@ -145,7 +140,8 @@ class ServerClient(VLLMClient):
             self.ask_workers("qarl_name", version)
         else:
             self._sync_files(stream, version)
-        self.reset_prefix_cache()
+        if self._post(f"{self.base_url}/reset_prefix_cache").get("success") is False:
+            raise RuntimeError("The server could not reset its prefix cache: others use it during a weight sync.")
         self.version = version
 
     def _sync_files(self, stream: Iterable[tuple[str, Tensor]], version: str) -> None:
@@ -155,11 +151,6 @@ class ServerClient(VLLMClient):
             self.ask_workers("qarl_load", version, save_parts(stream, folder))
         finally:
             shutil.rmtree(folder)
-
-    def reset_prefix_cache(self) -> None:
-        """TRL's; an engine that refuses raises."""
-        if self._post(f"{self.base_url}/reset_prefix_cache").get("success") is False:
-            raise RuntimeError("The server could not reset its prefix cache: others use it during a weight sync.")
 
     def require_synced(self) -> None:
         """Raise (`RuntimeError`) unless every worker holds the last sync of this run."""

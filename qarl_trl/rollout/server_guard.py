@@ -67,7 +67,7 @@ class Guard:
 
 async def _ask_workers(engine: Any, method: str, args: list[Any]) -> list[Any]:
     """The answers of all workers; vLLM itself waits for ever when the engine's process is killed meanwhile."""
-    task = asyncio.ensure_future(engine.collective_rpc(method, args=tuple(args)))
+    task = asyncio.ensure_future(engine.collective_rpc("qarl", args=(method, *args)))
     try:
         while not (await asyncio.wait({task}, timeout=1))[0]:
             if engine.errored:

@@ -97,7 +97,7 @@ class SyncCheck:
             if value < math.inf:
                 self.report(f"sync/verify_{name}", value)
         if worst.wrong:
-            raise RuntimeError(diagnosis(worst, syncs, sum(row.wrong for row in rows), len(rows)))
+            raise RuntimeError(diagnosis(worst, syncs))
         if first and worst.limit == math.inf:
             logger.warning(
                 "verify_sync cannot tell whether the first sync reached the engine: the model answers nearly as random weights "
@@ -149,9 +149,8 @@ def _logp_diffs(engine: Tensor, learner: Scores) -> tuple[float, float]:
     return logp_diff, max(noise_floor, RESOLUTION)
 
 
-def diagnosis(reading: Reading, syncs: int, failed: int, processes: int) -> str:
-    """What to tell the user about a failed check."""
-    of_all = f" ({failed} of {processes} processes; the worst is shown)" if processes > 1 else ""
+def diagnosis(reading: Reading, syncs: int) -> str:
+    """What to tell the user about a failed check, of several processes about the worst."""
     cause = (
         f"At most {reading.limit:.4f} is expected: the engine holds other weights than the synced ones in some layers, or "
         "computes otherwise (scheme, rotary setting, attention variant)."
@@ -160,5 +159,5 @@ def diagnosis(reading: Reading, syncs: int, failed: int, processes: int) -> str:
         cause = f"The engine is stale: it followed {100 * reading.followed:.0f} % of the learner's movement since the last clear check."
     return (
         f"After sync {syncs} the engine's log-probs of the sync check prompt are {reading.logp_diff:.4f} nats per token from "
-        f"the learner's{of_all}. {cause} Try vllm_engine_kwargs={{'enforce_eager': true}}; verify_sync='off' skips this check."
+        f"the learner's. {cause} Try vllm_engine_kwargs={{'enforce_eager': true}}; verify_sync='off' skips this check."
     )

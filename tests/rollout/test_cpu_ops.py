@@ -153,7 +153,7 @@ def test_the_sum_of_residual_and_branch_is_normalized_before_it_is_rounded():
     branch, residual = heads(30, 64, seed=1), heads(30, 64, seed=2)
     expected, _ = fused_add_rms_norm.impls["native"].impl_fn(branch, residual, norm.weight.data, norm.variance_epsilon)
     stock = norm(branch + residual)
-    cpu_ops._become(norm, EngineRMSNorm)
+    norm.__class__ = cpu_ops._form_of(type(norm), EngineRMSNorm)
     assert same_bytes(norm(branch.float() + residual.float()), expected)
     assert not same_bytes(stock, expected)  # control
 

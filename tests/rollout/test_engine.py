@@ -10,7 +10,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from qarl_trl import QaRLTrainer
 from qarl_trl.rollout import engine as rollout_engine
-from qarl_trl.rollout.engine import LowBitVLLMGeneration, Sync
+from qarl_trl.rollout.engine import LowBitVLLMGeneration
 
 
 def generation(order, due=lambda number: True, sleep=False):
@@ -19,7 +19,7 @@ def generation(order, due=lambda number: True, sleep=False):
     engine.enable_sleep_mode = engine._llm_weights_sleeping = sleep
     engine.mode, engine.sync_check, engine.num_syncs, engine._checked = "colocate", None, 1, 0
     engine.tensor_parallel_size = 1
-    engine.last_sync, engine._failed = Sync(1.0, 8, 1), None
+    engine._failed = None
     engine.accelerator = SimpleNamespace(num_processes=1, device="cpu")
     engine.reset_clock()
     engine.llm = SimpleNamespace(wake_up=lambda tags: order.append(f"wake {tags}"))
@@ -27,7 +27,6 @@ def generation(order, due=lambda number: True, sleep=False):
     def sync_weights():
         order.append("sync")
         engine.num_syncs += 1
-        engine.last_sync = Sync(1.0, 8 * engine.num_syncs, 1)
         engine.sync_seconds += 1.0
         engine._llm_weights_sleeping = False
 

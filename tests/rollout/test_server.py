@@ -270,15 +270,15 @@ def worker(tmp_path, monkeypatch):
 
 def test_weights_have_a_version_only_after_a_whole_sync(worker):
     model = worker.model_runner.get_model()
-    assert worker.qarl_load("run-1", 1) is None and model.qarl_version == "run-1"
+    assert worker.qarl("qarl_load", "run-1", 1) is None and model.qarl_version == "run-1"
     # A folder that lacks something leaves the weights and their version, and the next sync goes on (review D7).
-    assert "cannot read" in worker.qarl_load("run-1", 2)["error"]
-    assert model.qarl_version == "run-1" and worker.qarl_load("run-1", 1) is None
+    assert "cannot read" in worker.qarl("qarl_load", "run-1", 2)["error"]
+    assert model.qarl_version == "run-1" and worker.qarl("qarl_load", "run-1", 1) is None
     # What fails amid the reload may have left a mix.
     worker.fails = True
-    assert "kept old" in worker.qarl_load("run-1", 1)["error"] and model.qarl_version is None
+    assert "kept old" in worker.qarl("qarl_load", "run-1", 1)["error"] and model.qarl_version is None
     worker.fails = False
-    assert "start it again" in worker.qarl_load("run-1", 1)["error"]
+    assert "start it again" in worker.qarl("qarl_load", "run-1", 1)["error"]
     assert worker.seen == [None] * 3 and model.qarl_version is None
 
 
@@ -299,8 +299,10 @@ def test_a_sync_over_nccl_is_named_once_it_came(worker, monkeypatch, lost):
         def answer(body):
             if name == "update_weights" and lost:
                 return 200, {}
-            result = getattr(worker, name)(*(body if isinstance(body, list) else body.values()))
-            return 200, [result] if name == "qarl_name" else {}
+            if name == "qarl_name":
+                return 200, [worker.qarl(name, *body)]
+            getattr(worker, name)(*body.values())
+            return 200, {}
 
         return {f"/{name}": answer}
 

@@ -17,7 +17,7 @@ class Engine:
     errored = False
 
     async def collective_rpc(self, method, args):
-        if method == "qarl_name":
+        if "qarl_name" in args:
             self.errored = True
             await asyncio.Event().wait()
         return [method, *args]
@@ -52,7 +52,7 @@ def ask(monkeypatch):
 def test_a_trainer_is_let_in_with_all_that_it_asks(ask):
     for path in PATHS:
         assert (ask("POST", path, "{}").status_code, ask("POST", path, "{}").text) == (200, "{}")
-    assert ask("POST", "/qarl_load", '["run-1", 2]').json() == ["qarl_load", "run-1", 2]
+    assert ask("POST", "/qarl_load", '["run-1", 2]').json() == ["qarl", "qarl_load", "run-1", 2]
     assert ask("GET", "/health", authorization="").status_code == 200
 
 

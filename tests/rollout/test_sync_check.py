@@ -176,6 +176,6 @@ def test_what_cannot_be_judged_is_said_once_and_stops_nothing(monkeypatch, caplo
 def test_a_process_stops_for_the_engine_of_another(monkeypatch, case):
     other = [3.0, 0.1, 0.5, math.nan]
     check, reported = sync_check(monkeypatch, [case.before, case.plain], [case.plain], others=[other])
-    with pytest.raises(RuntimeError, match=r"3.0000 nats per token.*\(1 of 2 processes"):
+    with pytest.raises(RuntimeError, match="3.0000 nats per token"):
         ran(check, 1)
     assert reported[0] == ("sync/verify_logp_diff", 3.0)

@@ -30,7 +30,7 @@ def _engine(model: str, folder: str, scheme: str) -> tuple[int, dict[str, int], 
     held = {name: p.nbytes for name, p in runner.model.named_parameters()}
     settings = engine.llm.llm_engine.vllm_config.cache_config
     tokens = settings.num_gpu_blocks * settings.block_size
-    return engine.last_sync.num_bytes, held, (sum(t.nbytes for t in runner.kv_caches), tokens)
+    return engine.synced_bytes, held, (sum(t.nbytes for t in runner.kv_caches), tokens)
 
 
 def test_bytes_of_a_sync_and_of_the_engine_that_took_it(tmp_path):

@@ -204,7 +204,7 @@ def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[s
     rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
     return {
         "logp_diffs": [row["mismatch/logp_diff_mean"] for row in rows],
-        "bytes": engine.last_sync.num_bytes,
+        "bytes": engine.synced_bytes,
         "syncs": engine.num_syncs,
         "names": [name for name, _ in engine._iter_named_params()],
         "bf16": sum(2 * p.numel() for p in trainer.model.parameters()),
