@@ -62,7 +62,7 @@ accelerator_config: nowhere.json | model_name_or_path: "" | dataset_name_or_path
 OPTIONS = """
 : | trian | schemes now | schemes --all | train --config | train --max_steps | train --nothing | doctor --nothing 1
 export: | a | {data} {out} | user/a/b {out} | {empty} {out} | {model} {model} | {model} {data} | {model} /proc/nowhere
-export {model} {out}: --scheme W2A2 | --group_size 7 | --group_size x | --targets Conv9 | --ignore re:[ | --push a/b/c
+export {model} {out}: --scheme W2A2 | --group_size 7 | --group_size x | --targets Conv9 | --ignore re:[
 push: | a | nowhere user/model | {model} user/model | {model} a/b/c
 eval: | {model} | {model} --suite nothing | {model} --suite {empty} | {model} --suite a=nowhere.jsonl | {empty} --suite {data}
 eval {model} --max_new_tokens 8 --suite {data}: --suite {data} | --k 0 | --k x | --temperature -1 | --temperature nan | --top_p 2 | --limit 0 | --limit -3

@@ -30,8 +30,6 @@ ARMS = {  # name: (dtype of the master weights, scheme)
     "float32 master weights": (torch.float32, None),
     "W4A16": (torch.float32, "W4A16"),
     "W8A16": (torch.float32, "W8A16"),
-    "FP8_DYNAMIC": (torch.float32, "FP8_DYNAMIC"),
-    "W8A8": (torch.float32, "W8A8"),
 }
 GOAL_TIME, GOAL_CALLS = 1.15, 1.3
 

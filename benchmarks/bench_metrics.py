@@ -1,8 +1,7 @@
 """What the metrics cost: the step with them, and of the same trainer with the measuring functions left out.
 
 Claim: at most 1 % of a step, and one collective for each micro-batch. Measured in one trainer, whose rollout batches are taken
-with and without in turns; the time within the functions themselves says the same with less noise. `log_token_stats`, off by
-default, is counted by itself.
+with and without in turns; the time within the functions themselves says the same with less noise.
 """
 
 from __future__ import annotations
@@ -26,10 +25,6 @@ MEASURED = {
     "logp_diff": ("_log_mismatch", lambda trainer: trainer),
     "flips of quantized weights": ("update", lambda trainer: trainer._weight_flips),
 }
-ON_REQUEST = {
-    "tokens, taken down": ("add", lambda trainer: trainer._token_stats),
-    "tokens, written": ("on_step_end", lambda trainer: trainer._token_stats),
-}
 
 
 class Switch:
@@ -41,7 +36,7 @@ class Switch:
         self.collectives: dict[str, int] = defaultdict(int)
         self.calls: dict[str, int] = defaultdict(int)
         self._running = "the rest"
-        for name, (attribute, owner_of) in (MEASURED | ON_REQUEST).items():
+        for name, (attribute, owner_of) in MEASURED.items():
             owner = owner_of(trainer)
             setattr(owner, attribute, self._counted(name, getattr(owner, attribute)))
         gather = trainer.accelerator.gather
@@ -107,7 +102,6 @@ def train(path: str, folder: str, args: Any) -> tuple[Switch, common.Times]:
         steps_per_generation=args.updates,
         max_steps=args.updates * (2 * args.pairs + 1) + 1,  # the last ends the last pair
         learning_rate=1e-5,
-        log_token_stats=args.followed,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -132,7 +126,6 @@ def main() -> None:
         batch=(32, 8, "completions of an update"),
         updates=(2, 2, "updates of a rollout batch"),
         pairs=(3, 1, "rollout batches with and without, after one that is not counted"),
-        followed=(8, 4, "completions of a rollout batch whose tokens are written"),
     )
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -146,13 +139,12 @@ def main() -> None:
             "milliseconds a call": 1e3 * switch.seconds[name] / switch.calls[name],
             "collectives a call": switch.collectives[name] / switch.calls[name],
         }
-        for name in MEASURED | ON_REQUEST
+        for name in MEASURED
     ]
-    share, more = (sum(switch.seconds[name] for name in names) / whole for names in (MEASURED, ON_REQUEST))
+    share = sum(switch.seconds[name] for name in MEASURED) / whole
     compared = common.ratio(times, "with", "without")
     headlines = [
         f"time within the measuring functions: {share:.2%} of the step {common.verdict(share, GOAL)}",
-        f"log_token_stats={args.followed} on top: {more:.2%} of the step",
         f"with all of it / without: {compared['ratio']:.3f} ({compared['quartile_low']:.3f} to {compared['quartile_high']:.3f})",
         f"other collectives in the same steps: {switch.collectives['the rest'] / switch.calls['logp_diff']:.0f} a rollout batch",
     ]

@@ -58,7 +58,8 @@ class QaRLConfig(GRPOConfig):
     """
     Configuration of [`QaRLTrainer`]: the fields of [`~trl.GRPOConfig`] with TRL's meaning, and those below.
 
-    `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source.
+    `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source. With `push_to_hub` the model is
+    pushed at the end, also for `hub_strategy="every_save"`.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
@@ -122,10 +123,6 @@ class QaRLConfig(GRPOConfig):
     )
     advantage_filter: Literal["none", "positive"] = HfArg(
         default="none", help="'positive' sets negative advantages to 0 (positive-only GRPO, paper Fig. 8)."
-    )
-    log_token_stats: int = HfArg(
-        default=0,
-        help="Completions per rollout batch whose every token is written to output_dir/token_stats/. 0: none.",
     )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
@@ -239,13 +236,17 @@ class QaRLConfig(GRPOConfig):
             if get_origin(hint) is Literal and value not in get_args(hint):
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(hint)))}.")
         _ = self.trust_band  # every loss is measured by it
+        if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
+            raise ValueError(
+                "metric_for_best_model and load_best_model_at_end must be off: the last checkpoints are kept."
+            )
+        if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
+            raise ValueError("hub_strategy must be 'end': training checkpoints are not pushed.")
         if self.loss_type == TBPO:
             _check_tbpo(self)
         if self.quantized:
             _check_one_source(self)
             self.quant_plan()  # refuses schemes and recipes that it cannot read
-            if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
-                raise ValueError("hub_strategy must be 'end': the repository holds the low-bit model.")
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
             for name, why in UNFIT.items():

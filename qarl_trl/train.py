@@ -155,7 +155,6 @@ def make_trainer(
 
 def train(trainer: "QaRLTrainer", dataset: str) -> None:
     """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
-    from .checkpoints.mixin import NothingTrained
     from .export.push import HubError
 
     args = trainer.args
@@ -165,7 +164,7 @@ def train(trainer: "QaRLTrainer", dataset: str) -> None:
             trainer.push_to_hub(dataset_name=dataset if local_path(dataset) is None else None)
         else:
             trainer.save_model(args.output_dir)
-    except (HubError, NothingTrained) as error:
+    except HubError as error:
         raise SystemExit(f"qarl-trl train: {error}") from error
     trainer.accelerator.print(f"Model saved in {args.output_dir}")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +20,6 @@ from .checkpoints.mixin import CheckpointMixin
 from .checkpoints.resume import identity_of, on_first, resume_path
 from .config import TBPO, QaRLConfig
 from .export import quantization_config
-from .export.card import PAPER
 from .export.mixin import SharingMixin
 from .learner import guards
 from .learner.logps import PackedPasses
@@ -31,7 +29,6 @@ from .metrics.clock import StepClock, WeightFlips
 from .metrics.error_tokens import find_error_tokens, written_tokens
 from .metrics.mismatch import check_mismatch, mismatch_metrics
 from .metrics.ratios import RatioMeter
-from .metrics.token_stats import TokenStats
 from .optim import build_muon
 from .quant.gathers import gather_quantized
 from .quant.model import apply_quantization, bypassed_layers, quantized_modules
@@ -62,7 +59,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "qarl"]
     _name = "QaRL"
-    _paper = PAPER
 
     def __init__(
         self,
@@ -88,7 +84,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         self._current_logps: Tensor | None = None
         self._step_of_rollout = -1
         self._passes: PackedPasses | None = None
-        self._token_stats: TokenStats | None = None
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
             # The engine is started in the scheme of the layers, so they have to be quantized first.
@@ -122,11 +117,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         self._ratios = RatioMeter(args.trust_band, "" if self._tbpo else "paper_", self.accelerator.gather)
         engine = self.vllm_generation if self.use_vllm else None
         self.add_callback(StepClock(engine, self._log_value, self._flips, self._check_layers_ran))
-        if args.log_token_stats and self.is_world_process_zero():
-            self._token_stats = TokenStats(
-                Path(args.output_dir) / "token_stats", args.log_token_stats, self._tokenizer
-            )
-            self.add_callback(self._token_stats)
 
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's; under FSDP2 with log-probs that stay float32 and gradients that stay sharded."""
@@ -177,8 +167,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             output["importance_sampling_ratio"] = weight.unsqueeze(1)
         if old is not None and self._compares_sampler:  # else see `_measure`
             self._log_mismatch(old, sampling, mask)
-        if self._token_stats is not None and self._mode == "train":
-            self._token_stats.follow(output, self._rewards[: len(inputs)])  # of the main process, which comes first
         return output
 
     def _tool_call_loop(self, *args: Any) -> tuple:
@@ -199,13 +187,10 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
-        """TRL's, with one error for all processes; the weighted sums, NaN where no function gave one, go to `log_token_stats`."""
+        """TRL's, with one error for all processes."""
         calculate = partial(super()._calculate_rewards, inputs, *args)
         with _compat.ungathered_rewards():
-            rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
-        total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
-        self._rewards = total.masked_fill(rewards.isnan().all(1), torch.nan)
-        return rewards
+            return guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
 
     # Loss -----------------------------------------------------------------------------------------------------------
 
@@ -257,8 +242,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             mask = loss_mask(inputs)
             if self.accelerator.gather(mask.sum().view(1)).any():
                 self._log_mismatch(logps, inputs["sampling_per_token_logps"], mask)
-        if self._token_stats is not None and self._mode == "train":
-            self._token_stats.add(self.state.global_step + 1, inputs, logps, errors)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
         """The Trainer's, which asks before each update; it must be a number."""

@@ -67,8 +67,6 @@ def check_folders(model: str | nn.Module, args: QaRLConfig) -> None:
     if (Path(args.output_dir) / LOCK).exists():
         with holding(Path(args.output_dir)):
             pass
-    if args.log_token_stats:
-        check_writable(Path(args.output_dir) / "token_stats", "log_token_stats")
     if args.sync_folder is not None:
         check_writable(args.sync_folder, "sync_folder")
     if isinstance(model, str):

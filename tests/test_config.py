@@ -69,6 +69,10 @@ def test_defaults_are_those_of_the_paper_and_sample_from_the_distribution_that_t
         (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, "vllm_engine_kwargs"),
         *(({name: True}, name) for name in UNFIT),
         ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, "hub_strategy"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+            "metric_for_best_model",
+        ),
         ({"mismatch_abort_threshold": 0.1}, "mismatch_abort_threshold"),
         (VLLM | {"mismatch_abort_threshold": 0.0}, "mismatch_abort_threshold"),
         ({"max_tokens_per_pass": 511, "max_completion_length": 512}, "max_tokens_per_pass"),

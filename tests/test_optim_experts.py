@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from qarl_trl import QaRLConfig, QaRLTrainer, optim
+from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.optim import ExpertMuon, build_muon, split_parameters
 
 
@@ -94,14 +94,6 @@ def test_a_transposed_parameter_steps_alike():
     param, optimizer = expert_muon(start, 2)
     param.data = start.mT.contiguous().mT
     assert torch.equal(take_steps(param, optimizer, grads), take_steps(*expert_muon(start, 2), grads))
-
-
-def test_the_number_of_experts_in_work_changes_nothing(monkeypatch):
-    start, grads = fused(7, 48, 32)
-    whole = take_steps(*expert_muon(start, 2), grads)
-    for per_pass in (1, 4 * 48 * 32 - 1):
-        monkeypatch.setattr(optim, "_ENTRIES_PER_PASS", per_pass)
-        assert torch.equal(take_steps(*expert_muon(start, 2), grads), whole)
 
 
 def test_the_experts_of_a_model_step_matrix_by_matrix():

@@ -89,7 +89,7 @@ def test_a_recipe_sets_no_variable_of_the_environment(tmp_path):
     [
         ({"api_key": "k", "headers": {"Authorization": "Bearer k", "X-Api-Key": "k"}}, None),
         ({"hf_token": "k", "accessToken": "k", "AWS_SECRET_ACCESS_KEY": "k", "db_password": "k"}, None),
-        ({"max_tokens": "k", "num_key_value_heads": 2, "eos_token": "k", "monkey": "k"}, "same"),
+        ({"max_tokens": "k", "num_key_value_heads": 2, "monkey": "k"}, "same"),
         ({"token": True, "tokenizer": "k", "key_length": 3, "stop": ["k"]}, "same"),
     ],
 )

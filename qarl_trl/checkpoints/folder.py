@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
     Its manifest has the size of every file, a number that grows from checkpoint to checkpoint, and `facts`. What was at `target` goes.
     """
     share(folder)
-    sizes = {
-        str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
     flush(folder)  # before the manifest that vouches for it
     last = finished(target.parent)[-1:]
     content = {"number": 1 + (read_manifest(last[0])["number"] if last else 0), **facts, "files": sizes}
@@ -45,30 +43,23 @@ def steps(output_dir: Path) -> list[Path]:
 
 
 def damage(folder: Path) -> str | None:
-    """
-    What keeps a checkpoint from being whole; `None` of one whose files have the sizes that were written.
-
-    `OSError` when that cannot be read now, which is no damage.
-    """
+    """What keeps a checkpoint from being whole, or `None`. `OSError` when that cannot be read now, which is no damage."""
     try:
         manifest = read_manifest(folder)
         sizes, _ = dict(manifest["files"]), int(manifest["number"])
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}"
+        found = {name: (folder / name).stat().st_size for name in sizes}
+    except (FileNotFoundError, NotADirectoryError) as error:
+        return f"{error.filename} is missing"
     except (ValueError, KeyError, TypeError):
         return f"its {MANIFEST} is cut off"
-    for name, size in sizes.items():
-        try:
-            found = (folder / name).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found} bytes, must have {size}"
-    return None
+    wrong = [
+        f"{name} has {found[name]} bytes, must have {size}" for name, size in sizes.items() if found[name] != size
+    ]
+    return wrong[0] if wrong else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Of a checkpoint; `OSError` or `ValueError` when it has none that can be read."""
+    """The manifest of a checkpoint; `OSError` or `ValueError` when it has none that can be read."""
     return json.loads((folder / MANIFEST).read_text())
 
 
@@ -82,13 +73,8 @@ def finished(output_dir: Path) -> list[Path]:
     return [folder for _, folder in sorted(numbered)]
 
 
-def rotate(output_dir: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
-    """Delete the oldest `finished` checkpoints beyond `limit`, never the last nor those to `keep`; others are not counted."""
-    if not limit or limit < 0:
-        return
-    done = finished(output_dir)
-    kept = {path.resolve() for path in (*done[-1:], *keep)}
-    free = [folder for folder in done if folder.resolve() not in kept]
-    for folder in free[: max(0, len(done) - max(limit, len(done) - len(free)))]:
+def rotate(output_dir: Path, limit: int | None) -> None:
+    """Delete the oldest `finished` checkpoints beyond `limit` (unset or 0: none); others are not counted."""
+    for folder in finished(output_dir)[:-limit] if limit and limit > 0 else ():
         # Out of sight first: a deletion that is cut off must not leave a damaged checkpoint.
         shutil.rmtree(folder.rename(output_dir / INCOMING / folder.name), ignore_errors=True)

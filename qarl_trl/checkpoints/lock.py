@@ -21,10 +21,9 @@ logger = get_logger(__name__)
 @contextmanager
 def holding(output_dir: Path) -> Iterator[None]:
     """
-    Hold the lock of `output_dir`, which is created, inside the block. The kernel releases it when the process ends, however it does;
-    filelock closes it in forks, which may live longer.
+    Hold the lock of `output_dir`, which is created; `ValueError` that names the process which has it. In one process blocks may nest.
 
-    In one process blocks may lie within each other. `ValueError` that names the process which has it.
+    The kernel releases it when the process ends, however it does; filelock closes it in forks, which may live longer.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / LOCK

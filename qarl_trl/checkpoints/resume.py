@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,24 +11,22 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from compressed_tensors.quantization import QuantizationConfig
-from safetensors import safe_open
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer
+from torch import nn
 
-from ..export.files import tensor_names
 from ..quant.names import base_model
 from ..quant.scheme import describe_scheme
-from .folder import INCOMING, MANIFEST, damage, finished, read_manifest, steps
+from .folder import INCOMING, damage, finished, read_manifest, steps
 from .lock import holding
 
 
 if TYPE_CHECKING:
     from ..config import QaRLConfig
 
-# transformers.trainer calls it TRAINER_STATE_NAME; to import that loads datasets and pandas, a fifth of a dry run.
-STATE = "trainer_state.json"
-# Of a config: what may differ between two copies of a model.
-_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype")
+# Of a model's folder: what gives its tokens, its weights and its outputs.
+_MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
+# Settings that give a rollout or an update another meaning, and those that cut a rollout batch into micro-batches.
+_MEANING = ("quantize_learner", "quant_freeze_scales", "loss_type", "optim_muon", "world_size")
+BATCH = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
 
 logger = get_logger(__name__)
 
@@ -38,14 +35,9 @@ def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str
     """
     The checkpoint to resume from, checked; decided by the first process for all.
 
-    Args:
-        wish (`str`, `bool` or `None`): `True` or `"true"`: the newest complete one of `args.output_dir`; `"auto"`: the same, and
-            if there is no checkpoint `None`, a start from the beginning; a path; `None` or `False`: none.
-        identity: Of the run, as of [`identity_of`], where it is known. The checkpoint must be of the same.
-
-    Raises:
-        ValueError, OSError: when there is none, when it is damaged or cannot be read, when it is of another model, scheme or
-            tokenizer, or when it cannot be resumed.
+    `wish` is `True` or `"true"`: the newest complete one of `args.output_dir`; `"auto"`: the same, and without any `None`, a start
+    from the beginning; a path; `None` or `False`: none. The checkpoint must be of the run that `identity`, as of [`identity_of`],
+    tells, where it is known. `ValueError` or `OSError` when there is none, or when it is damaged, of another run, or cannot be resumed.
     """
 
     def choose() -> str | None:
@@ -59,24 +51,26 @@ def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str
 
 def on_first(args: QaRLConfig, decide: Callable[[], Any]) -> Any:
     """What `decide` returns in the first process, on all of them; also its `ValueError` or `OSError`."""
-    result, error = None, None
+    found: list[Any] = [None, None]
     if args.process_index == 0:
         try:
-            result = decide()
-        except (ValueError, OSError) as refusal:
-            error = refusal
+            found[0] = decide()
+        except (ValueError, OSError) as error:
+            found[1] = error
     if args.world_size > 1:
-        result, error = broadcast_object_list([result, error])
-    if error:
-        raise error
-    return result
+        broadcast_object_list(found)
+    if found[1]:
+        raise found[1]
+    return found[0]
 
 
 def _find(wish: str, output_dir: Path) -> str | None:
     if wish.lower() == "false":
         return None
     if wish.lower() not in ("true", "auto"):
-        return _given(Path(wish))
+        if why := damage(Path(wish)):
+            raise ValueError(f"resume_from_checkpoint={wish!r} is no whole checkpoint of this trainer: {why}.")
+        return wish
     _put_back(output_dir)
     bad = [f"{folder} ({why})" for folder in sorted(steps(output_dir)) if (why := damage(folder))]
     for found in bad:
@@ -86,8 +80,7 @@ def _find(wish: str, output_dir: Path) -> str | None:
     if bad:
         # To start over by oneself would in the end write over what may still be saved by hand.
         raise ValueError(
-            f"resume_from_checkpoint={wish} found only damaged checkpoints: {'; '.join(bad)}. To start over, move them away or "
-            "choose another output_dir."
+            f"{output_dir} has only damaged checkpoints. To start over, move them away: {'; '.join(bad)}."
         )
     if wish.lower() == "true":
         raise ValueError(
@@ -104,17 +97,6 @@ def _put_back(output_dir: Path) -> None:
                 folder.rename(output_dir / folder.name)
 
 
-def _given(folder: Path) -> str:
-    if not (folder / STATE).is_file():
-        raise ValueError(f"resume_from_checkpoint={str(folder)!r} is no training checkpoint: it has no {STATE}.")
-    if not (folder / MANIFEST).exists():
-        tensor_names(folder)  # refuses weights that are cut off
-        logger.warning("%s has no %s: that it is complete cannot be checked.", folder, MANIFEST)
-    elif why := damage(folder):
-        raise ValueError(f"{folder} is damaged: {why}. Resume from another one.")
-    return str(folder)
-
-
 def _check_resumable(folder: Path, args: QaRLConfig, identity: Mapping[str, Any]) -> None:
     if args.sync_ref_model:
         raise ValueError("sync_ref_model=True cannot be resumed: its reference is in no checkpoint. Set it to False.")
@@ -122,67 +104,56 @@ def _check_resumable(folder: Path, args: QaRLConfig, identity: Mapping[str, Any]
         raise ValueError(
             f"{folder} holds weights without the optimizer (save_only_model). Give it as the model, and do not resume."
         )
-    stored = read_manifest(folder) if (folder / MANIFEST).exists() else {}
+    stored = read_manifest(folder)
     for name, value in identity.items():
-        if name != "model" and None not in (value, stored.get(name)) and stored[name] != value:
+        if name != "model" and stored.get(name, value) != value:
             raise ValueError(
-                f"{folder} is a checkpoint of another run: {name} was {stored[name]!r} with the model {stored.get('model')!r}, and is "
-                f"{value!r} with {identity.get('model')!r}. Start with what it was made from, or use another output_dir."
+                f"{folder} is a checkpoint of another run: {name} was {stored[name]!r} with the model {stored['model']!r}, and is "
+                f"{value!r} with {identity['model']!r}. Start with what it was made from, or use another output_dir."
             )
-    processes = stored.get("processes", args.world_size)
-    if processes != args.world_size:
-        text = "%s was written by %d processes, and this run has %d: order of the data and random numbers will differ."
-        logger.warning(text, folder, processes, args.world_size)
 
 
 def identity_of(
     model: str | nn.Module, args: QaRLConfig, plan: QuantizationConfig | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """
-    What a run is of, as a manifest holds it, before anything loads; `None` for what cannot be known then.
+    What a run is of, as a manifest holds it, before anything loads.
 
-    `weights` is a digest of some first values: a folder may move, and another model may have its name and shapes. Of a Hub id it is that
-    and the revision. Of an adapter the base counts. The rest is what gives a rollout or an update another meaning. `given` are the
-    trainer's arguments.
+    `weights` is a digest of the model's files: a folder may move, and another model may have its name and shapes. Of a model of the
+    Hub it is the id and the revision. Of an adapter the base counts. `given` are the trainer's arguments.
     """
     module = None if isinstance(model, str) else base_model(model)
     name = model if module is None else module.config._name_or_path
-    where = {"trust_remote_code": args.trust_remote_code, "revision": None} | (args.model_init_kwargs or {})
-    where = {key: where[key] for key in ("trust_remote_code", "revision")}
-    config = None if module is not None else AutoConfig.from_pretrained(name, **where).to_dict()
-    tokenizer = given.get("processing_class") or (AutoTokenizer.from_pretrained(name, **where) if name else None)
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    read = tokenizer and [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token, tokenizer.chat_template]
-    if name and not Path(name).is_dir():
-        weights = f"{name}@{where['revision'] or 'main'}"
-    else:
-        weights = _digest([(n, t.flatten()[:64].float().tolist()) for n, t in _first_tensors(name, module)])
+    loading = args.model_init_kwargs or {}
+    folder = Path(name, loading.get("subfolder") or "")
+    weights = f"{name}@{loading.get('revision') or 'main'}"
+    if name and folder.is_dir():
+        files = sorted(path for kind in _MODEL for path in folder.glob(kind))
+        weights = _digest([(path.name, _sample(path)) for path in files])
+    tokenizer = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
+    tokens = tokenizer and [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token, tokenizer.chat_template]
     layers = plan and {describe_scheme(group): group.targets for group in plan.config_groups.values()}
     return {
         "model": name,
-        "config": config and _digest({key: config[key] for key in config if key not in _NOT_THE_MODEL}),
         "weights": weights,
-        "tokenizer": read and _digest(read),
+        "tokenizer": _digest(tokens) if tokens else "the model's",
         "scheme": f"{layers} without {plan.ignore}" if plan else "none",
-        "quantize_learner": args.quantized and args.quantize_learner,
-        "loss_type": args.loss_type,
-        "optim_muon": args.optim_muon,
         "adapter": given.get("peft_config") is not None or module not in (None, model),
+        **{field: getattr(args, field) for field in (*_MEANING, *BATCH)},
     }
 
 
-def _first_tensors(folder: str, module: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
-    """Names and first rows of up to 256 tensors of each file in the folder, or of a model without one."""
-    for path in sorted(Path(folder).glob("*.safetensors")) if folder else ():
-        with safe_open(path, framework="pt") as file:
-            names = sorted(file.keys())
-            for name in names[:: len(names) // 256 + 1]:
-                rows = file.get_slice(name)
-                yield name, rows[:1] if rows.get_shape() else file.get_tensor(name)
-    for name, parameter in () if folder else module.named_parameters():
-        if "lora_" not in name:
-            yield name, parameter.detach()
+def _sample(file: Path) -> bytes:
+    """The content of a file; of weights 256 bytes at each of 256 places, which any training changes."""
+    if file.suffix != ".safetensors":
+        return file.read_bytes()
+    size, parts = file.stat().st_size, []
+    with file.open("rb") as stream:
+        for place in range(0, size, size // 256 + 1):
+            stream.seek(place)
+            parts.append(stream.read(256))
+    return b"".join(parts)
 
 
 def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]

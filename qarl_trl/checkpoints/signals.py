@@ -27,8 +27,7 @@ class StopOnSignal(TrainerCallback):
     """
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:
-        self.received = self.leaving = False
-        self._agree, self._process = agree, os.getpid()
+        self.received, self._agree, self._process = False, agree, os.getpid()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -52,12 +51,12 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ask for a checkpoint."""
         if self._agree(self.received):
-            self.leaving = control.should_save = True
+            control.should_save = True
 
     on_evaluate = on_step_end  # a signal may come during an evaluation
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave: what follows the last step would load the best model and may delete this checkpoint."""
-        if self.leaving or self._agree(self.received):
+        """Leave, also after the last step."""
+        if self._agree(self.received):
             logger.warning("Stopped by a signal at step %d, saved; exit code %d.", state.global_step, EXIT_CODE)
             raise SystemExit(EXIT_CODE)

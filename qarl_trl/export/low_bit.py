@@ -34,7 +34,6 @@ from .files import flush, share
 
 
 LOW_BIT_FOLDER = "low_bit"  # beside master weights or an adapter
-RECIPE = "recipe.yaml"  # llm-compressor's name
 # As compressed-tensors names them (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 SCRATCH = ".incoming-"
@@ -80,15 +79,13 @@ def _ignored(model: nn.Module) -> list[str]:
     names: list[str] = []
     for name, module in checkpoint_modules(model):
         if name in experts and not isinstance(module, QuantExperts):
-            # llm-compressor's module order within an expert
-            layers = ("up_proj", "gate_proj", "down_proj")
-            names += [
-                f"{name}.{expert}.{layer}" for expert in range(shape_of(module.down_proj)[0]) for layer in layers
-            ]
-        elif not isinstance(module, LowBitLayer):
-            kind = type(module).__name__
-            if isinstance(module, nn.Linear) or _ROUTER_CLASS.search(kind):
-                names.append(name)
+            layers = ("up_proj", "gate_proj", "down_proj")  # llm-compressor's order within an expert
+            number = shape_of(module.down_proj)[0]
+            names += [f"{name}.{expert}.{layer}" for expert in range(number) for layer in layers]
+        elif isinstance(module, LowBitLayer):
+            continue
+        elif isinstance(module, nn.Linear) or _ROUTER_CLASS.search(type(module).__name__):
+            names.append(name)
     return [rename(name) for name in names]
 
 
@@ -98,15 +95,13 @@ def save_low_bit(
     path: str | os.PathLike,
     *,
     weights: Iterable[tuple[str, Tensor]] | None = None,
-    recipe: str | os.PathLike | None = None,
 ) -> Path:
     """
     Write the low-bit checkpoint of `model`; returns the folder.
 
     `model` is quantized, and its master weights are not changed; of a `PeftModel` the base is written with the active adapter
-    merged. In `path` weights are replaced, and other files stay. `weights` are the checkpoint's tensors where `model` holds shards only,
-    `recipe` is the llm-compressor recipe of the model, copied as `recipe.yaml`. `ValueError` when the model is not quantized, or when
-    `path` holds high-precision weights.
+    merged. In `path` weights are replaced, and other files stay. `weights` are the checkpoint's tensors where `model` holds shards only.
+    `ValueError` when the model is not quantized, or when `path` holds high-precision weights.
     """
     path = Path(path)
     quant_config = quantization_config(model)
@@ -122,8 +117,6 @@ def save_low_bit(
     with tempfile.TemporaryDirectory(dir=path, prefix=SCRATCH) as scratch:
         save_torch_state_dict(state_dict, scratch, max_shard_size="5GB", metadata={"format": "pt"})
         _save_configs(base_model(model), tokenizer, quant_config, Path(scratch))
-        if recipe is not None:
-            shutil.copyfile(recipe, Path(scratch) / RECIPE)
         share(Path(scratch))
         flush(Path(scratch))
         _move_into_place(Path(scratch), path)

@@ -68,13 +68,11 @@ def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], tra
 
 def check_rollout(output: Mapping[str, Any], rows: int) -> None:
     """Refuse (`ValueError`) what TRL would train on in silence: other rows than prompts, and log-probs of other tokens."""
+    prompts = len(output["prompt_ids"])
     tokens, logps = ([len(row) for row in output[name] or ()] for name in ("completion_ids", "logprobs"))
-    if (
-        not len(output["prompt_ids"]) == len(tokens) == rows
-        or 0 in tokens
-        or (output["logprobs"] is not None and logps != tokens)
-    ):
+    scored = output["logprobs"] is None or logps == tokens
+    if not prompts == len(tokens) == rows or 0 in tokens or not scored:
         raise ValueError(
             f"rollout_func must return, for each of {rows} prompts, prompt_ids, at least one token of completion_ids (EOS for an empty "
-            f"answer) and as many logprobs (or None for all). Got {len(output['prompt_ids'])} prompts, {tokens} tokens and {logps} log-probs."
+            f"answer) and as many logprobs (or None for all). Got {prompts} prompts, {tokens} tokens and {logps} log-probs."
         )

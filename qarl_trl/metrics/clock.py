@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..quant.experts import QuantExperts
 from ..quant.linear import LowBitLayer
 
 
@@ -35,18 +35,18 @@ class WeightFlips:
         """`quant/flip_frac` since the last call; empty on the first call or without low-bit layers."""
         changed = total = 0
         for module_name, module in modules:
-            weights = module.last_low_bits() if isinstance(module, QuantExperts) else {"": module.last_low_bit}
-            for name, weight in weights.items():
+            for name, weight in module.last_low_bits().items():
                 stored = weight.quantized.reshape(-1).view(torch.uint8)
-                sample = stored[:: max(1, -(-len(stored) // self._most))].clone()
-                last = self._last.get(f"{module_name}.{name}", sample[:0])
+                sample = stored[:: max(1, math.ceil(len(stored) / self._most))].clone()
+                last = self._last.get(f"{module_name}.{name}")
                 self._last[f"{module_name}.{name}"] = sample
-                if len(last):
-                    holds_pairs = "weight_packed" in weight.tensors and weight.scheme.weights.num_bits == 4
-                    differing = last ^ sample
-                    values = (differing & 0xF, differing >> 4) if holds_pairs else (differing,)
-                    changed += sum(int(value.count_nonzero()) for value in values)
-                    total += sum(value.numel() for value in values)
+                if last is None or not name:  # "": the reference model, which is LoRA's base and does not change
+                    continue
+                holds_pairs = "weight_packed" in weight.data and weight.scheme.weights.num_bits == 4
+                differing = last ^ sample
+                values = (differing & 0xF, differing >> 4) if holds_pairs else (differing,)
+                changed += sum(int(value.count_nonzero()) for value in values)
+                total += sum(value.numel() for value in values)
         return {"quant/flip_frac": changed / total} if total else {}
 
 
@@ -54,11 +54,8 @@ class StepClock(TrainerCallback):
     """
     Splits each optimizer step into rollout, weight sync and update.
 
-    Args:
-        engine (`LowBitVLLMGeneration`, *optional*): Counts the seconds of rollouts and weight syncs.
-        log (`Callable`): Takes a metric's name and value.
-        flips (`Callable`): Metrics of the quantized weights that changed, after a weight sync.
-        after_first (`Callable`): Called after the first step.
+    The `engine` (`LowBitVLLMGeneration`, if there is one) counts the seconds of rollouts and weight syncs, `log` takes a metric's name
+    and value, `flips` gives the metrics of the quantized weights that a sync changed, `after_first` is called after the first step.
     """
 
     def __init__(

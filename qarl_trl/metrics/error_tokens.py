@@ -18,17 +18,11 @@ DENSITY = 0.9  # share of the window that has such copies
 @torch.no_grad()
 def find_error_tokens(ids: Tensor, real: Tensor) -> Tensor:
     """
-    Which tokens only repeat: loops, runs of one token, and garble made of few tokens.
+    Which tokens only repeat: loops, runs of one token, and garble made of few tokens. bool `(B, T)`, False at padding.
 
     A token is a copy when the `NGRAM` tokens that end in it have stood at least `COPIES` times before in the same completion.
     It is an error token when it is a copy and lies in a window of `WINDOW` tokens of which at least `DENSITY` are copies.
-
-    Args:
-        ids (`Tensor`): Token ids of the completions, `(B, T)`, integer.
-        real (`Tensor`): True for tokens, False for the padding after the last one, `(B, T)`.
-
-    Returns:
-        `Tensor`: `(B, T)` bool, False at padding.
+    `ids` `(B, T)` are those of completions; `real` `(B, T)` is False for the padding after the last token.
     """
     length, real = ids.shape[1], real.bool()
     if length < WINDOW or not len(ids):

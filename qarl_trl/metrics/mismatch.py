@@ -66,9 +66,7 @@ def check_mismatch(logp_diff: float, unscored: float, args: QaRLConfig) -> None:
     """
     Stop (`RuntimeError`) at log-probs that are no numbers, and at a mismatch above `args.mismatch_abort_threshold`.
 
-    Args:
-        logp_diff (`float`): Mean mismatch over all tokens, nats.
-        unscored (`float`): Share of tokens that the engine could not score, in the worst process.
+    `logp_diff` is the mean over all tokens in nats, `unscored` the share that the engine could not score in the worst process.
     """
     if not math.isfinite(logp_diff) or unscored > MOST_UNSCORED:
         raise RuntimeError(

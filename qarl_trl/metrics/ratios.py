@@ -22,10 +22,8 @@ class RatioMeter:
     """
     Measures `ratio/*` and `error_tokens/*` of each micro-batch; see docs/metrics.md.
 
-    Args:
-        band (`TrustBand`): The bounds of TBPO, also where the loss is another.
-        prefix (`str`): Of the shares beyond them. A stock loss clips elsewhere, which TRL logs as `clip_ratio/*`.
-        gather (`Callable`): Rows of all processes, one after the other.
+    `band` has the bounds of TBPO, also where the loss is another; then a `prefix` marks the shares beyond them, because TRL logs
+    those beyond the loss's own bounds (`clip_ratio/*`). `gather` puts the rows of all processes one after the other.
     """
 
     def __init__(self, band: TrustBand, prefix: str, gather: Callable[[Tensor], Tensor]) -> None:
@@ -37,11 +35,8 @@ class RatioMeter:
         """
         The metrics over all processes, in one collective.
 
-        Args:
-            logps (`Tensor`): Of the current policy, `(B, T)`.
-            batch (`dict`): TRL's micro-batch.
-            errors (`Tensor`): Its error tokens, `(B, T)` bool.
-            fresh (`bool`): Whether no optimizer step came since the rollout, so that every ratio must be 1.
+        `logps` are of the current policy, `errors` the error tokens of TRL's micro-batch (bool), both `(B, T)`. `fresh`: no optimizer
+        step came since the rollout, so that every ratio must be 1.
         """
         old = batch.get("old_per_token_logps", logps)
         columns = completion_columns(logps, old, loss_mask(batch), batch["advantages"], errors)
@@ -73,26 +68,21 @@ def completion_columns(
     }
 
 
-def beyond(band: TrustBand, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-    """Which completions `(N,)` lie beyond each bound of TBPO, bool."""
-    positive, negative = advantages > 0, advantages < 0
-    return {
-        "pos_high": positive & (ratio > 1 + band.epsilon_high),
-        "neg_low": negative & (ratio < 1 - band.delta_low),
-        "neg_high": negative & (ratio > 1 + band.delta_high),
-    }
-
-
 def ratio_metrics(columns: dict[str, Tensor], band: TrustBand, prefix: str) -> dict[str, float]:
     """The metrics of the completions of all processes, `(N,)` a column; what has no value is left out."""
     ratio, advantages, tokens = columns["ratio"], columns["advantage"], columns["tokens"].double().sum()
-    metrics = {"ratio/min": ratio.min(), "ratio/max": ratio.max()}
+    positive, negative = advantages > 0, advantages < 0
+    metrics = {
+        "ratio/min": ratio.min(),
+        "ratio/max": ratio.max(),
+        f"ratio/{prefix}pos_high_frac": (positive & (ratio > 1 + band.epsilon_high)).double().mean(),
+        f"ratio/{prefix}neg_low_frac": (negative & (ratio < 1 - band.delta_low)).double().mean(),
+        f"ratio/{prefix}neg_high_frac": (negative & (ratio > 1 + band.delta_high)).double().mean(),
+    }
     if tokens:
         metrics["ratio/kl_k3"] = columns["k3"].double().sum() / tokens
         metrics["error_tokens/frac"] = columns["errors"].double().sum() / tokens
-    for edge, there in beyond(band, ratio, advantages).items():
-        metrics[f"ratio/{prefix}{edge}_frac"] = there.double().mean()
-    for sign, rows in (("pos", advantages > 0), ("neg", advantages < 0)):
+    for sign, rows in (("pos", positive), ("neg", negative)):
         if rows.any():
             quantiles = ratio[rows].quantile(torch.tensor([0.5, 0.99]))
             metrics |= {f"ratio/{sign}_q50": quantiles[0], f"ratio/{sign}_q99": quantiles[1]}

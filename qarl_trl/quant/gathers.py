@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .quantize import LowBitWeight
 from .shards import own_rows, unit_of, whole
-
-
-if TYPE_CHECKING:
-    from compressed_tensors.quantization import QuantizationScheme
 
 
 _aten = torch.ops.aten

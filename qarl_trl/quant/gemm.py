@@ -9,16 +9,8 @@ import torch.nn.functional as F
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
-from . import reference
-from .activations import (
-    FP8,
-    dequantize_activations,
-    memoize_last,
-    quantize_groups_fp8,
-    quantize_tokens_fp8,
-    quantize_tokens_int8,
-    quantize_tokens_int8_asymmetric,
-)
+from . import activations, reference
+from .activations import FP8, memoize_last
 from .quantize import LowBitWeight, dequantize
 from .scheme import effective_group_size, support_of
 
@@ -91,7 +83,7 @@ class ActivationGemm(Gemm):
         return y.reshape(*x.shape[:-1], -1), saved
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
-        return dequantize_activations(*saved, dtype)
+        return activations.dequantize_activations(*saved, dtype)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         """`(tokens, in)` quantized values times the weight plus the bias, `(tokens, out)` in `dtype`."""
@@ -101,7 +93,7 @@ class ActivationGemm(Gemm):
 class Fp8Gemm(ActivationGemm):
     """FP8 weights and per-token FP8 activations, accumulated in float32 (`(x_q W_q^T) s_x s_w + b`)."""
 
-    quantize = staticmethod(quantize_tokens_fp8)
+    quantize = staticmethod(activations.quantize_tokens_fp8)
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
         """What is multiplied, float8 `(out, in)`, and its scale, float32 `(out, 1)`."""
@@ -122,13 +114,12 @@ class Int4Fp8Gemm(Fp8Gemm):
     """
     INT4 weights and per-token FP8 activations, as vLLM's kernel for Hopper multiplies them.
 
-    That kernel has no 4-bit product: it holds a table of `code * scale` in float8 for each group, with the scale itself
-    rounded to float8 and a float32 scale for the channel above it. Sixteen table entries of three bits' mantissa stand for
-    the quantized values, so the weight that it multiplies by is not the one that the checkpoint decompresses to.
+    For each group that kernel has a table of sixteen products `quantized value * scale`, rounded to float8, where the scale itself is
+    rounded to float8 below a float32 scale of the channel. So it does not multiply by what the checkpoint decompresses to.
     """
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
-        scale, channel_scale = quantize_tokens_fp8(weight.scale)
+        scale, channel_scale = activations.quantize_tokens_fp8(weight.scale)
         # An eighth of it, so that the largest entry, 8 scales, is a float8 number.
         scale, channel_scale = (scale.float() / 8).to(FP8), channel_scale * 8
         quantized = reference.unpacked(weight.quantized, 4)
@@ -151,7 +142,7 @@ class Fp8BlockGemm(ActivationGemm):
     vLLM adds the bias to the rounded output of its block kernels.
     """
 
-    quantize = staticmethod(quantize_groups_fp8)
+    quantize = staticmethod(activations.quantize_groups_fp8)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         height, width = weight.scheme.weights.block_structure
@@ -165,7 +156,7 @@ class Fp8BlockGemm(ActivationGemm):
 class Int8Gemm(ActivationGemm):
     """INT8 weights and per-token INT8 activations, accumulated exactly in int32."""
 
-    quantize = staticmethod(quantize_tokens_int8)
+    quantize = staticmethod(activations.quantize_tokens_int8)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         tokens = x.shape[0]
@@ -179,7 +170,7 @@ class CpuInt4Int8Gemm(ActivationGemm):
     """INT4 weights and asymmetric per-token INT8 activations: torch's own 4-bit kernel, which the CPU engine calls."""
 
     prepares = True
-    quantize = staticmethod(quantize_tokens_int8_asymmetric)
+    quantize = staticmethod(activations.quantize_tokens_int8_asymmetric)
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         cast = memoize_last(Tensor.to, x, torch.bfloat16)  # as the activations and the bias of the engine are
@@ -191,17 +182,15 @@ class CpuInt4Int8Gemm(ActivationGemm):
         group_size = effective_group_size(weight.scheme) or in_features
         # A single group is one scale a channel also to vLLM, and then the kernel sums, scales and rounds otherwise.
         one_group = group_size == in_features
-        # The kernel keeps its bias among the packed quantized values. With groups it gives float32 out, and the bias can be added
-        # behind it.
+        # The kernel keeps its bias among the packed values. With groups it gives float32, to which the bias is added afterwards.
         inside = bias.detach().float() if one_group and bias is not None else torch.empty(0)
         packed, packed_bias = weight.prepared.get("dyn_quant_4bit", (None, None))
         if packed is None or not torch.equal(packed_bias, inside):
             unsigned = weight.quantized + 8
             pairs = (unsigned[:, 1::2] << 4 | unsigned[:, ::2]).to(torch.uint8)
             scale = weight.scale.float() if one_group else weight.scale
-            packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
-                pairs, scale, inside if len(inside) else None, group_size, in_features, out_features
-            )
+            kernel_bias, sizes = inside if len(inside) else None, (group_size, in_features, out_features)
+            packed = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale, kernel_bias, *sizes)
             weight.prepared["dyn_quant_4bit"] = packed, inside
         x = x if one_group else x.float()  # which the kernel demands with groups
         y = torch.ops.aten._dyn_quant_matmul_4bit(x, packed, group_size, in_features, out_features)

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from .activations import memoize_last
 from .cache import LowBitCache
 from .gathers import GatheredWeight, is_packed, whole_weights
-from .gemm import Gemm, GemmChoice
+from .gemm import Bias, Gemm, GemmChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .reference import QParams
 from .shards import quantize_own, quantize_shards
 
 
 # From the gradient of the output `(tokens, out)`, the input `(tokens, in)` and the sources of the weight to their gradients.
-Chain = Callable[..., tuple[Tensor, ...]]
+Chain = Callable[..., tuple[Tensor, ...]] | None
 
 
 class LowBitMatmul(torch.autograd.Function):
@@ -38,14 +38,7 @@ class LowBitMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        bias: Tensor | None,
-        weight: LowBitWeight,
-        gemm: Gemm,
-        dtype: torch.dtype,
-        chain: Chain | None,
-        *sources: Tensor,
+        ctx, x: Tensor, bias: Bias, weight: LowBitWeight, gemm: Gemm, dtype: torch.dtype, chain: Chain, *sources
     ) -> Tensor:
         ctx.input_dtype, x = x.dtype, memoize_last(Tensor.to, x, dtype)
         y, saved = gemm.forward(x, weight, None if bias is None else bias.to(x.dtype))
@@ -76,33 +69,22 @@ class LowBitMatmul(torch.autograd.Function):
 
 
 class LowBitLayer:
-    """
-    What every low-bit layer shares: its scheme, its low-bit weights and its gemm.
-
-    Attributes:
-        scheme (`QuantizationScheme`): The scheme of the low-bit weight.
-        gemm_for (`GemmChoice`): Chooses the gemm at the first forward.
-        quantized_forward (`bool`): `False` leaves the forward in high precision while `low_bit` still serves the
-            sync and the export: the quantized-rollout baseline of the paper.
-        frozen_qparams (`dict[str, QParams]`): Scale and zero point that a weight keeps, by parameter; empty where they
-            follow the weight. No parameters and no buffers, so that the `state_dict` stays what it was.
-        merged_with (`tuple[LowBitLayer, ...]`): The other layers that an engine merges with this one, where the scheme
-            has a global scale that they must share.
-        high_precision_class (`type`): The class that the module had.
-        packed_parameters (`tuple[str, ...]`): Those of which FSDP2 may gather quantized values.
-
-    The cache and the gemm are made anew for a copy.
-    """
+    """What every low-bit layer shares: its scheme, its low-bit weights and its gemm. A copy gets a new cache and a new gemm."""
 
     scheme: QuantizationScheme
-    gemm_for: GemmChoice
+    gemm_for: GemmChoice  # chooses the gemm at the first forward
+    # `False` leaves the forward in high precision while `low_bit` still serves the sync and the export: the quantized-rollout
+    # baseline of the paper.
     quantized_forward: bool
+    # Scale and zero point that a weight keeps, by parameter; empty where they follow the weight. No parameters and no buffers, so
+    # that the `state_dict` stays what it was.
     frozen_qparams: dict[str, QParams]
+    # The other layers that an engine merges with this one, where the scheme has a global scale that they must share.
     merged_with: tuple[LowBitLayer, ...]
-    high_precision_class: type[nn.Module]
+    high_precision_class: type[nn.Module]  # that the module had
     _low_bit_cache: LowBitCache
     _gemm: Gemm | None
-    packed_parameters = ()
+    packed_parameters = ()  # of which FSDP2 may gather quantized values
 
     @classmethod
     def convert(
@@ -187,27 +169,12 @@ class LowBitLayer:
         return self._gemm is not None
 
     def last_low_bits(self) -> dict[str, LowBitWeight]:
-        """What was quantized last, without looking at the master weights: by parameter, or by adapter ("": none)."""
+        """What was quantized last, without looking at the master weights: by parameter, of LoRA by adapter ("": none)."""
         return self._low_bit_cache.last()
-
-    @property
-    def last_low_bit(self) -> LowBitWeight:
-        """What `low_bit` returned last, of a layer with one weight."""
-        return self.last_low_bits()[self._slot]
 
     def forget(self) -> None:
         """Free the low-bit weights; the next use quantizes again."""
         self._low_bit_cache.clear()
-
-    @property
-    def _slot(self) -> str:
-        """Under which name of `last_low_bits` the layer computes now."""
-        return "weight"
-
-    def _compute_dtype(self, input: Tensor) -> torch.dtype:
-        """What autocast would cast `input` to, where it is on."""
-        device_type = input.device.type
-        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype
 
     def _get_gemm(self, device: torch.device) -> Gemm:
         if self._gemm is None:
@@ -220,12 +187,13 @@ class LowBitLayer:
         low_bit: Callable[[], LowBitWeight],
         gemm: Gemm,
         *sources: Tensor,
-        bias: Tensor | None = None,
-        chain: Chain | None = None,
+        bias: Bias = None,
+        chain: Chain = None,
     ) -> Tensor:
         """`LowBitMatmul` in the dtype that autocast asks for; what autocast would cast in `low_bit` and `gemm` it leaves alone."""
-        dtype = self._compute_dtype(x)
-        with torch.autocast(x.device.type, enabled=False):
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        with torch.autocast(device, enabled=False):
             return LowBitMatmul.apply(x, bias, low_bit(), gemm, dtype, chain, *sources)
 
     def __getstate__(self) -> dict[str, Any]:

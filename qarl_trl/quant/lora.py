@@ -68,14 +68,13 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
     _z3_leaf = True  # as `deepspeed.utils.set_z3_leaf_modules`: ZeRO-3 gathers W, A and B together
 
     def sources(self) -> tuple[str, ...]:
-        """The base weight and the active adapter's two factors; an error while adapters are disabled."""
+        """Of the active adapter; an error while adapters are disabled."""
         if self.disable_adapters:
             raise RuntimeError(
                 "The adapters are disabled: a weight sync or an export would hold the base model instead of the policy. "
                 "Leave the `disable_adapter()` context first."
             )
-        adapter = self._slot
-        return ("base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight")[: 3 if adapter else 1]
+        return self._names(self._adapter)
 
     def low_bit(self, *given: Tensor) -> LowBitWeight:
         """
@@ -89,16 +88,17 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
                 f"Adapters {self.merged_adapters} are merged into the base weight and would count twice. Call "
                 "`model.unmerge_adapter()`; `save_model` and `qarl-trl export` merge out of place."
             )
-        adapter = self._slot
+        adapter = self._adapter
         scaling = self.scaling.get(adapter)
 
         def quantize(weight: Tensor, *factors: Tensor) -> LowBitWeight:
             return self._quantize(merged_weight(*map(whole, (weight, *factors)), scaling) if factors else weight)
 
-        return self._low_bit_cache.get(adapter, self._own(adapter), given or None, quantize, others=(scaling,))
+        own = tuple(map(self.get_parameter, self._names(adapter)))
+        return self._low_bit_cache.get(adapter, own, given or None, quantize, others=(scaling,))
 
     @property
-    def _slot(self) -> str:
+    def _adapter(self) -> str:
         """The active adapter of this layer, "" where the base alone computes."""
         if self.disable_adapters:
             return ""
@@ -109,17 +109,17 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
             )
         return active[0] if active else ""
 
-    def _own(self, adapter: str) -> tuple[Tensor, ...]:
+    @staticmethod
+    def _names(adapter: str) -> tuple[str, ...]:
         """The base weight and the two factors of an adapter, if it is one."""
-        factors = (self.lora_A[adapter].weight, self.lora_B[adapter].weight) if adapter else ()
-        return self.base_layer.weight, *factors
+        return ("base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight")[: 3 if adapter else 1]
 
     # Without peft's other arguments: adapters chosen per sample have no single merged weight.
     def forward(self, x: Tensor) -> Tensor:
         if not self.quantized_forward:
             return super().forward(x)
-        adapter = self._slot
-        weight, *factors = self._own(adapter)
+        adapter = self._adapter
+        weight, *factors = map(self.get_parameter, self._names(adapter))
         chain = partial(factor_gradients, self.scaling[adapter]) if factors else None
         bias, gemm = self.base_layer.bias, self._get_gemm(x.device)
         return self._multiply(x, self.low_bit, gemm, *(factors or [weight]), bias=bias, chain=chain)

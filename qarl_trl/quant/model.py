@@ -72,8 +72,7 @@ def apply_quantization(
     Experts count as one linear layer per expert and projection, under the names of the checkpoint.
 
     Args:
-        model: Modified in place. Master weights keep their dtype; quantization starts from their bfloat16 cast. All names are those
-            of the base model of a `PeftModel`.
+        model: Modified in place. Master weights keep their dtype. All names are those of the base model of a `PeftModel`.
         scheme: Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a scheme, or a configuration of several groups
             ([`~qarl_trl.quant.recipe.read_recipe`]), which has its own targets, ignore list and group sizes.
         targets: Class names, module names, or `re:` patterns, as in compressed-tensors.
@@ -98,7 +97,7 @@ def apply_quantization(
         _low_bit_class(layer.module).convert(layer.module, layer.scheme, gemm, quantize_forward, frozen)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
-    for _, _, merged in merged_by_engines(model):
+    for merged in _merged_by_engines(model):
         for layer in merged:
             if isinstance(layer, LowBitLayer) and has_global_scale(layer.scheme):
                 layer.merged_with = tuple(other for other in merged if other is not layer)
@@ -122,13 +121,13 @@ def bypassed_layers(model: nn.Module) -> list[str]:
     return [name for name, layer in quantized_modules(model) if layer.quantized_forward and not layer.has_run]
 
 
-def merged_by_engines(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], list[nn.Module]]]:
-    """Layers that vLLM loads into one matrix: name of their parent, their own names, the layers."""
-    for parent_name, parent in model.named_modules():
+def _merged_by_engines(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Layers that vLLM loads into one matrix."""
+    for parent in model.modules():
         for names in MERGED_BY_ENGINES:
             layers = [getattr(parent, name, None) for name in names]
             if None not in layers:
-                yield parent_name, names, layers
+                yield layers
 
 
 def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:
@@ -216,8 +215,8 @@ def _check_model(model: nn.Module) -> None:
     foreign = getattr(getattr(model, "config", None), "quantization_config", None)
     if foreign is not None:
         raise ValueError(
-            f"The model is quantized already (quantization_config={foreign}), so it has no high-precision master weights. Start "
-            "from the unquantized checkpoint, or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
+            f"The model is quantized already (quantization_config={foreign}), so it has no master weights. Start from the "
+            "unquantized checkpoint, or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
         )
     if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
         raise ValueError(

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import generate_gparam
@@ -88,10 +89,7 @@ def rows_together(scheme: QuantizationScheme) -> int:
 
 @torch.no_grad()
 def quantize_weight(
-    weight: Tensor,
-    scheme: QuantizationScheme,
-    qparams: QParams | None = None,
-    largest: Tensor | None = None,
+    weight: Tensor, scheme: QuantizationScheme, qparams: QParams | None = None, largest: Tensor | None = None
 ) -> LowBitWeight:
     """
     Quantize a weight matrix by round-to-nearest with min-max scales, or with given ones.
@@ -99,14 +97,13 @@ def quantize_weight(
     Args:
         weight: Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first, and never aliased.
         scheme: A scheme of `qarl_trl.quant.scheme`, with `format` set.
-        qparams: Frozen scale, bfloat16, and zero point, int8 (`None` for symmetric schemes), `(out, groups)` or as blocks
-            have it. Quantized values beyond the range saturate.
+        qparams: Frozen scale, bfloat16, and zero point, int8 or `None`, both in the shape of the scheme's scales. Quantized values
+            beyond the range saturate. `ValueError` for others.
         largest: For schemes with a global scale, the largest magnitude of all weights that share it, bfloat16 scalar: an
             engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
 
     Raises:
-        ValueError: when the weight is not a matrix, or not of whole words where it is packed; when it holds a NaN or an
-            infinity, or does not fit `qparams`.
+        ValueError: for a weight that is no matrix, has no whole words where it is packed, or holds NaN or infinity.
     """
     if weight.ndim != 2 or ("pack" in scheme.format and weight.shape[1] % 8):
         raise ValueError(
@@ -125,12 +122,16 @@ def quantize_weight(
     else:
         _check_frozen(qparams, high.shape, scheme)
     data["weight_scale"], zero_point = qparams
-    encoded = reference.encode(weight, qparams, scheme, global_scale)
-    data["weight_packed" if "pack" in scheme.format else "weight"] = encoded
+    if global_scale is None:
+        encoded = reference.encode(weight, qparams, scheme)
+        data["weight_packed" if "pack" in scheme.format else "weight"] = encoded
+    else:  # 4-bit floats: compressed-tensors' own rounding, for which the zero point takes the sign of zero away
+        scale = qparams[0].float()
+        given = {"weight": weight, "weight_scale": scale, "weight_zero_point": torch.zeros_like(scale)}
+        data = NVFP4PackedCompressor.compress(data | given, scheme)
     if zero_point is not None:
-        words = pack_to_int32(
-            zero_point, 4, packed_dim=0
-        )  # transposed, which `contiguous` overlooks in a single column
+        words = pack_to_int32(zero_point, 4, packed_dim=0)
+        # It is transposed, which `contiguous` overlooks in a single column.
         data["weight_zero_point"] = words.clone(memory_format=torch.contiguous_format)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in data.items()}, scheme)
 
@@ -163,8 +164,8 @@ def _cast(weight: Tensor) -> Tensor:
 def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
     if extremes.numel() and not math.isfinite(extremes.max().item()):  # which is NaN if one of them is
         raise ValueError(
-            f"A weight of shape {tuple(shape)} holds NaN or infinity, so it has no scale. The update "
-            "that produced it diverged: lower the learning rate or max_grad_norm, and resume from the last checkpoint."
+            f"A weight of shape {tuple(shape)} holds NaN or infinity: the update before it diverged. Lower the learning rate or "
+            "max_grad_norm, and resume from the last checkpoint."
         )
 
 

@@ -22,8 +22,6 @@ from .scheme import effective_group_size
 # Scale, bfloat16 or, below a global scale, float8_e4m3fn, and zero point, int8, or `None` with symmetric quantized values.
 QParams = tuple[Tensor, Tensor | None]
 
-# The largest float32 number that each 4-bit float but the last is nearest to: a tie goes to the one with an even code.
-_FP4_LIMITS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 _FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 # In [128, 256) neighbouring bfloat16 numbers are 1 apart, so adding 136 rounds a small number to the nearest integer, ties
@@ -56,16 +54,13 @@ def qparams_of(low: Tensor, high: Tensor, scheme: QuantizationScheme, global_sca
 
 
 @compiled_on_cuda
-def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme, global_scale: Tensor | None = None) -> Tensor:
+def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme) -> Tensor:
     """
-    Quantized values of a weight, as the checkpoint format of the scheme holds them.
+    Quantized values of a weight, as the checkpoint format of a scheme without a global scale holds them.
 
-    Packed schemes: int32 `(out, in * bits / 32)`, or uint8 `(out, in / 2)` below a global scale. Others: float8_e4m3fn
-    or int8 `(out, in)`. The scale is above zero.
+    Packed schemes: int32 `(out, in * bits / 32)`. Others: float8_e4m3fn or int8 `(out, in)`. The scale is above zero.
     """
     (scale, zero_point), tiles = qparams, as_tiles(weight, scheme)
-    if global_scale is not None:
-        return pack_fp4((tiles / per_tile(scale.float() / global_scale)).reshape(weight.shape))  # float32, all of it
     quotient = steps(tiles, per_tile(scale), None if zero_point is None else per_tile(zero_point))
     quotient, bits = quotient.reshape(weight.shape), scheme.weights.num_bits
     if scheme.weights.type == QuantizationType.FLOAT:
@@ -84,7 +79,7 @@ def decode(
     global_scale: Tensor | None = None,
 ) -> Tensor:
     """
-    The matrix `(out, in)` that the quantized values of [`encode`] stand for, in new storage.
+    The matrix `(out, in)` that quantized values, as a checkpoint holds them, stand for, in new storage.
 
     Quantized values minus the zero point, times scale, multiplied and rounded in bfloat16 and only then cast to `dtype`; below a global
     scale multiplied in float32: bit for bit the decompression of compressed-tensors.
@@ -178,20 +173,7 @@ def fp8_quantized(quotient: Tensor) -> Tensor:
     return quotient.add_(0.0).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def pack_fp4(quotient: Tensor) -> Tensor:
-    """
-    Round to 4-bit floats (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign) and pack two to a byte, the first in the lower bits.
-
-    From float32 `(out, in)` in units of the scale, which is overwritten, to uint8 `(out, in / 2)`.
-    """
-    # As with float8: only zero itself loses its sign.
-    negative = quotient.add_(0.0).signbit()
-    quantized = torch.bucketize(quotient.abs_(), torch.tensor(_FP4_LIMITS, device=quotient.device), out_int32=True)
-    quantized = quantized.to(torch.uint8).add_(negative, alpha=8).view(torch.int16)
-    return (quantized | (quantized >> 4)).to(torch.uint8)
-
-
 def unpack_fp4(quantized: Tensor) -> Tensor:
-    """The numbers of [`pack_fp4`]'s quantized values, float32 `(out, in)`."""
+    """The numbers of 4-bit floats, two to a byte (uint8 `(out, in / 2)`), the first in the lower bits: float32 `(out, in)`."""
     numbers = torch.tensor(_FP4_NUMBERS, device=quantized.device)
     return torch.cat((numbers, -numbers))[torch.stack((quantized & 0xF, quantized >> 4), dim=-1).flatten(-2).int()]

@@ -155,15 +155,15 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
     """What a scheme computes, in words: equal for two schemes whose numbers are interchangeable."""
     parts = []
     for side, args in (("weights", scheme.weights), ("activations", scheme.input_activations)):
-        if args is None:
-            continue
-        kind, per = QuantizationType(args.type).value, QuantizationStrategy(args.strategy).value
-        size = args.group_size if args.strategy == QuantizationStrategy.GROUP else args.block_structure
-        parts.append(
-            f"{side} {kind}{args.num_bits} per {per}{f' {size}' if size else ''}"
-            + ("" if args.symmetric else ", asymmetric")
-            + (", static" if side == "activations" and not args.dynamic else "")
-        )
+        if args is not None:
+            size = args.group_size if args.strategy == QuantizationStrategy.GROUP else args.block_structure
+            kind, per = (
+                QuantizationType(args.type).value,
+                QuantizationStrategy(args.strategy).value,
+            )  # names or members
+            part = f"{side} {kind}{args.num_bits} per {per}{f' {size}' if size else ''}"
+            static = side == "activations" and not args.dynamic
+            parts.append(part + (", asymmetric" if not args.symmetric else "") + (", static" if static else ""))
     return "; ".join(parts) or "nothing"
 
 

@@ -38,10 +38,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quantize_shards(
-    weight: DTensor,
-    scheme: QuantizationScheme,
-    qparams: QParams | None = None,
-    own: LowBitWeight | None = None,
+    weight: DTensor, scheme: QuantizationScheme, qparams: QParams | None = None, own: LowBitWeight | None = None
 ) -> LowBitWeight:
     """
     `quantize_weight` of the whole of a cut weight. Collective: every process has to call it.
@@ -49,14 +46,8 @@ def quantize_shards(
     Where rows that depend on each other (blocks, words of zero points, a global scale) lie in several processes, the weight
     itself is gathered, in bfloat16: the same result, of which more was moved.
 
-    Args:
-        weight (`DTensor`): Master weight `(out, in)`, or of experts `(experts, out, in)`.
-        scheme (`QuantizationScheme`): As in `quantize_weight`.
-        qparams (`QParams`, *optional*): Frozen scale and zero point of the whole weight.
-        own (`LowBitWeight`, *optional*): What `quantize_own` gave for this weight.
-
-    Raises:
-        ValueError: as `quantize_weight`, in the process whose rows they are; its end is that of the others, by the launcher.
+    `weight` is `(out, in)`, or of experts `(experts, out, in)`; `qparams` are those of the whole of it, `own` is what `quantize_own`
+    gave. `ValueError` as of `quantize_weight`, in the process whose rows they are; the launcher then ends the others.
     """
     unit = _unit(weight, scheme)
     if unit is None:

@@ -7,7 +7,6 @@ multiplies with (of experts: views of them), everything else is a fresh bfloat16
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,13 +19,8 @@ from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
 
 
-@dataclass
-class _Producer:
-    """Parameters that become other tensors of the checkpoint, once all of them have been seen."""
-
-    sources: tuple[str, ...]
-    tensors_of: Callable[..., Iterable[tuple[str, Tensor]]]
-    seen: dict[str, Tensor] = field(default_factory=dict)
+# Names of parameters, and what makes other tensors of the checkpoint of all of them.
+_Producer = tuple[tuple[str, ...], Callable[..., Iterable[tuple[str, Tensor]]]]
 
 
 def iter_low_bit_weights(
@@ -51,13 +45,15 @@ def iter_low_bit_weights(
     name_of = checkpoint_names(model)
     quantized = any(isinstance(module, LowBitLayer) for module in model.modules())
     rename = checkpoint_renaming(model) if quantized else str
-    waiting = {source: p for p in _producers(model, name_of, rename) for source in p.sources} if quantized else {}
+    producers = _producers(model, name_of, rename) if quantized else ()
+    waiting, seen = {source: producer for producer in producers for source in producer[0]}, {}
     for full_name, param in model.named_parameters() if named_params is None else named_params:
         producer, name = waiting.pop(plain_name(full_name), None), name_of(full_name)
         if producer is not None:
-            producer.seen[plain_name(full_name)] = param
-            if len(producer.seen) == len(producer.sources):
-                yield from producer.tensors_of(*(producer.seen.pop(source) for source in producer.sources))
+            sources, tensors_of = producer
+            seen[plain_name(full_name)] = param
+            if seen.keys() >= set(sources):
+                yield from tensors_of(*(seen.pop(source) for source in sources))
         elif name is not None:
             # A copy even when the dtype fits: the engine keeps references until a layer is complete.
             tensor = whole(param.detach())
@@ -94,11 +90,11 @@ def _producers(
         if id(module) in experts:
             for parameter in PROJECTIONS:
                 tensors_of = partial(checkpoint_tensors, experts[id(module)], module, parameter, rename)
-                yield _Producer((plain_name(f"{full_name}.{parameter}"),), tensors_of)
+                yield (plain_name(f"{full_name}.{parameter}"),), tensors_of
         elif isinstance(module, LowBitLayer):
             prefix = rename(name_of(f"{full_name}.weight")).removesuffix("weight")
             sources = tuple(plain_name(f"{full_name}.{local}") for local in module.sources())
-            yield _Producer(sources, partial(_layer_tensors, module, prefix))
+            yield sources, partial(_layer_tensors, module, prefix)
 
 
 def _layer_tensors(layer: LowBitLayer, prefix: str, *sources: Tensor) -> Iterator[tuple[str, Tensor]]:

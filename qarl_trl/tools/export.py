@@ -18,18 +18,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--group_size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
     parser.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
     parser.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")
-    parser.add_argument("--push", metavar="REPO", help="push it to this repository of the Hub: user/model")
-    _add_hub_options(parser)
     args = parser.parse_args(argv)
 
-    from tqdm import tqdm
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from ..export import check_target, check_writable, save_low_bit
-    from ..export.card import FACTS, base_facts, write_card
+    from ..export.card import base_facts, write_card
     from ..export.files import tensor_names
-    from ..export.push import Repository
-    from ..quant import apply_quantization, iter_low_bit_weights
+    from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
     resolve_scheme(args.scheme, args.group_size)  # before the weights are read
@@ -43,40 +39,31 @@ def main(argv: Sequence[str]) -> None:
     tensor_names(args.checkpoint)
     check_writable(args.output, "output")
     check_target(args.output)
-    # Before the work: the Hub may refuse.
-    repository = Repository(args.push, private=args.private, revision=args.revision) if args.push else None
     model = loader.from_pretrained(args.checkpoint, dtype="auto")
     ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
     apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
-    stream = tqdm(iter_low_bit_weights(model), "quantizing", unit=" tensors")
-    folder = save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output, weights=stream)
-    (folder / FACTS).unlink(missing_ok=True)  # of a model that was here before
-    write_card(folder, repository and repository.name, **base_facts(weights))
-    print(f"{args.scheme} checkpoint written to {args.output}")
-    if repository is not None:
-        print(f"pushed: {repository.push(folder, f'{args.scheme} model').commit_url}")
+    folder = save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output)
+    write_card(folder, **base_facts(weights))
+    print(f"{args.scheme} checkpoint written to {args.output}. `qarl-trl push` shares it.")
 
 
 def push(argv: Sequence[str]) -> None:
-    """Push a low-bit folder to the Hub, with its card written anew for that address."""
+    """Push a low-bit folder to the Hub, with that address in its card."""
     parser = argparse.ArgumentParser("qarl-trl push", description=push.__doc__, allow_abbrev=False)
-    parser.add_argument("folder", help="as `save_model` and `qarl-trl export` write it")
+    parser.add_argument("folder", type=Path, help="as `save_model` and `qarl-trl export` write it")
     parser.add_argument("repo", help="user/model; created if it is not there")
-    parser.add_argument("--message", default="Low-bit model", help="of the commit")
-    _add_hub_options(parser)
-    args = parser.parse_args(argv)
-
-    from ..export.card import model_card, write_card
-    from ..export.push import Repository
-
-    folder = Path(args.folder)
-    model_card(folder)  # refuses what is no low-bit model
-    repository = Repository(args.repo, private=args.private, revision=args.revision)
-    write_card(folder, repository.name)
-    print(f"pushed: {repository.push(folder, args.message).commit_url}")
-
-
-def _add_hub_options(parser: argparse.ArgumentParser) -> None:
     # The token is that of HF_TOKEN or `hf auth login`: on a command line others could read it.
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--revision", help="branch to push to (default: main)")
+    parser.add_argument("--message", default="Low-bit model", help="of the commit")
+    args = parser.parse_args(argv)
+
+    from ..export.card import ADDRESS, CARD, model_card
+    from ..export.push import open_repository
+    from ..export.push import push as push_model
+
+    model_card(args.folder)  # refuses what is no low-bit model
+    name = open_repository(args.repo, private=args.private, revision=args.revision)
+    if (card := args.folder / CARD).exists():
+        card.write_text(card.read_text().replace(ADDRESS, name))
+    print(f"pushed: {push_model(args.folder, name, args.message, revision=args.revision).commit_url}")

@@ -12,23 +12,23 @@ from transformers.trainer_utils import rotate_checkpoints
 from qarl_trl.checkpoints.folder import INCOMING, MANIFEST, commit, damage, finished, rotate
 
 
-def write(output_dir, step, content="weights", processes=1):
+def write(output_dir, step, content="weights", **facts):
     """A checkpoint, saved as the trainer does."""
     folder = output_dir / INCOMING / f"checkpoint-{step}"
     (folder / "low_bit").mkdir(parents=True)
     (folder / "model.safetensors").write_text(content)
     (folder / "low_bit" / "config.json").write_text("{}")
     target = output_dir / folder.name
-    commit(folder, target, processes=processes)
+    commit(folder, target, **facts)
     return target
 
 
 def test_what_was_committed_is_whole_and_in_its_place(tmp_path):
-    folder = write(tmp_path, 1)
+    folder = write(tmp_path, 1, model="toy")
     assert damage(folder) is None
     assert not (tmp_path / INCOMING / "checkpoint-1").exists()
     manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest["files"] == {"model.safetensors": 7, "low_bit/config.json": 2} and manifest["processes"] == 1
+    assert manifest["files"] == {"model.safetensors": 7, "low_bit/config.json": 2} and manifest["model"] == "toy"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_was_committed_is_whole_and_in_its_place(tmp_path):
     [
         (lambda f: (f / "model.safetensors").write_text("weight"), "6 bytes, must have 7"),
         (lambda f: (f / "low_bit" / "config.json").unlink(), "low_bit/config.json is missing"),
-        (lambda f: (f / MANIFEST).unlink(), "no manifest.json"),
+        (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),
         (lambda f: (f / MANIFEST).write_text('{"files": {'), "cut off"),
         (lambda f: (f / MANIFEST).write_text("[]"), "cut off"),
     ],
@@ -79,9 +79,9 @@ def test_rotation_leaves_what_is_damaged_or_was_not_written_by_the_trainer(tmp_p
     (tmp_path / "checkpoint-2" / "model.safetensors").write_text("w")
     shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "checkpoint-1-keep")
     (tmp_path / "checkpoint-11").mkdir()
-    rotate(tmp_path, 2, {tmp_path / "checkpoint-1"})
+    rotate(tmp_path, 2)
     left = {"checkpoint-2", "checkpoint-1-keep", "checkpoint-11", "checkpoint-10"}
-    assert names(tmp_path.glob("checkpoint-*")) == left | {"checkpoint-1"}
+    assert names(tmp_path.glob("checkpoint-*")) == left | {"checkpoint-3"}
     rotate(tmp_path, 1)
     assert names(tmp_path.glob("checkpoint-*")) == left
     rotate(tmp_path, None)

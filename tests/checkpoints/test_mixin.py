@@ -1,5 +1,6 @@
 """Saving and resuming without an engine: bit for bit from any step, and a save that fails costs nothing."""
 
+import functools
 import os
 import pickle
 import resource
@@ -11,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock, Timeout
-from slow.toys import distinct_characters, prompts, save_model
-from test_trainer import adapter, master_weights, without_engine
+from slow.toys import distinct_characters, forge, prompts, save_model
+from test_trainer import master_weights, without_engine
 from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-from transformers.trainer_callback import TrainerState
 from trl import GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -99,9 +99,10 @@ def test_a_resume_when_all_is_trained_trains_nothing(model, straight, tmp_path):
 
 def test_other_rollout_batches_cannot_continue_a_stored_one(model, straight, tmp_path):
     changes = LONG | {"steps_per_generation": 4}
-    resumed = make(model, tmp_path, **changes)
-    with pytest.raises(ValueError, match=r"another size.*was \[2, 2, 4\], is \[4, 2, 4\]"):
-        resumed.train(resume_from_checkpoint=str(Path(straight.args.output_dir) / "checkpoint-6"))
+    resumed, folder = make(model, tmp_path, **changes), Path(straight.args.output_dir)
+    with pytest.raises(ValueError, match="another run: steps_per_generation was 2 .*, and is 4"):
+        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-8"))  # control: between two batches
 
 
 def test_a_checkpoint_of_another_run_is_refused_before_a_model_loads(model, straight, tmp_path, monkeypatch):
@@ -109,27 +110,29 @@ def test_a_checkpoint_of_another_run_is_refused_before_a_model_loads(model, stra
     checkpoint = str(Path(straight.args.output_dir) / "checkpoint-6")
     moved = shutil.copytree(model, tmp_path / "moved")
     other = save_model(tmp_path / "other", layers=1, seed=1)
+    shapes = shutil.copytree(model, tmp_path / "shapes")
+    shutil.copy(Path(other) / "model.safetensors", shapes)
     again = LONG | {"save_strategy": "no", "resume_from_checkpoint": checkpoint}
     with monkeypatch.context() as loading:
-        loading.setattr(GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("loads"))
-        with pytest.raises(ValueError, match=f"weights was .*{model}.* and is .*{other}"):
-            make(other, tmp_path / "a", **again)
+        fails = functools.wraps(GRPOTrainer.__init__)(lambda *_, **__: pytest.fail("loads"))
+        loading.setattr(GRPOTrainer, "__init__", fails)
+        with pytest.raises(ValueError, match=f"weights was .*{model}.* and is .*{shapes}"):
+            make(str(shapes), tmp_path / "a", **again)
         with pytest.raises(ValueError, match="scheme was .*int4 per group 128.* and is .*int4 per group 32"):
             make(model, tmp_path / "b", **again, quant_group_size=32)
         with pytest.raises(ValueError, match="optim_muon was True.* and is False"):
             make(model, tmp_path / "b", **again | {"optim_muon": False})
+        for file, old, new in (("chat_template.jinja", "", "{{ messages }}"), ("config.json", "1e-06", "1e-05")):
+            content = (moved / file).read_text() if (moved / file).exists() else ""
+            (moved / file).write_text(content.replace(old, new))
+            with pytest.raises(ValueError, match="weights was"):
+                make(str(moved), tmp_path / "c", **again)
+            (moved / file).write_text(content) if content else (moved / file).unlink()
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.chat_template = "{{ messages }}"
-        tokenizer.save_pretrained(moved)
+        args = QaRLConfig(**without_engine(tmp_path / "c", **again))
         with pytest.raises(ValueError, match="tokenizer was"):
-            make(str(moved), tmp_path / "c", **again)
-        AutoTokenizer.from_pretrained(model).save_pretrained(moved)
-        (moved / "chat_template.jinja").unlink()
-        config = (moved / "config.json").read_text()
-        (moved / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-        with pytest.raises(ValueError, match="config was"):
-            make(str(moved), tmp_path / "c", **again)
-        (moved / "config.json").write_text(config)
+            QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(4), processing_class=tokenizer)
     # Control: the same model at another place is the same run, whether the config or the call names the checkpoint.
     resumed = make(str(moved), tmp_path / "d", **again)
     resumed.train(resume_from_checkpoint=checkpoint)
@@ -177,7 +180,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(model, tmp_path,
     save = trainer._save_checkpoint
     with disk() as fill:
         trainer._save_checkpoint = lambda *a: (trainer.state.global_step == 2 and fill(limit), save(*a))
-        with pytest.raises(OSError, match=r"checkpoint-2 could not be saved: .*complete checkpoint: .*checkpoint-1\."):
+        with pytest.raises(OSError, match="checkpoint-2 could not be saved: "):
             trainer.train()
     assert [folder.name for folder in finished(tmp_path)] == ["checkpoint-1"]
     assert damage(tmp_path / "checkpoint-1") is None
@@ -225,48 +228,11 @@ def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(model, straight, 
     assert same(master_weights(again), master_weights(straight))
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("mixture"), layers=1, experts=4)
-
-
-def worse_each_time(completions, calls=[], **_):  # noqa: B006
-    """So that the evaluation after the first step finds the best model."""
-    calls.append(1)
-    return [value - 100 * len(calls) for value in distinct_characters(completions)]
-
-
-def keeps_the_best(model, tmp_path, strategy="steps", **kwargs):
-    """A trainer that saves and evaluates after each of three steps, and keeps one checkpoint, the best."""
-    changes = {"save_strategy": strategy, "eval_strategy": "steps", "metric_for_best_model": "reward", "max_steps": 3}
-    changes |= dict.fromkeys(("save_steps", "save_total_limit", "eval_steps"), 1) | {"load_best_model_at_end": True}
-    args = QaRLConfig(**without_engine(tmp_path, **changes), per_device_eval_batch_size=4)
+@pytest.mark.parametrize("when", ["training", "evaluation"])
+def test_a_signal_in_the_last_step_or_an_evaluation_is_obeyed(model, tmp_path, when):
+    args = without_engine(tmp_path, eval_strategy="steps", eval_steps=1, max_steps=3, per_device_eval_batch_size=4)
     data = {"train_dataset": prompts(4), "eval_dataset": prompts(1)}
-    return QaRLTrainer(model, worse_each_time, args, **data, **kwargs)
-
-
-@pytest.mark.parametrize("kind", ["model", "mixture", "adapter"])
-def test_the_best_model_is_kept_and_comes_back(request, tmp_path, kind):
-    """Also of a mixture, whose experts transformers' own way leaves as they are at the end."""
-    model = request.getfixturevalue("mixture" if kind == "mixture" else "model")
-    trainer = keeps_the_best(model, tmp_path, peft_config=adapter() if kind == "adapter" else None)
-    seen, ends, load = [], [], trainer._load_best_model
-    save = trainer._save_checkpoint
-    trainer._save_checkpoint = lambda *a: (seen.append(master_weights(trainer)), save(*a))
-    trainer._load_best_model = lambda: (ends.append({f.name for f in finished(tmp_path)}), load())
-    trainer.train()
-    best = tmp_path / "checkpoint-1"
-    assert ends == [{"checkpoint-1", "checkpoint-3"}]  # a limit of one keeps the best and the last
-    assert trainer.state.best_model_checkpoint == str(best) and damage(best) is None
-    assert TrainerState.load_from_json(str(best / "trainer_state.json")).best_model_checkpoint == str(best)
-    assert same(master_weights(trainer), seen[0])
-    assert not same(seen[-1], seen[0])  # control
-
-
-@pytest.mark.parametrize(("when", "strategy"), [("training", "best"), ("evaluation", "steps")])
-def test_a_signal_keeps_the_last_checkpoint_beside_the_best(model, tmp_path, when, strategy):
-    """At the end of a run with a limit of one, transformers deletes all but the best; by `best` no other would be saved."""
-    trainer = keeps_the_best(model, tmp_path, strategy)
+    trainer = QaRLTrainer(model, distinct_characters, QaRLConfig(**args), **data)
     real = trainer._generate_and_score_completions
 
     def killed_in_the_last_step(inputs):
@@ -278,7 +244,7 @@ def test_a_signal_keeps_the_last_checkpoint_beside_the_best(model, tmp_path, whe
     with pytest.raises(SystemExit):
         trainer.train()
     last = "checkpoint-3" if when == "training" else "checkpoint-2"
-    assert {folder.name for folder in finished(tmp_path)} == {"checkpoint-1", last}
+    assert {folder.name for folder in finished(tmp_path)} == {last}
 
 
 @pytest.fixture(scope="module")
@@ -328,8 +294,8 @@ class Attack:
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_0.pt"])
 def test_a_pickle_in_a_checkpoint_does_not_run(model, straight, tmp_path, name):
     folder = shutil.copytree(Path(straight.args.output_dir) / "checkpoint-6", tmp_path / "checkpoint-6")
-    (folder / "manifest.json").unlink()  # an attacker could write it anew
     torch.save(Attack(tmp_path / "ran"), folder / name)
+    forge(folder)
     resumed = make(model, tmp_path, **LONG | {"save_strategy": "no"})
     with pytest.raises(pickle.UnpicklingError, match="(?i)weights.only"):
         resumed.train(resume_from_checkpoint=str(folder))

@@ -40,7 +40,7 @@ def test_the_newest_complete_one_is_found_and_others_are_named_and_left_alone(tm
     assert resume_path(wish, args) == str(found[1])
     assert resume_path("false", args) is resume_path(None, args) is None
     named = " ".join(record.getMessage() for record in caplog.records)
-    for step, words in ((3, "config.json has 1 bytes"), (4, "has no manifest.json")):
+    for step, words in ((3, "config.json has 1 bytes"), (4, "manifest.json is missing")):
         assert f"checkpoint-{step} (" in named and words in named
     assert "checkpoint-1" not in named
     assert (found[2] / "model.safetensors").exists() and (tmp_path / "checkpoint-4").exists()
@@ -57,9 +57,7 @@ def test_with_damaged_ones_alone_a_run_stops_and_says_how_to_start_over(tmp_path
     for step in (1, 2):
         cut(save(tmp_path, step))
     for wish in ("true", "auto"):
-        with pytest.raises(
-            ValueError, match="only damaged.*checkpoint-1 .*checkpoint-2 .*To start over, move them away"
-        ):
+        with pytest.raises(ValueError, match="only damaged.*To start over.*checkpoint-1 .*checkpoint-2 "):
             resume_path(wish, args)
     assert len(list(tmp_path.glob("checkpoint-*/model.safetensors"))) == 2
 
@@ -79,27 +77,22 @@ def test_an_error_while_reading_stops_a_run_and_is_not_taken_for_damage(tmp_path
         resume_path("auto", args)
 
 
-def test_a_path_must_be_a_whole_training_checkpoint(tmp_path, args, caplog):
+def test_a_path_must_be_a_whole_checkpoint_of_this_trainer(tmp_path, args):
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
     assert resume_path(str(good), args) == str(good)
-    assert not caplog.records
     cut(bad)
-    with pytest.raises(ValueError, match=r"checkpoint-2 is damaged: .*config.json has 1 bytes, must have 2\."):
-        resume_path(str(bad), args)
-    with pytest.raises(ValueError, match="nowhere.*no training checkpoint"):
-        resume_path(str(tmp_path / "nowhere"), args)
-    (good / "manifest.json").unlink()  # as plain TRL writes them
-    with pytest.raises(ValueError, match="checkpoint-1/model.safetensors is damaged"):
-        resume_path(str(good), args)
-    (good / "model.safetensors").unlink()
-    assert resume_path(str(good), args) == str(good)
-    assert "cannot be checked" in caplog.text
+    for folder, words in (
+        (bad, "config.json has 1 bytes, must have 2"),
+        (tmp_path / "nowhere", "manifest.json is miss"),
+    ):
+        with pytest.raises(ValueError, match=f"{folder.name}' is no whole checkpoint of this trainer: .*{words}"):
+            resume_path(str(folder), args)
 
 
-def test_what_cannot_be_continued_exactly_is_refused_or_named(tmp_path, args, caplog):
-    folder = save(tmp_path, 1, processes=4)
-    assert resume_path("true", args) == str(folder)
-    assert "written by 4 processes, and this run has 1" in caplog.text
+def test_what_cannot_be_continued_exactly_is_refused(tmp_path, args):
+    folder = save(tmp_path, 1, model="a", world_size=4)
+    with pytest.raises(ValueError, match="another run: world_size was 4 .*, and is 1"):
+        resume_path("true", args, {"model": "a", "world_size": 1})
     with pytest.raises(ValueError, match="sync_ref_model"):
         resume_path("true", config(tmp_path, sync_ref_model=True, beta=0.1))
     (folder / "scheduler.pt").unlink()

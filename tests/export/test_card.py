@@ -56,10 +56,9 @@ def test_a_trained_model_says_what_it_is_and_how_it_was_made_and_nothing_of_who_
     assert {"w4a16", "compressed-tensors", "qarl", "vllm"} <= set(card.data.tags)
     assert "`sums-base`, trained by reinforcement learning" in card.text
     assert "| W4A16 | weights int4 per group 128 |" in card.text and "`lm_head`" in card.text
-    assert "TBPO" in card.text and "tbpo_epsilon_high: 0.03" in card.text and "4 optimizer steps" in card.text
-    assert "distinct_characters" in card.text and "learning_rate: 0.001" in card.text
-    assert "python -m vllm.entrypoints.openai.api_server --model ." in card.text and "None" not in card.text
-    written = (home / "README.md").read_text() + (home / "training.yaml").read_text()
+    assert "TBPO" in card.text and "4 optimizer steps" in card.text and "distinct_characters" in card.text
+    assert "None" not in card.text
+    written = (home / "README.md").read_text()
     host = socket.gethostname()
     for secret in (str(tmp_path), "someone", host if len(host) > 3 else "\0", f"/{getpass.getuser()}/", "hf_"):
         assert secret not in written
@@ -89,14 +88,11 @@ def test_a_card_that_was_edited_stays(folder):
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
-def test_what_the_card_says_of_transformers_works_as_pasted(
-    tiny_model, tmp_path, monkeypatch, capsys, scheme, tiny_tokenizer
-):
+def test_what_the_card_says_of_transformers_works_as_pasted(tiny_model, tmp_path, capsys, scheme, tiny_tokenizer):
     learner = apply_quantization(tiny_model(dtype=torch.bfloat16, num_key_value_heads=2), scheme)
     save_low_bit(learner, tiny_tokenizer, tmp_path)
-    card = model_card(tmp_path)
+    card = model_card(tmp_path, str(tmp_path))
     (snippet,) = (block for block in blocks(card, "python") if "AutoModel" in block)
-    monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "card", "exec"), {})
     assert "12+3=" in capsys.readouterr().out
     assert scheme in card.text
@@ -111,10 +107,9 @@ def test_a_mixture_in_low_bits_has_no_lines_for_transformers_which_may_make_up_i
     card = model_card(tmp_path)
     assert "it made up random weights" in card.text
     assert not [block for block in blocks(card, "python") if "AutoModel" in block]
-    loaded = (
-        AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.experts.down_proj
-    )  # no error in either case
-    distance = (loaded - learner.model.layers[0].mlp.experts.down_proj).abs().max()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)  # no error in either case
+    experts = [model.model.layers[0].mlp.experts.down_proj for model in (loaded, learner)]
+    distance = (experts[0] - experts[1]).abs().max()
     assert (distance < 0.01) == loads  # half a 4-bit step of weights of 0.02 standard deviation is 0.006
 
 

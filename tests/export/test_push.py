@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from slow.toys import save_model
 from test_trainer import make
 from transformers import AutoModelForCausalLM
+from transformers.utils import hub as hub_of_transformers
 
 from qarl_trl import cli
 from qarl_trl.export import save_low_bit
-from qarl_trl.export.push import HubError, Repository, model_files
+from qarl_trl.export.push import HubError, model_files, open_repository, push
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
 
@@ -22,6 +23,7 @@ from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 def hub(monkeypatch):
     with running_hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(hub_of_transformers, "_hf_api", None)  # made once, for an endpoint
         address = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -60,9 +62,8 @@ def test_the_content_is_the_model_and_nothing_else_of_the_folder(hub, low_bit, t
         (low_bit / name).write_text("private")
     (low_bit / "checkpoint-4").mkdir()
     (low_bit / "checkpoint-4" / "model.safetensors").write_text("master weights")
-    repository = Repository("toy", private=True)
-    assert repository.name == "me/toy" and hub.private["me/toy"]
-    repository.push(low_bit, "first")
+    assert open_repository("toy", private=True) == "me/toy" and hub.private["me/toy"]
+    push(low_bit, "me/toy", "first")
     assert same(hub.files("me/toy"), low_bit)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= hub.files("me/toy").keys()
     assert hub.messages("me/toy") == ["first", "initial commit"]  # one commit: nobody downloads half of a model
@@ -71,13 +72,13 @@ def test_the_content_is_the_model_and_nothing_else_of_the_folder(hub, low_bit, t
 
 
 def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub, low_bit):
-    repository = Repository("me/toy", revision="v2")
+    open_repository("me/toy", revision="v2")
     (low_bit / "model-00001-of-00002.safetensors").write_text("old")
     (low_bit / "model.safetensors.index.json").write_text("{}")
-    repository.push(low_bit, "two files")
+    push(low_bit, "me/toy", "two files", revision="v2")
     (low_bit / "model-00001-of-00002.safetensors").unlink()
     (low_bit / "model.safetensors.index.json").unlink()
-    repository.push(low_bit, "one file")
+    push(low_bit, "me/toy", "one file", revision="v2")
     assert same(hub.files("me/toy", "v2"), low_bit)
     assert "model.safetensors" not in hub.files("me/toy")
 
@@ -87,21 +88,21 @@ def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub,
 
 @pytest.mark.parametrize(("token", "reason"), [("wrong", "401"), (READER, "403")])
 def test_a_token_that_may_not_write_is_refused_at_once_and_not_named(hub, token, reason):
-    Repository("me/toy")
+    open_repository("me/toy")
     with pytest.raises(HubError, match=f"{reason}.*HF_TOKEN") as refused:
-        Repository("me/toy", token=token)
+        open_repository("me/toy", token=token)
     assert token not in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_server_that_is_down_or_refuses_is_one_line_with_the_way_out(hub, low_bit, monkeypatch):
-    repository = Repository("me/toy")
+    open_repository("me/toy")
     hub.refusals = [403]
     with pytest.raises(HubError, match=f"403.*Nothing is lost: the model is in .*qarl-trl push {low_bit} me/toy"):
-        repository.push(low_bit, "no")
-    monkeypatch.setattr(repository.api, "endpoint", "http://127.0.0.1:9")
+        push(low_bit, "me/toy", "no")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client tries again
     with pytest.raises(HubError, match="ConnectError.*Nothing is lost"):
-        repository.push(low_bit, "lost")
+        push(low_bit, "me/toy", "lost")
 
 
 # A run -----------------------------------------------------------------------------------------------------------
@@ -152,18 +153,12 @@ def test_what_cannot_be_pushed_to_is_refused_before_the_model_loads(hub, model, 
 # Commands --------------------------------------------------------------------------------------------------------
 
 
-def test_export_pushes_what_it_wrote(hub, model, tmp_path, capsys):
-    cli.main(["export", model, str(tmp_path / "out"), "--push", "me/exported", "--private", "--revision", "w4"])
-    assert same(hub.files("me/exported", "w4"), tmp_path / "out")
-    assert hub.private["me/exported"]
-    assert "vllm serve me/exported" in hub.files("me/exported", "w4")["README.md"].decode()
-    assert "pushed: http" in capsys.readouterr().out
-
-
-def test_push_writes_the_card_for_its_address_and_refuses_master_weights(hub, model, low_bit, capsys):
-    cli.main(["push", str(low_bit), "me/toy"])
-    assert same(hub.files("me/toy"), low_bit)
-    assert "vllm serve me/toy" in (low_bit / "README.md").read_text()
+def test_push_writes_its_address_into_the_card_and_refuses_master_weights(hub, model, tmp_path, capsys):
+    low_bit = tmp_path / "out"
+    cli.main(["export", model, str(low_bit)])
+    cli.main(["push", str(low_bit), "me/toy", "--private", "--revision", "w4"])
+    assert same(hub.files("me/toy", "w4"), low_bit) and hub.private["me/toy"]
+    assert "vllm serve me/toy" in (low_bit / "README.md").read_text() and "pushed: http" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
         cli.main(["push", model, "me/other"])
     assert stopped.value.code == 2 and "no low-bit model" in capsys.readouterr().err

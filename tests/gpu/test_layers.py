@@ -9,7 +9,7 @@ from quant.schemes import normal, relative_error
 from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
 from qarl_trl.quant.gemm import dequantize, plain_gemm
-from qarl_trl.quant.grouped import grouped_gemm
+from qarl_trl.quant.grouped import ExpertsGemm
 from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
 from qarl_trl.rollout.gemm import engine_gemm
 
@@ -133,7 +133,7 @@ def test_experts_at_once_are_gemms_one_after_the_other(scheme):
     weight = quantize_weight(normal(8 * 256, 512).cuda(), resolve_scheme(scheme))
     x = normal(100, 512, seed=1, dtype=DTYPE).cuda()
     gemm, experts = plain_gemm(weight.scheme, x.device), weight.split(256)
-    y, _ = grouped_gemm(gemm, x, weight, torch.tensor(ends, dtype=torch.int32, device=x.device))
+    y, _ = ExpertsGemm(gemm, torch.tensor(ends, dtype=torch.int32, device=x.device)).forward(x, weight)
 
     def one_after_the_other(order):
         parts = zip([0, *ends], ends, order, strict=False)

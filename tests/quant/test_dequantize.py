@@ -5,14 +5,7 @@ import references
 import torch
 
 from qarl_trl.quant.quantize import dequantize
-from quant.schemes import (
-    ALL_SCHEMES,
-    SCHEMES,
-    decompressed,
-    low_bit_of,
-    same_bytes,
-    same_tensors,
-)
+from quant.schemes import ALL_SCHEMES, SCHEMES, decompressed, low_bit_of, same_bytes, same_tensors
 
 
 # Numbers ------------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from qarl_trl.quant import (
     resolve_scheme,
 )
 from qarl_trl.quant.experts import PROJECTIONS, expert_modules, layer_names
-from qarl_trl.quant.gemm import Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
-from qarl_trl.quant.grouped import grouped_gemm
+from qarl_trl.quant.gemm import Fp8Gemm, Int4Fp8Gemm, dequantize
+from qarl_trl.quant.grouped import ExpertsGemm
 from qarl_trl.quant.model import bypassed_layers
 from qarl_trl.quant.quantize import LowBitWeight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
@@ -170,10 +170,7 @@ def test_the_experts_at_once_are_low_bit_linear_layers_one_after_the_other(schem
     check_layer_by_layer(experts_of(model), scheme, autocast=autocast)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "hidden", "inner"),
-    [("W4A16", 8, 32), ("W8A8", 12, 20), ("FP8_DYNAMIC", 12, 20)],
-)
+@pytest.mark.parametrize(("scheme", "hidden", "inner"), [("W4A16", 8, 32), ("W8A8", 12, 20), ("FP8_DYNAMIC", 12, 20)])
 def test_experts_need_no_rows_of_whole_16_bytes(scheme, hidden, inner):
     """Which torch's one gemm for all of them wants; 8 and 32 are the sizes of the models that TRL tests with."""
     model = make_model("qwen3_moe", hidden_size=hidden, moe_intermediate_size=inner, dtype=torch.bfloat16)
@@ -304,20 +301,10 @@ def test_one_parameter_at_a_time_is_dequantized_and_not_kept(scheme, trained):
     with Recorder(down // 2) as back:
         loss.backward()
     # A matrix in float32 and, while it is cast, in bfloat16; of the backward the gradients of both parameters are left.
-    assert gate_up <= there.peak <= 1.5 * gate_up
+    assert there.peak <= 1.5 * gate_up
+    assert there.peak >= gate_up or scheme == "FP8_DYNAMIC"  # which is multiplied as it is, expert by expert
     assert sum(kept.values()) < down / 4
     assert back.peak <= (down if trained else 0) + 1.5 * gate_up
-
-
-def test_sums_of_integers_are_exact_where_float32_is_not():
-    weight = quantize_weight(torch.rand(2 * 64, 8192) + 0.5, resolve_scheme("W8A8"))
-    x, offsets = torch.rand(9, 8192) + 0.5, torch.tensor([4, 9], dtype=torch.int32)
-    y, (packed, scale) = grouped_gemm(Int8Gemm(), x, weight, offsets)
-    first, second = weight.split(64)
-    parts = [Int8Gemm().forward(x[:4], first)[0], Int8Gemm().forward(x[4:], second)[0]]
-    assert torch.equal(y, torch.cat(parts))
-    in_one = (packed[:4].float() @ first.quantized.float().t()) * first.scale.float().t() * scale[:4]
-    assert not torch.equal(y[:4], in_one)  # control
 
 
 @pytest.mark.parametrize(("scheme", "gemm"), [("FP8_DYNAMIC", Fp8Gemm), ("W4AFP8", Int4Fp8Gemm)])
@@ -330,12 +317,12 @@ def test_the_grouped_gemm_of_float8_is_called_as_torch_demands(monkeypatch, sche
     offsets = torch.empty(8, dtype=torch.int32, device="meta")
     x = torch.empty(33, 128, dtype=torch.bfloat16, device="meta")
     with Recorder() as recorder:
-        y, _ = grouped_gemm(gemm(), x, LowBitWeight(data, weight.scheme), offsets)
+        y, _ = ExpertsGemm(gemm(), offsets).forward(x, LowBitWeight(data, weight.scheme))
     assert (y.shape, y.dtype) == ((33, 256), torch.bfloat16)
     assert "aten._scaled_grouped_mm.default" in recorder.calls
     capability[0] = (8, 9)  # an Ada GPU has no such product: expert by expert
     with pytest.raises(RuntimeError, match="meta"):
-        grouped_gemm(gemm(), x, LowBitWeight(data, weight.scheme), offsets)
+        ExpertsGemm(gemm(), offsets).forward(x, LowBitWeight(data, weight.scheme))
 
 
 # Quantized values --------------------------------------------------------------------------------------------------------------

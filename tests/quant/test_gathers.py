@@ -125,8 +125,7 @@ def both_forms(kind: str, scheme: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "scheme", "bits"),
-    [("qwen2", "FP8_DYNAMIC", 8.1), ("qwen3_moe", "W4A16_ASYM", 4.15625)],
+    ("kind", "scheme", "bits"), [("qwen2", "FP8_DYNAMIC", 8.1), ("qwen3_moe", "W4A16_ASYM", 4.15625)]
 )
 def test_training_by_gathered_quantized_is_training_by_gathered_weights(kind, scheme, bits):
     for found in isolated_group(both_forms, 2, kind, scheme):

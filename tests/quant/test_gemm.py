@@ -12,15 +12,7 @@ from qarl_trl.quant.activations import (
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from qarl_trl.quant.gemm import (
-    CpuInt4Int8Gemm,
-    Fp8BlockGemm,
-    Fp8Gemm,
-    Int4Fp8Gemm,
-    Int8Gemm,
-    dequantize,
-    plain_gemm,
-)
+from qarl_trl.quant.gemm import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize, plain_gemm
 from quant.schemes import NAMES, WEIGHT_ONLY, low_bit_of, normal, relative_error, same_bytes
 
 

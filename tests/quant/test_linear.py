@@ -10,12 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qarl_trl.quant import (
-    activations,
-    apply_quantization,
-    linear,
-    quantize_weight,
-)
+from qarl_trl.quant import activations, apply_quantization, linear, quantize_weight
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.scheme import support_of
 from quant.schemes import NAMES, WEIGHT_ONLY, relative_error
@@ -181,7 +176,7 @@ def test_a_layer_is_quantized_once_per_optimizer_step(quantizations):
         for _ in range(3):  # accumulation, old log-probs, sync, export
             layer(make_input(2)).sum().backward()
             layer.low_bit()
-        assert layer.low_bit() is layer.low_bit(layer.weight.data) is layer.last_low_bit
+        assert layer.low_bit() is layer.low_bit(layer.weight.data) is layer.last_low_bits()["weight"]
         assert len(quantizations) == step
         optimizer.step()
 

@@ -22,7 +22,8 @@ from qarl_trl.quant import (
     quantized_modules,
     remove_quantization,
 )
-from qarl_trl.quant.gemm import dequantize, plain_gemm, quantize_tokens_fp8
+from qarl_trl.quant.activations import quantize_tokens_fp8
+from qarl_trl.quant.gemm import dequantize, plain_gemm
 from qarl_trl.quant.lora import merged_weight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.quant.state_dict import readable_parameters
@@ -386,7 +387,8 @@ def sharded_run(folder):
         streams = [dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS)))] if step else []
         model(TOKENS, labels=TOKENS).loss.backward()
         for name, layer in quantized_modules(model):
-            used |= {f"{name}.{local}": t for local, t in layer.last_low_bit.tensors.items()}
+            (used_one,) = layer.last_low_bits().values()
+            used |= {f"{name}.{local}": t for local, t in used_one.tensors.items()}
         streams.append(dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS))))
         for stream in streams:
             assert all(torch.equal(stream[n.removeprefix("base_model.model.")], t) for n, t in used.items())

@@ -1,6 +1,7 @@
 """`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own as master weights, frozen scales, broken files."""
 
 import json
+import re
 import shutil
 from unittest.mock import patch
 
@@ -105,8 +106,8 @@ def checkpoints(tmp_path_factory):
 def broken(checkpoints, tmp_path):
     """A copy of a checkpoint with its tensors changed by a function."""
 
-    def make(change):
-        shutil.copytree(checkpoints("ours"), tmp_path / "broken")
+    def make(change, method="ours"):
+        shutil.copytree(checkpoints(method), tmp_path / "broken")
         tensors = load_file(tmp_path / "broken" / WEIGHTS)
         change(tensors)
         save_file(tensors, tmp_path / "broken" / WEIGHTS, metadata={"format": "pt"})
@@ -246,6 +247,26 @@ LAYER = "model.layers.1.mlp.down_proj"
 def test_a_broken_checkpoint_is_an_error(broken, change, message):
     with pytest.raises(ValueError, match=message):
         load_master_weights(broken(change))
+
+
+@pytest.mark.parametrize(
+    ("method", "local", "rows", "columns", "needed"),
+    [
+        ("ours", "weight_scale", 128, 1, (128, 2)),  # one scale a row would be taken for both groups
+        ("ours", "weight_packed", 127, 32, (128, 32)),
+        ("ours", "weight_packed", 128, 16, (128, 32)),
+        ("asym", "weight_zero_point", 16, 1, (16, 2)),
+        ("fp8", "weight_scale", 1, 1, (128, 1)),
+    ],
+)
+def test_a_tensor_of_a_wrong_shape_is_named(broken, method, local, rows, columns, needed):
+    name = f"{LAYER}.{local}"
+
+    def cut(tensors):
+        tensors[name] = tensors[name][:rows, :columns].clone()
+
+    with pytest.raises(ValueError, match=re.escape(f"{name} must have shape {needed}, got {(rows, columns)}")):
+        load_master_weights(broken(cut, method))
 
 
 def test_a_cut_file_is_named(checkpoints, tmp_path):

@@ -38,10 +38,9 @@ def run(folder: str) -> None:
 
     from qarl_trl.export import quantization_config
     from qarl_trl.quant import apply_quantization, iter_low_bit_weights
-    from qarl_trl.rollout import _vllm, _vllm_cpu
+    from qarl_trl.rollout import _vllm
     from qarl_trl.rollout.scores import engine_logps, learner_logps
 
-    _vllm_cpu.let_kernel_scan_pass()
     model = make_model(initializer_range=0.1)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from slow.isolated import isolated_group
-from slow.toys import make_trainer, save_model, stored_tensors, sync
+from slow.toys import forge, make_trainer, save_model, stored_tensors, sync
 
 
 pytestmark = pytest.mark.slow
@@ -221,7 +221,7 @@ def test_ddp_resumes_bit_for_bit(tmp_path):
     # The file that all have to see is gone; the lock's stays.
     assert [path.name for path in half.parent.iterdir() if path.name.startswith("_")] == ["_lock"]
     shutil.copy(half / "rollout_0.pt", half / "rollout_1.pt")  # control
-    (half / "manifest.json").unlink()
+    forge(half)
     assert not _same(straight[0], run("other", half)[0])
 
 

@@ -36,6 +36,5 @@ def test_two_schemes_in_one_engine(tmp_path):
     assert found["bits"] == [8, 8, 8, 8, 4, 4, 4] * 2
     # Measured 1e-7. A learner that is not aligned has 0.09 to 0.27 on this toy (docs/numerics.md).
     assert max(found["logp_diffs"]) < 1e-6, found["logp_diffs"]
-    assert (tmp_path / "final" / "recipe.yaml").read_text() == RECIPE.read_text()
     assert found["answers"] == isolated(fresh_engine_logprobs, str(tmp_path / "final"))
     print(found["logp_diffs"])

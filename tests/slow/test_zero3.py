@@ -292,15 +292,7 @@ def _resumed(model: str, folder: str, checkpoint: str | None, adapter: Any) -> d
     trainer.train(checkpoint)
     found = {"steps": trainer.state.global_step, "master_weights": _master_weights(trainer), "after": _stream(trainer)}
     if checkpoint is None:
-        found |= {"last": _layer_quantized(trainer)}
-        trainer.state.best_model_checkpoint = f"{folder}/checkpoint-2"
-        trainer._load_best_model()
-        found |= {"best": _layer_quantized(trainer), "stream": _stream(trainer)}
-        trainer._weights_change()
-        found |= {"anew": _layer_quantized(trainer)}
-        with pytest.raises(
-            RuntimeError, match=r"trains once.*Build a new trainer"
-        ):  # without: no attribute 'backward'
+        with pytest.raises(RuntimeError, match="trains once"):  # without: no attribute 'backward'
             trainer.train()
     return found
 
@@ -325,9 +317,7 @@ def test_a_resumed_run_ends_in_the_same_master_weights(tmp_path, kind):
         assert one["steps"] == other["steps"] == 4
         assert _same(one["master_weights"], other["master_weights"])
         assert _same(one["after"], other["after"])
-        assert _same(one["best"], one["anew"]) and not _same(one["best"], one["last"])  # of the loaded weights
-        assert _same(one["stream"], _bytes(stored_tensors(f"{folder}/checkpoint-2/low_bit").items()))
-        assert not _same(one["stream"], one["after"])
+        assert not _same(one["after"], _bytes(stored_tensors(f"{folder}/checkpoint-2/low_bit").items()))  # control
 
 
 def _storages() -> dict[int, int]:

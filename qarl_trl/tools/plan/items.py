@@ -235,7 +235,7 @@ def backward_work(run: Run) -> int:
 def step_work(run: Run) -> int:
     """What comes and goes in the optimizer's step: AdamW's square roots (of all its entries at once), Muon's matrix."""
     adamw = 4 * sum(run.own(p)[0] for p in run.parameters if p.optimizer == "adamw")
-    # A matrix is gathered first. Experts are stepped where they are, in passes that are small beside it.
+    # A matrix is gathered first. Experts are stepped where they are, one matrix at a time: small beside it.
     matrix = max((p.entries for p in run.parameters if p.optimizer == "muon"), default=0)
     return max(adamw, matrix * (MUON_WORK + 4 * run.fsdp2))
 

@@ -22,7 +22,6 @@ img { width: 100% }
 h3 { display: inline-block; margin: 0 1em 0 0; font-size: 15px }
 i, code, .note { font-size: 13px; color: #57606a }
 pre { max-height: 20em; overflow-y: auto; white-space: pre-wrap; background: #f3f5f7; padding: .6em }
-mark { background: #ffd6c9 }
 """
 MARKS = {"good": "✓", "look": "▲", "bad": "✗", "unknown": "?"}
 SHOWN = (
@@ -53,7 +52,7 @@ def page(runs: Sequence[Run]) -> str:
         _settings(runs, names),
     ]
     if any(texts := [examples(run) for run in runs]):
-        parts.append("<h2>Examples</h2><p>With the most error tokens, marked; without any, best and worst.</p>")
+        parts.append("<h2>Examples</h2><p>Best and worst of the last logged completions.</p>")
         parts.append(
             _grid(f"<section>{name}{text}</section>" for name, text in zip(names, texts, strict=True) if text)
         )

@@ -5,7 +5,6 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from qarl_trl.metrics.token_stats import SCHEMA
 from qarl_trl.tools.report.plots import PANELS
 
 
@@ -35,13 +34,12 @@ def write_run(folder, rows, checkpoint=None):
     return folder
 
 
-def write_tokens(folder, completions):
-    """`token_stats` of update 1: completions of six tokens, as (text, advantage, places of error tokens)."""
-    (folder / "token_stats").mkdir(parents=True, exist_ok=True)
+def write_completions(folder, completions):
+    """A table as TRL's `log_completions` writes it, of (text, advantage)."""
+    (folder / "completions").mkdir(parents=True, exist_ok=True)
     rows = [
-        {"step": 1, "rollout_step": 1, "prompt": "p" + text, "completion": text, "reward": 1.0, "advantage": advantage}
-        | {"token_ids": list(range(6)), "mask": [True] * 6, "error_mask": [i in errors for i in range(6)]}
-        for text, advantage, errors in completions
+        {"step": 1, "prompt": "p" + text, "completion": text, "advantage": advantage}
+        for text, advantage in completions
     ]
-    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), folder / "token_stats" / "token_stats_00000001.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), folder / "completions" / "completions_00001.parquet")
     return folder

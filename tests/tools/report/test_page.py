@@ -12,11 +12,11 @@ from slow.toys import distinct_characters, prompts, save_model
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import cli
-from qarl_trl.tools.report.examples import examples, marked
+from qarl_trl.tools.report.examples import examples
 from qarl_trl.tools.report.plots import COLOURS, PANELS, draw, shown_panels
 from qarl_trl.tools.report.runs import Run, read_run
 
-from .folders import log, write_run, write_tokens
+from .folders import log, write_completions, write_run
 
 
 EVIL = "<script>document.body.innerHTML = 'owned'</script>"
@@ -43,13 +43,13 @@ def test_constants_and_rounding_are_not_drawn(tmp_path):
 
 
 def test_the_page_holds_its_pictures_and_escapes_every_text(tmp_path):
-    hostile = write_tokens(write_run(tmp_path / "a$b$<script>", log()), [(EVIL, 1.0, [4, 5]), ("fine", -1.0, [])])
+    hostile = write_completions(write_run(tmp_path / "a$b$<script>", log()), [(EVIL, 1.0)])
     plain = write_run(tmp_path / "_short", [{"step": 1, "reward": 0.25, "step_time": 1.0}])
     cli.main(["report", str(hostile), str(plain), "--output_dir", str(tmp_path / "out")])
     text = (tmp_path / "out" / "report.html").read_text()
     assert "<script" not in text and str(tmp_path) not in text
-    assert text.count("&lt;script&gt;document.body") == 2  # prompt and completion
-    assert "a$b$&lt;script&gt;" in text and "fine" not in text  # the folder's name alone
+    assert text.count("&lt;script&gt;document.body") == 4  # prompt and completion, the best and the worst
+    assert "a$b$&lt;script&gt;" in text  # the folder's name alone
     images = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert len(images) == len(re.findall(r"(?:src|href)\s*=", text))  # nothing is loaded from elsewhere
     assert len(images) == len(PANELS) - 1  # the extremes are constant
@@ -59,19 +59,10 @@ def test_the_page_holds_its_pictures_and_escapes_every_text(tmp_path):
         assert (abs(pixels - colour).max(-1) < 24).sum() > 100
 
 
-class Letters:
-    def decode(self, ids, skip_special_tokens):
-        return "".join("ab<c&d"[i] for i in ids)
-
-
-def test_error_tokens_are_marked_in_escaped_text(tmp_path):
-    row = {"token_ids": [0, 1, 2, 3, 4, 5], "error_mask": [False, False, True, True, True, False], "completion": "<x>"}
-    assert marked(row, Letters()) == "ab<mark>&lt;c&amp;</mark>d"
-    assert marked(row, None) == "&lt;x&gt;"
-    rows = [("bad", 1.0, [0]), ("worse", 1.0, [0, 1]), ("good", 1.0, [])]
-    text = examples(Run("a", write_tokens(tmp_path, rows), []))
-    assert "good" not in text and text.index("worse") < text.index("bad")
-    file = next((tmp_path / "token_stats").iterdir())
+def test_examples_are_the_best_and_the_worst(tmp_path):
+    text = examples(Run("a", write_completions(tmp_path, [("bad", -1.0), ("fair", 0.0), ("good", 1.0)]), []))
+    assert "fair" not in text and text.index("good") < text.index("bad")
+    file = next((tmp_path / "completions").iterdir())
     file.write_bytes(file.read_bytes()[:100])  # as while it is being written
     assert examples(Run("a", tmp_path, [])) == ""
 
