@@ -155,17 +155,12 @@ def make_trainer(
 
 def train(trainer: "QaRLTrainer", dataset: str) -> None:
     """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
-    from .export.push import HubError
-
     args = trainer.args
-    try:
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        if args.push_to_hub:  # saves first
-            trainer.push_to_hub(dataset_name=dataset if local_path(dataset) is None else None)
-        else:
-            trainer.save_model(args.output_dir)
-    except HubError as error:
-        raise SystemExit(f"qarl-trl train: {error}") from error
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if args.push_to_hub:  # saves first
+        trainer.push_to_hub(dataset_name=dataset if local_path(dataset) is None else None)
+    else:
+        trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"Model saved in {args.output_dir}")
 
 

@@ -40,7 +40,7 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     Check the arguments of a trainer, all of which are in `given`, before TRL loads anything.
 
     Returns the quantized checkpoint that the run starts from, if any. `TypeError` when `args` is no `QaRLConfig`, `OSError` for
-    folders that cannot be written, `HubError` when `push_to_hub` cannot, otherwise `ValueError`.
+    folders that cannot be written and when `push_to_hub` cannot, otherwise `ValueError`.
     """
     check_arguments(model, args, given)
     if args.process_index == 0:

@@ -39,14 +39,7 @@ def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str
     from the beginning; a path; `None` or `False`: none. The checkpoint must be of the run that `identity`, as of [`identity_of`],
     tells, where it is known. `ValueError` or `OSError` when there is none, or when it is damaged, of another run, or cannot be resumed.
     """
-
-    def choose() -> str | None:
-        found = _find(str(wish or "false"), Path(args.output_dir))
-        if found:
-            _check_resumable(Path(found), args, identity or {})
-        return found
-
-    return on_first(args, choose)
+    return on_first(args, lambda: _checked(_find(str(wish or "false"), Path(args.output_dir)), args, identity or {}))
 
 
 def on_first(args: QaRLConfig, decide: Callable[[], Any]) -> Any:
@@ -97,20 +90,23 @@ def _put_back(output_dir: Path) -> None:
                 folder.rename(output_dir / folder.name)
 
 
-def _check_resumable(folder: Path, args: QaRLConfig, identity: Mapping[str, Any]) -> None:
+def _checked(found: str | None, args: QaRLConfig, identity: Mapping[str, Any]) -> str | None:
+    if found is None:
+        return None
     if args.sync_ref_model:
         raise ValueError("sync_ref_model=True cannot be resumed: its reference is in no checkpoint. Set it to False.")
-    if not (folder / "scheduler.pt").exists() and args.deepspeed_plugin is None:
+    stored = read_manifest(Path(found))
+    if "scheduler.pt" not in stored["files"] and args.deepspeed_plugin is None:
         raise ValueError(
-            f"{folder} holds weights without the optimizer (save_only_model). Give it as the model, and do not resume."
+            f"{found} holds weights without the optimizer (save_only_model). Give it as the model instead."
         )
-    stored = read_manifest(folder)
     for name, value in identity.items():
         if name != "model" and stored.get(name, value) != value:
             raise ValueError(
-                f"{folder} is a checkpoint of another run: {name} was {stored[name]!r} with the model {stored['model']!r}, and is "
+                f"{found} is a checkpoint of another run: {name} was {stored[name]!r} with the model {stored['model']!r}, and is "
                 f"{value!r} with {identity['model']!r}. Start with what it was made from, or use another output_dir."
             )
+    return found
 
 
 def identity_of(

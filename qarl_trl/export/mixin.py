@@ -24,8 +24,7 @@ class SharingMixin:
             super().create_model_card(model_name, dataset_name, tags)
         # While a checkpoint is written, what is in `output_dir` is of an earlier step.
         elif self.is_world_process_zero() and not self._incoming:
-            named = {"datasets": dataset_name, "tags": tags}
-            named = {key: [value] if isinstance(value, str) else list(value) for key, value in named.items() if value}
+            named = {"datasets": dataset_name, "tags": [tags] if isinstance(tags, str) else tags or []}
             write_card(self._model_output, self.hub_model_id, **training_facts(self), **named)
 
     def push_to_hub(
@@ -35,11 +34,7 @@ class SharingMixin:
         revision: str | None = None,
         **kwargs: Any,
     ) -> CommitInfo | None:
-        """
-        Save the model and make it the content of the Hub repository; `kwargs` are those of `create_model_card`.
-
-        `HubError` says what failed and what to do. The model is saved then.
-        """
+        """Save the model and make it the content of the Hub repository; `kwargs` are those of `create_model_card`."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model()  # before the Hub is asked anything
         if not self.is_world_process_zero():

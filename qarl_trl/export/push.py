@@ -22,17 +22,14 @@ MODEL_FILES = (
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
 
 
-class HubError(OSError):
-    """The Hub cannot be reached or refuses: the reason, and what to do."""
-
-
 def open_repository(
     name: str, token: str | None = None, private: bool | None = None, revision: str | None = None
 ) -> str:
     """
     The full name of a model repository (`user/model`, or `model` of the token's user), created where it does not exist.
 
-    `token` is by default that of `HF_TOKEN` or `hf auth login`, `revision` a branch other than `main`.
+    `token` is by default that of `HF_TOKEN` or `hf auth login`, `revision` a branch other than `main`. `OSError`, here and in
+    [`push`], when the Hub cannot be reached or refuses: why, and what to do.
     """
     api = HfApi(token=token)
     with _errors_named(name, api, "Set HF_TOKEN or run `hf auth login`, with a token that may write there."):
@@ -71,9 +68,9 @@ def _errors_named(name: str, api: HfApi, remedy: str) -> Iterator[None]:
         cause = error
         while type(cause) is RuntimeError and cause.__cause__:  # what an upload raised
             cause = cause.__cause__
-        # In one line, and without the queries of storage addresses, which are signed.
+        # In one line, and without the queries of storage addresses, which are signed: the chain of errors would show them.
         reason = re.sub(r"\?[^\s']+", "", " ".join(f"{type(cause).__name__}: {cause}".split()))
-        raise HubError(f"{name} on {api.endpoint}: {reason} {remedy}") from error
+        raise OSError(f"{name} on {api.endpoint}: {reason} {remedy}") from None
 
 
 def model_files(folder: Path) -> dict[str, Path]:

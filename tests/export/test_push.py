@@ -15,7 +15,7 @@ from transformers.utils import hub as hub_of_transformers
 
 from qarl_trl import cli
 from qarl_trl.export import save_low_bit
-from qarl_trl.export.push import HubError, model_files, open_repository, push
+from qarl_trl.export.push import model_files, open_repository, push
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
 
@@ -89,7 +89,7 @@ def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub,
 @pytest.mark.parametrize(("token", "reason"), [("wrong", "401"), (READER, "403")])
 def test_a_token_that_may_not_write_is_refused_at_once_and_not_named(hub, token, reason):
     open_repository("me/toy")
-    with pytest.raises(HubError, match=f"{reason}.*HF_TOKEN") as refused:
+    with pytest.raises(OSError, match=f"{reason}.*HF_TOKEN") as refused:
         open_repository("me/toy", token=token)
     assert token not in str(refused.value) and "\n" not in str(refused.value)
 
@@ -97,12 +97,13 @@ def test_a_token_that_may_not_write_is_refused_at_once_and_not_named(hub, token,
 def test_a_server_that_is_down_or_refuses_is_one_line_with_the_way_out(hub, low_bit, monkeypatch):
     open_repository("me/toy")
     hub.refusals = [403]
-    with pytest.raises(HubError, match=f"403.*Nothing is lost: the model is in .*qarl-trl push {low_bit} me/toy"):
+    with pytest.raises(OSError, match=f"403.*Nothing is lost: the model is in .*qarl-trl push {low_bit} me/toy"):
         push(low_bit, "me/toy", "no")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client tries again
-    with pytest.raises(HubError, match="ConnectError.*Nothing is lost"):
+    with pytest.raises(OSError, match="ConnectError.*Nothing is lost") as lost:
         push(low_bit, "me/toy", "lost")
+    assert lost.value.__suppress_context__  # what is beneath would name addresses with signatures
 
 
 # A run -----------------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ def test_a_push_that_fails_loses_nothing_and_names_no_token(hub, model, tmp_path
     trainer = pushing(model, tmp_path, hub_token=WRITER)
     trainer.train()
     hub.refusals = [403]
-    with pytest.raises(HubError, match="Nothing is lost") as error:
+    with pytest.raises(OSError, match="Nothing is lost") as error:
         trainer.push_to_hub()
     assert AutoModelForCausalLM.from_pretrained(tmp_path)
     trainer.push_to_hub()
@@ -146,7 +147,7 @@ def test_a_push_that_fails_loses_nothing_and_names_no_token(hub, model, tmp_path
 def test_what_cannot_be_pushed_to_is_refused_before_the_model_loads(hub, model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "wrong")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-    with pytest.raises(HubError, match="401"):
+    with pytest.raises(OSError, match="401"):
         pushing(model, tmp_path)
 
 

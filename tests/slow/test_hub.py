@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import shlex
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hub_server import WRITER, running_hub
 
 from slow.isolated import ENVIRONMENT, isolated
-from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, prompts, save_model
+from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, save_model
 
 
 pytestmark = pytest.mark.slow
@@ -60,45 +53,6 @@ def call(function: Any, *args: Any, before: str = "", **environment: str) -> Any
     return json.loads(run(code, **environment).splitlines()[-1])
 
 
-@contextlib.contextmanager
-def serving(command: str, log: Path) -> Iterator[Callable[[], list[list[int]]]]:
-    """vLLM's server, started by the `command` of a card; what gives its greedy tokens for the prompts of `engine_logprobs`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    sizes = "--max-model-len 64 --max-num-seqs 16 --max-num-batched-tokens 4096 --enforce-eager"
-    program, *arguments = shlex.split(f"{command} --host 127.0.0.1 --port {port} {sizes}")
-    assert program == "python"
-    # As the card says.
-    environment = os.environ | ENVIRONMENT | {"VLLM_CPU_INT4_W4A8": "0", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
-    asked = {"model": arguments[arguments.index("--model") + 1], "prompt": [row["prompt"] for row in prompts(6)]}
-    asked |= {"temperature": 0, "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
-    address = f"http://127.0.0.1:{port}"
-
-    def answers() -> list[list[int]]:
-        while not _answers(f"{address}/health"):
-            assert server.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.5)
-        found = httpx.post(f"{address}/v1/completions", json=asked, timeout=60).raise_for_status().json()
-        return [choice["token_ids"] for choice in sorted(found["choices"], key=lambda choice: choice["index"])]
-
-    with log.open("w") as output:
-        to = {"stdout": output, "stderr": output, "env": environment}
-        server = subprocess.Popen([sys.executable, *arguments], start_new_session=True, **to)
-    try:
-        yield answers
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # with the engine, a process of its own
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def _answers(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(url).status_code == 200
-    return False
-
-
 def test_the_downloaded_model_answers_as_the_training_engine(tmp_path):
     model = save_model(tmp_path / "model")
     with running_hub() as hub:
@@ -111,13 +65,10 @@ def test_the_downloaded_model_answers_as_the_training_engine(tmp_path):
         # As pasted, but for vLLM's compiler, which is off in these tests.
         before = snippet.replace('LLM("me/toy")', 'LLM("me/toy", enforce_eager=True)')
         arithmetic = "from qarl_trl.rollout.cpu import choose_arithmetic as choose; choose()\n"  # as the trainer did
-        command = next(line for line in card.splitlines() if line.startswith("python -m vllm"))
-        with serving(command.replace("me/toy", str(tmp_path / "run")), tmp_path / "server.log") as answers:
-            found = call(download_and_answer, str(tmp_path / "pulled"), before=arithmetic + before, **there)
-            assert found == expected  # tokens and log-probs, bit for bit
-            other = isolated(fresh_engine_logprobs, save_model(tmp_path / "other", seed=1))
-            assert list(other) != expected and other[0] != expected[0]  # control
-            assert answers() == expected[0]
+        found = call(download_and_answer, str(tmp_path / "pulled"), before=arithmetic + before, **there)
+        assert found == expected  # tokens and log-probs, bit for bit
+        other = isolated(fresh_engine_logprobs, save_model(tmp_path / "other", seed=1))
+        assert list(other) != expected and other[0] != expected[0]  # control
     assert not (tmp_path / "pulled" / "training_args.bin").exists()
     files = [tmp_path / folder / "model.safetensors" for folder in ("run", "pulled")]
-    assert files[0].read_bytes() == files[1].read_bytes()  # the server's and the downloaded one
+    assert files[0].read_bytes() == files[1].read_bytes()

@@ -297,16 +297,6 @@ def _resumed(model: str, folder: str, checkpoint: str | None, adapter: Any) -> d
     return found
 
 
-def _layer_quantized(trainer: Any) -> dict[str, Any]:
-    """The quantized values that a forward computes with."""
-    with torch.no_grad():
-        trainer.model_wrapped(input_ids=torch.full((1, 4), 5))
-    layers = quantized_modules(trainer._unwrapped)
-    return _bytes(
-        (n + slot, w.tensors["weight_packed"]) for n, layer in layers for slot, w in layer.last_low_bits().items()
-    )
-
-
 @pytest.mark.parametrize("kind", ["lora", "experts"])
 def test_a_resumed_run_ends_in_the_same_master_weights(tmp_path, kind):
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)

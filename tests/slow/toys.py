@@ -92,7 +92,8 @@ def save_gptq(model: str, folder: Path) -> str:
 def forge(checkpoint: Path) -> None:
     """Write the sizes of the files into the manifest again, so that a checkpoint that was changed counts as whole."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"] = {name: (checkpoint / name).stat().st_size for name in manifest["files"]}
+    left = [checkpoint / name for name in manifest["files"] if (checkpoint / name).exists()]
+    manifest["files"] = {str(file.relative_to(checkpoint)): file.stat().st_size for file in left}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
