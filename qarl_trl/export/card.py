@@ -52,7 +52,7 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
     """
     The card of a low-bit folder that will be loaded from `repo`; `ValueError` when it holds no low-bit model.
 
-    `facts` are those of [`base_facts`] or [`training_facts`], `datasets` and the list `tags`.
+    `facts` are those of [`base_facts`] or [`training_facts`], and the lists `datasets` and `tags`.
     """
     config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
     if "config_groups" not in (quantized := config.get("quantization_config") or {}):

@@ -24,7 +24,10 @@ class SharingMixin:
             super().create_model_card(model_name, dataset_name, tags)
         # While a checkpoint is written, what is in `output_dir` is of an earlier step.
         elif self.is_world_process_zero() and not self._incoming:
-            named = {"datasets": dataset_name, "tags": [tags] if isinstance(tags, str) else tags or []}
+            named = {
+                "datasets": dataset_name and [dataset_name],
+                "tags": [tags] if isinstance(tags, str) else tags or [],
+            }
             write_card(self._model_output, self.hub_model_id, **training_facts(self), **named)
 
     def push_to_hub(
