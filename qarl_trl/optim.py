@@ -153,10 +153,9 @@ def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
         )
     if stacked := ", ".join(name for name in others if params[name].ndim > 2):
         logger.warning("Muon takes matrices, and experts in the layout of Qwen3-MoE. AdamW trains %s.", stacked)
-    hidden, rates = [params[name] for name in matrices], {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-    muon = torch.optim.Muon(
-        [{"params": hidden}], momentum=MOMENTUM, ns_steps=NS_STEPS, adjust_lr_fn=ADJUST_LR, **rates
-    )
+    hidden = [{"params": [params[name] for name in matrices]}]
+    rates = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    muon = torch.optim.Muon(hidden, momentum=MOMENTUM, ns_steps=NS_STEPS, adjust_lr_fn=ADJUST_LR, **rates)
     groups = [
         {"params": [params[name] for name in experts if experts[name] == count], "projections": count}
         for count in sorted(set(experts.values()))

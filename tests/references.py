@@ -152,11 +152,6 @@ def quantize_int(weight, bits, group_size=None):
     return quantized, scales
 
 
-def quantize_int4(weight, group_size=None):
-    """`quantize_int` with 4 bits."""
-    return quantize_int(weight, 4, group_size)
-
-
 def quantize_int4_asymmetric(weight, group_size=None):
     """
     W4A16_ASYM of a matrix: quantized values, scales and zero points, each as rows.
@@ -245,15 +240,6 @@ def unpack_int(packed, bits, in_features):
 def unpack_int4(packed, in_features):
     """The quantized values of `pack_int4`, rows of ints."""
     return unpack_int(packed, 4, in_features)
-
-
-def dequantize_int4(packed, scale, in_features):
-    """Code times scale, rounded to bfloat16, `(out, in)`."""
-    rows = []
-    for quantized, scales in zip(unpack_int4(packed, in_features), scale.tolist(), strict=True):
-        size = in_features // len(scales)
-        rows.append([bf16(code * scales[i // size]) for i, code in enumerate(quantized)])
-    return torch.tensor(rows, dtype=torch.bfloat16)
 
 
 def quantize_float8(weight):

@@ -6,7 +6,7 @@ from collectives import MovedBytes
 from references import muon as reference_muon
 from slow.isolated import isolated_group
 from slow.toys import distinct_characters, prompts, save_model, settings
-from test_optim import TOKENS, make_args, make_moe
+from test_optim import make_args, make_moe
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -94,26 +94,6 @@ def test_a_transposed_parameter_steps_alike():
     param, optimizer = expert_muon(start, 2)
     param.data = start.mT.contiguous().mT
     assert torch.equal(take_steps(param, optimizer, grads), take_steps(*expert_muon(start, 2), grads))
-
-
-def test_the_experts_of_a_model_step_matrix_by_matrix():
-    """Four steps of a mixture; then the gradients it had, given to torch's Muon."""
-    model = make_moe()
-    optimizer, params, names = (
-        build_muon(model, make_args()),
-        dict(model.named_parameters()),
-        split_parameters(model)[1],
-    )
-    start, grads = {name: params[name].detach().clone() for name in names}, {name: [] for name in names}
-    for tokens in TOKENS:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        for name in names:
-            grads[name].append(params[name].grad.clone())
-        optimizer.step()
-        model.zero_grad()
-    for name, projections in names.items():
-        expected = one_by_one(start[name], grads[name], projections, momentum=0.95)
-        assert torch.equal(params[name], expected)
 
 
 # In training --------------------------------------------------------------------------------------------------------

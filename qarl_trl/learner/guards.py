@@ -47,8 +47,7 @@ def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accele
     Raises as [`of_all`], and `ValueError` on all for an infinite reward. NaN stands for `None` in TRL: not applicable.
     """
     rewards = accelerator.gather(of_all("rewards", calculate, accelerator))
-    infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
-    if infinite:
+    if infinite := rewards.isinf().any(0).nonzero().flatten().tolist():
         raise ValueError(
             f"The reward function {names[infinite[0]]!r} gave an infinite reward. It must be a finite number, or None where it "
             "does not apply: the advantages of its whole group would be NaN or 0."

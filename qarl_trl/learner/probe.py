@@ -27,8 +27,7 @@ def unfit(model: nn.Module) -> str | None:
     config = causal_lm.config
     if config.get_text_config() is not config:
         return "it has other parts than a text model, which count positions in their own way"
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENTION_LAYERS))
-    if other:
+    if other := sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENTION_LAYERS)):
         return f"it has layers of type {', '.join(map(repr, other))}, which run on into the next sequence"
     if "position_ids" not in inspect.signature(causal_lm.base_model.forward).parameters:
         return "it takes no position_ids"

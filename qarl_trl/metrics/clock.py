@@ -66,7 +66,6 @@ class StepClock(TrainerCallback):
         after_first: Callable[[], None],
     ) -> None:
         self._engine, self._log, self._flips, self._after_first = engine, log, flips, after_first
-        self._start = time.perf_counter()
         self._stepped = False
 
     def on_step_begin(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:

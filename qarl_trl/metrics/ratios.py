@@ -28,7 +28,6 @@ class RatioMeter:
 
     def __init__(self, band: TrustBand, prefix: str, gather: Callable[[Tensor], Tensor]) -> None:
         self._band, self._prefix, self._gather = band, prefix, gather
-        self._warned = False
 
     @torch.no_grad()
     def measure(self, logps: Tensor, batch: dict[str, Any], errors: Tensor, fresh: bool) -> dict[str, float]:
@@ -43,12 +42,10 @@ class RatioMeter:
         rows = self._gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
         metrics = ratio_metrics(dict(zip(columns, rows.unbind(1), strict=True)), self._band, self._prefix)
         off = max(abs(metrics["ratio/min"] - 1), abs(metrics["ratio/max"] - 1))
-        if fresh and off > FIRST_RATIO_TOLERANCE and not self._warned:
-            self._warned = True
-            logger.warning(
-                "The sequence ratio is off by %.1e before any update of this rollout batch: `old` and current "
-                "log-probs come from different kernels or batch shapes, and the loss clips that noise.",
-                off,
+        if fresh and off > FIRST_RATIO_TOLERANCE:
+            logger.warning_once(
+                "Sequence ratios are not 1 before any update of a rollout batch (ratio/min, ratio/max): `old` and current log-probs come "
+                "from different kernels or batch shapes, and the loss clips that noise."
             )
         return metrics
 

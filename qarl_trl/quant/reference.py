@@ -72,11 +72,7 @@ def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme) -> Tens
 
 @compiled_on_cuda
 def decode(
-    quantized: Tensor,
-    qparams: QParams,
-    scheme: QuantizationScheme,
-    dtype: torch.dtype,
-    global_scale: Tensor | None = None,
+    quantized: Tensor, qparams: QParams, scheme: QuantizationScheme, dtype: torch.dtype, global_scale: Tensor | None
 ) -> Tensor:
     """
     The matrix `(out, in)` that quantized values, as a checkpoint holds them, stand for, in new storage.

@@ -33,14 +33,9 @@ def iter_low_bit_weights(
     layer, otherwise the parameter in bfloat16. The experts of a quantized model come as one layer per expert and projection,
     quantized or not. Persistent buffers follow, in their own dtype.
 
-    Args:
-        model (`nn.Module`): A model after `apply_quantization` (without it: plain bfloat16 tensors). Of a `PeftModel`
-            the stream holds the base model with the active adapter merged, under the base model's names.
-        named_params (`Iterable[tuple[str, Tensor]]`, *optional*): Parameters by name, in module order, whole or as FSDP2's
-            `DTensor`, of which the quantized values are gathered: every process has to iterate. Defaults to `model.named_parameters()`.
-
-    Raises:
-        RuntimeError: when `named_params` lack parameters of a quantized layer or of experts.
+    Of a `PeftModel` it is the base model with the active adapter merged, without `apply_quantization` plain bfloat16 tensors.
+    `named_params` (by default of `model`) are in module order, whole or as FSDP2's `DTensor`, of which the quantized values are gathered:
+    every process has to iterate. `RuntimeError` when they lack parameters of a quantized layer or of experts.
     """
     name_of = checkpoint_names(model)
     quantized = any(isinstance(module, LowBitLayer) for module in model.modules())

@@ -47,14 +47,6 @@ def test_the_first_token_of_a_sequence_is_never_scored():
     assert unpack([packed.input_ids[:, 1:]], [packed], 2, KEEP)[1].tolist() == [0, *ids[1, 5:].tolist()]
 
 
-def test_gradients_reach_the_values_also_when_nothing_is_scored():
-    ids, mask = padded([(0, 4), (1, 4)])
-    packed = pack(ids, mask, KEEP, [0, 1])
-    values = torch.ones(1, 6, requires_grad=True)
-    unpack([values], [packed], 2, KEEP).sum().backward()
-    assert torch.equal(values.grad, torch.zeros(1, 6))
-
-
 @pytest.mark.parametrize("passes", [1, 4, 5])
 def test_rows_are_split_into_passes_under_the_budget(passes):
     lengths = [5, 4, 6, 4, 9]

@@ -6,8 +6,6 @@ import pytest
 import references
 import torch
 
-from qarl_trl.quant import apply_quantization, linear
-from qarl_trl.quant import gemm as gemm_module
 from qarl_trl.quant.activations import (
     memoize_last,
     quantize_groups_fp8,
@@ -15,7 +13,7 @@ from qarl_trl.quant.activations import (
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from quant.schemes import NAMES, WEIGHT_ONLY, normal
+from quant.schemes import normal
 
 
 SIZES = [1e-30, 1e-3, 1.0, 1e4]
@@ -191,34 +189,6 @@ def test_tensors_of_inference_mode_are_computed_each_time():
         memoize_last(function, x)
         x.add_(1)  # which counts no version
         assert torch.equal(memoize_last(function, x), 2 * x)
-
-
-def counted(monkeypatch, scheme):
-    """Counts the calls of the quantizer of a scheme's activations."""
-    gemm = gemm_module._GEMMS[scheme]
-    owner = next(cls for cls in gemm.__mro__ if "quantize" in vars(cls))
-    original, calls = gemm.quantize, []
-    monkeypatch.setattr(owner, "quantize", staticmethod(lambda x: calls.append(1) or original(x)))
-    return calls
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("scheme", [name for name in NAMES if name not in WEIGHT_ONLY])
-def test_a_decoder_layer_quantizes_four_inputs_for_seven_layers(monkeypatch, tiny_model, scheme, autocast):
-    """Those of q, k, v; o; gate, up; and down; with the gradients of layers that each quantize for themselves."""
-    calls, found = counted(monkeypatch, scheme), []
-    for expected in (4, 7):
-        model = apply_quantization(tiny_model(num_key_value_heads=2), scheme)
-        tokens = torch.arange(32).view(2, 16)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-        assert len(calls) == 2 * expected  # of two layers
-        calls.clear()
-        for module in (gemm_module, linear):
-            monkeypatch.setattr(module, "memoize_last", lambda function, x, *args: function(x, *args))
-    assert all(map(torch.equal, *found))
 
 
 # Against vLLM -------------------------------------------------------------------------------------------------------

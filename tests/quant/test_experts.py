@@ -11,7 +11,6 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from qarl_trl.metrics.clock import WeightFlips
 from qarl_trl.quant import (
     QuantExperts,
     apply_quantization,
@@ -403,36 +402,7 @@ def test_master_weights_given_from_outside_are_quantized_anew():
         list(iter_low_bit_weights(model, missing))
 
 
-def test_code_flips_count_the_experts_within_the_budget_of_one_layer():
-    model = quantized(num_hidden_layers=1)
-    module = experts_of(model)
-    flips = WeightFlips(most=2400)
-    model(TOKENS)
-    assert flips.update([("experts", module)]) == {}
-    assert len(flips._last) == 2
-    assert all(len(stored) <= 2400 for stored in flips._last.values())
-    assert set(flips.update([("experts", module)]).values()) == {0}
-    with torch.no_grad():
-        module.down_proj.mul_(-1)  # amax stays, every code but 0 and the rounded ties changes
-    model(TOKENS)
-    found = flips.update([("experts", module)])
-    assert 0.2 < found["quant/flip_frac"] < 0.6  # down_proj is half of what is looked at
-
-
 # What is quantized --------------------------------------------------------------------------------------------------
-
-
-def test_removing_restores_the_experts():
-    model, plain = quantized(), make_model("qwen3_moe")
-    found = {name for name, _ in quantized_modules(model)}
-    assert {EXPERTS, "model.layers.1.mlp.experts", "model.layers.0.self_attn.q_proj"} <= found
-    assert not any("gate" in name for name in found)  # routers
-    model(TOKENS)
-    assert model.state_dict().keys() == plain.state_dict().keys()
-    remove_quantization(model)
-    assert type(experts_of(model)) is type(experts_of(plain))
-    assert experts_of(model).__dict__.keys() == experts_of(plain).__dict__.keys()
-    assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
 
 
 def test_all_experts_of_a_layer_can_be_ignored_by_their_names_or_by_that_of_the_module():
@@ -486,28 +456,3 @@ def test_experts_of_another_form_are_refused():
     model = GptOssForCausalLM(config)
     with pytest.raises(ValueError, match=r"GptOssExperts.*'is_transposed': True.*quant_scheme='none'"):
         apply_quantization(model, "W4A16", ignore=["lm_head"])
-
-
-@pytest.mark.parametrize(
-    ("scheme", "changes", "words"),
-    [
-        ("W4A16", {"moe_intermediate_size": 96}, "down_proj.*in_features=96"),
-        ("FP8_BLOCK", {"moe_intermediate_size": 64, "num_key_value_heads": 2}, "gate_proj.*out_features=64"),
-    ],
-)
-def test_experts_that_cannot_be_quantized_are_refused(scheme, changes, words):
-    model = make_model("qwen3_moe", **changes)
-    with pytest.raises(ValueError, match=words):
-        apply_quantization(model, scheme)
-    assert not list(quantized_modules(model))
-
-
-def test_experts_that_did_not_run_are_named():
-    model = quantized()
-    model(TOKENS)
-    assert not bypassed_layers(model)
-    model = quantized()
-    block = model.model.layers[1].mlp
-    block.forward = lambda x: x  # as kernels from the Hub replace it
-    model(TOKENS)
-    assert bypassed_layers(model) == ["model.layers.1.mlp.experts"]

@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from qarl_trl.quant import QuantLinear, apply_quantization, quantized_modules, remove_quantization
-from qarl_trl.quant.gemm import dequant_gemm
 from qarl_trl.quant.model import bypassed_layers
 
 
@@ -49,22 +48,6 @@ def test_names_parameters_and_state_dict_stay_as_they_were(tiny_model, kind, sch
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_gradient_checkpointing_of_transformers_gives_equal_gradients(tiny_model):
-    """Also the control that checkpointing was on: the layers ran twice."""
-    gradients, calls = [], []
-    for checkpointing in (False, True):
-        model = apply_quantization(tiny_model(), "W4A16").train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        seen = []
-        model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
-        model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-        calls.append(len(seen))
-    assert calls == [1, 2]
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 # Which layers -------------------------------------------------------------------------------------------------------
 
 
@@ -89,13 +72,6 @@ def test_by_default_the_head_and_routers_stay_in_high_precision():
 
     assert names_of(apply_quantization(model(), "W4A16")) == ["layer.mlp.up_proj"]
     assert len(names_of(apply_quantization(model(), "W4A16", ignore=["lm_head"]))) == 4  # control: a list of one's own
-
-
-def test_options_reach_every_layer(tiny_model):
-    model = apply_quantization(tiny_model(), "W4A16", group_size=32, gemm=dequant_gemm, quantize_forward=False)
-    for _, module in quantized_modules(model):
-        assert module.scheme.weights.group_size == 32
-        assert (module.gemm_for, module.quantized_forward) == (dequant_gemm, False)
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------

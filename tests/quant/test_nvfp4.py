@@ -12,11 +12,10 @@ from torch import nn
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, resolve_scheme
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.quantize import largest_magnitude
-from quant.schemes import NVFP4, normal, relative_error, same_tensors
+from quant.schemes import NVFP4, normal, same_tensors
 
 
 SCHEME = resolve_scheme(NVFP4)
-VALUES = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0}
 
 
 class Attention(nn.Module):
@@ -55,18 +54,6 @@ def test_a_million_weights_have_the_bytes_of_compressed_tensors(scale):
 def test_a_diverged_layer_that_is_merged_with_this_one_is_refused(value):
     with pytest.raises(ValueError, match=r"\(8, 64\) holds NaN or infinity"):
         quantize_weight(normal(8, 64), SCHEME, largest=torch.tensor(value, dtype=torch.bfloat16))
-
-
-def test_values_are_those_of_the_definition():
-    weight = normal(8, 64, scale=0.02)
-    low_bit = quantize_weight(weight, SCHEME)
-    scale = low_bit.scale.float() / low_bit.tensors["weight_global_scale"]
-    found = dequantize(low_bit, torch.float32)
-    units = (found.unflatten(-1, (-1, 16)) / scale.unsqueeze(-1)).abs()
-    nearest = torch.tensor(sorted(VALUES))
-    # Each value is rounded to bfloat16 after the multiplication, hence half a step of 2**-8 around its unit.
-    assert ((units.unsqueeze(-1) - nearest).abs().amin(-1) <= units * 2**-8).all()
-    assert 0.05 < relative_error(found, weight) < 0.15  # measured 0.095
 
 
 def test_layers_that_an_engine_merges_share_the_largest_weight():

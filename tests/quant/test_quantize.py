@@ -70,11 +70,6 @@ def test_tensors_are_sorted_and_whole(scheme, group_size):
     assert low_bit.num_bytes() == sum(t.view(torch.uint8).numel() for t in low_bit.tensors.values())
 
 
-def test_a_strided_master_gives_the_bytes_of_its_copy():
-    weight = normal(16, 512)[:, ::2]
-    assert same_tensors(stored(weight, "W4A16", 32), stored(weight.contiguous(), "W4A16", 32))
-
-
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_master_is_neither_changed_nor_shared(scheme, group_size, dtype):
@@ -155,17 +150,6 @@ def test_a_weight_without_rows_has_no_quantized(scheme):
 def test_what_is_not_a_matrix_of_whole_words_is_refused(shape):
     with pytest.raises(ValueError, match=r"must be a matrix \(out, in\)"):
         quantize_weight(torch.randn(shape), resolve_scheme("W4A16"))
-
-
-# Blocks -------------------------------------------------------------------------------------------------------------
-
-
-def test_each_block_has_the_scale_of_its_largest_magnitude():
-    weight = torch.full((256, 384), 0.5)
-    weight[200, 10], weight[3, 300] = -448.0, 896.0
-    scale = stored(weight, "FP8_BLOCK", None)["weight_scale"]
-    half = torch.tensor(0.5 / 448, dtype=torch.bfloat16).item()
-    assert scale.tolist() == [[half, half, 2.0], [1.0, half, half]]
 
 
 # Frozen scales ------------------------------------------------------------------------------------------------------

@@ -64,12 +64,6 @@ def test_group_size_is_chosen_and_nothing_else(name, size):
     assert resolved.input_activations == preset.input_activations
 
 
-def test_resolving_does_not_change_the_scheme_given():
-    given = scheme_of(INT4)
-    before = given.model_copy(deep=True)
-    assert given == before != resolve_scheme(given, 32)
-
-
 @pytest.mark.parametrize(("scheme", "group_size"), [("W4A16", 16), ("FP8_BLOCK", 128)])
 def test_a_group_size_that_the_scheme_does_not_take_is_refused(scheme, group_size):
     with pytest.raises(ValueError, match=f"quant_group_size={group_size} .*{scheme}"):
