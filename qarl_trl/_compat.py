@@ -60,17 +60,13 @@ def check_versions(*packages: str) -> None:
 def require_vllm() -> None:
     """Raise an `ImportError` when vLLM is missing."""
     if not is_vllm_available():
-        raise ImportError(
-            "vLLM is missing: pip install 'qarl_trl[vllm]' (on a CPU: make install), or use_vllm=False (slow)."
-        )
+        raise ImportError("vLLM is missing: pip install 'qarl_trl[vllm]' (CPU: make install), or use_vllm=False.")
 
 
 # The Trainer resumes under DDP with `map_location` "cpu:0", as accelerate calls a CPU; torch 2.13 knows "cpu" alone.
 torch.serialization.register_package(
     9, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
 )
-
-# `patch.object(owner, name, value)`: the name has this value inside the block, also where it is inherited; an unknown one raises.
 
 
 def _grpo_trainer() -> ModuleType:
@@ -79,12 +75,7 @@ def _grpo_trainer() -> ModuleType:
 
 
 def generation_backend(factory: Callable[..., Any]) -> AbstractContextManager:
-    """
-    Make `GRPOTrainer.__init__` build its engine with `factory`.
-
-    TRL has no class attribute or argument for it; its constructor looks the name up in its own module
-    (https://github.com/huggingface/trl/pull/6816 is open for part of this).
-    """
+    """Make `GRPOTrainer.__init__` build its engine with `factory` (https://github.com/huggingface/trl/pull/6816 would)."""
     return patch.object(_grpo_trainer(), "VLLMGeneration", factory)
 
 

@@ -64,9 +64,7 @@ class QaRLConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
 
-    loss_type: LossType = HfArg(
-        default=TBPO, help="'tbpo' (QaRL paper Sec. 3.2), or a loss of TRL's, as 'grpo' or 'dapo'."
-    )
+    loss_type: LossType = HfArg(default=TBPO, help="'tbpo' (paper Sec. 3.2), or a loss of TRL's, as 'grpo' or 'dapo'.")
     quant_scheme: str | None = HfArg(
         default="W4A16",
         help="Low-bit format of the rollout engine and of the learner's forward (paper Sec. 3.1), one of `qarl-trl schemes`. "
@@ -87,9 +85,7 @@ class QaRLConfig(GRPOConfig):
         help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give several "
         "groups of layers schemes of their own.",
     )
-    quant_freeze_scales: bool = HfArg(
-        default=False, help="Keep the scales and zero points of a quantized `model` (quant_scheme: checkpoint)."
-    )
+    quant_freeze_scales: bool = HfArg(default=False, help="Keep the scales of the model (quant_scheme: checkpoint).")
     quantize_learner: bool = HfArg(
         default=True,
         help="Run the learner's forward on the low-bit weights. False: in bfloat16, the paper's quantized-rollout baseline.",
@@ -109,29 +105,17 @@ class QaRLConfig(GRPOConfig):
         help="Tokens of one forward pass of the learner: rows of a micro-batch are packed, without padding, into passes of at most "
         "this many. Unset (null): padded rows, as in TRL. Table 2, ppo_max_token_len_per_gpu.",
     )
-    tbpo_epsilon_high: float = HfArg(
-        default=4e-4, help="Positive advantage: sequence ratio <= 1 + this. eps_h (Table 2, seq_clip_ratio_high)."
-    )
-    tbpo_delta_low: float = HfArg(
-        default=3e-4, help="Negative advantage: ratio >= 1 - this. delta_l (Table 2, neg_seq_clip_ratio_low)."
-    )
-    tbpo_delta_high: float = HfArg(
-        default=7e-4, help="Negative advantage: ratio <= 1 + this. delta_h (Table 2, neg_seq_clip_ratio_high)."
-    )
-    tbpo_mismatch_cap: float = HfArg(
-        default=2.0, help="The mismatch weight is kept in [1/c, c]. c (Eq. 5; Table 2, seq_tis_imp_ratio_cap)."
-    )
-    advantage_filter: Literal["none", "positive"] = HfArg(
-        default="none", help="'positive' sets negative advantages to 0 (positive-only GRPO, paper Fig. 8)."
-    )
+    tbpo_epsilon_high: float = HfArg(default=4e-4, help="Advantage > 0: sequence ratio <= 1 + this. eps_h (Table 2).")
+    tbpo_delta_low: float = HfArg(default=3e-4, help="Advantage < 0: sequence ratio >= 1 - this. delta_l (Table 2).")
+    tbpo_delta_high: float = HfArg(default=7e-4, help="Advantage < 0: sequence ratio <= 1 + this. delta_h (Table 2).")
+    tbpo_mismatch_cap: float = HfArg(default=2.0, help="The mismatch weight is in [1/c, c]. c (Eq. 5; Table 2).")
+    advantage_filter: Literal["none", "positive"] = HfArg(default="none", help="'positive': negative ones are 0.")
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
         help="Stop when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this: for "
         "instance three times the first logged mismatch/logp_diff_mean.",
     )
-    optim_muon: bool = HfArg(
-        default=False, help="Muon for hidden matrices and experts, AdamW for the rest (paper Sec. 4, Table 2)."
-    )
+    optim_muon: bool = HfArg(default=False, help="Muon for matrices and experts, AdamW for the rest (Sec. 4).")
     verify_sync: str = HfArg(
         default="first",
         help="Compare engine and learner on a fixed prompt after a weight sync, and stop when the engine is stale or corrupted: "
@@ -142,12 +126,8 @@ class QaRLConfig(GRPOConfig):
         help="vllm_mode='server': folder that trainer and server both mount, through which a weight sync goes. Unset: NCCL from "
         "GPU to GPU (vllm_group_port), untested.",
     )
-    vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(
-        default=None, help="More arguments for vllm.LLM, for instance {'enforce_eager': true}, which starts faster."
-    )
-    export_low_bit: bool = HfArg(
-        default=True, help="Also write the low-bit model into the sub-folder low_bit/ of every training checkpoint."
-    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(default=None, help="More arguments for vllm.LLM.")
+    export_low_bit: bool = HfArg(default=True, help="Also write low_bit/, for vLLM, into every training checkpoint.")
 
     @property
     def quantized(self) -> bool:
@@ -267,8 +247,7 @@ def _check_numbers(args: QaRLConfig) -> None:
     if not (args.temperature > 0 and 0 < args.top_p <= 1):
         raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {args.temperature} and {args.top_p}.")
     if not (args.max_steps > 0 or (args.max_steps == -1 and args.num_train_epochs > 0)):
-        given = f"{args.max_steps} and {args.num_train_epochs}"
-        raise ValueError(f"max_steps must be above 0, or -1 and num_train_epochs above 0, got {given}.")
+        raise ValueError(f"max_steps={args.max_steps} with num_train_epochs={args.num_train_epochs} trains nothing.")
 
 
 def _check_tbpo(args: QaRLConfig) -> None:

@@ -124,7 +124,7 @@ def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argum
         return found[0]
     missing = " or ".join(candidates)
     raise ValueError(
-        f"The dataset {name_or_path!r} has the columns {dataset.column_names}, not {missing}. Set {argument}."
+        f"The dataset {name_or_path!r} has columns {dataset.column_names}, not {missing}. Set {argument}."
     )
 
 

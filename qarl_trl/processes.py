@@ -37,10 +37,9 @@ def ending(exitcode: int) -> str:
 
 def in_fresh_process(step: str, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
     """
-    `function(*args)` in a new process, which is gone afterwards with all that it started.
+    `function(*args)`, all pickled, in a new process, which is gone afterwards with all that it started.
 
-    Errors name `step`: `ProcessDied` if the process was killed or crashed, `TimeoutError` after `limit_s` seconds, `RuntimeError` for
-    what the function raised. Function, arguments and result are pickled.
+    Errors name `step`: `ProcessDied`, `TimeoutError` after `limit_s` seconds, `RuntimeError` for what the function raised.
     """
     worker = Worker()
     try:
@@ -51,10 +50,9 @@ def in_fresh_process(step: str, function: Callable[..., Any], *args: Any, limit_
 
 class Worker:
     """
-    A process kept for many calls: started by the first, and again after it died or was killed.
+    A process kept for many calls, from any thread: started by the first, and again after it died or was killed.
 
-    Calls may come from any thread, one at a time. A function runs in the process's main thread, where SIGALRM works.
-    Ctrl-C reaches only the caller; when the caller ends, the process ends too.
+    A function runs in its main thread, where SIGALRM works. Ctrl-C reaches only the caller, with whose end the process ends too.
     """
 
     def __init__(self) -> None:

@@ -53,13 +53,11 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
     r"""
     Reward 1.0 for a completion whose final answer equals the reference, else 0.0, judged by math-verify.
 
-    The answer is the last `\boxed{...}`, else the last LaTeX or plain expression announced as the answer ("the answer
-    is 42"). A bare number somewhere in the text does not count. Boxes close to each other are one answer of several
-    parts, so boxing two guesses does not pay.
+    The answer is the last `\boxed{...}`, else the last expression announced as the answer ("the answer is 42"). A bare number
+    somewhere in the text does not count. Boxes close to each other are one answer of several parts, so two guesses do not pay.
 
-    A completion is text or messages, as TRL passes them, and `answer` its reference: a number, text or LaTeX, with or without
-    `$...$` or `\boxed{}`. `None` where that cannot be read leaves the sample out, and is named in a warning once.
-    `ImportError` without math-verify.
+    `answer` has the references: numbers, text or LaTeX, with or without `$...$` or `\boxed{}`. `None` where one cannot be read
+    leaves the sample out, and is named in a warning once.
 
     ```python
     >>> math_reward([r"So it is $\boxed{\frac{1}{2}}$.", "no idea"], answer=["0.5", "7"])

@@ -41,18 +41,13 @@ class QaRLScriptArguments:
     eval_dataset_name_or_path: str | None = field(default=None, metadata={"help": "Needed with eval_strategy."})
     eval_dataset_split: str = field(default="test", metadata={"help": "Of the Hub; a single local file is any split."})
     problem_column: str | None = field(default=None, metadata={"help": "Unset: problem, question or prompt."})
-    answer_column: str | None = field(
-        default=None, metadata={"help": "Reference answer; dots reach into nested columns. Unset: guessed."}
-    )
+    answer_column: str | None = field(default=None, metadata={"help": "Of the reference; may be a.b. Unset: guessed."})
     prompt_template: str | None = field(default=None, metadata={"help": "Text around {problem}. Unset: nothing."})
     system_prompt: str | None = field(default=None, metadata={"help": "Replaces a system message of the data."})
     conversational: bool = field(default=True, metadata={"help": "Prompts as chat messages, or as plain text."})
     reward_funcs: list[str] = field(
         default_factory=lambda: ["math_reward"],
-        metadata={
-            "help": "math_reward, or dotted import paths, also from the current directory: "
-            "trl.rewards.think_format_reward, my_package.my_reward."
-        },
+        metadata={"help": "math_reward, or import paths, also from the current directory: my_package.my_reward."},
     )
     dry_run: bool = field(default=False, metadata={"help": "Print the settings; load nothing."})
 
@@ -63,9 +58,8 @@ def parse(
     """
     Read and check the command line (without the program's name; by default the process's) and the recipe it names.
 
-    With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none. With `engine_only` data, rewards
-    and the checkpoint to resume from, which an engine's machine may lack, are not looked at. `ValueError` on unknown keys, wrong
-    types and settings that do not fit together, `FileNotFoundError` if the recipe or a local dataset is missing.
+    With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none. With `engine_only` data and the
+    checkpoint to resume from, which an engine's machine may lack, are not looked at. `FileNotFoundError`, or `ValueError`.
     """
     import torch
 
@@ -125,9 +119,7 @@ def _given(argv: Sequence[str] | None, groups: tuple[type, ...]) -> dict[str, An
     return vars(given) | {option.partition("=")[0].lstrip("-"): None for option in unknown}
 
 
-def make_trainer(
-    script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig"
-) -> "QaRLTrainer":
+def make_trainer(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: Any) -> "QaRLTrainer":
     """The trainer of a recipe, with data, model and engine loaded."""
     from trl import get_peft_config, get_quantization_config
 
@@ -175,13 +167,12 @@ def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["D
     return train, load_math_dataset(s.eval_dataset_name_or_path, s.eval_dataset_split, **common)
 
 
-def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: "ModelConfig") -> str:
+def describe(script_args: QaRLScriptArguments, args: "QaRLConfig", model_args: Any) -> str:
     """The settings to print: the method, the batch arithmetic, every field off its default."""
     import torch
 
     from .config import changed_fields
 
-    args = training_args
     per_update = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     updates = args.generation_batch_size * args.num_iterations / per_update
     learner = "quantized" if args.quantized and args.quantize_learner else "in high precision"
@@ -193,7 +184,7 @@ def describe(script_args: QaRLScriptArguments, training_args: "QaRLConfig", mode
     ]
     if not torch.cuda.is_available():
         lines.append("device: no CUDA device here, so the settings were checked for a CPU")
-    for group in (script_args, training_args, model_args):
+    for group in (script_args, args, model_args):
         for name, value in sorted(changed_fields(group).items()):
             lines.append(f"{type(group).__name__}.{name}: {redact(value, name)!r}")
     return "\n".join(lines)

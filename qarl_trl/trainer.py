@@ -65,7 +65,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         model: str | nn.Module,
         reward_funcs: Any = None,
         args: QaRLConfig | None = None,
-        *positional: Any,
+        *rest: Any,
         **kwargs: Any,
     ) -> None:
         _compat.check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
@@ -74,7 +74,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             args = QaRLConfig(f"{name.rstrip('/').split('/')[-1]}-QaRL")
         if args.device.type == "cpu":
             choose_arithmetic()
-        given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
+        given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *rest, **kwargs)
         source = check_run(model, args, given.arguments)
         plan = args.quant_plan(None if source is None else source.plan())
         self._identity = on_first(args, lambda: identity_of(model, args, plan, given.arguments))
@@ -98,22 +98,21 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             )
 
         with _compat.generation_backend(build_engine), _compat.loader(source and load_master_weights):
-            super().__init__(model, reward_funcs, args, *positional, **kwargs)
+            super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self.rollout_func is not None:
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
-        if self.use_vllm:
-            if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
-                raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
-        else:
+        if not self.use_vllm:
             prepare(self.model, args, source)
+        elif not isinstance(self.vllm_generation, LowBitVLLMGeneration):
+            raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         self._tbpo = args.loss_type == TBPO
         if self._tbpo:
             clip_to(args.trust_band, self)
         if args.max_tokens_per_pass is not None:
             # Without keep_torch_compile=False accelerate would change DDP's compiled wrapper, which then synchronizes every micro-batch.
             unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
-            accelerator = self.accelerator
-            self._passes = PackedPasses(args.max_tokens_per_pass, accelerator.autocast, accelerator.gather, unwrap)
+            autocast, gather = self.accelerator.autocast, self.accelerator.gather
+            self._passes = PackedPasses(args.max_tokens_per_pass, autocast, gather, unwrap)
         self._ratios = RatioMeter(args.trust_band, "" if self._tbpo else "paper_", self.accelerator.gather)
         engine = self.vllm_generation if self.use_vllm else None
         self.add_callback(StepClock(engine, self._log_value, self._flips, self._check_layers_ran))
@@ -295,13 +294,9 @@ def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) 
         if args.quantize_learner:
             words = {in_words(args.learner_kernel, scheme) for scheme in plan.config_groups.values()}
             logger.info("Low-bit layers of the learner: %s (quant_kernel).", "; ".join(sorted(words)))
-        apply_quantization(
-            model,
-            plan,
-            gemm=GEMMS[args.learner_kernel],
-            quantize_forward=args.quantize_learner,
-            qparams=source.qparams() if args.quant_freeze_scales else None,
-        )
+        qparams = source.qparams() if args.quant_freeze_scales else None
+        gemm, forward = GEMMS[args.learner_kernel], args.quantize_learner
+        apply_quantization(model, plan, gemm=gemm, quantize_forward=forward, qparams=qparams)
     if _compat.is_zero3(args):
         _compat.fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):
