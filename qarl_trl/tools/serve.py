@@ -27,12 +27,12 @@ MAX_BATCHED_TOKENS = 4096  # TRL's
 
 def main(argv: Sequence[str]) -> Callable[[], None] | None:
     """Check the recipe, and return the server, which takes the place of this process; after a dry run print its command."""
-    from ..rollout._vllm import keep_block_scales
-
     parser = argparse.ArgumentParser("qarl-trl serve", USAGE, description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the recipe of the run")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; this machine alone by default")
     own, rest = parser.parse_known_args(argv)
+    from ..rollout._vllm import keep_block_scales  # not before: `--help` is instant
+
     before = dict(os.environ)
     settings = ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
     script_args, args, model_args = parse(settings, engine_only=True)
