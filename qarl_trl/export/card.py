@@ -59,16 +59,6 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
         raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
     schemes = [QuantizationScheme.model_validate(group) for group in quantized["config_groups"].values()]
     names = [_name(scheme) for scheme in schemes]
-    data = ModelCardData(
-        base_model=facts.get("base_id"),
-        base_model_relation="quantized" if facts.get("base_id") else None,
-        datasets=facts.get("datasets"),
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["compressed-tensors", "vllm", *(name.lower() for name in names)]
-        + ["qarl", "trl", "grpo"] * bool(facts.get("steps"))
-        + facts.get("tags", []),
-    )
     values = {
         "name": repo.split("/")[-1] if repo else folder.resolve().name,
         "target": repo or ADDRESS,
@@ -79,7 +69,7 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
         "experts": any(".experts." in name and name.endswith(".weight_scale") for name in tensor_names(folder)),
         "generated": GENERATED,
     }
-    return ModelCard.from_template(data, template_path=Path(__file__).with_name("card.md"), **facts, **values)
+    return ModelCard.from_template(ModelCardData(), str(Path(__file__).with_name("card.md")), **facts, **values)
 
 
 def _name(scheme: QuantizationScheme) -> str:

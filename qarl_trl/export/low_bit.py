@@ -90,11 +90,7 @@ def _ignored(model: nn.Module) -> list[str]:
 
 
 def save_low_bit(
-    model: nn.Module,
-    tokenizer: Any | None,
-    path: str | os.PathLike,
-    *,
-    weights: Iterable[tuple[str, Tensor]] | None = None,
+    model: nn.Module, tokenizer: Any, path: str | os.PathLike, *, weights: Iterable[tuple[str, Tensor]] | None = None
 ) -> Path:
     """
     Write the low-bit checkpoint of `model`; returns the folder.

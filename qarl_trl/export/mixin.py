@@ -30,22 +30,16 @@ class SharingMixin:
             }
             write_card(self._model_output, self.hub_model_id, **training_facts(self), **named)
 
-    def push_to_hub(
-        self,
-        commit_message: str = "End of training",
-        token: str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ) -> CommitInfo | None:
+    def push_to_hub(self, commit_message: str = "End of training", **kwargs: Any) -> CommitInfo | None:
         """Save the model and make it the content of the Hub repository; `kwargs` are those of `create_model_card`."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model()  # before the Hub is asked anything
         if not self.is_world_process_zero():
             return None
-        token, revision = token or self.args.hub_token, revision or self.args.hub_revision
-        self.hub_model_id = repository_of(self.args, token)
+        self.hub_model_id = repository_of(self.args)
         self.create_model_card(**{"model_name": self.hub_model_id} | kwargs)
-        return push(self._model_output, self.hub_model_id, commit_message, token, revision)
+        args = self.args
+        return push(self._model_output, self.hub_model_id, commit_message, args.hub_token, args.hub_revision)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Nothing: the model is pushed at the end."""

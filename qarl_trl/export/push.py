@@ -22,9 +22,7 @@ MODEL_FILES = (
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
 
 
-def open_repository(
-    name: str, token: str | None = None, private: bool | None = None, revision: str | None = None
-) -> str:
+def open_repo(name: str, token: str | None = None, private: bool | None = None, revision: str | None = None) -> str:
     """
     The full name of a model repository (`user/model`, or `model` of the token's user), created where it does not exist.
 
@@ -41,10 +39,10 @@ def open_repository(
     return name
 
 
-def repository_of(args: Any, token: str | None = None) -> str:
-    """The repository of a run with these settings (a `QaRLConfig`), as of [`open_repository`]."""
+def repository_of(args: Any) -> str:
+    """The repository of a run with these settings (a `QaRLConfig`), as of [`open_repo`]."""
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    return open_repository(name, token or args.hub_token, args.hub_private_repo, args.hub_revision)
+    return open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
 
 
 def push(folder: Path, name: str, message: str, token: str | None = None, revision: str | None = None) -> CommitInfo:

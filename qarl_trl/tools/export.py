@@ -55,15 +55,14 @@ def push(argv: Sequence[str]) -> None:
     # The token is that of HF_TOKEN or `hf auth login`: on a command line others could read it.
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--revision", help="branch to push to (default: main)")
-    parser.add_argument("--message", default="Low-bit model", help="of the commit")
     args = parser.parse_args(argv)
 
     from ..export.card import ADDRESS, CARD, model_card
-    from ..export.push import open_repository
+    from ..export.push import open_repo
     from ..export.push import push as push_model
 
     model_card(args.folder)  # refuses what is no low-bit model
-    name = open_repository(args.repo, private=args.private, revision=args.revision)
+    name = open_repo(args.repo, private=args.private, revision=args.revision)
     if (card := args.folder / CARD).exists():
         card.write_text(card.read_text().replace(ADDRESS, name))
-    print(f"pushed: {push_model(args.folder, name, args.message, revision=args.revision).commit_url}")
+    print(f"pushed: {push_model(args.folder, name, 'Low-bit model', revision=args.revision).commit_url}")

@@ -202,27 +202,21 @@ def test_a_full_disk_leaves_the_low_bit_model_that_was_there(model, tmp_path):
     assert not list((tmp_path / "new").iterdir())
 
 
-def reward_with_signal(number, call):
-    calls = []
+def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(model, straight, tmp_path):
+    changes, calls = LONG | {"save_strategy": "no"}, []
 
     def reward(completions, **_):
         calls.append(1)
-        if len(calls) == call:
-            os.kill(os.getpid(), number)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
         return distinct_characters(completions)
 
-    return reward
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1])
-def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(model, straight, tmp_path, number):
-    changes = LONG | {"save_strategy": "no"}
-    trainer = make(model, tmp_path, reward_with_signal(number, 2), **changes)
+    trainer = make(model, tmp_path, reward, **changes)
     with pytest.raises(SystemExit) as left:
         trainer.train()
     assert left.value.code == EXIT_CODE == 75
     assert [folder.name for folder in finished(tmp_path)] == ["checkpoint-5"]  # the second rollout batch is of step 5
-    assert signal.getsignal(number) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     again = make(model, tmp_path, **changes)
     again.train(resume_from_checkpoint=True)
     assert same(master_weights(again), master_weights(straight))

@@ -15,7 +15,7 @@ from transformers.utils import hub as hub_of_transformers
 
 from qarl_trl import cli
 from qarl_trl.export import save_low_bit
-from qarl_trl.export.push import model_files, open_repository, push
+from qarl_trl.export.push import model_files, open_repo, push
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
 
@@ -62,7 +62,7 @@ def test_the_content_is_the_model_and_nothing_else_of_the_folder(hub, low_bit, t
         (low_bit / name).write_text("private")
     (low_bit / "checkpoint-4").mkdir()
     (low_bit / "checkpoint-4" / "model.safetensors").write_text("master weights")
-    assert open_repository("toy", private=True) == "me/toy" and hub.private["me/toy"]
+    assert open_repo("toy", private=True) == "me/toy" and hub.private["me/toy"]
     push(low_bit, "me/toy", "first")
     assert same(hub.files("me/toy"), low_bit)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= hub.files("me/toy").keys()
@@ -72,7 +72,7 @@ def test_the_content_is_the_model_and_nothing_else_of_the_folder(hub, low_bit, t
 
 
 def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub, low_bit):
-    open_repository("me/toy", revision="v2")
+    open_repo("me/toy", revision="v2")
     (low_bit / "model-00001-of-00002.safetensors").write_text("old")
     (low_bit / "model.safetensors.index.json").write_text("{}")
     push(low_bit, "me/toy", "two files", revision="v2")
@@ -88,14 +88,14 @@ def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub,
 
 @pytest.mark.parametrize(("token", "reason"), [("wrong", "401"), (READER, "403")])
 def test_a_token_that_may_not_write_is_refused_at_once_and_not_named(hub, token, reason):
-    open_repository("me/toy")
+    open_repo("me/toy")
     with pytest.raises(OSError, match=f"{reason}.*HF_TOKEN") as refused:
-        open_repository("me/toy", token=token)
+        open_repo("me/toy", token=token)
     assert token not in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_server_that_is_down_or_refuses_is_one_line_with_the_way_out(hub, low_bit, monkeypatch):
-    open_repository("me/toy")
+    open_repo("me/toy")
     hub.refusals = [403]
     with pytest.raises(OSError, match=f"403.*Nothing is lost: the model is in .*qarl-trl push {low_bit} me/toy"):
         push(low_bit, "me/toy", "no")
