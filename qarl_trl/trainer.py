@@ -38,9 +38,8 @@ from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
 from .rollout.gemm import GEMMS, in_words
-from .rollout.scores import LENGTH, Scores, learner_logps, sync_check_tokens
 from .rollout.support import default_engine_kwargs
-from .rollout.sync_check import SyncCheck
+from .rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
 from .validate import check_run
 
 

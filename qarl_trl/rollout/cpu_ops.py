@@ -176,12 +176,6 @@ def _count_positions_without_padding(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The engine's first token has position 0, a left-padded one here the width of the padding."""
-    table = next(decoder.parameters())  # by its name ZeRO-3 would take it for one that the forward of the parent needs
-    if table.dtype != torch.bfloat16 and not torch.is_autocast_enabled(table.device.type):
-        raise RuntimeError(
-            f"A model on the CPU engine's operations computes in bfloat16, and its {table.dtype} weights need autocast for "
-            "that. Call it inside of torch.autocast('cpu', torch.bfloat16), or train with learner_ops='stock'."
-        )
     mask, kwargs, positions = kwargs.get("attention_mask"), dict(kwargs), kwargs.get("position_ids")
     if mask is None and positions is not None and "sequence_lengths" not in kwargs and (positions.diff() != 1).any():
         raise RuntimeError(

@@ -234,17 +234,15 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.rollout_seconds = self.sync_seconds = 0.0
 
 
-def low_bit_settings(
-    model: nn.Module, quantization_config: dict[str, Any] | None, trust_remote_code: bool
-) -> dict[str, Any]:
+def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trust_remote_code: bool) -> dict[str, Any]:
     """
     The arguments of `vllm.LLM` that make an engine that of a `model`, as `apply_quantization` left it.
 
     Random weights are safe: TRL syncs before the first generation, also after a resume.
     """
     overrides = changed_positions(model.config, trust_remote_code)
-    if quantization_config is not None:
-        overrides["quantization_config"] = quantization_config
+    if quantization is not None:
+        overrides["quantization_config"] = quantization
     return {"load_format": "dummy", "dtype": "bfloat16", "hf_overrides": overrides}
 
 

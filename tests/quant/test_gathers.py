@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules, shards
 from qarl_trl.quant.gathers import GatheredWeight, MasterShard, gather_quantized
 from qarl_trl.quant.linear import LowBitLayer
-from qarl_trl.rollout.scores import learner_logps, low_bit_forward
+from qarl_trl.rollout.sync_check import learner_logps, low_bit_forward
 from quant.schemes import same_bytes
 
 

@@ -39,7 +39,7 @@ def run(folder: str) -> None:
     from qarl_trl.export import quantization_config
     from qarl_trl.quant import apply_quantization, iter_low_bit_weights
     from qarl_trl.rollout import _vllm
-    from qarl_trl.rollout.scores import engine_logps, learner_logps
+    from qarl_trl.rollout.sync_check import engine_logps, learner_logps
 
     model = make_model(initializer_range=0.1)
     model.save_pretrained(folder)

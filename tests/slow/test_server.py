@@ -189,7 +189,7 @@ def _start(place: dict[str, Any], runs: dict[str, tuple[str, dict[str, Any]]]) -
 
 def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[str, Any]:
     """A short run; its log, what the last sync weighed, and the sync check's prompt after the first and the last sync."""
-    from qarl_trl.rollout.scores import engine_logps
+    from qarl_trl.rollout.sync_check import engine_logps
 
     changes = {"verify_sync": 1, "steps_per_generation": 1, "max_steps": 2} | (over_there(place) if server else {})
     adapter = random_adapter() if adapted else None

@@ -47,14 +47,14 @@ def _first_sync(trainer: Any, model: str, scheme: str) -> dict[str, dict[str, An
     from transformers import AutoModelForCausalLM
 
     from qarl_trl.quant import apply_quantization
-    from qarl_trl.rollout import scores
-    from qarl_trl.rollout.sync_check import read_first
+    from qarl_trl.rollout import sync_check as module
+    from qarl_trl.rollout.sync_check import engine_logps, learner_logps, read_first
 
     engine, sync_check = trainer.vllm_generation, trainer.vllm_generation.sync_check
     learner, found = sync_check.score(), {}
 
-    def read(name: str, by: scores.Scores = learner, answers: torch.Tensor | None = None) -> None:
-        answers = scores.engine_logps(engine.llm, sync_check.token_ids) if answers is None else answers
+    def read(name: str, by: Any = learner, answers: torch.Tensor | None = None) -> None:
+        answers = engine_logps(engine.llm, sync_check.token_ids) if answers is None else answers
         reading = read_first(answers, by, sync_check.before)
         found[name] = reading._asdict() | {"wrong": reading.wrong}
 
@@ -63,17 +63,17 @@ def _first_sync(trainer: Any, model: str, scheme: str) -> dict[str, dict[str, An
     read("healthy")
 
     # An engine that rounds ten times as coarsely.
-    seed, rounding = scores.SEED, scores.ROUNDING
+    seed, rounding = module.SEED, module.ROUNDING
     for number in range(10):
-        scores.SEED, scores.ROUNDING = seed + number, 10 * rounding
+        module.SEED, module.ROUNDING = seed + number, 10 * rounding
         read(f"rounding x10, {number}", answers=sync_check.score().noisy)
-    scores.SEED, scores.ROUNDING = seed, rounding
+    module.SEED, module.ROUNDING = seed, rounding
 
     # Another scheme: what the learner computes here is what an engine would that got another configuration.
     other = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     apply_quantization(other, "W8A8" if scheme == "W4A16" else "W4A16")
     with torch.autocast("cpu", torch.bfloat16):
-        read("other scheme", scores.learner_logps(other, sync_check.token_ids))
+        read("other scheme", learner_logps(other, sync_check.token_ids))
 
     master_weights = {n: p for n, p in trainer.model.named_parameters() if "proj" in n}
     kept = {name: p.detach().clone() for name, p in master_weights.items()}
