@@ -115,13 +115,6 @@ def test_a_lora_arm_differs_from_its_full_one_in_the_adapter_and_the_optimizer()
             check_adapter(get_peft_config(model_args), args)
 
 
-def test_an_ablation_names_its_recipe_and_changes_little():
-    for path in ablations():
-        own = yaml.safe_load(path.read_text())
-        assert {"base", "output_dir"} < own.keys() and len(own) <= 7
-        assert differing_keys(path, path.parent / own["base"]) == own.keys() - {"base"}
-
-
 def test_a_key_of_an_ablation_overrides_its_base_and_the_command_line_overrides_both():
     config = ["--config", str(ROOT / "recipes/ablations/w4a16_qarl_dual_clip_grpo.yaml"), *ON_CPU]
     args = parse(config)[1]
@@ -143,12 +136,6 @@ def test_a_base_that_is_no_whole_recipe_is_refused(tmp_path, base, error, words)
         parse(["--config", str(recipe), *ON_CPU])
 
 
-def test_dense_models_share_everything_but_the_model():
-    for arm in range(4):
-        a, b = arms("qwen2.5-math-7b")[arm], arms("qwen3-8b-base")[arm]
-        assert differing_keys(a, b) == {"model_name_or_path", "model_init_kwargs", "output_dir"}
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "nodes"),
     [("ddp", "MULTI_GPU", 1), ("fsdp2", "FSDP", 1), ("hsdp", "FSDP", 2), ("zero3", "DEEPSPEED", 1)],
@@ -166,11 +153,6 @@ def test_launch_file_is_read_by_accelerate(name, kind, nodes):
         assert environment["FSDP_VERSION"] == "2"
         copies, shards = (environment.get(f"PARALLELISM_CONFIG_DP_{n}_SIZE") for n in ("REPLICATE", "SHARD"))
         assert (copies, shards) == ((str(nodes), str(GPUS)) if nodes > 1 else (None, None))
-
-
-def test_two_nodes_shard_as_one_does():
-    one, two = (load_config_from_file(str(ROOT / f"recipes/accelerate/{n}.yaml")) for n in ("fsdp2", "hsdp"))
-    assert one.fsdp_config == two.fsdp_config
 
 
 def test_recipes_of_llm_compressor_can_be_read():

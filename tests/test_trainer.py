@@ -20,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, _compat
 from qarl_trl.loss import loss_mask
+from qarl_trl.metrics import ratios
 from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.start import load_master_weights
@@ -422,6 +423,7 @@ def test_a_first_ratio_that_is_not_one_is_named_once(model, tmp_path, caplog):
     with caplog.at_level("WARNING"):
         make(model, tmp_path / "a", **shape).train()
     assert "before any update" not in caplog.text
+    ratios.logger.warning_once.cache_clear()  # of other tests
     trainer = make(model, tmp_path / "b", **shape)
     forward, calls = trainer._get_per_token_logps_and_entropies, []
 
