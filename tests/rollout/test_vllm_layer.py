@@ -1,6 +1,6 @@
 """`qarl_trl.rollout._vllm_layer`: vLLM's own layers, loaded with the learner's low-bit weights.
 
-Products on the CPU are compared with other forms of them in `tests/quant/test_engine_kernels.py`. Here is what needs no
+Products on the CPU are compared with other forms of them in `test_gemm.py`. Here is what needs no
 kernel: that a layer gets every tensor, and, on a pretended Hopper GPU, what arrives at the last operation.
 """
 
