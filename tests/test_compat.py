@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import trl.trainer.grpo_trainer as grpo_trainer
 from packaging.version import Version
 
 from qarl_trl import _compat
@@ -39,17 +38,6 @@ def test_a_version_outside_its_window_is_refused(monkeypatch, package, position,
         _compat.check_versions(*_compat.SUPPORTED)
     assert f"{package} {version} is installed" in str(error.value)
     assert f"pip install '{package}>={low},<{high}'" in str(error.value)
-
-
-# Rebindings ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_engine_class_is_put_back_also_after_an_error():
-    original = grpo_trainer.VLLMGeneration
-    with pytest.raises(KeyError), _compat.generation_backend(dict):
-        assert grpo_trainer.VLLMGeneration is dict
-        raise KeyError
-    assert grpo_trainer.VLLMGeneration is original
 
 
 def test_images_and_token_types_are_no_text():
