@@ -66,9 +66,9 @@ class ExpertMuon(torch.optim.Optimizer):
                     if "momentum_buffer" not in state:
                         state["momentum_buffer"] = torch.zeros_like(param.grad)
                     tensors = param, param.grad, state["momentum_buffer"]
-                    muon_step(
-                        *(_own_matrices(t, group["projections"]) for t in tensors), has_complex=False, **settings
-                    )
+                    own = (_own_matrices(tensor, group["projections"]) for tensor in tensors)
+                    for matrices in zip(*own, strict=True):
+                        muon_step(*([matrix] for matrix in matrices), has_complex=False, **settings)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
