@@ -31,10 +31,8 @@ def holding(output_dir: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise ValueError(
-            f"output_dir={str(output_dir)!r} is in use by {file.read_text() or 'another run'}, whose checkpoints this run would delete. "
-            "Wait for its end, or choose another output_dir."
-        ) from None
+        run = file.read_text() or "another run"
+        raise ValueError(f"output_dir={str(output_dir)!r} is in use by {run}. Wait, or choose another.") from None
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise

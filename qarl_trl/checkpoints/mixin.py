@@ -40,11 +40,9 @@ class CheckpointMixin:
         `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `ValueError` when another run has this
         `output_dir`, `RuntimeError` when there was no update, for a second call under DeepSpeed and for one after `evaluate` there.
         """
+        # transformers ends DeepSpeed's engine and takes it again
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
-            raise RuntimeError(
-                "Under DeepSpeed a trainer trains once, and not after evaluate(): transformers ends its engine and takes it again. "
-                "Build a new trainer, and resume from a checkpoint."
-            )
+            raise RuntimeError("With DeepSpeed a trainer trains once, before any evaluate(). Resume in a new trainer.")
         with ExitStack() as stack:
             checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
             # Until this call ends, by the first process; all refuse when another run has it.
@@ -59,10 +57,7 @@ class CheckpointMixin:
                 layer.forget()  # shards do not tell that they were loaded
             output = super().train(checkpoint, *args, **kwargs)
         if output.global_step == 0:
-            raise RuntimeError(
-                "The run ended without an update, so nothing was trained. The data or the batch sizes gave no full rollout batch: "
-                "look at train_dataset, max_steps and num_train_epochs."
-            )
+            raise RuntimeError("The run ended without an update: train_dataset gave no full rollout batch.")
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from compressed_tensors.quantization import QuantizationConfig
@@ -140,15 +141,12 @@ def identity_of(
 
 
 def _sample(file: Path) -> bytes:
-    """The content of a file; of weights 256 bytes at each of 256 places, which any training changes."""
+    """The content of a file; of weights 256 bytes at each of some 256 places, which any training changes."""
     if file.suffix != ".safetensors":
         return file.read_bytes()
-    size, parts = file.stat().st_size, []
-    with file.open("rb") as stream:
-        for place in range(0, size, size // 256 + 1):
-            stream.seek(place)
-            parts.append(stream.read(256))
-    return b"".join(parts)
+    data = np.memmap(file, mode="r")
+    step = max(256, len(data) // 256)
+    return data[: len(data) // step * step].reshape(-1, step)[:, :256].tobytes()
 
 
 def _digest(content: Any) -> str:

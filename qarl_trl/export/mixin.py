@@ -24,11 +24,8 @@ class SharingMixin:
             super().create_model_card(model_name, dataset_name, tags)
         # While a checkpoint is written, what is in `output_dir` is of an earlier step.
         elif self.is_world_process_zero() and not self._incoming:
-            named = {
-                "datasets": dataset_name and [dataset_name],
-                "tags": [tags] if isinstance(tags, str) else tags or [],
-            }
-            write_card(self._model_output, self.hub_model_id, **training_facts(self), **named)
+            data, tags = dataset_name and [dataset_name], [tags] if isinstance(tags, str) else tags
+            write_card(self._model_output, self.hub_model_id, **training_facts(self), datasets=data, tags=tags)
 
     def push_to_hub(self, commit_message: str = "End of training", **kwargs: Any) -> CommitInfo | None:
         """Save the model and make it the content of the Hub repository; `kwargs` are those of `create_model_card`."""
@@ -36,7 +33,7 @@ class SharingMixin:
         self.save_model()  # before the Hub is asked anything
         if not self.is_world_process_zero():
             return None
-        self.hub_model_id = repository_of(self.args)
+        self.hub_model_id = self.hub_model_id or repository_of(self.args)
         self.create_model_card(**{"model_name": self.hub_model_id} | kwargs)
         args = self.args
         return push(self._model_output, self.hub_model_id, commit_message, args.hub_token, args.hub_revision)
