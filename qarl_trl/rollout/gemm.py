@@ -25,6 +25,7 @@ class EngineGemm(Gemm):
 
     def __init__(self, plain: Gemm) -> None:
         self.plain = plain
+        self.input_from, self.matrix_from = plain.input_from, plain.matrix_from
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
         from ._vllm_layer import multiply  # vLLM is optional
@@ -38,12 +39,6 @@ class EngineGemm(Gemm):
         # The engine keeps the quantized values of its input to itself: they are computed again.
         saved = memoize_last(self.plain.quantize, cast) if quantizes else (x,)
         return y if inside or bias is None else y + bias, saved
-
-    def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
-        return self.plain.input_from(saved, dtype)
-
-    def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
-        return self.plain.matrix_from(weight, dtype)
 
 
 def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
