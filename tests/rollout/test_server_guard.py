@@ -1,6 +1,7 @@
 """`qarl_trl.rollout.server_guard`: who may ask a server, for what. The real server is in tests/slow/test_server.py."""
 
 import asyncio
+import stat
 
 import httpx
 import pytest
@@ -8,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from qarl_trl.rollout.server_guard import KEY, METHODS, PATHS, Guard
+from qarl_trl.rollout.server_guard import HOSTS, KEY, METHODS, PATHS, Guard, find_key, key_file, make_key
 
 
 class Engine:
@@ -37,7 +38,8 @@ def ask(monkeypatch):
     guard = Guard(app)
 
     def run(method: str, path: str, content: str = "[]", **headers: str) -> httpx.Response:
-        given = {name: value for name, value in ({"authorization": "Bearer sesame"} | headers).items() if value}
+        defaults = {"authorization": "Bearer sesame", "content-type": "application/json"}
+        given = {name: value for name, value in (defaults | headers).items() if value}
 
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(app=lambda scope, *ends: guard({**scope, "app": app}, *ends))
@@ -68,6 +70,8 @@ def test_a_trainer_is_let_in_with_all_that_it_asks(ask):
         (404, ("POST", "/qarl_load/../collective_rpc"), {}),
         (404, ("POST", "/sleep"), {}),
         (404, ("GET", "/docs"), {}),
+        (403, ("POST", "/qarl_load"), {"host": "rebound.example.org:8000"}),  # a page's name that points here
+        (415, ("POST", "/qarl_load"), {"content-type": "text/plain"}),  # all that a page may send unasked
         (500, ("POST", "/qarl_load", "no JSON"), {}),
     ],
 )
@@ -78,6 +82,23 @@ def test_everybody_else_is_refused(ask, status, request_, headers):
 def test_a_call_of_an_engine_that_dies_is_answered(ask):
     answer = ask("POST", "/qarl_name")
     assert answer.status_code == 500 and "The engine of this server died" in answer.text
+
+
+@pytest.mark.parametrize("host", ["[::1]:8000", "localhost", "Node7.cluster:8000"])
+def test_a_server_answers_by_its_addresses_and_its_names(ask, monkeypatch, host):
+    monkeypatch.setenv(HOSTS, "127.0.0.1,node7.cluster")
+    assert ask("GET", "/health", host=host).status_code == 200
+
+
+def test_a_made_key_is_its_owners_alone_and_found_by_a_trainer_of_the_same_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(KEY, raising=False)
+    folder = str(tmp_path / "syncs")
+    assert find_key(folder) == find_key(None) == ""
+    key = make_key(folder)
+    assert find_key(folder) == key and len(key) == 32 and key in capsys.readouterr().out
+    assert stat.S_IMODE(key_file(folder).stat().st_mode) == 0o600
+    monkeypatch.setenv(KEY, "chosen")
+    assert find_key(folder) == "chosen"
 
 
 def test_without_a_key_no_server_starts(monkeypatch):
