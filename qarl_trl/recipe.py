@@ -35,7 +35,11 @@ def read_recipe(recipe: Path) -> dict[str, Any]:
 def _load(recipe: Path) -> dict[str, Any]:
     import yaml
 
-    content = yaml.safe_load(recipe.read_text())
+    text = recipe.read_text()
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        # A few hundred, each of a list of others, would be worked on for minutes.
+        raise ValueError(f"--config {recipe} must have no aliases (*name): a recipe is flat.")
+    content = yaml.safe_load(text)
     if not isinstance(content, dict):
         raise ValueError(f"--config {recipe} must be a mapping of keys to values, got {type(content).__name__}.")
     return content

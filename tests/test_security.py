@@ -74,6 +74,16 @@ def test_a_recipe_is_data(tmp_path):
     assert not (tmp_path / "it-ran").exists()
 
 
+def test_a_recipe_of_aliases_is_refused_at_the_first(tmp_path):
+    """399 of them, each of nine of the one before, would be worked on for minutes."""
+    lines = ["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 400))]
+    (tmp_path / "recipe.yaml").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="recipe.yaml must have no aliases"):
+        recipe_file.read_recipe(tmp_path / "recipe.yaml")
+    (tmp_path / "recipe.yaml").write_text(lines[0])
+    assert recipe_file.read_recipe(tmp_path / "recipe.yaml") == {"a0": {"x": 1}}  # control
+
+
 def test_a_recipe_sets_no_variable_of_the_environment(tmp_path):
     (tmp_path / "recipe.yaml").write_text("env:\n  HF_ENDPOINT: value-of-it\n")
     with pytest.raises(ValueError, match="env is no key of a recipe") as refused:
