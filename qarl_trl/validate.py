@@ -20,7 +20,7 @@ from . import _compat
 from .checkpoints.lock import LOCK, holding
 from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target, check_writable
-from .export.files import tensor_names
+from .export.files import tensor_shapes
 from .export.push import repository_of
 from .quant.experts import QuantExperts, num_experts
 from .quant.model import apply_quantization, check_shardable
@@ -70,7 +70,7 @@ def check_folders(model: str | nn.Module, args: QaRLConfig) -> None:
     if args.sync_folder is not None:
         check_writable(args.sync_folder, "sync_folder")
     if isinstance(model, str):
-        tensor_names(model)
+        tensor_shapes(model)
 
 
 def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..quant.names import base_model
 from ..quant.scheme import describe_scheme, support_of
-from .files import tensor_names
+from .files import tensor_shapes
 
 
 CARD = "README.md"
@@ -66,7 +66,7 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
         "ignored": quantized.get("ignore") or [],
         "int4": any(s.weights.num_bits == 4 and s.input_activations is None for s in schemes),
         "chat": (folder / "chat_template.jinja").is_file(),
-        "experts": any(".experts." in name and name.endswith(".weight_scale") for name in tensor_names(folder)),
+        "experts": any(".experts." in name and name.endswith(".weight_scale") for name in tensor_shapes(folder)),
         "generated": GENERATED,
     }
     return ModelCard.from_template(ModelCardData(), str(Path(__file__).with_name("card.md")), **facts, **values)

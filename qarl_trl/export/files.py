@@ -23,16 +23,16 @@ def check_writable(folder: str | os.PathLike, field: str) -> None:
         raise OSError(f"{field}={str(folder)!r} must be a folder that can be written: {error}.") from error
 
 
-def tensor_names(folder: str | os.PathLike) -> list[str]:
-    """Names of all tensors in the `*.safetensors` of a folder; `ValueError` that names a file which is cut off."""
-    names: list[str] = []
+def tensor_shapes(folder: str | os.PathLike) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors in the `*.safetensors` of a folder, by name; `ValueError` that names a file which is cut off."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:  # compares the file's size with its header
-                names += file.keys()
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}. Copy or download it again.") from error
-    return names
+    return shapes
 
 
 def share(folder: Path) -> None:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
 
     from ..export import check_target, check_writable, save_low_bit
     from ..export.card import base_facts, write_card
-    from ..export.files import tensor_names
+    from ..export.files import tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
         loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(args.checkpoint).base_model_name_or_path
     if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
         raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
-    tensor_names(args.checkpoint)
+    tensor_shapes(args.checkpoint)
     check_writable(args.output, "output")
     check_target(args.output)
     model = loader.from_pretrained(args.checkpoint, dtype="auto")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.compressors import compress_module
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, initialize_module_for_quantization
 from huggingface_hub import snapshot_download
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ...export.files import READ_BY_ENGINE, tensor_names
-from ...quant.scheme import describe_scheme, support_of
+from ...export.files import READ_BY_ENGINE, tensor_shapes
+from ...quant.experts import PROJECTIONS, expert_modules, layer_names
+from ...quant.names import checkpoint_renaming
+from ...quant.scheme import describe_scheme, scheme_for, support_of
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import check_engine_cpu
 from ...rollout.support import missing_in_engine
@@ -31,14 +38,55 @@ def find_checkpoint(name_or_path: str) -> Path:
     return folder
 
 
-def check_complete(folder: Path) -> None:
-    """Refuse (`ValueError`) files that are missing or cut off: of a low-bit checkpoint vLLM loads what is there, and answers garbage."""
-    index, names = folder / "model.safetensors.index.json", tensor_names(folder)
+def check_complete(folder: Path, config: PretrainedConfig) -> None:
+    """
+    Refuse (`ValueError`) files that are missing or cut off and, of a compressed-tensors checkpoint, tensors missing or of another shape.
+
+    vLLM loads such a checkpoint all the same and answers garbage. A plain one it refuses itself.
+    """
+    index, found = folder / "model.safetensors.index.json", tensor_shapes(folder)
     listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-    if missing := sorted(listed.keys() - set(names)):
+    if missing := sorted(listed.keys() - found):
         raise ValueError(
             f"{folder} lacks {len(missing)} tensors of {index.name} (first: {missing[0]}). Download it again."
         )
+    stored = getattr(config, "quantization_config", {"quant_method": None})
+    if stored["quant_method"] == "compressed-tensors" and type(config) in AutoModelForCausalLM._model_mapping:
+        for name, shape in expected_shapes(config, QuantizationConfig.model_validate(stored)):
+            if found.get(name) != shape:
+                raise ValueError(
+                    f"{folder} must hold {name} of shape {shape}, got {found.get(name)}. Download it again."
+                )
+
+
+def expected_shapes(config: PretrainedConfig, plan: QuantizationConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors that the checkpoint of a language model has, quantized by `plan`."""
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rename, experts, linear = checkpoint_renaming(model), dict(expert_modules(model)), nn.Linear(1, 1, device="meta")
+    for name, param in model.named_parameters():
+        owner, _, local = name.rpartition(".")
+        module, layers, shape = model.get_submodule(owner), [owner], tuple(param.shape)
+        if owner in experts and local in PROJECTIONS:  # stored as a linear layer for each expert and projection
+            layers, module = layer_names(owner, module, local), linear
+            shape, local = (math.prod(shape[:-1]) // len(layers), shape[-1]), "weight"
+        for layer in layers:
+            scheme = scheme_for(layer, module, plan) if local == "weight" and len(shape) == 2 else None
+            stored = {local: shape} if scheme is None else stored_shapes(*shape, scheme)
+            yield from ((rename(f"{layer}.{key}"), size) for key, size in stored.items())
+
+
+def stored_shapes(rows: int, columns: int, scheme: QuantizationScheme) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a checkpoint stores of a weight `(rows, columns)`, from compressed-tensors' compression of a layer without values."""
+    layer = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16, device="meta")
+    initialize_module_for_quantization(layer, scheme.model_copy(), force_zero_point=False)
+    compress_module(layer)
+    shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    if "weight_packed" in shapes and "weight_zero_point" in shapes:  # which it packs only where it has values
+        shapes["weight_zero_point"] = math.ceil(rows * scheme.weights.num_bits / 32), shapes["weight_scale"][1]
+    return shapes
 
 
 def precision(config: PretrainedConfig) -> str:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
         raise ValueError(str(error)) from error
     folder = find_checkpoint(options.model)
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    check_complete(folder)
+    check_complete(folder, config)
     head = {
         "model": options.model,
         "precision": precision(config),

@@ -5,10 +5,15 @@ import shutil
 
 import pytest
 from conftest import make_model, make_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from qarl_trl import cli
+from qarl_trl.export import save_low_bit
+from qarl_trl.quant import apply_quantization
+from qarl_trl.quant.scheme import SUPPORTED
 from qarl_trl.tools.evaluate import sample
+from qarl_trl.tools.evaluate.checkpoint import check_complete
 
 
 SECRET = "hf_thisIsASecret"
@@ -79,6 +84,25 @@ def test_wrong_options_are_one_line(capsys, argv, field):
 )
 def test_a_model_that_cannot_be_evaluated_is_refused_before_the_engine(capsys, models, sums, model, message):
     assert message in stopped(capsys, str(models / model), "--suite", sums, "--max_new_tokens", "253")
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("qwen3", name) for name in SUPPORTED] + [("qwen3_moe", "W4A16_ASYM")])
+def test_a_tensor_that_the_config_implies_must_be_there_in_its_shape(tmp_path, kind, scheme):
+    """In one file without an index, of which vLLM would leave a part of a merged layer as it found the memory."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_key_value_heads": 4}
+    model = apply_quantization(make_model(kind, **sizes), scheme)
+    save_low_bit(model, make_tokenizer(), tmp_path)
+    config, file = AutoConfig.from_pretrained(tmp_path), tmp_path / "model.safetensors"
+    check_complete(tmp_path, config)
+    whole = load_file(file)
+    scales = [name for name in whole if name.endswith("q_proj.weight_scale")]
+    for name in ("model.norm.weight", *scales, *(name for name in whole if ".1.up_proj." in name)):
+        save_file({other: tensor for other, tensor in whole.items() if other != name}, file)
+        with pytest.raises(ValueError, match=f"{name} of shape .*, got None"):
+            check_complete(tmp_path, config)
+        save_file(whole | {name: whole[name].repeat(2, *[1] * (whole[name].ndim - 1))}, file)
+        with pytest.raises(ValueError, match=f"{name} of shape .*, got"):
+            check_complete(tmp_path, config)
 
 
 class Output:
