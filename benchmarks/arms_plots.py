@@ -14,7 +14,7 @@ from arms_table import read
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from qarl_trl.tools.report.plots import COLOURS, STYLES, Panel, draw
+from qarl_trl.tools.report.plots import COLOURS, Panel, draw
 from qarl_trl.tools.report.runs import Run
 
 
@@ -46,7 +46,7 @@ def draw_panels(panels: tuple[Panel, ...], runs: list[Run], columns: int) -> Fig
     figure.legend(handles, [run.name for run in runs], loc="outside upper center", ncols=3, frameon=False)
     for index, panel in enumerate(panels):
         axis = figure.add_subplot(rows, columns, index + 1, title=panel.title)
-        draw(axis, panel, dict(zip(panel.metrics, STYLES, strict=False)), runs)
+        draw(axis, panel, runs)
     return figure
 
 

@@ -72,7 +72,7 @@ report: | nowhere | {empty} | {model} | {data} | a={empty} b={empty} | --output_
 plan: | --config nowhere.yaml
 plan --config {recipe}: --gpus 0 | --gpus -2 | --gpus x | --memory nan | --memory -1 | --memory 1e308 | --sharding zero9 | --replicas 0
 plan --config {recipe}: --gpus 3 --replicas 2 | --tokens 0 | --tokens 99999999
-doctor --config: nowhere.yaml | {recipe} --gpus 0 | {recipe} --memory nan | {recipe} --memory x | {recipe} --probe_prompts x
+doctor --config: nowhere.yaml | {recipe} --probe_prompts x
 serve: | --config nowhere.yaml
 serve --dry_run --config {recipe}: --host 0.0.0.0 | --vllm_server_port x | --vllm_server_port 99999999 | --sync_folder {data}/x
 serve --dry_run --config {recipe}: --vllm_server_base_url nonsense:x | --vllm_tensor_parallel_size 0

@@ -51,16 +51,15 @@ def test_every_section_of_a_run_reports_in_lines_of_one_finding(recipe, capsys, 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     code, found, said = doctor(capsys, "--config", recipe)
     assert code == 0 and "hf_secret" not in said.out
-    names = ("versions", "dataset", "math_reward", "settings", "disk")
+    names = ("versions", "dataset", "math_reward", "settings")
     assert {found[name] for name in names} <= {OK, WARN}
     assert "right answers 1.00, wrong ones 0.00; told apart in 9 of 9 rows" in said.out
     assert found["mismatch"] == "-" and "use_vllm: false" in said.out
-    assert found["memory"] == "-" and "no GPU here" in said.out
 
 
 def test_a_section_that_cannot_be_run_says_why_and_does_not_fail_the_rest(recipe, capsys):
     _, found, said = doctor(capsys, "--config", recipe, "--model_name_or_path", "no/such-model", "--use_vllm")
-    assert (found["model"], found["memory"], found["mismatch"]) == ("-", "-", "-")
+    assert (found["model"], found["mismatch"]) == ("-", "-")
     assert "9 of 9 rows" in said.out
 
 
@@ -71,7 +70,6 @@ def test_a_section_that_cannot_be_run_says_why_and_does_not_fail_the_rest(recipe
         (["--num_iterations", "0"], 2, "num_iterations"),
         (["--quant_scheme", "W8A16", "--use_vllm", "--probe_prompts", "0"], 1, "W8A16"),  # no kernel here
         (["--no_such_key", "1"], 2, "no_such_key"),
-        (["--gpus", "8", "--memory", "0.001"], 1, "FAIL memory"),  # GPUs that are not here
     ],
 )
 def test_what_would_fail_or_train_nothing_is_found(recipe, capsys, options, code, word):

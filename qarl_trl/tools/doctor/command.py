@@ -38,15 +38,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "qarl-trl doctor",
         "qarl-trl doctor [--config FILE] [--key value ...]",
-        description="Check this machine and, with a recipe or keys of `qarl-trl train`, the run: settings, memory, disk, "
+        description="Check this machine and, with a recipe or keys of `qarl-trl train`, the run: settings, "
         "data, rewards, and with a local model the log-prob mismatch (starts two engines, minutes).",
         epilog="Exit code: 0 fine, 1 a check failed, 2 bad use.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="recipe; its keys can also be given here, as to `qarl-trl train`")
-    parser.add_argument("--gpus", type=int, help="as of `qarl-trl plan` (default: as launched)")
-    parser.add_argument("--memory", type=float, help="GiB of each, of GPUs that are not here (default: this one's)")
-    parser.add_argument("--sharding", choices=("ddp", "fsdp2", "zero3"), help="of --gpus (default: fsdp2)")
     parser.add_argument(
         "--probe_prompts", type=int, default=8, help="to measure the mismatch with (default: 8, 0: none)"
     )
@@ -67,7 +64,6 @@ def sections(own: argparse.Namespace, others: list[str]) -> Iterator[tuple[str, 
     recipe = Recipe(*parse([*(["--config", own.config] if own.config else []), *others], any_device=True))
     yield "Data and rewards", recipe.data
     yield "Settings", recipe.settings
-    yield "Memory and disk", lambda: recipe.memory(own.gpus, own.memory, own.sharding)
     yield (
         "Log-prob mismatch between engine and learner, nats per token",
         lambda: recipe.mismatch(own.probe_prompts, own.probe_tokens),

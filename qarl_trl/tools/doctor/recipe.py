@@ -1,10 +1,9 @@
-"""What can be known of a recipe before it runs: its settings, data and rewards, memory and disk, and the mismatch."""
+"""What can be known of a recipe before it runs: its settings, data and rewards, and the mismatch."""
 
 from __future__ import annotations
 
 import copy
 import os
-import shutil
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,12 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
-from ..._compat import is_zero3, num_shards
 from ...config import QaRLConfig
 from ...quant.experts import num_experts
 from ...rewards import load_rewards
 from ...train import QaRLScriptArguments, load_datasets
 from ...validate import check_arguments, check_data, check_run
-from ..plan import items
-from ..plan.model import plan_run
-from . import FAIL, OK, SKIPPED, WARN, Finding
-from .machine import GIB
+from . import FAIL, OK, SKIPPED, Finding
 from .mismatch import describe, measure
 from .rewards import check_reward
 
@@ -79,27 +74,6 @@ class Recipe:
         engine = "vLLM" if args.use_vllm else "transformers (slow)"
         return [*found, Finding(OK, "settings", f"{args.quant_name}, {args.loss_type}, rollouts by {engine}")]
 
-    def memory(self, gpus: int | None, memory: float | None, sharding: str | None) -> list[Finding]:
-        """The largest moment by `qarl-trl plan` against what is free on each GPU; and the disk."""
-        args, model_args, here = self.args, copy.copy(self.model_args), self.args.device.type == "cuda"
-        asked = (gpus, memory) != (None, None)
-        if gpus is None:
-            gpus, sharding = args.world_size, "zero3" if is_zero3(args) else "fsdp2" if num_shards(args) > 1 else "ddp"
-        model_args.model_name_or_path = self.folder or model_args.model_name_or_path
-        free, total = torch.cuda.mem_get_info(args.device) if here and memory is None else ((memory or 79) * GIB,) * 2
-        try:
-            run = plan_run(args, model_args, gpus, total / GIB, sharding)
-        except ValueError as error:
-            return [Finding(FAIL if asked else SKIPPED, "memory", f"not estimated: {error}")]
-        moment, needed = max(items.peaks(run).items(), key=lambda peak: peak[1])
-        status = FAIL if needed > free else WARN if needed > 0.9 * free else OK
-        found = Finding(
-            status, "memory", f"{needed / GIB:.2f} of {free / GIB:.2f} GiB in the {moment} (`qarl-trl plan`)"
-        )
-        if not here and memory is None:
-            found = Finding(SKIPPED, "memory", "no GPU here; for others give --gpus N --memory GIB")
-        return [found, disk(args.output_dir, items.checkpoint_bytes(run))]
-
     def mismatch(self, number: int, tokens: int) -> list[Finding]:
         """Measure the mismatch, or say why not."""
         trust = {"trust_remote_code": self.args.trust_remote_code}
@@ -121,12 +95,3 @@ class Recipe:
             text = isinstance(prompt, str)
             ids.append(tokenizer(prompt)["input_ids"] if text else tokenizer.apply_chat_template(prompt, **chat))
         return describe(measure(self.folder, self.args, ids, tokens), self.args)
-
-
-def disk(folder: str, needed: float) -> Finding:
-    """Free space where `folder` is or will be, against `needed` bytes of one training checkpoint."""
-    path = Path(folder).expanduser().absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
-    text = f"{free / GIB:.1f} GiB free for {folder}; a training checkpoint takes about {needed / GIB:.1f} GiB"
-    return Finding(FAIL if free < needed else WARN if free < 3 * needed else OK, "disk", text)

@@ -333,12 +333,6 @@ def best_utilization(run: Run) -> float:
     return max((u for u in tried if max(peaks(replace(run, utilization=u)).values()) <= run.memory), default=0.0)
 
 
-def checkpoint_bytes(run: Run) -> int:
-    """A whole training checkpoint: what is trained (of LoRA the adapter), the optimizer's state, the low-bit model."""
-    whole = replace(run, ranks=1)
-    return trained_bytes(whole) + optimizer_state(whole) + synced_bytes(run)
-
-
 def host_bytes(run: Run) -> int:
     """A machine's own memory while the model loads: every process holds it, under FSDP2 one of them. ZeRO-3 loads in pieces: 0."""
     copies = 0 if run.zero3 else 1 if run.fsdp2 else min(run.ranks, MACHINE)

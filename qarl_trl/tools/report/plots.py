@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,14 +17,10 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which stay apart for colour-blind readers, without those that vanish on white; and a grey.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
 STYLES = {"solid": "-", "dashed": "--", "dotted": ":"}
-# A metric that moves by less is constant: float32 rounding, such as a KL of 1e-14, is not a signal.
-NOISE = 1e-9
-RELATIVE_NOISE = 1e-6
 LOG_BOTTOM = 1e-8  # log-probs in float32 resolve about 1e-7 nats: a log axis ends below that
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One plot, of `metrics` in the order of `STYLES`."""
 
     title: str
@@ -36,17 +31,8 @@ class Panel:
 
 PANELS = (
     Panel("Reward", "mean reward", ("reward", "eval_reward")),
-    Panel(
-        "Log-prob mismatch, engine and learner",
-        "nats per token",
-        ("mismatch/logp_diff_mean", "sync/verify_noise_floor"),
-        log=True,
-    ),
-    Panel(
-        "Clipped: beyond the bounds of the loss",
-        "share of completions",
-        ("ratio/pos_high_frac", "ratio/neg_low_frac", "ratio/neg_high_frac"),
-    ),
+    Panel("Log-prob mismatch", "nats per token", ("mismatch/logp_diff_mean", "sync/verify_noise_floor"), log=True),
+    Panel("Clipped", "share of completions", ("ratio/pos_high_frac", "ratio/neg_low_frac", "ratio/neg_high_frac")),
     Panel("Extremes of the sequence ratio", "learner now / at rollout", ("ratio/max", "ratio/min")),
     Panel("Quantized values that a sync changed", "share", ("quant/flip_frac",)),
     Panel("Entropy", "nats per token", ("entropy",)),
@@ -56,40 +42,24 @@ PANELS = (
 )
 
 
-def shown_panels(runs: Sequence[Run]) -> tuple[list[tuple[Panel, dict[str, str]]], dict[str, float]]:
-    """The panels to draw, each with its metrics that vary and their line styles; and the constant metrics with their value."""
-    panels, constant = [], {}
-    for panel in PANELS:
-        styles = {}
-        for name, style in zip(panel.metrics, STYLES, strict=False):
-            values = np.concatenate([run.values(name) for run in runs])
-            if len(values) and np.ptp(values) <= max(NOISE, RELATIVE_NOISE * np.abs(values).max()):
-                constant[name] = values[0]
-            elif len(values):
-                styles[name] = style
-        if styles:
-            panels.append((panel, styles))
-    return panels, constant
-
-
-def png(panel: Panel, styles: dict[str, str], runs: Sequence[Run]) -> bytes:
+def png(panel: Panel, runs: Sequence[Run]) -> bytes:
     """One panel as a picture that is readable at 380 pixels of width."""
     from matplotlib.figure import Figure
 
     figure, file = Figure(figsize=(4.8, 3), layout="constrained"), io.BytesIO()
-    draw(figure.add_subplot(), panel, styles, runs)
+    draw(figure.add_subplot(), panel, runs)
     figure.savefig(file, format="png", dpi=175)
     return file.getvalue()
 
 
-def draw(axis: Axes, panel: Panel, styles: dict[str, str], runs: Sequence[Run]) -> None:
-    """Draw the metrics of `styles` of each run that has them. Text of a run is not drawn: the page escapes it."""
+def draw(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    """Draw the metrics of each run that has them. Text of a run is not drawn: the page escapes it."""
     for colour, run in zip(COLOURS, runs, strict=False):
-        for name, style in styles.items():
+        for name, style in zip(panel.metrics, STYLES.values(), strict=False):
             steps, values = run.series(name)
             values = np.maximum(values, LOG_BOTTOM) if panel.log else values
             marker = "o" if len(values) < 12 else None  # single points, as of few evaluations, need one
-            axis.plot(steps, values, STYLES[style], color=colour, linewidth=1.2, marker=marker, markersize=3)
+            axis.plot(steps, values, style, color=colour, linewidth=1.2, marker=marker, markersize=3)
     axis.set(xlabel="update", ylabel=panel.unit)
     axis.grid(color="#e4e7eb")
     if panel.log:

@@ -2,9 +2,6 @@
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from qarl_trl.tools.report.plots import PANELS
 
 
@@ -31,15 +28,4 @@ def write_run(folder, rows, checkpoint=None):
     place = folder if checkpoint is None else folder / f"checkpoint-{checkpoint}"
     place.mkdir(parents=True, exist_ok=True)
     (place / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
-    return folder
-
-
-def write_completions(folder, completions):
-    """A table as TRL's `log_completions` writes it, of (text, advantage)."""
-    (folder / "completions").mkdir(parents=True, exist_ok=True)
-    rows = [
-        {"step": 1, "prompt": "p" + text, "completion": text, "advantage": advantage}
-        for text, advantage in completions
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "completions" / "completions_00001.parquet")
     return folder

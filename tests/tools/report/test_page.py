@@ -3,20 +3,21 @@
 import base64
 import io
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from PIL import Image
 from slow.toys import distinct_characters, prompts, save_model
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import cli
-from qarl_trl.tools.report.examples import examples
-from qarl_trl.tools.report.plots import COLOURS, PANELS, draw, shown_panels
+from qarl_trl.tools.report.plots import COLOURS, PANELS, draw
 from qarl_trl.tools.report.runs import Run, read_run
 
-from .folders import log, write_completions, write_run
+from .folders import log, write_run
 
 
 EVIL = "<script>document.body.innerHTML = 'owned'</script>"
@@ -24,47 +25,29 @@ EVIL = "<script>document.body.innerHTML = 'owned'</script>"
 
 def test_every_panel_draws_what_was_logged(tmp_path):
     run = Run("a", tmp_path, [*log(updates=2), {"step": 0, "eval_reward": 0.5}, {"step": 16, "eval_reward": 0.75}])
-    panels, constant = shown_panels([run])
-    assert constant == {"ratio/min": 1 - 1 / 64, "ratio/max": 1 + 1 / 64}
-    assert [panel for panel, _ in panels] == [panel for panel in PANELS if not set(panel.metrics) & set(constant)]
-    for panel, styles in panels:
+    for panel in PANELS:
         axis = Figure().add_subplot()
-        draw(axis, panel, styles, [run])
+        draw(axis, panel, [run])
         found = [np.stack([line.get_xdata(), line.get_ydata()]).tolist() for line in axis.lines]
         assert found == [np.stack(run.series(name)).tolist() for name in panel.metrics]
 
 
-def test_constants_and_rounding_are_not_drawn(tmp_path):
-    rows = [row | {"entropy": 1e-14 * row["step"]} for row in log()]
-    panels, constant = shown_panels([Run("a", tmp_path, rows)])
-    assert "Entropy" not in [panel.title for panel, _ in panels] and "entropy" in constant
-    other = Run("b", tmp_path, log(entropy=2.0))  # control: constant in each run, but not the same
-    assert "Entropy" in [panel.title for panel, _ in shown_panels([Run("a", tmp_path, rows), other])[0]]
-
-
 def test_the_page_holds_its_pictures_and_escapes_every_text(tmp_path):
-    hostile = write_completions(write_run(tmp_path / "a$b$<script>", log()), [(EVIL, 1.0)])
+    hostile = write_run(tmp_path / "a$b$<script>", log())
+    torch.save(SimpleNamespace(loss_type=EVIL), hostile / "training_args.bin")
     plain = write_run(tmp_path / "_short", [{"step": 1, "reward": 0.25, "step_time": 1.0}])
     cli.main(["report", str(hostile), str(plain), "--output_dir", str(tmp_path / "out")])
     text = (tmp_path / "out" / "report.html").read_text()
     assert "<script" not in text and str(tmp_path) not in text
-    assert text.count("&lt;script&gt;document.body") == 4  # prompt and completion, the best and the worst
+    assert text.count("&lt;script&gt;document.body") == 1  # a setting
     assert "a$b$&lt;script&gt;" in text  # the folder's name alone
     images = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert len(images) == len(re.findall(r"(?:src|href)\s*=", text))  # nothing is loaded from elsewhere
-    assert len(images) == len(PANELS) - 1  # the extremes are constant
+    assert len(images) == len(PANELS)
     for image in images:
         pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB")).astype(int)
         colour = [int(COLOURS[0][i : i + 2], 16) for i in (1, 3, 5)]
         assert (abs(pixels - colour).max(-1) < 24).sum() > 100
-
-
-def test_examples_are_the_best_and_the_worst(tmp_path):
-    text = examples(Run("a", write_completions(tmp_path, [("bad", -1.0), ("fair", 0.0), ("good", 1.0)]), []))
-    assert "fair" not in text and text.index("good") < text.index("bad")
-    file = next((tmp_path / "completions").iterdir())
-    file.write_bytes(file.read_bytes()[:100])  # as while it is being written
-    assert examples(Run("a", tmp_path, [])) == ""
 
 
 @pytest.mark.parametrize(
@@ -97,4 +80,4 @@ def test_a_report_of_trls_own_trainer(tmp_path):
     drawn_metrics = [name for panel in PANELS for name in panel.metrics if len(run.values(name))]
     assert {"reward", "entropy", "time/update", "ratio/neg_low_frac", "completions/mean_length"} <= {*drawn_metrics}
     text = (tmp_path / "run" / "report.html").read_text()
-    assert text.count("<pre>") == 4 and "no log-prob mismatch was logged" in text
+    assert "no log-prob mismatch was logged" in text
