@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-DESCRIPTION = """One HTML page of what runs logged, side by side: a verdict, plots and settings. A RUN is the
+DESCRIPTION = """One HTML page of what runs logged, side by side: a verdict and plots. A RUN is the
 output_dir of a QaRLTrainer or of TRL's GRPOTrainer with a trainer_state.json (at the top or in a checkpoint-*)."""
 
 

@@ -15,15 +15,11 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1240px; margin: 1em auto; padding: 0 1em; overflow-wrap: anywhere }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 370px), 1fr)); gap: 1.5em; margin: 1em 0 }
 .grid > * { margin: 0; min-width: 0 }
-table { border-collapse: collapse }
-th, td { text-align: left; padding: .3em .8em .3em 0; border-bottom: 1px solid #d5dae0 }
 img { width: 100% }
 h3 { display: inline-block; margin: 0 1em 0 0; font-size: 15px }
 i, code, .note { font-size: 13px; color: #57606a }
 """
 MARKS = {"good": "✓", "look": "▲", "bad": "✗", "unknown": "?"}
-# Settings that stand there also if all are equal.
-SHOWN = ("quant_scheme", "quantize_learner", "loss_type", "learning_rate")
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -40,8 +36,6 @@ def page(runs: Sequence[Run]) -> str:
         '<h2>Plots</h2><p class="note">A point is a rollout batch. docs/metrics.md explains each metric.</p>',
         *names,
         _grid(_figure(panel, runs) for panel in PANELS),
-        "<h2>Settings</h2>",
-        _settings(runs, names),
     ]
     title = escape(", ".join(run.name for run in runs))
     return (
@@ -77,13 +71,3 @@ def _figure(panel: Panel, runs: Sequence[Run]) -> str:
         f'<figure><b>{panel.title}</b><img alt="{panel.title}" src="data:image/png;base64,{image}">'
         f'<figcaption class="note">{keys}</figcaption></figure>'
     )
-
-
-def _settings(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """`SHOWN` and the settings that differ, a column for each run."""
-    rows = [f"<tr><th></th><td>{'</td><td>'.join(names)}</td></tr>"]
-    for name in (*SHOWN, *sorted(set().union(*(run.settings for run in runs)) - {*SHOWN})):
-        values = [escape(str(run.settings.get(name, ""))) for run in runs]
-        if name in SHOWN or len(set(values)) > 1:
-            rows.append(f"<tr><th>{escape(name)}</th><td>{'</td><td>'.join(values)}</td></tr>")
-    return f"<table>{''.join(rows)}</table>"

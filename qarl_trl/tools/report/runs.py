@@ -1,19 +1,15 @@
-"""A run's folder, read: its log, one point per rollout batch, and its settings. Nothing that is pickled in it is run."""
+"""A run's folder, read: its log, one point per rollout batch."""
 
 from __future__ import annotations
 
 import json
 import math
-import pickle
-import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from ...redact import redact
 
 
 # Plain TRL's names for the same or nearly the same, used where ours were not logged.
@@ -23,7 +19,6 @@ TRL_NAMES = {
     "ratio/neg_low_frac": "clip_ratio/low_mean",
     "time/update": "step_time",
 }
-PLACES = ("output_dir", "logging_dir", "run_name", "hub_model_id")  # say nothing about the training
 
 
 @dataclass
@@ -33,7 +28,6 @@ class Run:
     name: str
     folder: Path
     log: list[dict[str, Any]]
-    settings: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def points(self) -> list[dict[str, float]]:
@@ -72,7 +66,8 @@ class Run:
 
 def read_run(folder: Path, name: str) -> Run:
     """Read a folder with a `trainer_state.json` at the top or in a `checkpoint-*`; `ValueError` if it has none or an empty one."""
-    logs = [json.loads(file.read_text())["log_history"] for file in _files(folder, "trainer_state.json")]
+    files = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
+    logs = [json.loads(file.read_text())["log_history"] for file in files]
     if not logs:
         raise ValueError(
             f"{folder} is no run: it must hold a trainer_state.json (`trainer.save_state()` writes one), at the top or in a "
@@ -81,36 +76,4 @@ def read_run(folder: Path, name: str) -> Run:
     log = max(logs, key=len)  # of several checkpoints the one that is furthest on
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
-    return Run(name, folder, log, read_settings(folder))
-
-
-class _Inert:
-    """Stands for every class and function that a pickle names; to call it does nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
-class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type:
-        return _Inert
-
-    def persistent_load(self, pid: Any) -> None:
-        return None
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Plain values of the newest `training_args.bin`, secrets redacted; empty if there is none that can be read."""
-    files = sorted(_files(folder, "training_args.bin"), key=lambda file: file.stat().st_mtime)
-    try:
-        with zipfile.ZipFile(files[-1]) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            found = vars(_Reader(archive.open(name)).load())
-    except Exception:  # whatever a foreign pickle raises
-        return {}
-    plain = (bool, int, float, str, list, dict, type(None))
-    return redact({name: value for name, value in found.items() if isinstance(value, plain) and name not in PLACES})
-
-
-def _files(folder: Path, name: str) -> list[Path]:
-    return [*folder.glob(name), *folder.glob(f"checkpoint-*/{name}")]
+    return Run(name, folder, log)

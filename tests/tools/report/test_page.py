@@ -3,11 +3,9 @@
 import base64
 import io
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from matplotlib.figure import Figure
 from PIL import Image
 from slow.toys import distinct_characters, prompts, save_model
@@ -18,9 +16,6 @@ from qarl_trl.tools.report.plots import COLOURS, PANELS, draw
 from qarl_trl.tools.report.runs import Run, read_run
 
 from .folders import log, write_run
-
-
-EVIL = "<script>document.body.innerHTML = 'owned'</script>"
 
 
 def test_every_panel_draws_what_was_logged(tmp_path):
@@ -34,12 +29,10 @@ def test_every_panel_draws_what_was_logged(tmp_path):
 
 def test_the_page_holds_its_pictures_and_escapes_every_text(tmp_path):
     hostile = write_run(tmp_path / "a$b$<script>", log())
-    torch.save(SimpleNamespace(loss_type=EVIL), hostile / "training_args.bin")
     plain = write_run(tmp_path / "_short", [{"step": 1, "reward": 0.25, "step_time": 1.0}])
     cli.main(["report", str(hostile), str(plain), "--output_dir", str(tmp_path / "out")])
     text = (tmp_path / "out" / "report.html").read_text()
     assert "<script" not in text and str(tmp_path) not in text
-    assert text.count("&lt;script&gt;document.body") == 1  # a setting
     assert "a$b$&lt;script&gt;" in text  # the folder's name alone
     images = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert len(images) == len(re.findall(r"(?:src|href)\s*=", text))  # nothing is loaded from elsewhere
