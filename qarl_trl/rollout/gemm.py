@@ -64,7 +64,7 @@ GEMMS: dict[str, GemmChoice] = {"auto": plain_gemm, "dequant": dequant_gemm, "en
 
 
 def in_words(kernel: str, scheme: QuantizationScheme) -> str:
-    """What the learner multiplies by with this `quant_kernel`, for the log."""
+    """What the learner multiplies by with this `quant_kernel`, for the log and `qarl-trl plan`."""
     by = "the engine's own kernel"
     if kernel != "engine":
         plain = support_of(scheme).activations == "none"

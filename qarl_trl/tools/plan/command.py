@@ -22,12 +22,16 @@ OPTIONS = (
 def main(argv: Sequence[str]) -> None:
     """`qarl-trl plan`. A run that does not fit exits with 1. `ValueError` for settings that cannot run."""
     args, overrides = make_parser().parse_known_args(argv)  # `--help` ends here
+    from ...rollout.gemm import in_words
     from ...train import parse
     from .model import plan_run
 
     _, settings, model_args = parse(["--config", args.config, *overrides], any_device=True)
     run = plan_run(settings, model_args, args.gpus, args.memory, args.sharding, args.tokens)
-    found = {"model": model_args.model_name_or_path, "scheme": settings.quant_name} | report(run)
+    found = {"model": model_args.model_name_or_path, "scheme": settings.quant_name, "gemm": ""} | report(run)
+    plan = settings.quant_plan() if settings.quantize_learner else None
+    if plan is not None:
+        found["gemm"] = "; ".join(sorted({in_words(settings.quant_kernel, s) for s in plan.config_groups.values()}))
     print(json.dumps(found, indent=2) if args.json else table(found, run))
     if not found["fits"]:
         raise SystemExit(1)
@@ -78,6 +82,7 @@ def table(found: dict[str, Any], run: Run) -> str:
         f"{found['model']}: {sum(p.entries for p in run.parameters) / 1e9:.2f} billion parameters, {found['scheme']}",
         f"{run.ranks} x {run.memory / gib:.0f} GiB, {sharding if run.ranks > 1 else 'one GPU'}",
         f"micro-batch: {run.rows} rows of {run.tokens} tokens; max_tokens_per_pass: {run.budget}",
+        *([f"learner: {found['gemm']}"] if found["gemm"] else []),
         f"host memory of a machine while the model loads: {found['host'] / gib:.0f} GiB",
         "",
         f"{'GiB on each GPU (estimated)':30}" + "".join(f"{moment:>16}" for moment in moments),

@@ -68,6 +68,11 @@ def test_what_does_not_fit_names_its_largest_items(capsys):
     assert code == 0 and out.out.rstrip().endswith("It fits.") and "at most 0.8 would fit" in out.out
 
 
+@pytest.mark.parametrize(("kernel", "words"), [("auto", "fake quantization"), ("engine", "engine's own kernel")])
+def test_the_kernel_of_the_learner_is_said(capsys, kernel, words):
+    assert words in plan(capsys, "--config", EIGHT, "--gpus", 8, "--quant_kernel", kernel)[1].out
+
+
 def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_otherwise(capsys):
     found = {
         kind: found_of(capsys, "--config", EIGHT, "--gpus", 16, "--sharding", kind)[1] for kind in ("fsdp2", "ddp")
