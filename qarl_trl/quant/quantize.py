@@ -12,11 +12,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from compressed_tensors.compressors import compress_module
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationScheme, initialize_module_for_quantization
 from compressed_tensors.quantization.utils import generate_gparam
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import reference
 from .reference import QParams
@@ -85,6 +86,18 @@ def rows_together(scheme: QuantizationScheme) -> int:
     """Rows that share a scale (blocks) or a word of zero points, without a global scale."""
     blocks = scheme.weights.block_structure
     return blocks[0] if blocks is not None else 1 if scheme.weights.symmetric else 8
+
+
+def meta_tensors(rows: int, columns: int, scheme: QuantizationScheme) -> dict[str, Tensor]:
+    """What a checkpoint stores of a weight `(rows, columns)`, on the meta device: compressed-tensors' compression of a layer without values."""
+    layer = nn.Linear(columns, rows, bias=False, dtype=MASTER_CAST_DTYPE, device="meta")
+    initialize_module_for_quantization(layer, scheme.model_copy(), force_zero_point=False)
+    compress_module(layer)
+    tensors = layer.state_dict()
+    if "weight_packed" in tensors and "weight_zero_point" in tensors:  # which it packs only where it has values
+        size = math.ceil(rows * scheme.weights.num_bits / 32), tensors["weight_scale"].shape[1]
+        tensors["weight_zero_point"] = torch.empty(size, dtype=torch.int32, device="meta")
+    return tensors
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ master weights are float32, and loads broken checkpoints without an error (dev/l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from .quantize import LowBitWeight
+from .quantize import LowBitWeight, meta_tensors
 from .reference import QParams
-from .scheme import effective_group_size, scheme_for
+from .scheme import scheme_for
 
 
 # What `from_pretrained` and `snapshot_download` both take.
@@ -96,9 +95,11 @@ class QuantizedSource:
         stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
         compressor = BaseCompressor.get_value_from_registry(stored_as.value)
         stored = {local: self._read(f"{layer}.{local}") for local in compressor.compression_param_names(scheme)}
-        for local, shape in _stored_shapes(stored, scheme).items():
-            if tuple(stored[local].shape) != shape:  # decompression would broadcast some of them in silence
-                raise self._broken(f"{layer}.{local} must have shape {shape}, got {tuple(stored[local].shape)}")
+        shape = stored["weight_shape"].tolist() if "weight_shape" in stored else LowBitWeight(stored, scheme).shape
+        needed = {local: tuple(tensor.shape) for local, tensor in meta_tensors(*shape, scheme).items()}
+        for local in stored.keys() & needed.keys():
+            if (found := tuple(stored[local].shape)) != needed[local]:  # decompression would broadcast some in silence
+                raise self._broken(f"{layer}.{local} must have shape {needed[local]}, got {found}")
         return compressor.decompress(stored, scheme)
 
     def _read(self, name: str) -> Tensor:
@@ -108,20 +109,6 @@ class QuantizedSource:
 
     def _broken(self, what: str) -> ValueError:
         return ValueError(f"The quantized checkpoint {self.name} is incomplete or damaged: {what}. Download it again.")
-
-
-def _stored_shapes(stored: dict[str, Tensor], scheme: QuantizationScheme) -> dict[str, tuple[int, ...]]:
-    """The shapes that the tensors of a low-bit layer must have, by that of its matrix."""
-    low_bit, bits = LowBitWeight(stored, scheme), scheme.weights.num_bits
-    rows, columns = stored["weight_shape"].tolist() if "weight_shape" in stored else low_bit.shape
-    height, width = scheme.weights.block_structure or (1, effective_group_size(scheme) or columns)
-    groups = math.ceil(columns / width)
-    shapes = {
-        "weight_packed": (rows, math.ceil(columns * bits / (8 * low_bit.quantized.itemsize))),
-        "weight_scale": (math.ceil(rows / height), groups),
-        "weight_zero_point": (math.ceil(rows * bits / 32), groups),
-    }
-    return {local: shape for local, shape in shapes.items() if local in stored}
 
 
 def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,9 +70,9 @@ def test_shards_of_two_processes(tmp_path):
     model = save_model(tmp_path / "model")
     config = meta.read_config(model)
     skeleton = meta.skeleton(config, torch.float32, plan="W4A16")
-    run = example_run(skeleton, config, True, ranks=2, sharding="fsdp2")
+    run = example_run(skeleton, config, True, ranks=2, fsdp2=True)
     expected = {"gradients": items.trained_bytes(run)} | resident(run)
-    alone = {"gradients": items.trained_bytes(run)} | resident(replace(run, ranks=1))
+    alone = {"gradients": items.trained_bytes(run)} | resident(example_run(skeleton, config, True))
     for held in isolated_group(_shards, 2, model, str(tmp_path / "run")):
         assert held == {name: pytest.approx(expected[name], rel=0.001) for name in held}
         assert held["master weights"] < 0.6 * alone["master weights"]  # control

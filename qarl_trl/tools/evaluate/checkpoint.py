@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from compressed_tensors.compressors import compress_module
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, initialize_module_for_quantization
+from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ...export.files import READ_BY_ENGINE, tensor_shapes
 from ...quant.experts import PROJECTIONS, expert_modules, layer_names
 from ...quant.names import checkpoint_renaming
+from ...quant.quantize import meta_tensors
 from ...quant.scheme import describe_scheme, scheme_for, support_of
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import check_engine_cpu
@@ -74,19 +74,8 @@ def expected_shapes(config: PretrainedConfig, plan: QuantizationConfig) -> Itera
             shape, local = (math.prod(shape[:-1]) // len(layers), shape[-1]), "weight"
         for layer in layers:
             scheme = scheme_for(layer, module, plan) if local == "weight" and len(shape) == 2 else None
-            stored = {local: shape} if scheme is None else stored_shapes(*shape, scheme)
-            yield from ((rename(f"{layer}.{key}"), size) for key, size in stored.items())
-
-
-def stored_shapes(rows: int, columns: int, scheme: QuantizationScheme) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a checkpoint stores of a weight `(rows, columns)`, from compressed-tensors' compression of a layer without values."""
-    layer = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16, device="meta")
-    initialize_module_for_quantization(layer, scheme.model_copy(), force_zero_point=False)
-    compress_module(layer)
-    shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
-    if "weight_packed" in shapes and "weight_zero_point" in shapes:  # which it packs only where it has values
-        shapes["weight_zero_point"] = math.ceil(rows * scheme.weights.num_bits / 32), shapes["weight_scale"][1]
-    return shapes
+            stored = {local: torch.empty(shape, device="meta")} if scheme is None else meta_tensors(*shape, scheme)
+            yield from ((rename(f"{layer}.{key}"), tuple(tensor.shape)) for key, tensor in stored.items())
 
 
 def precision(config: PretrainedConfig) -> str:

@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="recipe (.yaml), as of qarl-trl train")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each (default: 1)")
     parser.add_argument("--memory", type=float, default=79, help="GiB of each (default: 79, a card of 80 GB)")
-    parser.add_argument("--sharding", choices=("ddp", "fsdp2", "zero3"), help="with several GPUs (default: fsdp2)")
+    parser.add_argument("--sharding", help="with several GPUs: fsdp2 (default) or ddp")
     parser.add_argument("--tokens", type=int, help="of prompt and completion together (default: the longest allowed)")
     parser.add_argument("--json", action="store_true", help="all numbers, in bytes")
     return parser
@@ -77,10 +77,9 @@ def report(run: Run) -> dict[str, Any]:
 def table(found: dict[str, Any], run: Run) -> str:
     """The report for people, in GiB."""
     gib, moments, peaks = 2**30, found["moments"], found["peaks"]
-    sharding = {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3 (coarse)"}[run.sharding]
     lines = [
         f"{found['model']}: {sum(p.entries for p in run.parameters) / 1e9:.2f} billion parameters, {found['scheme']}",
-        f"{run.ranks} x {run.memory / gib:.0f} GiB, {sharding if run.ranks > 1 else 'one GPU'}",
+        f"{run.ranks} x {run.memory / gib:.0f} GiB, {'FSDP2' if run.fsdp2 else 'DDP' if run.ranks > 1 else 'one GPU'}",
         f"micro-batch: {run.rows} rows of {run.tokens} tokens; max_tokens_per_pass: {run.budget}",
         *([f"learner: {found['gemm']}"] if found["gemm"] else []),
         f"host memory of a machine while the model loads: {found['host'] / gib:.0f} GiB",

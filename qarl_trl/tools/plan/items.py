@@ -1,18 +1,14 @@
 """
-What each GPU of a run holds: `ITEMS`, a table of named formulas, and the four moments at which most is held.
+What each GPU of a run holds: a formula for each kind of memory, and `moments`, the four times at which most is held.
 
-A new kind of memory is one more line of the table. Every formula is compared with real tensors in tests/tools/plan and tests/slow.
+Every formula is compared with real tensors in tests/tools/plan and tests/slow.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-
-from ...quant.gathers import gathers_quantized
-from ...quant.scheme import effective_group_size, has_global_scale, support_of
 
 
 GIB = 2**30
@@ -20,8 +16,6 @@ GIB = 2**30
 RESERVE = 4 * GIB
 # Of an awake engine beside weights and cache: its own passes of 4096 tokens and CUDA graphs. Assumed, not measured.
 ENGINE_WORK = 3 * GIB
-# DeepSpeed's bucket for reductions and the weights that it keeps gathered, with its default settings. Assumed.
-ZERO3_BUFFERS = 4 * GIB
 # Bytes an entry of a matrix that Muon steps: the copies of its Newton-Schulz iteration.
 MUON_WORK = 12
 # Logits exist as one tile: TRL's `kernels/chunked_logprob.py` multiplies this many tokens by this much of the vocabulary.
@@ -38,18 +32,14 @@ class Parameter(NamedTuple):
     size: int  # bytes per entry of the master weight
     layer: str  # the decoder layer that FSDP2 gathers it with, "" outside of them
     optimizer: str  # "muon", "experts" (Muon in place), "adamw", or "" for a frozen one
-    scheme: Any = None  # the `QuantizationScheme` of its low-bit weight, if it has one
-    pieces: int = 1  # layers that a checkpoint stores it as
-    packed: bool = False  # FSDP2 may gather its quantized values instead of it
+    quantized: int = 0  # bytes of its quantized values on each GPU
+    gathered: bool = False  # FSDP2 gathers them instead of it, and each GPU has those of its own rows
+    stored: int = 0  # bytes of its low-bit tensors in a checkpoint
+    rounds_inputs: bool = False  # the scheme quantizes what is multiplied by it
 
     @property
     def entries(self) -> int:
         return math.prod(self.shape)
-
-    def quantized(self, ranks: int = 1, pieces: int = 1) -> int:
-        """Bytes of its low-bit weight, or of the rows of each of `ranks`; 0 without a scheme."""
-        rows = math.prod(self.shape[:-1]) // ranks
-        return 0 if self.scheme is None else quantized_bytes(rows, self.shape[-1], self.scheme, pieces)
 
 
 @dataclass(frozen=True)
@@ -69,21 +59,9 @@ class Run:
     utilization: float  # `vllm_gpu_memory_utilization`
     sleep: bool
     engine_ranks: int = 1
-    ranks: int = 1  # GPUs of one copy of the model
-    sharding: str = "ddp"  # or "fsdp2", "zero3"
+    ranks: int = 1  # GPUs
+    fsdp2: bool = False  # that hold shards of one model; otherwise each has the whole
     reference: bool = False  # a frozen second model
-
-    @property
-    def ddp(self) -> bool:
-        return self.ranks > 1 and self.sharding == "ddp"
-
-    @property
-    def fsdp2(self) -> bool:
-        return self.ranks > 1 and self.sharding == "fsdp2"
-
-    @property
-    def zero3(self) -> bool:
-        return self.ranks > 1 and self.sharding == "zero3"
 
     @property
     def beside(self) -> bool:
@@ -101,40 +79,15 @@ class Run:
 
     @property
     def residual(self) -> int:
-        """Bytes of an entry between layers: autocast leaves them as the weights are, FSDP2 and ZeRO-3 cast the weights."""
-        return self.compute if (self.fsdp2 or self.zero3) and self.half else self.parameters[0].size
+        """Bytes of an entry between layers: autocast leaves them as the weights are, FSDP2 casts the weights."""
+        return self.compute if self.fsdp2 and self.half else self.parameters[0].size
 
     def own(self, parameter: Parameter) -> tuple[int, int]:
         """Entries of a parameter on this GPU, and bytes of each, of its gradient and of its moments."""
-        if self.zero3:  # flat pieces, in float32 whatever DeepSpeed was given
-            return math.ceil(parameter.entries / self.ranks), 4
         if not self.fsdp2 or not parameter.shape:
             return parameter.entries, parameter.size
         # FSDP2 cuts dimension 0 and pads every part to the longest.
         return math.ceil(parameter.shape[0] / self.ranks) * math.prod(parameter.shape[1:]), parameter.size
-
-    def gathered(self, parameter: Parameter) -> int:
-        """Bytes of the low-bit rows that this GPU keeps and FSDP2 gathers; 0 where it gathers weights."""
-        if not parameter.packed or not self.fsdp2:
-            return 0
-        whole_rows = gathers_quantized(parameter.shape, self.ranks, parameter.scheme)
-        return parameter.quantized(self.ranks) if whole_rows else 0
-
-
-def quantized_bytes(rows: int, columns: int, scheme: Any, pieces: int = 1) -> int:
-    """Bytes of a low-bit weight `(rows, columns)` as a checkpoint stores it, in `pieces` layers of as many rows each."""
-    weights = scheme.weights
-    if has_global_scale(scheme):
-        return rows * columns // 2 + rows * columns // weights.group_size + 4 * pieces
-    if weights.block_structure is not None:
-        height, width = weights.block_structure
-        scales = math.ceil(rows / height) * math.ceil(columns / width)
-    else:
-        scales = rows * (columns // (effective_group_size(scheme) or columns))
-    if scheme.format != "pack-quantized":
-        return rows * columns + 2 * scales
-    zero_points = 0 if weights.symmetric else 4 * math.ceil(rows / 8) * (scales // rows)
-    return 4 * rows * math.ceil(columns * weights.num_bits / 32) + 2 * scales + zero_points + 16 * pieces
 
 
 # The learner --------------------------------------------------------------------------------------------------------
@@ -146,22 +99,13 @@ def trained_bytes(run: Run) -> int:
 
 
 def master_weights(run: Run) -> int:
-    return trained_bytes(run) if run.zero3 else sum(math.prod(run.own(p)) for p in run.parameters)
+    return sum(math.prod(run.own(p)) for p in run.parameters)
 
 
 def optimizer_state(run: Run) -> int:
     """Of AdamW two moments and a float32 count of steps for each parameter, of Muon a momentum."""
     adamw = [p for p in run.parameters if p.optimizer == "adamw"]
     return trained_bytes(run) + sum(math.prod(run.own(p)) + 4 for p in adamw)
-
-
-def weights_to_gather(run: Run) -> int:
-    """DeepSpeed's copy of the master weights, in the dtype that it computes in."""
-    return run.zero3 * run.compute * sum(run.own(p)[0] for p in run.parameters)
-
-
-def quantized_values(run: Run) -> int:
-    return sum(run.gathered(p) or p.quantized() for p in run.parameters)
 
 
 def pass_tokens(run: Run) -> int:
@@ -196,7 +140,7 @@ def head_saved(run: Run) -> int:
 
 def rounds_inputs(run: Run, parameter: Parameter) -> bool:
     """Whether the forward quantizes what it multiplies by `parameter`."""
-    return run.low_bit_forward and parameter.scheme is not None and support_of(parameter.scheme).activations != "none"
+    return run.low_bit_forward and parameter.rounds_inputs
 
 
 def activations(run: Run) -> int:
@@ -219,12 +163,12 @@ def backward_work(run: Run) -> int:
         a_token += layer_saved(run) - run.residual * hidden
     # What it multiplied by, and the product that is its gradient.
     layer = tokens * a_token + 2 * run.compute * largest
-    if not (run.fsdp2 or run.zero3):
+    if not run.fsdp2:
         return int(max(head, layer + 4 * largest * (run.compute < 4)))
     # Two layers gathered, the gradient of one, and that in float32 to be reduced.
     sums: dict[str, int] = {}
     for p in run.parameters:
-        gathered = run.gathered(p) * run.ranks or p.entries * run.compute
+        gathered = p.quantized * run.ranks if p.gathered else p.entries * run.compute
         sums[p.layer] = sums.get(p.layer, 0) + 2 * gathered + p.entries * (run.compute + 4)
     sums.pop("", 0)
     # What is outside of the layers is gathered from the forward to the end of the backward, when its gradient is reduced.
@@ -251,7 +195,7 @@ def _largest(run: Run, inside: bool) -> int:
 def synced_bytes(run: Run) -> int:
     """The checkpoint's tensors, which a weight sync moves and the engine keeps: low bits, bfloat16 for the rest."""
     kept = (p for p in run.parameters if "lora_" not in p.name)
-    return sum(p.quantized(pieces=p.pieces) if p.scheme else 2 * p.entries for p in kept)
+    return sum(p.stored or 2 * p.entries for p in kept)
 
 
 def engine_weights(run: Run) -> int:
@@ -272,54 +216,35 @@ def cache_tokens(run: Run) -> int:
 
 def sync_work(run: Run) -> int:
     """The largest parameter gathered in bfloat16, its copy, and the engine's, if that is beside."""
-    sharded = run.fsdp2 or run.zero3
-    return _largest(run, inside=False) * (2 * sharded + 2 + 2 * run.beside) if run.engine else 0
+    return _largest(run, inside=False) * (2 * run.fsdp2 + 2 + 2 * run.beside) if run.engine else 0
 
 
-# The table ----------------------------------------------------------------------------------------------------------
-
-MOMENTS = ("rollout", "sync", "backward", "optimizer step")
-AWAKE = ()  # the rollout; all moments of an engine that does not sleep
-
-
-class Item(NamedTuple):
-    """A line of the table: a name, the moments at which it is there, and its bytes on each GPU."""
-
-    name: str
-    when: tuple[str, ...]
-    size: Callable[[Run], int]
-
-
-ITEMS = (
-    Item("master weights", MOMENTS, master_weights),
-    Item("optimizer state", MOMENTS, optimizer_state),
-    Item("quantized values", MOMENTS, quantized_values),
-    Item("reference model", MOMENTS, lambda run: run.reference * master_weights(run)),
-    Item("buckets of DDP", MOMENTS, lambda run: run.ddp * trained_bytes(run)),
-    Item("weights to gather", MOMENTS, weights_to_gather),
-    Item("DeepSpeed's buffers (assumed)", MOMENTS, lambda run: run.zero3 * ZERO3_BUFFERS),
-    Item("reserve (assumed)", MOMENTS, lambda run: RESERVE),
-    Item("gradients", ("backward", "optimizer step"), trained_bytes),
-    Item("gradients", ("rollout", "sync"), lambda run: run.zero3 * trained_bytes(run)),  # DeepSpeed keeps them
-    Item("activations", ("backward",), activations),
-    Item("work of a layer or the head", ("backward",), backward_work),
-    Item("work of the optimizer", ("optimizer step",), step_work),
-    Item("engine weights", AWAKE, lambda run: run.beside * engine_weights(run)),
-    Item("engine weights", ("sync",), lambda run: run.beside * engine_weights(run)),
-    Item("key-value cache", AWAKE, lambda run: run.beside * max(0, cache_bytes(run))),
-    Item("work of the engine (assumed)", AWAKE, lambda run: run.beside * ENGINE_WORK),
-    Item("largest parameter", ("sync",), sync_work),
-)
+# The moments --------------------------------------------------------------------------------------------------------
 
 
 def moments(run: Run) -> dict[str, dict[str, int]]:
     """Bytes of each item that there is, by moment."""
-    found: dict[str, dict[str, int]] = {moment: {} for moment in MOMENTS}
-    for item in ITEMS:
-        size, awake = item.size(run), MOMENTS[:1] if run.sleep else MOMENTS
-        for moment in (item.when or awake) if size else ():
-            found[moment][item.name] = size
-    return found
+    always = {
+        "master weights": master_weights(run),
+        "optimizer state": optimizer_state(run),
+        "quantized values": sum(p.quantized for p in run.parameters),
+        "reference model": run.reference * master_weights(run),
+        "buckets of DDP": (run.ranks > 1 and not run.fsdp2) * trained_bytes(run),
+        "reserve (assumed)": RESERVE,
+    }
+    weights, awake = {}, {}
+    if run.beside:
+        weights = {"engine weights": engine_weights(run)}
+        awake = weights | {"key-value cache": max(0, cache_bytes(run)), "work of the engine (assumed)": ENGINE_WORK}
+    during = always if run.sleep else always | awake  # all moments but the rollout
+    update = during | {"gradients": trained_bytes(run)}
+    found = {
+        "rollout": always | awake,
+        "sync": during | weights | {"largest parameter": sync_work(run)},
+        "backward": update | {"activations": activations(run), "work of a layer or the head": backward_work(run)},
+        "optimizer step": update | {"work of the optimizer": step_work(run)},
+    }
+    return {moment: {name: size for name, size in held.items() if size} for moment, held in found.items()}
 
 
 def peaks(run: Run) -> dict[str, int]:
@@ -334,6 +259,6 @@ def best_utilization(run: Run) -> float:
 
 
 def host_bytes(run: Run) -> int:
-    """A machine's own memory while the model loads: every process holds it, under FSDP2 one of them. ZeRO-3 loads in pieces: 0."""
-    copies = 0 if run.zero3 else 1 if run.fsdp2 else min(run.ranks, MACHINE)
+    """A machine's own memory while the model loads: every process holds it, under FSDP2 one of them."""
+    copies = 1 if run.fsdp2 else min(run.ranks, MACHINE)
     return copies * sum(p.entries * p.size for p in run.parameters)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from trl import get_peft_config
@@ -13,7 +15,10 @@ from trl import get_peft_config
 from ...optim import split_parameters
 from ...quant import apply_quantization
 from ...quant.experts import PROJECTIONS, QuantExperts
+from ...quant.gathers import gathers_quantized
 from ...quant.model import quantized_modules
+from ...quant.quantize import meta_tensors
+from ...quant.scheme import support_of
 from ...quant.start import quantized_source
 from .items import GIB, Parameter, Run
 
@@ -44,7 +49,7 @@ def plan_run(
     """
     The run of `settings` (`QaRLConfig`) and TRL's `model_args` on `gpus` of `memory` GiB each.
 
-    `sharding` is "ddp", "fsdp2" (the default) or "zero3". `ValueError` for what cannot run so, or an unknown model.
+    `sharding` is "ddp" or "fsdp2" (the default). `ValueError` for what cannot run so, or an unknown model.
     """
     for name, value in {"gpus": gpus, "memory": memory, "tokens": tokens}.items():
         if value is not None and not 0 < value <= MOST:
@@ -53,8 +58,10 @@ def plan_run(
     engine_ranks = settings.vllm_tensor_parallel_size
     if engine_ranks < 1 or (engine == "colocate" and gpus % engine_ranks):
         raise ValueError(f"vllm_tensor_parallel_size={engine_ranks} must divide the GPUs, got --gpus {gpus}.")
-    if sharding == "zero3" and settings.optim_muon:
-        raise ValueError("--sharding zero3 needs --optim_muon false: ZeRO leaves Muon no whole matrix.")
+    if sharding not in (None, "ddp", "fsdp2"):
+        raise ValueError(
+            f"--sharding must be ddp or fsdp2, got {sharding}. ZeRO-3 needs more than fsdp2: docs/scaling.md says what."
+        )
     name = model_args.model_name_or_path
     config, source = read_config(name), quantized_source(name) if settings.from_checkpoint else None
     plan = settings.quant_plan(None if source is None else source.plan())
@@ -63,10 +70,10 @@ def plan_run(
     dtype = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
     dtype = (config.dtype or "float32") if dtype == "auto" else dtype
     model = skeleton(config, dtype, get_peft_config(model_args), plan)
+    fsdp2 = gpus > 1 and sharding != "ddp"
+    gathers = fsdp2 and settings.quantize_learner and settings.quant_kernel != "engine"
     return Run(
-        parameters=parameters(
-            model, settings.optim_muon, settings.quantize_learner and settings.quant_kernel != "engine"
-        ),
+        parameters=parameters(model, settings.optim_muon, gpus if gathers else 1),
         config=config.get_text_config(),
         low_bit_forward=plan is not None and settings.quantize_learner,
         memory=int(memory * GIB),
@@ -80,7 +87,7 @@ def plan_run(
         sleep=settings.vllm_enable_sleep_mode,
         engine_ranks=engine_ranks,
         ranks=gpus,
-        sharding=sharding or "fsdp2",
+        fsdp2=fsdp2,
         reference=settings.beta > 0 and not hasattr(model, "peft_config"),
     )
 
@@ -112,11 +119,11 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = 
     return model if plan is None else apply_quantization(model, plan)
 
 
-def parameters(model: nn.Module, muon: bool, gathers: bool = True) -> tuple[Parameter, ...]:
+def parameters(model: nn.Module, muon: bool, ranks: int = 1) -> tuple[Parameter, ...]:
     """
     The parameters of `model`, tied ones once, with the optimizer that `optim_muon=muon` gives each.
 
-    `gathers`: whether the learner's layers are such that FSDP2 gathers quantized values, from float32 master weights.
+    `ranks` is of FSDP2 that gathers quantized values of float32 master weights, 1 otherwise.
     """
     matrices, experts, _ = split_parameters(model) if muon else ([], {}, [])
     optimizers = dict.fromkeys(matrices, "muon") | dict.fromkeys(experts, "experts")
@@ -130,9 +137,15 @@ def parameters(model: nn.Module, muon: bool, gathers: bool = True) -> tuple[Para
         in_experts = isinstance(module, QuantExperts)
         for name in PROJECTIONS if in_experts else ("weight",):
             weight = getattr(getattr(module, "base_layer", module), name)
-            packed = gathers and name in module.packed_parameters and weight.dtype == torch.float32
-            pieces = weight.shape[0] * len(PROJECTIONS[name]) if in_experts else 1  # each expert's projections
-            low_bit[id(weight)] = {"scheme": module.scheme, "pieces": pieces, "packed": packed}
+            packed = name in module.packed_parameters and weight.dtype == torch.float32
+            gathered = packed and gathers_quantized(weight.shape, ranks, module.scheme)
+            layers_stored = weight.shape[0] * len(PROJECTIONS[name]) if in_experts else 1  # each expert's projections
+            low_bit[id(weight)] = {
+                "quantized": _low_bit_bytes(weight, ranks if gathered else 1, module.scheme),
+                "gathered": gathered,
+                "stored": layers_stored * _low_bit_bytes(weight, layers_stored, module.scheme),
+                "rounds_inputs": support_of(module.scheme).activations != "none",
+            }
     return tuple(
         Parameter(
             name,
@@ -144,3 +157,9 @@ def parameters(model: nn.Module, muon: bool, gathers: bool = True) -> tuple[Para
         )
         for name, param in model.named_parameters()
     )
+
+
+def _low_bit_bytes(weight: nn.Parameter, parts: int, scheme: QuantizationScheme) -> int:
+    """Of the low-bit tensors of each of `parts` equal parts of the rows of a weight."""
+    rows = math.prod(weight.shape[:-1]) // parts
+    return sum(tensor.nbytes for tensor in meta_tensors(rows, weight.shape[-1], scheme).values())

@@ -92,7 +92,7 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
         (["--vllm_tensor_parallel_size", "0"], "vllm_tensor_parallel_size"),
         (["--gpus", "8", "--vllm_tensor_parallel_size", "3"], "vllm_tensor_parallel_size=3"),
         (["--quant_scheme", "W3A16"], "quant_scheme"),
-        (["--gpus", "8", "--sharding", "zero3"], "--optim_muon"),
+        (["--gpus", "8", "--sharding", "zero3"], "--sharding"),
     ],
 )
 def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(capsys, argv, field):

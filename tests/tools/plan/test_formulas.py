@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 from qarl_trl.learner.attention import use_packed_attention
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.model import quantized_modules
-from qarl_trl.quant.quantize import quantize_weight
+from qarl_trl.quant.quantize import meta_tensors, quantize_weight
 from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme
 from qarl_trl.quant.state_dict import iter_low_bit_weights
 from qarl_trl.tools.plan import items
@@ -27,9 +27,10 @@ def nbytes(tensors):
 
 
 @pytest.mark.parametrize(("name", "group_size"), SCHEMES)
-def test_quantized_bytes(name, group_size):
+def test_tensors_without_values_are_those_of_the_quantizer(name, group_size):
     scheme, weight = resolve_scheme(name, group_size), torch.randn(384, 256)
-    assert items.quantized_bytes(384, 256, scheme) == quantize_weight(weight, scheme).num_bytes()
+    found, real = meta_tensors(384, 256, scheme), quantize_weight(weight, scheme).tensors
+    assert {name: (t.shape, t.dtype) for name, t in found.items()} == {n: (t.shape, t.dtype) for n, t in real.items()}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [("qwen2", "W4A16_ASYM"), ("qwen3", "W8A8"), ("qwen3_moe", "W4A16")])
@@ -48,7 +49,7 @@ def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme
 def test_a_shard_is_what_fsdp2_keeps(ranks):
     # `FSDPParam._init_sharded_param`: chunks of dimension 0, each padded to the first.
     config = meta.read_config("Qwen/Qwen2.5-Math-1.5B")
-    run = example_run(meta.skeleton(config, torch.float32), config, ranks=ranks, sharding="fsdp2")
+    run = example_run(meta.skeleton(config, torch.float32), config, ranks=ranks, fsdp2=True)
     for shape in [(151936, 8), (7, 4, 2), (3,)]:
         chunk = torch.chunk(torch.empty(shape, device="meta"), ranks)[0]
         assert run.own(items.Parameter("", shape, 4, "", "adamw")) == (chunk.numel(), 4)

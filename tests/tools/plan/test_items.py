@@ -68,12 +68,17 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, changes):
 
 
 @pytest.fixture(scope="module")
-def eight_billion():
+def skeleton_8b():
     config = meta.read_config("Qwen/Qwen3-8B-Base")
-    return example_run(meta.skeleton(config, torch.float32, plan="W4A16"), config)
+    return meta.skeleton(config, torch.float32, plan="W4A16"), config
 
 
-def test_8b_by_hand(eight_billion):
+@pytest.fixture(scope="module")
+def eight_billion(skeleton_8b):
+    return example_run(*skeleton_8b)
+
+
+def test_8b_by_hand(eight_billion, skeleton_8b):
     """8.19 billion float32 master weights; Muon for 6.95 billion entries in layers, AdamW for two matrices of 151936 x 4096."""
     hidden = 36 * (4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288)
     rest = 8_190_735_360 - hidden
@@ -84,10 +89,10 @@ def test_8b_by_hand(eight_billion):
     packed = hidden // 2 + 2 * hidden // 128 + 16 * 36 * 7
     assert stays["quantized values"] == packed
     assert items.synced_bytes(eight_billion) == packed + 2 * rest
-    sharded = replace(eight_billion, ranks=8, sharding="fsdp2")
+    sharded = example_run(*skeleton_8b, ranks=8, fsdp2=True)
     assert resident(sharded)["master weights"] == 4 * 8_190_735_360 // 8
     assert resident(sharded)["quantized values"] == hidden // 16 + 2 * hidden // 1024 + 16 * 36 * 7
-    uneven = replace(sharded, ranks=3)  # 4096 and 12288 rows, of which only the latter are thirds
+    uneven = example_run(*skeleton_8b, ranks=3, fsdp2=True)  # 4096 and 12288 rows, of which only the latter are thirds
     thirds = 36 * 2 * 4096 * 12288
     whole = packed - (thirds // 2 + 2 * thirds // 128 + 16 * 36 * 2)
     assert resident(uneven)["quantized values"] == whole + thirds // 6 + 2 * thirds // 384 + 16 * 36 * 2
@@ -95,20 +100,6 @@ def test_8b_by_hand(eight_billion):
         run = replace(eight_billion, engine_ranks=ranks)
         assert items.cache_tokens(run) == items.cache_bytes(run) // (36 * 2 * heads * 128 * 2)
     assert items.activations(sharded) == 4 * 18432 * (36 * 4096 * 2 + 8 * 4096)
-
-
-def test_8b_by_hand_under_zero3(eight_billion):
-    """`slow/test_zero3.py` compares these with what DeepSpeed holds."""
-    parameters = tuple(p._replace(optimizer="adamw") for p in eight_billion.parameters)
-    zero3 = replace(eight_billion, parameters=parameters, ranks=8, sharding="zero3")
-    stays, own = resident(zero3), 8_190_735_360 // 8
-    assert stays["optimizer state"] == 8 * own + 4 * len(parameters)
-    assert stays["master weights"] == stays["gradients"] == 2 * stays["weights to gather"] == 4 * own
-    assert stays["quantized values"] == resident(eight_billion)["quantized values"]  # whole
-    halves = replace(zero3, parameters=tuple(p._replace(size=2) for p in parameters))
-    assert resident(halves) == stays  # float32 master weights of a bfloat16 model too
-    fsdp2 = replace(zero3, sharding="fsdp2")
-    assert max(items.peaks(zero3).values()) > max(items.peaks(fsdp2).values())
 
 
 def test_an_engine_takes_its_share_in_the_rollout_and_without_sleep_always(eight_billion):
