@@ -53,19 +53,13 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     prompting = {name: getattr(options, name) for name in ("prompt_template", "system_prompt")}
     prompting |= {"template_kwargs": options.chat_template_kwargs, "max_samples": options.limit}
     problems = {name: load_problems(*source, tokenizer, **prompting) for name, source in suites.items()}
-    longest = max(len(problem.prompt_ids) for rows in problems.values() for problem in rows)
-    length = longest + options.max_new_tokens
-    if length > (positions := getattr(config.get_text_config(), "max_position_embeddings", length)):
-        raise ValueError(
-            f"--max_new_tokens must be at most {positions - longest}, got {options.max_new_tokens}: the longest prompt has "
-            f"{longest} tokens, and {options.model} has {positions} positions."
-        )
+    length = max(len(problem.prompt_ids) for rows in problems.values() for problem in rows) + options.max_new_tokens
     name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(options.output_dir or f"runs/eval/{name}").expanduser()
     if output.is_dir() and any(output.iterdir()):
         raise FileExistsError(f"--output_dir {output} must be new or empty: results are not written over.")
     output.mkdir(parents=True, exist_ok=True)  # before the engine starts
-    # Last, so that an engine with fewer positions cannot cut completions off.
+    # The length last, so that an engine with fewer positions cannot cut completions off. vLLM refuses more than the model has.
     engine = start_engine(str(folder), **{"seed": options.seed} | options.engine_kwargs | {"max_model_len": length})
     return lambda: evaluate(engine, params, problems, output, head, options)
 
@@ -121,14 +115,16 @@ def evaluate(
             print(f"{name}: {len(rows)} problems, {options.k} completions each", flush=True)
             answers, rewards[name] = sample(engine, rows, params, options.seed), []
             for problem, completions in zip(rows, answers, strict=True):
-                rewards[name].append(math_reward([c.text for c in completions], [problem.answer] * len(completions)))
-                row = {"suite": name, **asdict(problem), "completions": [asdict(c) for c in completions]}
+                rewards[name].append(
+                    math_reward([c["text"] for c in completions], [problem.answer] * len(completions))
+                )
+                row = {"suite": name, **asdict(problem), "completions": completions}
                 file.write(json.dumps(row | {"rewards": rewards[name][-1]}) + "\n")
             flat = [completion for completions in answers for completion in completions]
             figures[name] = {
                 "problems": len(rows),
-                "mean_tokens": sum(c.tokens for c in flat) / len(flat),
-                "cut_off": sum(c.cut_off for c in flat) / len(flat),
+                "mean_tokens": sum(c["tokens"] for c in flat) / len(flat),
+                "cut_off": sum(c["cut_off"] for c in flat) / len(flat),
             }
     summary = summarize(rewards, options.pass_at)
     for name, suite in summary["suites"].items():

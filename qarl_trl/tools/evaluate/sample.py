@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import choose_arithmetic
 from .suites import Problem
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer: its text without special tokens, its length in tokens, and whether the length limit cut it off."""
-
-    text: str
-    tokens: int
-    cut_off: bool
 
 
 def start_engine(model: str, **settings: Any) -> Any:
@@ -34,9 +24,10 @@ def start_engine(model: str, **settings: Any) -> Any:
     return LLM(model, **defaults | settings)
 
 
-def sample(engine: Any, problems: Sequence[Problem], params: Any, seed: int) -> list[list[Completion]]:
+def sample(engine: Any, problems: Sequence[Problem], params: Any, seed: int) -> list[list[dict[str, Any]]]:
     """
-    The completions of each problem, in order, by the `vllm.SamplingParams` `params`.
+    The completions of each problem, in order, by the `vllm.SamplingParams` `params`: `text` without special tokens, the number
+    of `tokens`, and whether the length limit `cut_off` the completion.
 
     Each prompt draws from a seed made of `seed` and itself, whatever is sampled beside it. `RuntimeError` if the engine ends
     a completion otherwise than at its end or at the length limit.
@@ -54,9 +45,9 @@ def prompt_seed(prompt_ids: Sequence[int], seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {list(prompt_ids)}".encode()).digest()[:4]) >> 1
 
 
-def _completion(answer: Any) -> Completion:
+def _completion(answer: Any) -> dict[str, Any]:
     if answer.finish_reason not in ("stop", "length"):
         raise RuntimeError(
             f"vLLM ended a completion with finish_reason={answer.finish_reason!r}; it cannot be scored."
         )
-    return Completion(answer.text, len(answer.token_ids), answer.finish_reason == "length")
+    return {"text": answer.text, "tokens": len(answer.token_ids), "cut_off": answer.finish_reason == "length"}

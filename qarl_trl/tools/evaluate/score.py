@@ -1,15 +1,11 @@
-"""From rewards to avg@k and pass@k with their intervals, and the table of them. Pure functions."""
+"""From rewards to avg@k and pass@k with their standard errors, and the table of them. Pure functions."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from math import comb
 from typing import Any
-
-import numpy as np
-
-
-RESAMPLES = 10_000
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -18,32 +14,27 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
     The unbiased estimator `1 - C(samples - correct, k) / C(samples, k)` of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
     """
-    return 1.0 - comb(samples - correct, k) / comb(samples, k)
-
-
-def bootstrap_means(values: Sequence[float], seed: Sequence[int], resamples: int = RESAMPLES) -> np.ndarray:
-    """Means `(resamples,)` of P values, one per problem, drawn P times with replacement."""
-    array, rng = np.asarray(values, dtype=np.float64), np.random.default_rng(seed)
-    return np.array([array[rng.integers(len(array), size=len(array))].mean() for _ in range(resamples)])
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def summarize(rewards: Mapping[str, Sequence[Sequence[float]]], pass_at: Sequence[int]) -> dict[str, Any]:
     """
     avg@k and pass@k of each suite, and their mean over suites, in which each suite counts the same (paper, Table 1).
 
-    From rewards 0 or 1, per suite `(P, k)`, to `suites`, by name, and `mean`: by metric `{"value", "low", "high"}` of 0 to 1,
-    with the 95 % percentile bootstrap interval over problems.
+    From rewards 0 or 1, per suite `(P, k)`, to `suites`, by name, and `mean`: by metric `{"value", "stderr"}` of 0 to 1, the latter
+    the standard error over problems as lm-evaluation-harness has it; of one problem `None`.
     """
-    values, draws = {}, {}
-    for position, (name, rows) in enumerate(rewards.items()):
+    suites = {}
+    for name, rows in rewards.items():
         per_problem = {f"avg@{len(rows[0])}": [sum(row) / len(row) for row in rows]}
         per_problem |= {f"pass@{k}": [pass_at_k(len(row), round(sum(row)), k) for row in rows] for k in pass_at}
-        values[name] = {metric: np.mean(column) for metric, column in per_problem.items()}
-        draws[name] = {metric: bootstrap_means(column, [0, position]) for metric, column in per_problem.items()}
-    suites = {name: {m: _score(values[name][m], draws[name][m]) for m in per_problem} for name in values}
+        suites[name] = {metric: _score(values) for metric, values in per_problem.items()}
     mean = {}
-    for m in per_problem:
-        mean[m] = _score(np.mean([v[m] for v in values.values()]), np.mean([d[m] for d in draws.values()], axis=0))
+    for metric in per_problem:
+        scores = [suite[metric] for suite in suites.values()]
+        errors = [score["stderr"] for score in scores]
+        stderr = None if None in errors else math.hypot(*errors) / len(errors)  # of independent suites
+        mean[metric] = {"value": statistics.fmean(score["value"] for score in scores), "stderr": stderr}
     return {"suites": suites, "mean": mean}
 
 
@@ -61,10 +52,10 @@ def table(summary: Mapping[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _score(value: float, draws: np.ndarray) -> dict[str, float]:
-    low, high = np.percentile(draws, [2.5, 97.5])
-    return {"value": float(value), "low": float(low), "high": float(high)}
+def _score(values: Sequence[float]) -> dict[str, float | None]:
+    stderr = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"value": statistics.fmean(values), "stderr": stderr}
 
 
-def _percent(score: Mapping[str, float]) -> str:
-    return f"{100 * score['value']:.1f} [{100 * score['low']:.1f}, {100 * score['high']:.1f}]"
+def _percent(score: Mapping[str, float | None]) -> str:
+    return f"{100 * score['value']:.1f}" + ("" if score["stderr"] is None else f" ± {100 * score['stderr']:.1f}")
