@@ -10,30 +10,16 @@ import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
 from transformers.distributed.utils import is_local_dist_rank_0
-from trl.import_utils import is_vllm_available
-
-
-# The supported windows; pyproject.toml repeats them, the README says which versions were run. TRL's log-prob path was rewritten in 1.14 and 1.15.
-SUPPORTED = {
-    "trl": ("1.16.0", "1.17"),
-    "compressed-tensors": ("0.17.0", "0.21"),
-    "vllm": ("0.31.0", "0.33"),
-    "peft": ("0.21", "0.22"),
-}
-
-logger = get_logger(__name__)
 
 
 def installed_version(package: str) -> str | None:
@@ -46,21 +32,27 @@ def installed_version(package: str) -> str | None:
     return None
 
 
+def requirements() -> dict[str, Requirement]:
+    """What pyproject.toml requires, by package, extras included; without the tools that no run needs."""
+    needed = map(Requirement, importlib.metadata.requires("qarl_trl"))
+    return {one.name: one for one in needed if "quality" not in str(one.marker)}
+
+
+def why_untested(needed: Requirement) -> str | None:
+    """One sentence on an installed version outside its window; `None` for one inside and for a package that is not installed."""
+    found = installed_version(needed.name)
+    # A local build, a release candidate counts as its release.
+    if found is None or needed.specifier.contains(Version(found).base_version):
+        return None
+    window = f"{needed.name}{needed.specifier}"
+    return f"{needed.name} {found} is installed, and qarl_trl was tested with {window}: pip install '{window}'."
+
+
 def check_versions(*packages: str) -> None:
-    """Refuse installed `packages` outside the supported windows, with an `ImportError` that names the command to install another."""
+    """Refuse (`ImportError`) installed `packages` outside their windows: this module hooks into their private parts."""
     for package in packages:
-        (low, high), found = SUPPORTED[package], installed_version(package)
-        if found is not None and not Version(low) <= Version(Version(found).base_version) < Version(high):
-            raise ImportError(
-                f"{package} {found} is installed, and qarl_trl hooks into private parts of {package}>={low},<{high}. On a GPU: "
-                f"pip install '{package}>={low},<{high}'. On CPU: make install."
-            )
-
-
-def require_vllm() -> None:
-    """Raise an `ImportError` when vLLM is missing."""
-    if not is_vllm_available():
-        raise ImportError("vLLM is missing: pip install 'qarl_trl[vllm]' (CPU: make install), or use_vllm=False.")
+        if reason := why_untested(requirements()[package]):
+            raise ImportError(reason)
 
 
 # The Trainer resumes under DDP with `map_location` "cpu:0", as accelerate calls a CPU; torch 2.13 knows "cpu" alone.
@@ -69,14 +61,13 @@ torch.serialization.register_package(
 )
 
 
-def _grpo_trainer() -> ModuleType:
-    """TRL's module; it imports vLLM, which settings can be checked without."""
-    return import_module("trl.trainer.grpo_trainer")
+# TRL's module by its name: importing it imports vLLM, which settings can be checked without.
+_GRPO_TRAINER = "trl.trainer.grpo_trainer"
 
 
 def generation_backend(factory: Callable[..., Any]) -> AbstractContextManager:
     """Make `GRPOTrainer.__init__` build its engine with `factory` (https://github.com/huggingface/trl/pull/6816 would)."""
-    return patch.object(_grpo_trainer(), "VLLMGeneration", factory)
+    return patch(f"{_GRPO_TRAINER}.VLLMGeneration", factory)
 
 
 @contextmanager
@@ -94,11 +85,12 @@ def loader(load: Callable[..., Any] | None) -> Iterator[None]:
     TRL shards the reference model by `fully_shard` alone, which would leave the shards of the other processes at zero. Under FSDP2
     accelerate does it here, which sends them the weights as it does for the policy.
     """
-    trl, original = _grpo_trainer(), PreTrainedModel._move_missing_keys_from_meta_to_device
-    stock = trl.prepare_fsdp
+    from trl.models import prepare_fsdp
+
+    original = PreTrainedModel._move_missing_keys_from_meta_to_device
 
     def fill(model: PreTrainedModel, *args: Any) -> None:
-        if loads_weights():
+        if not is_fsdp_enabled() or is_local_dist_rank_0():
             return original(model, *args)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             parent, _, local = name.rpartition(".")
@@ -110,13 +102,15 @@ def loader(load: Callable[..., Any] | None) -> Iterator[None]:
             setattr(model.get_submodule(parent), local, zeros)
 
     def prepare(model: PreTrainedModel, accelerator: Any) -> Any:
-        return (fsdp2_prepare_model(accelerator, model) if accelerator.is_fsdp2 else stock(model, accelerator)).eval()
+        return (
+            fsdp2_prepare_model(accelerator, model) if accelerator.is_fsdp2 else prepare_fsdp(model, accelerator)
+        ).eval()
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(PreTrainedModel, original.__name__, fill))
-        stack.enter_context(patch.object(trl, "prepare_fsdp", prepare))
+        stack.enter_context(patch(f"{_GRPO_TRAINER}.prepare_fsdp", prepare))
         if load is not None:
-            stack.enter_context(patch.object(trl, "create_model_from_path", load))
+            stack.enter_context(patch(f"{_GRPO_TRAINER}.create_model_from_path", load))
         yield
 
 
@@ -134,7 +128,7 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
         with patch.object(torch, "randperm", order_of):
             return shuffle_sequence_dict(batch)
 
-    return patch.object(_grpo_trainer(), "shuffle_sequence_dict", shuffle)
+    return patch(f"{_GRPO_TRAINER}.shuffle_sequence_dict", shuffle)
 
 
 # Arguments of `GRPOTrainer._get_per_token_logps_and_entropies` for a text.
@@ -152,52 +146,22 @@ def ungathered_rewards() -> AbstractContextManager:
 
     It gathers them as its last act, where the others would wait for ever for a process whose reward function has raised.
     """
-    return patch.object(_grpo_trainer(), "gather", lambda rewards: rewards)
+    return patch(f"{_GRPO_TRAINER}.gather", lambda rewards: rewards)
 
 
-def fsdp_version(args: Any) -> int | None:
-    """Which FSDP the run shards with: by `args.fsdp`, or by `accelerate launch`, which says so in the environment."""
-    plugin = args.fsdp_plugin_args
-    if plugin is not None:
-        return int(plugin["fsdp_version"])
+def fsdp_settings(args: Any) -> dict[str, Any] | None:
+    """FSDP's settings (`fsdp_version`, `cpu_offload`) by `args.fsdp`, or by `accelerate launch`, which says so in the environment."""
+    if args.fsdp_plugin_args is not None:
+        return args.fsdp_plugin_args
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return None
-    return int(os.environ.get("FSDP_VERSION", "1"))
-
-
-def offloads_parameters(args: Any) -> bool:
-    """Whether FSDP keeps the shards on the CPU, by `args.fsdp` or by `accelerate launch`."""
-    if args.fsdp_plugin_args is not None:
-        return bool(args.fsdp_plugin_args.get("cpu_offload"))
-    return fsdp_version(args) is not None and os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
+    offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
+    return {"fsdp_version": int(os.environ.get("FSDP_VERSION", "1")), "cpu_offload": offload}
 
 
 def is_zero3(args: Any) -> bool:
-    """Whether DeepSpeed shards the parameters."""
+    """Whether DeepSpeed shards the parameters, by the arguments of a run or accelerate's state."""
     return args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
-
-
-def num_shards(args: Any) -> int:
-    """How many processes share one copy of the master weights: 1 without FSDP or ZeRO-3, under HSDP (accelerate's parallelism config) those of a node."""
-    if is_zero3(args):
-        return args.world_size
-    if fsdp_version(args) is None:
-        return 1
-    if args.parallelism_config is not None:
-        return args.parallelism_config.dp_shard_size
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        return int(os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"])
-    return args.world_size
-
-
-def loads_weights() -> bool:
-    """
-    Whether a model that this process loads has its weights at once.
-
-    With FSDP's RAM-efficient loading only the first process of a machine reads them; those of the others are zero until they
-    are sharded (`PreTrainedModel._move_missing_keys_from_meta_to_device`, transformers 5.17).
-    """
-    return not is_fsdp_enabled() or is_local_dist_rank_0()
 
 
 def copies_while_loading() -> int:
@@ -234,11 +198,7 @@ def fit_to_zero3(model: PreTrainedModel) -> None:
 
     for param in model.get_output_embeddings().parameters():
         deepspeed.zero.register_external_parameter(model, param)
-    layers = list(model._no_split_modules or ())
-    if not deepspeed.utils.set_z3_leaf_modules(model, layers, raise_if_not_found=False):
-        logger.warning(
-            "ZeRO-3 gathers this model piece by piece: it names no decoder layer. Sums are not in DDP's order."
-        )
+    deepspeed.utils.set_z3_leaf_modules(model, list(model._no_split_modules or ()))
     model.enable_input_require_grads()
 
 
@@ -255,9 +215,8 @@ def keep_float32(accelerator: Any) -> None:
     if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
-    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
-    if deepspeed is not None and deepspeed.zero_stage == 3:
-        config = deepspeed.deepspeed_config
+    if is_zero3(accelerator.state):
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["communication_data_type"] = config.get("communication_data_type") or "fp32"
         config["data_types"] = {"grad_accum_dtype": None} | (config.get("data_types") or {})
         config["data_types"]["grad_accum_dtype"] = config["data_types"]["grad_accum_dtype"] or "fp32"

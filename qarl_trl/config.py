@@ -15,8 +15,8 @@ from compressed_tensors.quantization import QuantizationConfig
 from transformers import PretrainedConfig
 from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
+from trl.import_utils import is_vllm_available
 
-from . import _compat
 from .loss import TrustBand
 from .quant.recipe import read_recipe
 from .quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
@@ -306,8 +306,8 @@ def _check_sampling(args: QaRLConfig) -> None:
 
 
 def _check_engine(args: QaRLConfig) -> None:
-    if args.use_vllm:
-        _compat.require_vllm()
+    if args.use_vllm and not is_vllm_available():
+        raise ImportError("vLLM is missing: pip install 'qarl_trl[vllm]' (CPU: make install), or use_vllm=False.")
     for field in ("model_init_kwargs", "vllm_engine_kwargs"):
         tokens = [key for key, value in (getattr(args, field) or {}).items() if "token" in key and type(value) is str]
         if tokens:

@@ -147,8 +147,13 @@ def make_trainer(script_args: QaRLScriptArguments, training_args: "QaRLConfig", 
 
 def train(trainer: "QaRLTrainer", dataset: str) -> None:
     """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
+    from .checkpoints.mixin import NoUpdateError
+
     args = trainer.args
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    except NoUpdateError as error:  # of the data, so one line
+        raise SystemExit(f"qarl-trl train: {error}") from error
     if args.push_to_hub:  # saves first
         trainer.push_to_hub(dataset_name=dataset if local_path(dataset) is None else None)
     else:

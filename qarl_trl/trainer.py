@@ -134,7 +134,10 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         # Without RAM-efficient loading torch moves each parameter to the GPU as it cuts it, by `param.data = ...`.
         if self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             layers = [layer for _, layer in quantized_modules(self._unwrapped)]
-            gather_quantized(layers, _compat.num_shards(self.args), self.accelerator.device)
+            mesh = (
+                self.accelerator.parallelism_config
+            )  # HSDP: the processes of a node share one copy of the master weights
+            gather_quantized(layers, mesh.dp_shard_size if mesh else self.args.world_size, self.accelerator.device)
         return super()._prepare_for_training(*args)
 
     # Rollout --------------------------------------------------------------------------------------------------------

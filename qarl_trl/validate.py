@@ -119,12 +119,12 @@ def check_placement(args: QaRLConfig) -> None:
         raise ValueError(
             f"A process must have one GPU, got {args.n_gpu}. Use accelerate launch or CUDA_VISIBLE_DEVICES."
         )
-    version, plan = _compat.fsdp_version(args), args.quant_plan()
-    if version == 1:
+    fsdp, plan = _compat.fsdp_settings(args), args.quant_plan()
+    if fsdp and int(fsdp["fsdp_version"]) == 1:
         raise ValueError("FSDP1 leaves a layer no matrix to quantize. Use FSDP2 (recipes/accelerate/fsdp2.yaml).")
-    if _compat.offloads_parameters(args):
+    if fsdp and fsdp.get("cpu_offload"):
         raise ValueError("fsdp_offload_params must be false: low-bit weights are made from shards on the GPU.")
-    if (version or _compat.is_zero3(args)) and plan is not None:
+    if (fsdp or _compat.is_zero3(args)) and plan is not None:
         check_shardable(plan)
 
 

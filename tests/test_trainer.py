@@ -22,6 +22,7 @@ from qarl_trl.metrics import ratios
 from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.start import load_master_weights
+from qarl_trl.train import train
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +76,10 @@ def test_a_run_that_ends_without_an_update_is_an_error(model, tmp_path):
     """Rows that nobody could count before: of a stream that is empty. The Trainer alone returns as after any other run."""
     empty = prompts(8).to_iterable_dataset().filter(lambda row: False)
     args = QaRLConfig(**without_engine(tmp_path, max_steps=2))
-    with pytest.raises(RuntimeError, match="without an update"):
-        QaRLTrainer(model, distinct_characters, args, train_dataset=empty).train()
+    with pytest.raises(SystemExit, match="^qarl-trl train: .* without an update") as stopped:  # a text: exit code 1
+        train(QaRLTrainer(model, distinct_characters, args, train_dataset=empty), "data")
+    assert isinstance(stopped.value.__cause__, RuntimeError)
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])

@@ -26,6 +26,10 @@ from .resume import BATCH, on_first, resume_path
 from .signals import StopOnSignal
 
 
+class NoUpdateError(RuntimeError):
+    """A run ended without an update: nothing was trained."""
+
+
 class CheckpointMixin:
     """What [`QaRLTrainer`] saves and resumes, over `GRPOTrainer`."""
 
@@ -38,7 +42,7 @@ class CheckpointMixin:
         The Trainer's, from a weight sync and a rollout of its own.
 
         `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `ValueError` when another run has this
-        `output_dir`, `RuntimeError` when there was no update, for a second call under DeepSpeed and for one after `evaluate` there.
+        `output_dir`, [`NoUpdateError`] when there was no update, `RuntimeError` for a second call under DeepSpeed and for one after `evaluate` there.
         """
         # transformers ends DeepSpeed's engine and takes it again
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
@@ -57,7 +61,7 @@ class CheckpointMixin:
                 layer.forget()  # shards do not tell that they were loaded
             output = super().train(checkpoint, *args, **kwargs)
         if output.global_step == 0:
-            raise RuntimeError("The run ended without an update: train_dataset gave no full rollout batch.")
+            raise NoUpdateError("The run ended without an update: train_dataset gave no full rollout batch.")
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -20,16 +20,20 @@ def _measure(model: str, folder: str):
 
     from qarl_trl import QaRLConfig
     from qarl_trl.tools.doctor import mismatch
+    from qarl_trl.trainer import prepare
 
     args = QaRLConfig(**settings(Path(folder)))
     other = QaRLConfig(**settings(Path(folder), quant_group_size=32))
     mismatch.in_fresh_process = lambda _, function, *args, **__: function(*args)  # this process is a fresh one
-    aligned, seen = mismatch._aligned, []
-    mismatch._aligned = lambda model, samples, args: seen.append(samples) or aligned(model, samples, args)
+    logp_diff, seen = mismatch.logp_diff, []
+    mismatch.logp_diff = lambda model, samples, *args, **how: (
+        seen.append(samples) or logp_diff(model, samples, *args, **how)
+    )
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = mismatch.measure(model, args, [tokenizer(row["prompt"])["input_ids"] for row in prompts(16)], 32)
+    found = mismatch.measure(model, args, [tokenizer(row["prompt"])["input_ids"] for row in prompts(16)])
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    wrong = found._replace(aligned=aligned(plain, seen[0], other))
+    prepare(plain, other, None)
+    wrong = found._replace(learner=logp_diff(plain, seen[-1], args.temperature, bf16=args.bf16))
     return found, mismatch.verdict(found, args).status, wrong, mismatch.verdict(wrong, args).status
 
 
@@ -38,7 +42,7 @@ def test_the_low_bit_learner_removes_the_logp_diff_and_one_that_computes_somethi
     found, verdict, wrong, of_wrong = isolated(_measure, model, str(tmp_path / "run"))
     # As in test_mismatch.py, where it is 27 times the floor; the learner has the engine's operations and formula here.
     assert found.rollout_only > 5 * found.floor > 0
-    assert found.aligned == 0.0
+    assert found.learner == 0.0
     assert verdict == "ok"
-    assert wrong.aligned > 0.5 * found.rollout_only  # control
+    assert wrong.learner > 0.5 * found.rollout_only  # control
     assert of_wrong == "FAIL"

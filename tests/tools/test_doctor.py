@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import make_model, make_tokenizer
 
-from qarl_trl import cli
-from qarl_trl.rewards import math_reward
+from qarl_trl import _compat, cli
+from qarl_trl.rewards import last_boxed, math_reward
 from qarl_trl.tools.doctor import FAIL, OK, WARN, machine, mismatch, rewards
 
 
@@ -51,7 +51,7 @@ def test_every_section_of_a_run_reports_in_lines_of_one_finding(recipe, capsys, 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     code, found, said = doctor(capsys, "--config", recipe)
     assert code == 0 and "hf_secret" not in said.out
-    names = ("versions", "dataset", "math_reward", "settings")
+    names = ("versions", "math_reward", "settings")
     assert {found[name] for name in names} <= {OK, WARN}
     assert "right answers 1.00, wrong ones 0.00; told apart in 9 of 9 rows" in said.out
     assert found["mismatch"] == "-" and "use_vllm: false" in said.out
@@ -80,8 +80,8 @@ def test_what_would_fail_or_train_nothing_is_found(recipe, capsys, options, code
 def test_a_version_outside_of_its_window_fails(monkeypatch):
     (fine,) = machine.versions()
     assert fine.status == OK and "trl" in fine.text and "pytest" not in fine.text
-    real = machine.installed_version
-    monkeypatch.setattr(machine, "installed_version", lambda name: {"trl": "1.15.0"}.get(name) or real(name))
+    real = _compat.installed_version
+    monkeypatch.setattr(_compat, "installed_version", lambda name: {"trl": "1.15.0"}.get(name) or real(name))
     _, other = machine.versions()
     assert (other.status, other.name) == (FAIL, "trl") and "1.15.0" in other.text
 
@@ -96,14 +96,14 @@ def test_amx_is_said_to_be_off_and_a_cpu_without_avx512_is_said_to_have_no_engin
     assert {row.name: row for row in machine.devices()}["engine on the CPU"].status == WARN
 
 
-ROWS = [{"prompt": "p", "answer": answer} for answer in ("1", "2", "2", "3")]
+ROWS = [{"prompt": "p", "answer": answer} for answer in ("1", "2", "2", "3")]  # the second is not asked about
 
 
 def backwards(completions, answer, **_):
-    return [float(text != a) for text, a in zip(completions, answer, strict=True)]
+    return [float(last_boxed(text) != a) for text, a in zip(completions, answer, strict=True)]
 
 
-def bare(completions, answer, **_):
+async def later(completions, answer, **_):
     return [1 - reward for reward in backwards(completions, answer)]
 
 
@@ -112,28 +112,29 @@ def boxed(completions, **_):
 
 
 def half(completions, answer, **_):
-    return [reward if a == "2" else None for reward, a in zip(bare(completions, answer), answer, strict=True)]
+    return [1 - r if a == "2" else None for r, a in zip(backwards(completions, answer), answer, strict=True)]
 
 
 @pytest.mark.parametrize(
     ("reward", "status", "words"),
     [
-        (math_reward, OK, "right answers 1.00, wrong ones 0.00; told apart in 4 of 4 rows (boxed)"),
-        (bare, OK, "4 of 4 rows (bare)"),
-        (boxed, WARN, "right answers 1.00, wrong ones 1.00; told apart in 0 of 4"),
-        (half, WARN, "told apart in 2 of 4"),
+        (math_reward, OK, "right answers 1.00, wrong ones 0.00; told apart in 3 of 3 rows"),
+        (later, OK, "3 of 3 rows"),
+        (boxed, WARN, "right answers 1.00, wrong ones 1.00; told apart in 0 of 3"),
+        (half, WARN, "right answers 1.00, wrong ones 0.00; told apart in 1 of 3"),
         (backwards, FAIL, "wrong answer pays more"),
         (lambda **_: 1 / 0, FAIL, "ZeroDivisionError"),
     ],
 )
 def test_a_reward_is_judged_by_right_and_wrong_answers(reward, status, words):
-    found = rewards.check_reward("r", reward, ROWS)
+    found = rewards.check_reward(reward, ROWS)
     assert found.status == status and words in found.text
+    assert rewards.check_reward(reward, ROWS[1:3]).status == "-"  # no wrong answers to ask about
 
 
 def test_conversational_rows_get_messages():
     row = [{"prompt": [{"role": "user", "content": "?"}], "answer": a} for a in "12"]
-    assert rewards.check_reward("math_reward", math_reward, row).status == OK
+    assert rewards.check_reward(math_reward, row).status == OK
 
 
 MEASURED = mismatch.Mismatch(0.006, 0.012, 0.0)
@@ -142,14 +143,13 @@ MEASURED = mismatch.Mismatch(0.006, 0.012, 0.0)
 @pytest.mark.parametrize(
     ("changes", "settings", "status", "words"),
     [
-        ({}, {}, OK, "agree as far as kernels let them. mismatch_abort_threshold: 3e-06"),
-        ({"aligned": 0.03, "rollout_only": 0.031}, {}, FAIL, "does not compute what the engine does"),
-        ({"aligned": 0.03, "weight_only": False, "rollout_only": 0.031}, {}, WARN, "5.0 times the floor"),
-        ({}, {"quantize_learner": False}, WARN, "2.0 times the floor"),
-        ({}, {"quantized": False}, OK, "no scheme"),
+        ({}, {}, OK, "agree as far as kernels let them"),
+        ({"learner": 0.03, "rollout_only": 0.031}, {}, FAIL, "does not compute what the engine does"),
+        ({"learner": 0.03, "weight_only": False, "rollout_only": 0.031}, {}, WARN, "5.0 times the floor"),
+        ({"learner": 0.012}, {"quantize_learner": False}, WARN, "2.0 times the floor"),
     ],
 )
 def test_the_verdict_follows_the_numbers(changes, settings, status, words):
-    args = SimpleNamespace(**{"quantized": True, "quantize_learner": True} | settings)
+    args = SimpleNamespace(**{"quantize_learner": True} | settings)
     found = mismatch.verdict(MEASURED._replace(**changes), args)
     assert found.status == status and words in found.text

@@ -1,10 +1,11 @@
-"""The command `qarl-trl doctor`: sections one after the other, each of which says why it cannot be run, if so."""
+"""The command `qarl-trl doctor`: sections one after the other. One that fails does not stop the next."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from . import FAIL, WARN, Finding
 
@@ -14,23 +15,28 @@ def main(argv: Sequence[str]) -> None:
     Print all sections; exit code 1 when a check failed.
 
     Raises:
-        ValueError, OSError, ImportError: For a recipe or an option that is wrong: bad use.
+        ValueError, OSError, ImportError: For a recipe, an option, data or a reward that is wrong: bad use.
     """
     own, others = make_parser().parse_known_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    found: list[Finding] = []
-    for title, check in sections(own, others):
-        try:
-            findings = check()
-        except Exception as error:  # one section must not take the others with it
-            findings = [Finding(FAIL, title, f"{type(error).__name__}: {error}")]
-        print("\n".join([f"\n{title}", *map(str, findings)]), flush=True)
-        found += findings
-    failed, warned = (sum(f.status == status for f in found) for status in (FAIL, WARN))
-    print(f"\n{failed} failed, {warned} warnings")
-    if failed:
+    found = []
+    for title, findings in sections(own, others):
+        print(f"\n{title}")
+        for finding in caught(title, findings):
+            print(finding, flush=True)
+            found.append(finding.status)
+    print(f"\n{found.count(FAIL)} failed, {found.count(WARN)} warnings")
+    if FAIL in found:
         raise SystemExit(1)
+
+
+def caught(title: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings of a section; what ends it, such as a setting that the trainer refuses, is the last."""
+    try:
+        yield from findings
+    except Exception as error:
+        yield Finding(FAIL, title.lower(), f"{type(error).__name__}: {error}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -47,24 +53,28 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--probe_prompts", type=int, default=8, help="to measure the mismatch with (default: 8, 0: none)"
     )
-    parser.add_argument("--probe_tokens", type=int, default=64, help="tokens sampled after each (default: 64)")
     return parser
 
 
-def sections(own: argparse.Namespace, others: list[str]) -> Iterator[tuple[str, Callable[[], list[Finding]]]]:
+def sections(own: argparse.Namespace, others: list[str]) -> Iterator[tuple[str, Iterator[Finding]]]:
     """Titles and checks, cheap ones first; those of a recipe only if there is one."""
     from .machine import devices, versions
 
-    yield "Machine", lambda: [*versions(), *devices()]
+    yield "Machine", chain(versions(), devices())
     if own.config is None and not others:
         return
-    from ...train import parse
-    from .recipe import Recipe
+    from ...rewards import load_rewards
+    from ...train import load_datasets, parse
+    from .mismatch import check_mismatch
+    from .rewards import check_reward
+    from .settings import check_settings, local_folder
 
-    recipe = Recipe(*parse([*(["--config", own.config] if own.config else []), *others], any_device=True))
-    yield "Data and rewards", recipe.data
-    yield "Settings", recipe.settings
-    yield (
-        "Log-prob mismatch between engine and learner, nats per token",
-        lambda: recipe.mismatch(own.probe_prompts, own.probe_tokens),
+    script_args, args, model_args = parse(
+        [*(["--config", own.config] if own.config else []), *others], any_device=True
     )
+    dataset, _ = load_datasets(script_args, with_eval=args.eval_strategy != "no")
+    rewards = load_rewards(script_args.reward_funcs)
+    folder = local_folder(model_args.model_name_or_path)
+    yield "Rewards", (check_reward(reward, dataset) for reward in rewards)
+    yield "Settings", check_settings(folder, args, model_args, dataset)
+    yield "Mismatch", check_mismatch(folder, args, dataset.select(range(min(own.probe_prompts, len(dataset)))))

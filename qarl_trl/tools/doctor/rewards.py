@@ -6,52 +6,43 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from . import FAIL, OK, SKIPPED, WARN, Finding
 
 
-# How an answer may be written in a completion; the first that a reward tells apart counts.
-FORMS = {"boxed": r"The answer is $\boxed{{{}}}$.", "bare": "{}"}
+ROWS = 32
 
 
-def rotated(answers: Sequence[str]) -> list[str]:
-    """For each answer the next one that differs: the wrong answers look like the right ones. Of equal ones, themselves."""
-    n = len(answers)
-    return [
-        next((answers[(i + k) % n] for k in range(1, n) if answers[(i + k) % n] != a), a)
-        for i, a in enumerate(answers)
-    ]
-
-
-def check_reward(name: str, reward: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> Finding:
-    """Mean reward of right and of wrong answers to `rows`, with the columns `prompt` and `answer`."""
-    answers = [row["answer"] for row in rows]
-    wrong = rotated(answers)
-    if wrong == answers:
+def check_reward(reward: Callable[..., Any], dataset: Sequence[dict[str, Any]]) -> Finding:
+    """Mean reward of right and of wrong boxed answers to the first rows, with the columns `prompt` and `answer`."""
+    name = getattr(reward, "__name__", str(reward))
+    first = [dataset[i] for i in range(min(ROWS, len(dataset)))]
+    # The answer of the next row is wrong, and looks like the right one.
+    pairs = [(a, b) for a, b in zip(first, [*first[1:], first[0]], strict=True) if a["answer"] != b["answer"]]
+    if not pairs:
         return Finding(SKIPPED, name, "not checked: all answers are the same")
-    seen = []
-    for form, template in FORMS.items():
-        try:
-            right, other = (_score(reward, rows, [template.format(t) for t in texts]) for texts in (answers, wrong))
-        except Exception as error:  # whatever a user's function raises
-            return Finding(FAIL, name, f"raised {type(error).__name__}: {error}")
-        told = sum(a > b for a, b in zip(right, other, strict=True))
-        inverted = sum(a < b for a, b in zip(right, other, strict=True))
-        means = (fmean([x for x in scores if not math.isnan(x)] or [math.nan]) for scores in (right, other))
-        seen.append((told, inverted, form, *means))
-    told, inverted, form, mean_right, mean_other = max(seen, key=lambda row: row[0] + row[1])
-    text = f"right answers {mean_right:.2f}, wrong ones {mean_other:.2f}; told apart in {told} of {len(rows)} rows ({form})"
+    rows = [row for row, _ in pairs]
+    try:
+        right, wrong = (_score(reward, rows, [pair[i]["answer"] for pair in pairs]) for i in (0, 1))
+    except Exception as error:  # whatever a user's function raises
+        return Finding(FAIL, name, f"raised {type(error).__name__}: {error}")
+    told, inverted = int((right > wrong).sum()), int((right < wrong).sum())
+    means = f"right answers {right.nanmean():.2f}, wrong ones {wrong.nanmean():.2f}"
+    text = f"{means}; told apart in {told} of {len(rows)} rows, first answer {rows[0]['answer'][:60]!r}"
     if inverted > told:
         return Finding(FAIL, name, f"{text}: in {inverted} the wrong answer pays more")
-    if told < 0.9 * sum(a != b for a, b in zip(answers, wrong, strict=True)):
-        return Finding(WARN, name, f"{text}. It judges something else (a format?), or cannot read the other answers")
+    if told < 0.9 * len(rows):
+        return Finding(WARN, name, rf"{text}. It judges something else (a format?), or cannot read \boxed{{...}}")
     return Finding(OK, name, text)
 
 
-def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[float]:
-    """Called as TRL calls it; NaN, which is neither more nor less than another, for no reward (`None`)."""
+def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], answers: Sequence[str]) -> Tensor:
+    """Rewards `(rows,)`, asked for as TRL does; NaN, which is neither more nor less than another, for none (`None`)."""
+    texts = [rf"The answer is $\boxed{{{answer}}}$." for answer in answers]
     conversational = not isinstance(rows[0]["prompt"], str)
     completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
     columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
@@ -61,4 +52,4 @@ def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], texts: Se
     scores = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns, **hooks)
     if inspect.iscoroutine(scores):
         scores = asyncio.run(scores)
-    return [math.nan if score is None else float(score) for score in scores]
+    return torch.tensor([math.nan if score is None else score for score in scores])

@@ -25,14 +25,13 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
         raise ValueError(f"--pass_at must be between 1 and --k {options.k}, got {options.pass_at}.")
     from transformers import AutoConfig, AutoTokenizer
 
-    from ..._compat import installed_version, require_vllm
+    from ..._compat import installed_version
     from ...redact import redact
     from .checkpoint import check_complete, find_checkpoint, precision
     from .sample import start_engine
     from .suites import find_suites, load_problems
 
     suites = find_suites(options.suite)
-    require_vllm()
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 

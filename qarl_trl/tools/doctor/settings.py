@@ -1,0 +1,43 @@
+"""What the trainer would refuse on this machine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from huggingface_hub import snapshot_download
+from trl import get_peft_config
+
+from ...config import QaRLConfig
+from ...validate import check_arguments, check_data, check_run
+from . import OK, SKIPPED, Finding
+
+
+def local_folder(name: str) -> str | None:
+    """The folder of a model that is on this machine, in the Hub's cache too. Nothing is downloaded."""
+    if Path(name).expanduser().is_dir():
+        return str(Path(name).expanduser())
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+
+
+def check_settings(folder: str | None, args: QaRLConfig, model_args: Any, dataset: Dataset) -> Iterator[Finding]:
+    """Check what the trainer checks before it loads the model, and raise what it raises."""
+    args = copy.copy(args)
+    args.push_to_hub = False  # that check creates the repository
+    given = {"peft_config": get_peft_config(model_args), "train_dataset": dataset}
+    if folder is None:
+        name = model_args.model_name_or_path
+        yield Finding(SKIPPED, "model", f"{name} is not on this machine: its layers were not looked at")
+        check_arguments(name, args, given)
+        check_data(given, args)
+    else:
+        check_run(folder, args, given)
+    engine = "vLLM" if args.use_vllm else "transformers (slow)"
+    text = f"{args.quant_name}, {args.loss_type}, {len(dataset)} prompts, rollouts by {engine}"
+    yield Finding(OK, "settings", text)
