@@ -99,7 +99,7 @@ def test_a_folder_with_an_unquantized_model_is_refused_before_the_run(tmp_path, 
         (tmp_path, {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}),
         (tmp_path / "low_bit", {}),
     ):
-        with pytest.raises(ValueError, match=r"unquantized model.*Use another folder"):
+        with pytest.raises(ValueError, match="unquantized model"):
             QaRLTrainer("no/such-model", reward_funcs=[], args=config(folder), **given)
     check_arguments("no/such-model", config(tmp_path / "low_bit", quant_scheme="none"), {})
 
