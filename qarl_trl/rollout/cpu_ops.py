@@ -51,7 +51,7 @@ def use_engine_ops(model: nn.Module) -> None:
     reason = "it has no decoder layers" if decoder is None else unsupported(decoder.config)
     if reason is not None:
         name = type(decoder or model).__name__
-        raise ValueError(f"learner_ops='engine' cannot run a {name}: {reason}. Use learner_ops='stock'.")
+        raise ValueError(f"The CPU engine's operations cannot run a {name}: {reason}. Use learner_ops='stock'.")
     decoder.set_attn_implementation(ATTENTION)
     decoder.register_forward_pre_hook(_count_positions_without_padding, with_kwargs=True)
     # Cosine and sine in the values of the engine's bfloat16 table, the rotation itself in float32.
