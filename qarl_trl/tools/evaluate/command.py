@@ -6,13 +6,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-
-if TYPE_CHECKING:
-    from .suites import Problem
 
 VERSIONS = ("qarl_trl", "vllm", "torch", "transformers", "compressed-tensors", "math-verify")
 
@@ -52,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     prompting = {name: getattr(options, name) for name in ("prompt_template", "system_prompt")}
     prompting |= {"template_kwargs": options.chat_template_kwargs, "max_samples": options.limit}
     problems = {name: load_problems(*source, tokenizer, **prompting) for name, source in suites.items()}
-    length = max(len(problem.prompt_ids) for rows in problems.values() for problem in rows) + options.max_new_tokens
+    length = max(len(problem["prompt_ids"]) for rows in problems.values() for problem in rows) + options.max_new_tokens
     name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(options.output_dir or f"runs/eval/{name}").expanduser()
     if output.is_dir() and any(output.iterdir()):
@@ -98,7 +94,7 @@ def json_object(text: str) -> dict[str, Any]:
 def evaluate(
     engine: Any,
     params: Any,
-    problems: dict[str, list[Problem]],
+    problems: dict[str, list[dict[str, Any]]],
     output: Path,
     head: dict[str, Any],
     options: argparse.Namespace,
@@ -115,9 +111,9 @@ def evaluate(
             answers, rewards[name] = sample(engine, rows, params, options.seed), []
             for problem, completions in zip(rows, answers, strict=True):
                 rewards[name].append(
-                    math_reward([c["text"] for c in completions], [problem.answer] * len(completions))
+                    math_reward([c["text"] for c in completions], [problem["answer"]] * len(completions))
                 )
-                row = {"suite": name, **asdict(problem), "completions": completions}
+                row = {"suite": name, **problem, "completions": completions}
                 file.write(json.dumps(row | {"rewards": rewards[name][-1]}) + "\n")
             flat = [completion for completions in answers for completion in completions]
             figures[name] = {

@@ -8,7 +8,6 @@ from typing import Any
 
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import choose_arithmetic
-from .suites import Problem
 
 
 def start_engine(model: str, **settings: Any) -> Any:
@@ -24,7 +23,7 @@ def start_engine(model: str, **settings: Any) -> Any:
     return LLM(model, **defaults | settings)
 
 
-def sample(engine: Any, problems: Sequence[Problem], params: Any, seed: int) -> list[list[dict[str, Any]]]:
+def sample(engine: Any, problems: Sequence[dict[str, Any]], params: Any, seed: int) -> list[list[dict[str, Any]]]:
     """
     The completions of each problem, in order, by the `vllm.SamplingParams` `params`: `text` without special tokens, the number
     of `tokens`, and whether the length limit `cut_off` the completion.
@@ -35,8 +34,8 @@ def sample(engine: Any, problems: Sequence[Problem], params: Any, seed: int) -> 
     seeded = []
     for problem in problems:
         seeded.append(params.clone())
-        seeded[-1].seed = prompt_seed(problem.prompt_ids, seed)
-    prompts = [{"prompt_token_ids": list(problem.prompt_ids)} for problem in problems]
+        seeded[-1].seed = prompt_seed(problem["prompt_ids"], seed)
+    prompts = [{"prompt_token_ids": list(problem["prompt_ids"])} for problem in problems]
     return [[_completion(answer) for answer in output.outputs] for output in engine.generate(prompts, seeded)]
 
 

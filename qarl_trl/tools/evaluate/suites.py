@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ...data import load_math_dataset, local_path
 from ...rewards import math_reward
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What the engine is asked, as token ids and as text, and the reference answer."""
-
-    prompt_ids: tuple[int, ...]
-    prompt: str
-    answer: str
 
 
 # Hub id, split and configuration. The first six are those of the paper's average.
@@ -54,10 +44,11 @@ def find_suites(entries: Sequence[str]) -> dict[str, tuple[str, str, str | None]
 
 def load_problems(
     source: str, split: str, config_name: str | None, tokenizer: Any, template_kwargs: dict[str, Any], **settings: Any
-) -> list[Problem]:
+) -> list[dict[str, Any]]:
     """
-    The problems of a suite, prompted as in training, without those whose reference math-verify cannot read.
+    The problems of a suite, prompted as in training: `prompt_ids`, the `prompt` as text, and the reference `answer`.
 
+    Without those whose reference math-verify cannot read.
     The tokenizer's chat template, if any, is applied with `template_kwargs`; `settings` are those of [`load_math_dataset`].
     `ConnectionError` if the Hub cannot be reached, `ValueError` if there is no row or no answer that can be read.
     """
@@ -71,7 +62,7 @@ def load_problems(
     for prompt, answer, reward in zip(prompts, answers, math_reward([""] * len(answers), answers), strict=True):
         if reward is not None:  # tokenized as TRL's trainer does for its engine
             ids = tokenize(prompt)["input_ids"]
-            problems.append(Problem(tuple(ids), tokenizer.decode(ids), answer))
+            problems.append({"prompt_ids": ids, "prompt": tokenizer.decode(ids), "answer": answer})
     if not problems:
         raise ValueError(f"math-verify can read none of the {len(answers)} answers of {source}.")
     return problems

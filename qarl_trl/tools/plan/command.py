@@ -70,7 +70,7 @@ def report(run: Run) -> dict[str, Any]:
         "cache_bytes": items.cache_bytes(run),
         "cache_tokens": cache,
         "sync": items.synced_bytes(run),
-        "best_utilization": items.best_utilization(run) if run.beside else 0.0,
+        "best_utilization": items.best_utilization(run) if run.engine == "colocate" else 0.0,
     }
 
 
@@ -95,14 +95,12 @@ def table(found: dict[str, Any], run: Run) -> str:
         share = f"; vllm_gpu_memory_utilization: at most {found['best_utilization']:g} would fit"
         lines += [
             f"engine: weights {found['engine_weights'] / gib:.1f} GiB on each of {run.engine_ranks}, key-value cache {cache}",
-            f"a weight sync moves {found['sync'] / gib:.1f} GiB{share if run.beside else ''}",
+            f"a weight sync moves {found['sync'] / gib:.1f} GiB{share if run.engine == 'colocate' else ''}",
         ]
     for moment in found["over"]:
         largest = sorted(moments[moment].items(), key=lambda item: -item[1])[:3]
         items = ", ".join(f"{name} {size / gib:.1f}" for name, size in largest)
         lines.append(f"It does not fit: {moment} {peaks[moment] / gib:.1f} GiB, mostly {items}.")
     if found["cache_tokens"] < run.tokens:
-        lines.append(
-            "The engine has no room for one row: more vllm_tensor_parallel_size or vllm_gpu_memory_utilization."
-        )
+        lines.append("The engine has no room for one row: raise vllm_tensor_parallel_size or its share of the memory.")
     return "\n".join([*lines, "It fits." if found["fits"] else f"Change {OPTIONS}."])

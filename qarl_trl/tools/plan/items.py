@@ -54,8 +54,8 @@ class Run:
     tokens: int  # of the longest row
     budget: int | None  # `max_tokens_per_pass`
     checkpointing: bool  # of gradients
-    half: bool  # computes in 16 bits
-    engine: str  # "colocate", "server" (on GPUs of its own), "" without one
+    compute: int  # bytes of an entry in forward and backward
+    engine: str  # "colocate" (on these GPUs), "server" (on GPUs of its own), "" without one
     utilization: float  # `vllm_gpu_memory_utilization`
     sleep: bool
     engine_ranks: int = 1
@@ -64,30 +64,22 @@ class Run:
     reference: bool = False  # a frozen second model
 
     @property
-    def beside(self) -> bool:
-        """Whether an engine shares these GPUs."""
-        return self.engine == "colocate"
-
-    @property
     def head_dim(self) -> int:
         config = self.config
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     @property
-    def compute(self) -> int:
-        return 2 if self.half else 4
-
-    @property
     def residual(self) -> int:
         """Bytes of an entry between layers: autocast leaves them as the weights are, FSDP2 casts the weights."""
-        return self.compute if self.fsdp2 and self.half else self.parameters[0].size
+        size = self.parameters[0].size
+        return min(self.compute, size) if self.fsdp2 else size
 
-    def own(self, parameter: Parameter) -> tuple[int, int]:
-        """Entries of a parameter on this GPU, and bytes of each, of its gradient and of its moments."""
+    def own(self, parameter: Parameter) -> int:
+        """Entries of a parameter on this GPU."""
         if not self.fsdp2 or not parameter.shape:
-            return parameter.entries, parameter.size
+            return parameter.entries
         # FSDP2 cuts dimension 0 and pads every part to the longest.
-        return math.ceil(parameter.shape[0] / self.ranks) * math.prod(parameter.shape[1:]), parameter.size
+        return math.ceil(parameter.shape[0] / self.ranks) * math.prod(parameter.shape[1:])
 
 
 # The learner --------------------------------------------------------------------------------------------------------
@@ -95,23 +87,17 @@ class Run:
 
 def trained_bytes(run: Run) -> int:
     """As many as the gradients have, and each moment."""
-    return sum(math.prod(run.own(p)) for p in run.parameters if p.optimizer)
+    return sum(run.own(p) * p.size for p in run.parameters if p.optimizer)
 
 
 def master_weights(run: Run) -> int:
-    return sum(math.prod(run.own(p)) for p in run.parameters)
+    return sum(run.own(p) * p.size for p in run.parameters)
 
 
 def optimizer_state(run: Run) -> int:
     """Of AdamW two moments and a float32 count of steps for each parameter, of Muon a momentum."""
     adamw = [p for p in run.parameters if p.optimizer == "adamw"]
-    return trained_bytes(run) + sum(math.prod(run.own(p)) + 4 for p in adamw)
-
-
-def pass_tokens(run: Run) -> int:
-    """Tokens of the largest pass: as many whole rows as the budget holds, or all rows padded."""
-    whole = run.rows if run.budget is None else min(run.rows, max(1, run.budget // run.tokens))
-    return whole * run.tokens
+    return trained_bytes(run) + sum(run.own(p) * p.size + 4 for p in adamw)
 
 
 def layer_saved(run: Run) -> int:
@@ -124,7 +110,8 @@ def layer_saved(run: Run) -> int:
     for p in (p for p in layers if p.layer == layers[-1].layer):  # the last, which has experts if any has
         if len(p.shape) > 1:
             times = run.config.num_experts_per_tok if len(p.shape) == 3 else 1
-            saved += times * (p.shape[-2] * run.compute + p.shape[-1] * (1 if rounds_inputs(run, p) else run.compute))
+            of_input = 1 if run.low_bit_forward and p.rounds_inputs else run.compute
+            saved += times * (p.shape[-2] * run.compute + p.shape[-1] * of_input)
         elif p.shape[0] == run.head_dim:  # of each head (Qwen3)
             heads = getattr(run.config, "num_key_value_heads" if "k_norm" in p.name else "num_attention_heads")
             saved += p.shape[0] * heads * (4 + run.compute)
@@ -138,11 +125,6 @@ def head_saved(run: Run) -> int:
     return (4 + 2 * run.residual) * run.config.hidden_size
 
 
-def rounds_inputs(run: Run, parameter: Parameter) -> bool:
-    """Whether the forward quantizes what it multiplies by `parameter`."""
-    return run.low_bit_forward and parameter.rounds_inputs
-
-
 def activations(run: Run) -> int:
     """What a micro-batch has saved when its backward begins."""
     layer = run.residual * run.config.hidden_size if run.checkpointing else layer_saved(run)
@@ -154,11 +136,14 @@ def activations(run: Run) -> int:
 
 def backward_work(run: Run) -> int:
     """What comes and goes in a backward: of the fused head or of a layer, whichever is more, and what FSDP2 gathers."""
-    tokens, hidden, largest = pass_tokens(run), run.config.hidden_size, _largest(run, inside=True)
+    # A pass has as many whole rows as the budget holds, or all rows padded.
+    tokens = run.tokens * (run.rows if run.budget is None else min(run.rows, max(1, run.budget // run.tokens)))
+    hidden, largest = run.config.hidden_size, max(p.entries for p in run.parameters if p.layer)
     tile = min(tokens, TILE[0]) * TILE[1] * run.compute
     head = 4 * hidden * (tokens + run.config.vocab_size) + tile
     # Gradients within a layer are about 0.3 of what it saves, 0.9 where quantized inputs become numbers again.
-    a_token = (0.9 if any(rounds_inputs(run, p) for p in run.parameters) else 0.3) * layer_saved(run) - head_saved(run)
+    rounds = run.low_bit_forward and any(p.rounds_inputs for p in run.parameters)
+    a_token = (0.9 if rounds else 0.3) * layer_saved(run) - head_saved(run)
     if run.checkpointing:  # computed again; its checkpoint is among what it saves
         a_token += layer_saved(run) - run.residual * hidden
     # What it multiplied by, and the product that is its gradient.
@@ -178,15 +163,10 @@ def backward_work(run: Run) -> int:
 
 def step_work(run: Run) -> int:
     """What comes and goes in the optimizer's step: AdamW's square roots (of all its entries at once), Muon's matrix."""
-    adamw = 4 * sum(run.own(p)[0] for p in run.parameters if p.optimizer == "adamw")
+    adamw = 4 * sum(run.own(p) for p in run.parameters if p.optimizer == "adamw")
     # A matrix is gathered first. Experts are stepped where they are, one matrix at a time: small beside it.
     matrix = max((p.entries for p in run.parameters if p.optimizer == "muon"), default=0)
     return max(adamw, matrix * (MUON_WORK + 4 * run.fsdp2))
-
-
-def _largest(run: Run, inside: bool) -> int:
-    """Entries of the largest parameter, of all or `inside` the decoder layers."""
-    return max((p.entries for p in run.parameters if p.layer or not inside), default=0)
 
 
 # The engine ---------------------------------------------------------------------------------------------------------
@@ -216,7 +196,8 @@ def cache_tokens(run: Run) -> int:
 
 def sync_work(run: Run) -> int:
     """The largest parameter gathered in bfloat16, its copy, and the engine's, if that is beside."""
-    return _largest(run, inside=False) * (2 * run.fsdp2 + 2 + 2 * run.beside) if run.engine else 0
+    copies = run.fsdp2 + 1 + (run.engine == "colocate")
+    return 2 * copies * max(p.entries for p in run.parameters) if run.engine else 0
 
 
 # The moments --------------------------------------------------------------------------------------------------------
@@ -233,7 +214,7 @@ def moments(run: Run) -> dict[str, dict[str, int]]:
         "reserve (assumed)": RESERVE,
     }
     weights, awake = {}, {}
-    if run.beside:
+    if run.engine == "colocate":
         weights = {"engine weights": engine_weights(run)}
         awake = weights | {"key-value cache": max(0, cache_bytes(run)), "work of the engine (assumed)": ENGINE_WORK}
     during = always if run.sleep else always | awake  # all moments but the rollout

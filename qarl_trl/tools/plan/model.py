@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import get_peft_config
 
 from ...optim import split_parameters
@@ -39,12 +40,7 @@ BUNDLED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 
 
 def plan_run(
-    settings: Any,
-    model_args: Any,
-    gpus: int = 1,
-    memory: float = 79,
-    sharding: str | None = None,
-    tokens: int | None = None,
+    settings: Any, model_args: Any, gpus: int, memory: float, sharding: str | None, tokens: int | None
 ) -> Run:
     """
     The run of `settings` (`QaRLConfig`) and TRL's `model_args` on `gpus` of `memory` GiB each.
@@ -59,9 +55,7 @@ def plan_run(
     if engine_ranks < 1 or (engine == "colocate" and gpus % engine_ranks):
         raise ValueError(f"vllm_tensor_parallel_size={engine_ranks} must divide the GPUs, got --gpus {gpus}.")
     if sharding not in (None, "ddp", "fsdp2"):
-        raise ValueError(
-            f"--sharding must be ddp or fsdp2, got {sharding}. ZeRO-3 needs more than fsdp2: docs/scaling.md says what."
-        )
+        raise ValueError(f"--sharding must be ddp or fsdp2, got {sharding}. For ZeRO-3 see docs/scaling.md.")
     name = model_args.model_name_or_path
     config, source = read_config(name), quantized_source(name) if settings.from_checkpoint else None
     plan = settings.quant_plan(None if source is None else source.plan())
@@ -81,7 +75,7 @@ def plan_run(
         tokens=tokens or settings.vllm_max_model_length or (settings.max_completion_length or 0) + PROMPT,
         budget=settings.max_tokens_per_pass,
         checkpointing=settings.gradient_checkpointing,
-        half=settings.bf16,
+        compute=2 if settings.bf16 else 4,
         engine=engine,
         utilization=settings.vllm_gpu_memory_utilization,
         sleep=settings.vllm_enable_sleep_mode,
@@ -127,11 +121,7 @@ def parameters(model: nn.Module, muon: bool, ranks: int = 1) -> tuple[Parameter,
     """
     matrices, experts, _ = split_parameters(model) if muon else ([], {}, [])
     optimizers = dict.fromkeys(matrices, "muon") | dict.fromkeys(experts, "experts")
-    depth = model.config.get_text_config().num_hidden_layers
-    lists = (
-        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth
-    )
-    layers = tuple(f"{name}.{i}." for name in lists for i in range(depth))
+    layers = [f"{name}." for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
     low_bit: dict[int, dict[str, Any]] = {}
     for _, module in quantized_modules(model):
         in_experts = isinstance(module, QuantExperts)

@@ -52,15 +52,15 @@ def test_prompts_are_those_of_the_trainer(tmp_path):
         rows = load_math_dataset(source, prompt_template="{problem} #", conversational=template is not None)
         expected = trainer._tokenize_prompts(rows["prompt"][:])[0]
         problems = load_problems(source, "test", None, tokenizer, kwargs, prompt_template="{problem} #")
-        assert [list(problem.prompt_ids) for problem in problems] == expected
-        assert all("#" in problem.prompt for problem in problems)
-        assert ("hm" in problems[0].prompt) == (template is not None)  # control: the template's arguments arrive
+        assert [problem["prompt_ids"] for problem in problems] == expected
+        assert all("#" in problem["prompt"] for problem in problems)
+        assert ("hm" in problems[0]["prompt"]) == (template is not None)  # control: the template's arguments arrive
 
 
 def test_problems_whose_reference_cannot_be_read_are_left_out(tmp_path):
     unreadable = r"x_{0} \cos (\omega t)+$ $\dot{x}_{0} \sin (\omega t) / \omega"  # of Minerva
     rows = [*ROWS, {"problem": "q", "answer": unreadable}]
     problems = load_problems(write(tmp_path / "a.jsonl", rows), "test", None, make_tokenizer(), {})
-    assert [problem.answer for problem in problems] == ["2", "4"]
+    assert [problem["answer"] for problem in problems] == ["2", "4"]
     with pytest.raises(ValueError, match="none of the 1 answers"):
         load_problems(write(tmp_path / "b.jsonl", rows[2:]), "test", None, make_tokenizer(), {})

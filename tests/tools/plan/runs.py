@@ -24,7 +24,7 @@ def example_run(model: nn.Module, config: PretrainedConfig, muon: bool = True, *
         "tokens": 18432,
         "budget": 22528,
         "checkpointing": True,
-        "half": True,
+        "compute": 2,
         "engine": "colocate",
         "utilization": 0.5,
         "sleep": True,

@@ -57,7 +57,7 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, changes):
     config = meta.read_config(folders[kind])
     skeleton = meta.skeleton(config, torch.float32, adapter, trainer.args.quant_plan())
     muon = trainer.args.optim_muon
-    run = example_run(skeleton, config, muon, half=False)
+    run = example_run(skeleton, config, muon, compute=4)
     found = {name: size for name, size in counted(trainer).items() if size}
     print("trainer", kind, found, "gradients", max(gradients))
     assert resident(run) == found
