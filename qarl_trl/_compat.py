@@ -65,15 +65,11 @@ torch.serialization.register_package(
 _GRPO_TRAINER = "trl.trainer.grpo_trainer"
 
 
-def generation_backend(factory: Callable[..., Any]) -> AbstractContextManager:
-    """Make `GRPOTrainer.__init__` build its engine with `factory` (https://github.com/huggingface/trl/pull/6816 would)."""
-    return patch(f"{_GRPO_TRAINER}.VLLMGeneration", factory)
-
-
 @contextmanager
-def loader(load: Callable[..., Any] | None) -> Iterator[None]:
+def construction(build_engine: Callable[..., Any], load: Callable[..., Any] | None) -> Iterator[None]:
     """
-    Make `GRPOTrainer.__init__` load the policy and the reference with `load(name, **model_init_kwargs)`, once per machine.
+    Make `GRPOTrainer.__init__` build its engine with `build_engine` (https://github.com/huggingface/trl/pull/6816 would), and load
+    the policy and the reference with `load(name, **model_init_kwargs)`, once per machine.
 
     TRL's own loader would hand a compressed checkpoint to transformers' quantizer, whose model has no master weights to train.
     `None` leaves it in place.
@@ -102,11 +98,12 @@ def loader(load: Callable[..., Any] | None) -> Iterator[None]:
             setattr(model.get_submodule(parent), local, zeros)
 
     def prepare(model: PreTrainedModel, accelerator: Any) -> Any:
-        return (
-            fsdp2_prepare_model(accelerator, model) if accelerator.is_fsdp2 else prepare_fsdp(model, accelerator)
-        ).eval()
+        if accelerator.is_fsdp2:
+            return fsdp2_prepare_model(accelerator, model).eval()
+        return prepare_fsdp(model, accelerator).eval()
 
     with ExitStack() as stack:
+        stack.enter_context(patch(f"{_GRPO_TRAINER}.VLLMGeneration", build_engine))
         stack.enter_context(patch.object(PreTrainedModel, original.__name__, fill))
         stack.enter_context(patch(f"{_GRPO_TRAINER}.prepare_fsdp", prepare))
         if load is not None:
@@ -162,11 +159,6 @@ def fsdp_settings(args: Any) -> dict[str, Any] | None:
 def is_zero3(args: Any) -> bool:
     """Whether DeepSpeed shards the parameters, by the arguments of a run or accelerate's state."""
     return args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
-
-
-def copies_while_loading() -> int:
-    """How many processes of this machine hold the whole model in host memory while it loads; see [`loader`]."""
-    return 1 if is_fsdp_enabled() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def restore_master_weights(model: PreTrainedModel, folder: str) -> None:

@@ -96,7 +96,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
                 **engine_args,
             )
 
-        with _compat.generation_backend(build_engine), _compat.loader(source and load_master_weights):
+        with _compat.construction(build_engine, source and load_master_weights):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self.rollout_func is not None:
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)

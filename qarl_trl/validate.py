@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.distributed.fsdp import is_fsdp_enabled
 
 from . import _compat
 from .checkpoints.lock import LOCK, holding
@@ -173,7 +175,7 @@ def check_host_memory(config: PretrainedConfig, args: QaRLConfig) -> None:
         return
     dtype = (args.model_init_kwargs or {}).get("dtype") or "float32"  # TRL's default
     width = getattr(torch, str(dtype).removeprefix("torch."), torch.float32).itemsize  # "auto": unknown
-    copies = _compat.copies_while_loading()
+    copies = 1 if is_fsdp_enabled() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # see `_compat.construction`
     needed, free = width * copies * sum(p.numel() for p in skeleton(config, args).parameters()), available_memory()
     args.distributed_state.wait_for_everyone()  # until all have measured, none loads
     if needed > free:

@@ -52,11 +52,8 @@ def test_file_becomes_prompt_and_answer_only(write, name):
         ({"problem": "p", "solution": r"\boxed{1}", "answer": "2"}, "p", "2"),  # MATH-500: the answer goes first
         ({"problem": "p", "question": "p", "answer": 27.0}, "p", "27"),  # AMC
         ({"prompt": "p", "target": "5"}, "p", "5"),
-        (
-            {"prompt": "p", "target": "worked", "reward_model": {"ground_truth": "5", "style": "rule"}},
-            "p",
-            "5",
-        ),  # verl
+        # verl
+        ({"prompt": "p", "target": "worked", "reward_model": {"ground_truth": "5", "style": "rule"}}, "p", "5"),
     ],
 )
 def test_columns_and_answers_of_known_sets_are_found(write, row, problem, answer):

@@ -154,7 +154,7 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_it_loads(tmp_path, 
     validate.check_run(str(tmp_path / "model"), args, {})  # controls: a server holds no master weights
     monkeypatch.setattr(validate, "available_memory", lambda: 4 * needed)
     validate.check_host_memory(found, half)
-    monkeypatch.setattr(validate._compat, "is_fsdp_enabled", lambda: True)  # one process reads them for all
+    monkeypatch.setattr(validate, "is_fsdp_enabled", lambda: True)  # one process reads them for all
     validate.check_host_memory(found, args)
 
 

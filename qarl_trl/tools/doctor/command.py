@@ -50,9 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="recipe; its keys can also be given here, as to `qarl-trl train`")
-    parser.add_argument(
-        "--probe_prompts", type=int, default=8, help="to measure the mismatch with (default: 8, 0: none)"
-    )
+    parser.add_argument("--probe_prompts", type=int, default=8, help="to measure the mismatch with (default: 8)")
     return parser
 
 

@@ -90,12 +90,8 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mism
     return Mismatch(floor, rollout_only, learner, all(scheme.activations == "none" for scheme in schemes))
 
 
-class Sample(NamedTuple):
-    """Token ids of a prompt and of its answer, and the engine's log-probs of the answer."""
-
-    prompt: list[int]
-    answer: list[int]
-    logps: list[float]
+# Token ids of a prompt and of its answer, and the engine's log-probs of the answer.
+Sample = tuple[list[int], list[int], list[float]]
 
 
 def sample(folder: str, settings: dict[str, Any], prompts: Sequence[list[int]], temperature: float) -> list[Sample]:
@@ -109,7 +105,7 @@ def sample(folder: str, settings: dict[str, Any], prompts: Sequence[list[int]], 
     outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
     answers = [output.outputs[0] for output in outputs]
     return [
-        Sample(list(ids), list(a.token_ids), [s[t].logprob for s, t in zip(a.logprobs, a.token_ids, strict=True)])
+        (list(ids), list(a.token_ids), [s[t].logprob for s, t in zip(a.logprobs, a.token_ids, strict=True)])
         for ids, a in zip(prompts, answers, strict=True)
     ]
 
@@ -118,12 +114,12 @@ def sample(folder: str, settings: dict[str, Any], prompts: Sequence[list[int]], 
 def logp_diff(model: PreTrainedModel, samples: list[Sample], temperature: float, bf16: bool = True) -> float:
     """Mean absolute difference between the engine's log-probs and those of `model`, by default in bfloat16."""
     differences = []
-    for row in samples:
-        ids = torch.tensor([row.prompt + row.answer], device=model.device)
+    for prompt, answer, expected in samples:
+        ids = torch.tensor([prompt + answer], device=model.device)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
             logits = model(input_ids=ids).logits[:, :-1].float()
         logps = (logits / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-        differences.append(logps[0, len(row.prompt) - 1 :].cpu() - torch.tensor(row.logps))
+        differences.append(logps[0, len(prompt) - 1 :].cpu() - torch.tensor(expected))
     return torch.cat(differences).abs().mean().item()
 
 

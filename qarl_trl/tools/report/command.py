@@ -13,23 +13,18 @@ output_dir of a QaRLTrainer or of TRL's GRPOTrainer with a trainer_state.json (a
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Write `report.html`; `ValueError` for a folder without a log."""
     parser = argparse.ArgumentParser(prog="qarl-trl report", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("--output_dir", help="where report.html goes (default: the first run's folder)")
     options = parser.parse_args(argv)
-    print(f"written to {write_report(options.runs, options.output_dir)}")
-
-
-def write_report(given: Sequence[str], output_dir: str | None = None) -> Path:
-    """Write `report.html` of the run folders `given` into `output_dir` or the first of them; `ValueError` for a folder without a log."""
     from .page import page
     from .runs import read_run
 
-    folders = [Path(one).expanduser().resolve() for one in given]
+    folders = [Path(one).expanduser().resolve() for one in options.runs]
     root = os.path.commonpath([folder.parent for folder in folders])  # the rest of a path may hold names of users
     text = page([read_run(folder, str(folder.relative_to(root))) for folder in folders])
-    file = Path(output_dir or folders[0]).expanduser() / "report.html"
+    file = Path(options.output_dir or folders[0]).expanduser() / "report.html"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    return file
+    print(f"written to {file}")

@@ -26,7 +26,6 @@ class Run:
     """One run. `log` has a row for each log line, with its `step`."""
 
     name: str
-    folder: Path
     log: list[dict[str, Any]]
 
     @cached_property
@@ -76,4 +75,4 @@ def read_run(folder: Path, name: str) -> Run:
     log = max(logs, key=len)  # of several checkpoints the one that is furthest on
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
-    return Run(name, folder, log)
+    return Run(name, log)

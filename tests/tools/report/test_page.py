@@ -18,8 +18,8 @@ from qarl_trl.tools.report.runs import Run, read_run
 from .folders import log, write_run
 
 
-def test_every_panel_draws_what_was_logged(tmp_path):
-    run = Run("a", tmp_path, [*log(updates=2), {"step": 0, "eval_reward": 0.5}, {"step": 16, "eval_reward": 0.75}])
+def test_every_panel_draws_what_was_logged():
+    run = Run("a", [*log(updates=2), {"step": 0, "eval_reward": 0.5}, {"step": 16, "eval_reward": 0.75}])
     for panel in PANELS:
         axis = Figure().add_subplot()
         draw(axis, panel, [run])

@@ -16,12 +16,12 @@ def test_the_log_that_is_furthest_on_is_read(tmp_path):
     assert read_run(tmp_path / "a", "a").log[-1]["step"] == 12
 
 
-def test_a_point_is_a_rollout_batch(tmp_path):
+def test_a_point_is_a_rollout_batch():
     """The ratio saw-tooths from update to update; its mean and its extremes over a batch do not."""
     rows = log(batches=3, updates=4)
     rows[4] |= {"entropy": math.nan}
     rows += [{"step": 4, "eval_reward": 0.5, "eval_runtime": 1.0}, {"step": 12, "train_runtime": 9.0}]
-    run = Run("a", tmp_path, rows)
+    run = Run("a", rows)
     assert [part.tolist() for part in run.series("ratio/max")] == [[1, 5, 9], [1 + 3 / 64] * 3]
     assert run.values("ratio/min").tolist() == [1 - 3 / 64] * 3
     shares = [row["ratio/neg_low_frac"] for row in rows[:12]]
@@ -29,5 +29,5 @@ def test_a_point_is_a_rollout_batch(tmp_path):
     assert run.values("entropy")[1] == pytest.approx(sum(row["entropy"] for row in rows[5:8]) / 3)  # without the NaN
     assert [part.tolist() for part in run.series("eval_reward")] == [[1], [0.5]]
     assert run.series("nothing")[0].size == 0
-    by_line = Run("b", tmp_path, [row | {"reward": 1.0} for row in rows[:12]])
+    by_line = Run("b", [row | {"reward": 1.0} for row in rows[:12]])
     assert len(by_line.values("ratio/max")) == 12  # control: with a reward in each line, each is a batch

@@ -15,11 +15,11 @@ ARMS = Path(__file__).parents[3] / "benchmarks" / "results" / "arms"
 
 
 def levels(rows):
-    return {finding.level: finding for finding in verdict(Run("a", Path(), rows))}
+    return {finding.level: finding for finding in verdict(Run("a", rows))}
 
 
 def test_a_healthy_run():
-    findings = verdict(Run("a", Path(), log()))
+    findings = verdict(Run("a", log()))
     assert headline(findings) == "healthy" and [finding.level for finding in findings] == ["good", "good"]
     assert any("at the noise floor" in finding.text for finding in findings)
 
@@ -47,13 +47,13 @@ def test_trends_are_of_quarters_and_not_of_short_runs():
         batch = (row["step"] - 1) // 4
         if "reward" in row:
             row |= {"reward": 0.1 * batch if batch < 8 else 0.0, "mismatch/logp_diff_mean": 0.02 * (batch + 1)}
-    texts = [finding.text for finding in verdict(Run("a", Path(), rows)) if finding.level == "bad"]
+    texts = [finding.text for finding in verdict(Run("a", rows)) if finding.level == "bad"]
     assert any("it fell" in text for text in texts) and any("it grows" in text for text in texts)
     assert "bad" not in levels(rows[:28])  # control: 7 batches
 
 
 def test_without_a_log_of_it_nothing_is_claimed():
-    found = verdict(Run("a", Path(), [{"step": 1, "reward": 0.5}]))
+    found = verdict(Run("a", [{"step": 1, "reward": 0.5}]))
     assert [finding.level for finding in found] == ["unknown", "unknown"]
 
 
@@ -65,4 +65,4 @@ def test_committed_runs(arm, wrong):
         {"step": step} | {name: values[step] for name, values in cell.items() if values[step] is not None}
         for step in range(len(cell["reward"]))
     ]
-    assert headline(verdict(Run(arm, Path(), rows))) == ("something is wrong" if wrong else "healthy")
+    assert headline(verdict(Run(arm, rows))) == ("something is wrong" if wrong else "healthy")
