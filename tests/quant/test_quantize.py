@@ -49,6 +49,13 @@ def test_quantized_and_scales_are_those_of_the_definition(scheme, group_size, dt
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
+def test_tensors_without_values_are_those_with_values(scheme, group_size):
+    real = stored(normal(384, 256), scheme, group_size)
+    found = quantize_module.meta_tensors(384, 256, resolve_scheme(scheme, group_size))
+    assert {name: (t.shape, t.dtype) for name, t in found.items()} == {n: (t.shape, t.dtype) for n, t in real.items()}
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_float32_and_bfloat16_master_weights_give_the_same_bytes(scheme, group_size, monkeypatch):
     master = normal(128, 256, seed=3)
     resolved = resolve_scheme(scheme, group_size)

@@ -86,9 +86,7 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
     [
         (["--model_name_or_path", "nobody/knows-this"], "model_name_or_path"),
         (["--gpus", "0"], "--gpus"),
-        (["--tokens", "-5"], "--tokens"),
         (["--memory", "nan"], "--memory"),
-        (["--memory", "1e308"], "--memory"),
         (["--vllm_tensor_parallel_size", "0"], "vllm_tensor_parallel_size"),
         (["--gpus", "8", "--vllm_tensor_parallel_size", "3"], "vllm_tensor_parallel_size=3"),
         (["--quant_scheme", "W3A16"], "quant_scheme"),
