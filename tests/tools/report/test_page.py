@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-from slow.toys import distinct_characters, prompts, save_model
-from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import cli
 from qarl_trl.tools.report.plots import COLOURS, PANELS, draw
-from qarl_trl.tools.report.runs import Run, read_run
+from qarl_trl.tools.report.runs import Run
 
 from .folders import log, write_run
 
@@ -54,23 +52,3 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, capsys, runs, me
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0]
     assert not list(tmp_path.rglob("report*"))
-
-
-def test_a_report_of_trls_own_trainer(tmp_path):
-    """Trained here by a stock `GRPOTrainer`; no engine, so no mismatch, and none of the trainer's own metrics."""
-    size = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 4}
-    quiet = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    args = GRPOConfig(
-        str(tmp_path / "run"), steps_per_generation=2, logging_steps=1, log_completions=True, **size, **quiet
-    )
-    model = save_model(tmp_path / "model", layers=1)
-    trainer = GRPOTrainer(model, distinct_characters, args, train_dataset=prompts())
-    trainer.train()
-    trainer.save_state()
-    cli.main(["report", str(tmp_path / "run")])
-    run = read_run(tmp_path / "run", "run")
-    assert [row["step"] for row in run.points] == [1, 3]
-    drawn_metrics = [name for panel in PANELS for name in panel.metrics if len(run.values(name))]
-    assert {"reward", "entropy", "time/update", "ratio/neg_low_frac", "completions/mean_length"} <= {*drawn_metrics}
-    text = (tmp_path / "run" / "report.html").read_text()
-    assert "no log-prob mismatch was logged" in text
