@@ -35,7 +35,7 @@ def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) 
         for step, values in enumerate(zip(*curves, strict=True), 1):
             if known := [value for value in values if value is not None]:
                 rows.setdefault(step, {"step": step})[metric] = statistics.fmean(known)
-    return Run(name, Path(), list(rows.values()))
+    return Run(name, list(rows.values()))
 
 
 def draw_panels(panels: tuple[Panel, ...], runs: list[Run], columns: int) -> Figure:

@@ -109,7 +109,9 @@ class QaRLConfig(GRPOConfig):
     tbpo_delta_low: float = HfArg(default=3e-4, help="Advantage < 0: sequence ratio >= 1 - this. delta_l (Table 2).")
     tbpo_delta_high: float = HfArg(default=7e-4, help="Advantage < 0: sequence ratio <= 1 + this. delta_h (Table 2).")
     tbpo_mismatch_cap: float = HfArg(default=2.0, help="The mismatch weight is in [1/c, c]. c (Eq. 5; Table 2).")
-    advantage_filter: Literal["none", "positive"] = HfArg(default="none", help="'positive': negative ones are 0.")
+    advantage_filter: Literal["none", "positive"] = HfArg(
+        default="none", help="'positive': negative advantages count as 0."
+    )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
         help="Stop when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this: for "
