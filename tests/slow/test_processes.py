@@ -342,7 +342,7 @@ def _stopped(model: str, folder: str, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("one engine", ("1 of 2", "1 of 2")),
+        ("one engine", ("sync check prompt",) * 2),
         (  # without the word of the other, the first would wait in its next collective for ever
             "incomplete sync",
             (
