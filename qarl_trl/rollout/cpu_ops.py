@@ -127,10 +127,11 @@ class _EngineAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
             inputs = [t.float().requires_grad_() for t in ctx.saved_tensors]
-            sequences = zip(*(t.transpose(0, 1).split(ctx.lengths, dim=1) for t in inputs), strict=True)
+            # With a batch of one: on three dimensions torch takes a kernel that keeps the square of a sequence.
+            sequences = zip(*(t.transpose(0, 1)[None].split(ctx.lengths, dim=2) for t in inputs), strict=True)
             exact = partial(F.scaled_dot_product_attention, is_causal=True, scale=ctx.scale, enable_gqa=True)
             outputs = [exact(*sequence) for sequence in sequences]
-            grads = torch.autograd.grad(torch.cat(outputs, dim=1).transpose(0, 1), inputs, grad.float())
+            grads = torch.autograd.grad(torch.cat(outputs, dim=2)[0].transpose(0, 1), inputs, grad.float())
         return *(g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
 
 

@@ -246,6 +246,15 @@ def test_gradients_are_those_of_exact_attention_at_the_rounded_inputs():
         assert relative_error(mine, exact) < (1e-6 if given.dtype == torch.float32 else 3e-3)
 
 
+def test_the_backward_keeps_no_square_of_a_sequence():
+    query, key, value = (heads(1, 4, 1024, 32, seed=seed).requires_grad_() for seed in range(3))
+    y, _ = engine_attention(None, query, key, value, None, 32**-0.5, sequence_lengths=(1000, 24))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        y.float().sum().backward()
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert largest < 4 * 1000 * 1000  # bytes: a square of the longer one would have four heads x 4 bytes x 1000 x 1000
+
+
 def logits_of(model, ids, **inputs):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         return model(input_ids=ids, **inputs).logits
