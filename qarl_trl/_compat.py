@@ -34,7 +34,7 @@ def installed_version(package: str) -> str | None:
 
 def requirements() -> dict[str, Requirement]:
     """What pyproject.toml requires, by package, extras included; without the tools that no run needs."""
-    needed = map(Requirement, importlib.metadata.requires("qarl_trl"))
+    needed = map(Requirement, importlib.metadata.requires("qarl_trl") or ())
     return {one.name: one for one in needed if "quality" not in str(one.marker)}
 
 
@@ -202,8 +202,8 @@ def keep_float32(accelerator: Any) -> None:
     accelerate's policy (`FullyShardedDataParallelPlugin.set_mixed_precision`, 1.15) casts all that the model returns to the
     parameters' dtype. bfloat16 log-probs are up to 0.016 apart at -3, and the paper's trust bands 0.0004 wide.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = None if plugin is None else plugin.mixed_precision_policy
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy: Any = None if plugin is None else plugin.mixed_precision_policy
     if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy

@@ -103,8 +103,8 @@ def schemes(argv: Sequence[str]) -> None:
         learner, merged = "untested" if row.gpus else "no", "no" if row.name == "NVFP4A16" else "tested"
         rows.append((row.name, groups, row.activations, learner, *engines, merged))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for cells in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
@@ -142,6 +142,11 @@ class QaRLConfig(GRPOConfig):
         return self.quant_recipe or self.quant_scheme or "none"
 
     @property
+    def engine_kwargs(self) -> dict[str, Any]:
+        """`vllm_engine_kwargs`, which the parser of a command line leaves as text until `__post_init__`."""
+        return cast(dict[str, Any], self.vllm_engine_kwargs or {})
+
+    @property
     def from_checkpoint(self) -> bool:
         """Whether a quantized `model` decides what is quantized, and how."""
         return self.quant_recipe is None and self.quant_scheme == "checkpoint"
@@ -179,7 +184,7 @@ class QaRLConfig(GRPOConfig):
 
     def _other_roundings(self) -> str | None:
         """Why, whatever the model, the engine's operations in the learner would not give the engine's log-probs."""
-        engine = self.vllm_engine_kwargs or {}
+        engine = self.engine_kwargs
         defaults = {"enforce_eager": True, "compilation_config": None, "kv_cache_dtype": "auto"}
         changed = [name for name, default in defaults.items() if engine.get(name, default) != default]
         reasons = {
@@ -314,7 +319,7 @@ def _check_engine(args: QaRLConfig) -> None:
         tokens = [key for key, value in (getattr(args, field) or {}).items() if "token" in key and type(value) is str]
         if tokens:
             raise ValueError(f"{field} sets {tokens}, which would be in logs and checkpoints. Set HF_TOKEN instead.")
-    owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
+    owned = sorted(set(args.engine_kwargs) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
         raise ValueError(f"vllm_engine_kwargs sets {owned}, which the trainer sets from its own fields. Remove them.")
     threshold = args.mismatch_abort_threshold
@@ -329,11 +334,9 @@ def _check_passes(args: QaRLConfig) -> None:
         raise ValueError(f"max_tokens_per_pass must be at least {field}={longest}, got {args.max_tokens_per_pass}.")
 
 
-def _checked_verify(value: Any) -> str | int:
-    """`"off"`, `"first"` or an `int`: YAML makes `False` of a bare `off`, the command line a string of a number."""
+def _checked_verify(value: Any) -> str:
+    """`"off"`, `"first"` or a number: YAML makes `False` of a bare `off`, a script may give an `int`."""
     text = "off" if value is False else str(value)
-    if text in ("off", "first"):
-        return text
-    if not text.isdecimal() or int(text) < 1:
+    if text not in ("off", "first") and (not text.isdecimal() or int(text) < 1):
         raise ValueError(f"verify_sync={value!r} must be 'off', 'first' or a number of syncs >= 1.")
-    return int(text)
+    return text

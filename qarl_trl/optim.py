@@ -8,7 +8,7 @@ response. At the paper's rate of 1e-6 the master weights must be float32: a bflo
 import contextlib
 import logging
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ ADJUST_LR = "match_rms_adamw"
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)\.")
 
 
-def _own_matrices(tensor: Tensor, projections: int) -> list[Tensor]:
+def _own_matrices(tensor: Any, projections: int) -> list[Tensor]:
     """Views of the matrices of the experts that this process holds."""
     sharded = isinstance(tensor, DTensor)
     if sharded and not all(placement.is_replicate() or placement.is_shard(0) for placement in tensor.placements):
@@ -98,6 +98,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def _embedding_and_head_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of embeddings and output heads; submodules are asked too, so a wrapped model gives the same answer."""
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    module: Any
     for module in model.modules():
         if hasattr(module, "get_input_embeddings") and hasattr(module, "get_output_embeddings"):
             with contextlib.suppress(NotImplementedError):  # transformers' answer for a backbone without tokens
@@ -125,7 +126,7 @@ def split_parameters(model: nn.Module) -> tuple[list[str], dict[str, int], list[
     """
     decay = Trainer.get_decay_parameter_names(None, model)  # which reads nothing of a trainer
     excluded, projections = _embedding_and_head_parameters(model), _expert_projections(model)
-    matrices, experts, others = [], {}, []
+    matrices, experts, others = list[str](), dict[str, int](), list[str]()
     for name, param in model.named_parameters():
         hidden = param.ndim == 2 and name in decay and param not in excluded and not _ROUTER.search(name)
         if param.requires_grad and param in projections:

@@ -57,8 +57,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
-        self._pipe: Connection | None = None
+        self._process: Any = None  # a `subprocess.Popen`, and a `Connection` to it
+        self._pipe: Any = None
 
     @property
     def running(self) -> bool:
@@ -105,8 +105,8 @@ class Worker:
         self._pipe, theirs = Pipe()
         program = _PROGRAM.format(path=sys.path, module=__name__, fd=theirs.fileno(), caller=os.getpid())
         # A session of its own: Ctrl-C does not reach it, and it can be killed with all that it starts.
-        settings = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "start_new_session": True}
-        self._process = subprocess.Popen([sys.executable, "-c", program], **settings)
+        how: Any = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "start_new_session": True}
+        self._process = subprocess.Popen([sys.executable, "-c", program], **how)
         theirs.close()
 
 
@@ -125,7 +125,7 @@ def _serve(fd: int, caller: int) -> None:
             request = pipe.recv_bytes()
             try:
                 function, args = pickle.loads(request)
-                answer = function(*args), None
+                answer: Any = function(*args), None
             except BaseException as error:  # as text: not every exception can be pickled
                 answer = None, (f"{type(error).__name__}: {error}", traceback.format_exc())
             sys.stdout.flush()  # it will be killed

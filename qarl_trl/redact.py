@@ -33,6 +33,7 @@ def redact(value: Any, name: str = "") -> Any:
     if value and is_secret(name):
         return HIDDEN
     known = {content for key, content in os.environ.items() if len(content) >= _SHORTEST and is_secret(key)}
-    for content in known if isinstance(value, str) else ():
-        value = value.replace(content, HIDDEN)
+    if isinstance(value, str):
+        for content in known:
+            value = value.replace(content, HIDDEN)
     return value

@@ -26,7 +26,7 @@ _LIMIT_S = 30  # for what the alarm does not stop: one long call into C code
 # math-verify guards itself against endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may
 # use. The worker has one whatever thread asks, and what the alarm does not stop is killed with the worker.
 _WORKER = Worker()
-os.register_at_fork(after_in_child=_WORKER.__init__)  # a fork leaves the process to its parent
+os.register_at_fork(after_in_child=_WORKER.__init__)  # type: ignore[misc]  # a fork leaves the process to its parent
 
 
 def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:

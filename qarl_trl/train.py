@@ -18,9 +18,7 @@ from .redact import redact
 from .rewards import load_rewards
 
 
-if (
-    TYPE_CHECKING
-):  # and at run time in the functions: `--help` of other commands is instant, and a dry run loads no vLLM
+if TYPE_CHECKING:  # at run time in the functions: `--help` of other commands is instant, and a dry run loads no vLLM
     from datasets import Dataset
     from transformers import HfArgumentParser
     from trl import ModelConfig
@@ -145,7 +143,7 @@ def make_trainer(script_args: QaRLScriptArguments, training_args: "QaRLConfig", 
     )
 
 
-def train(trainer: "QaRLTrainer", dataset: str) -> None:
+def train(trainer: "QaRLTrainer", dataset: str | None) -> None:
     """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
     from .checkpoints.mixin import NoUpdateError
 
@@ -155,7 +153,7 @@ def train(trainer: "QaRLTrainer", dataset: str) -> None:
     except NoUpdateError as error:  # of the data, so one line
         raise SystemExit(f"qarl-trl train: {error}") from error
     if args.push_to_hub:  # saves first
-        trainer.push_to_hub(dataset_name=dataset if local_path(dataset) is None else None)
+        trainer.push_to_hub(dataset_name=dataset if dataset and local_path(dataset) is None else None)
     else:
         trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"Model saved in {args.output_dir}")
@@ -163,7 +161,7 @@ def train(trainer: "QaRLTrainer", dataset: str) -> None:
 
 def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["Dataset", "Dataset | None"]:
     """The training set and, if asked for, the evaluation set, with the columns `prompt` and `answer`."""
-    s = script_args
+    s: Any = script_args
     names = "problem_column", "answer_column", "prompt_template", "system_prompt", "conversational"
     common = {name: getattr(s, name) for name in names} | {"config_name": s.dataset_config}
     train = load_math_dataset(s.dataset_name_or_path, s.dataset_split, **common)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -69,7 +69,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     ) -> None:
         _compat.check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
         if args is None:  # named as TRL names its own
-            name = model if isinstance(model, str) else model.config._name_or_path
+            name = model if isinstance(model, str) else base_model(model).config._name_or_path
             args = QaRLConfig(f"{name.rstrip('/').split('/')[-1]}-QaRL")
         if args.device.type == "cpu":
             choose_arithmetic()
@@ -90,13 +90,13 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             return LowBitVLLMGeneration(
                 model,
                 quantization_config=quantization_config(model),
-                engine_kwargs=default_engine_kwargs(model) | (args.vllm_engine_kwargs or {}),
+                engine_kwargs=default_engine_kwargs(model) | args.engine_kwargs,
                 sync_folder=args.sync_folder,
                 sync_check=self._build_sync_check(),
                 **engine_args,
             )
 
-        with _compat.construction(build_engine, source and load_master_weights):
+        with _compat.construction(build_engine, load_master_weights if source else None):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self.rollout_func is not None:
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
@@ -125,8 +125,8 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Muon for matrices and AdamW for the rest with `optim_muon`, otherwise TRL's."""
         if self.optimizer is None and self.args.optim_muon:
-            self.optimizer = build_muon(self.model if model is None else model, self.args)
-            return self.optimizer
+            self.optimizer = optimizer = build_muon(self.model if model is None else model, self.args)
+            return optimizer
         return super().create_optimizer(model)
 
     def _prepare_for_training(self, *args: Any) -> tuple:
@@ -134,9 +134,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         # Without RAM-efficient loading torch moves each parameter to the GPU as it cuts it, by `param.data = ...`.
         if self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             layers = [layer for _, layer in quantized_modules(self._unwrapped)]
-            mesh = (
-                self.accelerator.parallelism_config
-            )  # HSDP: the processes of a node share one copy of the master weights
+            mesh = self.accelerator.parallelism_config  # HSDP: the processes of a node share one copy of the weights
             gather_quantized(layers, mesh.dp_shard_size if mesh else self.args.world_size, self.accelerator.device)
         return super()._prepare_for_training(*args)
 
@@ -292,11 +290,11 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
 def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) -> None:
     """Give the policy its low-bit layers and, beside a CPU engine, that engine's operations."""
     if args.quantized:
-        plan = args.quant_plan(None if source is None else source.plan())
+        plan: Any = args.quant_plan(None if source is None else source.plan())
         if args.quantize_learner:
             words = {in_words(args.learner_kernel, scheme) for scheme in plan.config_groups.values()}
             logger.info("Low-bit layers of the learner: %s (quant_kernel).", "; ".join(sorted(words)))
-        qparams = source.qparams() if args.quant_freeze_scales else None
+        qparams = cast(QuantizedSource, source).qparams() if args.quant_freeze_scales else None
         gemm, forward = GEMMS[args.learner_kernel], args.quantize_learner
         apply_quantization(model, plan, gemm=gemm, quantize_forward=forward, qparams=qparams)
     if _compat.is_zero3(args):

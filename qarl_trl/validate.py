@@ -192,7 +192,7 @@ def available_memory() -> int:
     return available if most == "max" else min(available, int(most))
 
 
-def find_source(model: str | nn.Module, args: QaRLConfig) -> QuantizedSource | None:
+def find_source(model: Any, args: QaRLConfig) -> QuantizedSource | None:
     """
     The quantized checkpoint that the run starts from, checked as a whole; `None` for an unquantized model.
 

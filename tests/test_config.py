@@ -172,7 +172,7 @@ def test_beside_a_cpu_engine_a_low_bit_learner_takes_its_kernel_and_operations(c
 # Recipes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "kept"), [("first", "first"), ("off", "off"), (False, "off"), ("3", 3), (1, 1)])
+@pytest.mark.parametrize(("given", "kept"), [("first", "first"), ("off", "off"), (False, "off"), ("3", "3"), (1, "1")])
 def test_sync_verify_takes_what_yaml_and_command_lines_make_of_it(config, given, kept):
     assert config(verify_sync=given).verify_sync == kept
 

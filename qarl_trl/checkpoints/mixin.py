@@ -122,7 +122,7 @@ class CheckpointMixin:
         batches = self._buffered_inputs if self._in_rollout_batch else None
         torch.save((self._step, self._step_of_rollout, batches), self._rollout_file(output_dir))
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
+    def _load_rng_state(self, checkpoint: str) -> None:
         """The Trainer's, and what is left of the rollout batch."""
         super()._load_rng_state(checkpoint)
         stored = torch.load(self._rollout_file(checkpoint), map_location=self.accelerator.device, weights_only=True)

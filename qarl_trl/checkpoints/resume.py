@@ -120,7 +120,7 @@ def identity_of(
     Hub it is the id and the revision. Of an adapter the base counts. `given` are the trainer's arguments.
     """
     module = None if isinstance(model, str) else base_model(model)
-    name = model if module is None else module.config._name_or_path
+    name: Any = model if module is None else module.config._name_or_path
     loading = args.model_init_kwargs or {}
     folder = Path(name, loading.get("subfolder") or "")
     weights = f"{name}@{loading.get('revision') or 'main'}"

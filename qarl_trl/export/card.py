@@ -59,7 +59,7 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
         raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
     schemes = [QuantizationScheme.model_validate(group) for group in quantized["config_groups"].values()]
     names = [_name(scheme) for scheme in schemes]
-    values = {
+    values: dict[str, Any] = {
         "name": repo.split("/")[-1] if repo else folder.resolve().name,
         "target": repo or ADDRESS,
         "schemes": {name: describe_scheme(scheme) for name, scheme in zip(names, schemes, strict=True)},

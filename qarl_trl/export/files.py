@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 
 
-def check_writable(folder: str | os.PathLike, field: str) -> None:
+def check_writable(folder: str | os.PathLike[str], field: str) -> None:
     """Try to write into `folder`, which is created; `OSError` that names the `field` it comes from."""
     try:
         os.makedirs(folder, exist_ok=True)

@@ -75,12 +75,12 @@ def _ignored(model: nn.Module) -> list[str]:
     Routers are listed although transformers gives them classes of their own: an engine makes them linear layers.
     """
     rename = checkpoint_renaming(model)
-    experts = dict(expert_modules(model))
+    experts: dict[str, Any] = dict(expert_modules(model))
     names: list[str] = []
     for name, module in checkpoint_modules(model):
         if name in experts and not isinstance(module, QuantExperts):
             layers = ("up_proj", "gate_proj", "down_proj")  # llm-compressor's order within an expert
-            number = shape_of(module.down_proj)[0]
+            number = shape_of(module.get_parameter("down_proj"))[0]
             names += [f"{name}.{expert}.{layer}" for expert in range(number) for layer in layers]
         elif isinstance(module, LowBitLayer):
             continue
@@ -137,7 +137,7 @@ def _owning(tensor: Tensor) -> Tensor:
     return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
 
-def _save_configs(model: nn.Module, tokenizer: Any | None, quant_config: dict[str, Any], folder: Path) -> None:
+def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any], folder: Path) -> None:
     config = copy.deepcopy(model.config)
     config.dtype = torch.bfloat16
     config.architectures = [type(model).__name__]

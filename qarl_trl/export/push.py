@@ -63,7 +63,7 @@ def _errors_named(name: str, api: HfApi, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = error
+        cause: BaseException = error
         while type(cause) is RuntimeError and cause.__cause__:  # what an upload raised
             cause = cause.__cause__
         # In one line, and without the queries of storage addresses, which are signed: the chain of errors would show them.

@@ -50,9 +50,9 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stock sdpa on `(batch, heads, tokens, head_dim)`, with `sequence_lengths` on each sequence alone."""
-    unmasked = attention_mask is None or attention_mask.numel() == 0
+    mask = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
     if sequence_lengths is None:
-        if unmasked and attention_mask is not None:
+        if mask is not attention_mask:
             raise LostSequences(
                 "Positions start anew within a row, but the attention did not get sequence_lengths: it would reach across "
                 "sequences."
@@ -63,8 +63,8 @@ def _attention(
     outputs, start = [], 0
     for (q, k, v), length in zip(parts, sequence_lengths, strict=True):
         here = slice(start, start + length)
-        mask = None if unmasked else attention_mask[:, :, here, here]
-        outputs.append(sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0])
+        own_mask = None if mask is None else mask[:, :, here, here]
+        outputs.append(sdpa_attention_forward(module, q, k, v, own_mask, **kwargs)[0])
         start += length
     return torch.cat(outputs, dim=1), None
 

@@ -28,7 +28,7 @@ class PackedPasses:
     """The passes of one trainer, through models that `packs`."""
 
     budget: int  # tokens that a pass may hold
-    autocast: Callable[[], AbstractContextManager]  # in which the model is called
+    autocast: Callable[[], AbstractContextManager[Any]]  # in which the model is called
     gather: Callable[[Tensor], Tensor]  # puts the 1-D tensors of all processes one after the other
     unwrap: Callable[[nn.Module], nn.Module]  # takes the wrappers of accelerate off a model
     _why_padded: WeakKeyDictionary[nn.Module, str | None] = field(default_factory=WeakKeyDictionary)
@@ -65,8 +65,8 @@ class PackedPasses:
                 "at least the longest prompt and completion together."
             )
         by_chunk = [lengths[chunk].tolist() for chunk in chunks]
-        numbers = torch.tensor([len(split_rows(own, self.budget)) for own in by_chunk], device=lengths.device)
-        numbers = self.gather(numbers).view(-1, len(chunks)).amax(0).tolist()
+        own_numbers = torch.tensor([len(split_rows(own, self.budget)) for own in by_chunk], device=lengths.device)
+        numbers = self.gather(own_numbers).view(-1, len(chunks)).amax(0).tolist()
         return [
             [chunk[i] for i in rows]
             for chunk, own, passes in zip(chunks, by_chunk, numbers, strict=True)
@@ -91,7 +91,7 @@ class PackedPasses:
                 )
         return self._why_padded[bare] is None
 
-    def _crossing(self, model: nn.Module, bare: nn.Module) -> str | None:
+    def _crossing(self, model: nn.Module, bare: Any) -> str | None:
         use_packed_attention(bare)
         device = next(bare.parameters()).device
 

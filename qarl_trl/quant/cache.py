@@ -41,7 +41,7 @@ class LowBitCache:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[tuple, Any]] = {}
+        self._entries: dict[str, tuple[tuple[Any, ...], Any]] = {}
         self._sharded = False
 
     def get(
@@ -50,7 +50,7 @@ class LowBitCache:
         own: Sequence[Tensor],
         given: Sequence[Tensor] | None,
         quantize: Callable[..., Any],
-        others: tuple = (),
+        others: tuple[Any, ...] = (),
     ) -> Any:
         """
         `quantize` of a layer's `own` parameters, or of those `given` instead (in full or as shards); or what it gave last.
@@ -67,7 +67,7 @@ class LowBitCache:
             self._entries[slot] = key, quantize(*(own if given is None else given))
         return self._entries[slot][1]
 
-    def _state(self, own: Sequence[Tensor]) -> tuple:
+    def _state(self, own: Sequence[Tensor]) -> tuple[Any, ...]:
         """What changes whenever these parameters may have changed."""
         # Frozen weights outlive steps.
         step = _optimizer_steps if any(tensor.requires_grad for tensor in own) else None

@@ -25,13 +25,13 @@ from .scheme import quantized_key
 DEVICES = ("cuda",)
 # What makes a fused kernel round as the eager operations do: to bfloat16 after each of them and no fused multiply-add (the first),
 # IEEE division instead of an approximate one, and no flushing of float32 denormals, which a bfloat16 denormal is.
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
 Function = Callable[..., Any]
-_CHOSEN: dict[tuple, Function] = {}
+_CHOSEN: dict[tuple[Any, ...], Function] = {}
 
 
 def compiled_on_cuda(plain: Function) -> Function:
@@ -61,7 +61,7 @@ def _static(arg: Any) -> Any:
     return arg
 
 
-def _choose(plain: Function, args: tuple) -> Function:
+def _choose(plain: Function, args: tuple[Any, ...]) -> Function:
     """The compiled form of a function, or the function itself after a warning."""
     compiled = torch.compile(plain, dynamic=True, options=OPTIONS)  # one kernel for the sizes of all layers
     try:

@@ -63,6 +63,7 @@ class QuantExperts(LowBitLayer, nn.Module):
     above the other. While a parameter multiplies, all its experts are dequantized: one layer's, and nothing is kept.
     """
 
+    gate_up_proj: Tensor
     packed_parameters = tuple(PROJECTIONS)
 
     low_bit = LowBitLayer.low_bit_of  # `(experts * out, in)`, by the parameter's name

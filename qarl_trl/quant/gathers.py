@@ -42,7 +42,7 @@ class MasterShard(Tensor):
 
     plain: Tensor
     parameter: str
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, plain: Tensor, parameter: str) -> MasterShard:
@@ -51,7 +51,7 @@ class MasterShard(Tensor):
         return master
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         plain_args, plain_kwargs = tree_map_only(cls, cls._same_memory, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         # accelerate shards what it has moved to the meta device.
@@ -90,7 +90,7 @@ class MasterShard(Tensor):
         return tuple(own.data.values()), (own, outer_size, getattr(module, self.parameter))
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: GatheredWeight | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
         """
         The parameter of the forward: a new `GatheredWeight`, or `out`, the one from last time, which is given the values again.
@@ -117,7 +117,7 @@ class GatheredWeight(Tensor):
     """
 
     held: list[Any]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device, held: list[Any]) -> GatheredWeight:
@@ -130,7 +130,7 @@ class GatheredWeight(Tensor):
         return self.held[0]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         weight = args[0]
         if func in (_aten.detach.default, _aten.as_strided.default):
             return cls(weight.shape, weight.dtype, weight.device, weight.held)

@@ -103,8 +103,9 @@ class Fp8Gemm(ActivationGemm):
         w, w_scale = self.operand(weight)
         if x.device.type == "cuda":
             # As vLLM's kernels for Ada and Hopper do, whose sums keep fewer bits than float32.
-            options = {"bias": bias, "out_dtype": dtype, "use_fast_accum": True}
-            return torch._scaled_mm(x, w.t(), scale_a=scale, scale_b=w_scale.t().contiguous(), **options)
+            return torch._scaled_mm(
+                x, w.t(), scale, w_scale.t().contiguous(), bias, out_dtype=dtype, use_fast_accum=True
+            )
         one = torch.ones(1, device=x.device)
         gemm = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
         return add_bias(gemm.mul_(scale).mul_(w_scale.t()), bias).to(dtype)

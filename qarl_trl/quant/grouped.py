@@ -6,6 +6,8 @@ has the bits that `Gemm.forward` gives for each expert by itself.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,7 +64,7 @@ class ExpertsGemm(Gemm):
         # torch's 4-bit kernel quantizes the bfloat16 cast of its input.
         saved = self.gemm.quantize(x.to(torch.bfloat16) if isinstance(self.gemm, CpuInt4Int8Gemm) else x)
         if isinstance(self.gemm, Fp8Gemm) and _has_grouped_float8(x):
-            return self._grouped_float8(*saved, weight, x.dtype), saved
+            return self._float8(self.gemm, *saved, weight, x.dtype), saved
         return self._expert_by_expert(x, weight), saved
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
@@ -76,11 +78,11 @@ class ExpertsGemm(Gemm):
         """`(experts, out, in)`."""
         return grouped_mm(grad.contiguous().t(), x, self.offsets)
 
-    def _grouped_float8(self, x: Tensor, scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
-        operand, w_scale = self.gemm.operand(weight)
+    def _float8(self, gemm: Fp8Gemm, x: Tensor, scale: Tensor, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        operand, w_scale = gemm.operand(weight)
         matrices, w_scale = stacked(operand, self.offsets).transpose(-2, -1), w_scale.view(len(self.offsets), -1)
-        options = {"offs": self.offsets, "out_dtype": dtype, "use_fast_accum": True}
-        return torch._scaled_grouped_mm(x, matrices, scale_a=scale.squeeze(-1), scale_b=w_scale, **options)
+        multiply = partial(torch._scaled_grouped_mm, offs=self.offsets, out_dtype=dtype, use_fast_accum=True)
+        return multiply(x, matrices, scale_a=scale.squeeze(-1), scale_b=w_scale)
 
     def _expert_by_expert(self, x: Tensor, weight: LowBitWeight) -> Tensor:
         """The gemm of each expert that has rows; waits for the device to know which."""

@@ -38,19 +38,19 @@ class LowBitMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, bias: Bias, weight: LowBitWeight, gemm: Gemm, dtype: torch.dtype, chain: Chain, *sources
+        ctx: Any, x: Tensor, b: Bias, w: LowBitWeight, gemm: Gemm, dtype: torch.dtype, chain: Chain, *sources: Tensor
     ) -> Tensor:
         ctx.input_dtype, x = x.dtype, memoize_last(Tensor.to, x, dtype)
-        y, saved = gemm.forward(x, weight, None if bias is None else bias.to(x.dtype))
-        ctx.weight, ctx.gemm, ctx.chain, ctx.master_dtype = weight, gemm, chain, sources[0].dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        y, saved = gemm.forward(x, w, None if b is None else b.to(x.dtype))
+        ctx.weight, ctx.gemm, ctx.chain, ctx.master_dtype = w, gemm, chain, sources[0].dtype
+        ctx.bias_dtype = None if b is None else b.dtype
         # The master weight is not saved: its gradient does not need it, and it may be written to before the backward.
         ctx.num_saved = len(saved)
         ctx.save_for_backward(*saved, *(sources if chain else ()))
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # asked for once: under checkpointing each time would compute the forward again
         saved, sources = tensors[: ctx.num_saved], tensors[ctx.num_saved :]
         grad_x = grad_bias = None
@@ -80,16 +80,16 @@ class LowBitLayer:
     # that the `state_dict` stays what it was.
     frozen_qparams: dict[str, QParams]
     # The other layers that an engine merges with this one, where the scheme has a global scale that they must share.
-    merged_with: tuple[LowBitLayer, ...]
-    high_precision_class: type[nn.Module]  # that the module had
+    merged_with: tuple[QuantLinear, ...]
+    high_precision_class: type[Any]  # that the module had
     _low_bit_cache: LowBitCache
     _gemm: Gemm | None
-    packed_parameters = ()  # of which FSDP2 may gather quantized values
+    packed_parameters = tuple[str, ...]()  # of which FSDP2 may gather quantized values
 
     @classmethod
     def convert(
         cls,
-        module: nn.Module,
+        module: Any,
         scheme: QuantizationScheme,
         gemm: GemmChoice,
         quantized_forward: bool,
@@ -160,7 +160,8 @@ class LowBitLayer:
         """The `frozen_qparams` of a parameter, on `device` from then on."""
         qparams = self.frozen_qparams.get(parameter)
         if qparams is not None and qparams[0].device != device:
-            qparams = self.frozen_qparams[parameter] = tuple(t if t is None else t.to(device) for t in qparams)
+            scale, zeros = qparams
+            qparams = self.frozen_qparams[parameter] = scale.to(device), zeros if zeros is None else zeros.to(device)
         return qparams
 
     @property
@@ -197,7 +198,7 @@ class LowBitLayer:
             return LowBitMatmul.apply(x, bias, low_bit(), gemm, dtype, chain, *sources)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_low_bit_cache": LowBitCache(), "_gemm": None}
+        return vars(self) | {"_low_bit_cache": LowBitCache(), "_gemm": None}
 
 
 class QuantLinear(LowBitLayer, nn.Linear):

@@ -92,7 +92,8 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         scaling = self.scaling.get(adapter)
 
         def quantize(weight: Tensor, *factors: Tensor) -> LowBitWeight:
-            return self._quantize(merged_weight(*map(whole, (weight, *factors)), scaling) if factors else weight)
+            merged = partial(merged_weight, scaling=scaling)
+            return self._quantize(merged(*map(whole, (weight, *factors))) if factors else weight)
 
         own = tuple(map(self.get_parameter, self._names(adapter)))
         return self._low_bit_cache.get(adapter, own, given or None, quantize, others=(scaling,))
@@ -133,7 +134,7 @@ def check_lora_config(config: Any) -> None:
             "Use peft.LoraConfig, or set quant_scheme='none'."
         )
     plain = LoraConfig()
-    unset = None, (), [], set(), {}  # peft itself leaves empty containers in fields that were not set
+    unset: tuple[Any, ...] = None, (), [], set(), {}  # peft itself leaves empty containers in fields that were not set
     names = [field.name for field in fields(config) if field.name not in _PLAIN_LORA]
     changed = [name for name in names if getattr(config, name) not in (getattr(plain, name, None), *unset)]
     if config.init_lora_weights not in _PLAIN_INIT:  # others may rewrite the base weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import is_peft_model
@@ -19,8 +19,9 @@ from torch import nn
 
 from .experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
 from .gemm import GemmChoice, plain_gemm
-from .linear import LowBitLayer, QParams, QuantLinear
+from .linear import LowBitLayer, QuantLinear
 from .names import base_model, checkpoint_modules
+from .reference import QParams
 from .scheme import (
     DEFAULT_IGNORE,
     effective_group_size,
@@ -98,9 +99,9 @@ def apply_quantization(
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
     for merged in _merged_by_engines(model):
-        for layer in merged:
-            if isinstance(layer, LowBitLayer) and has_global_scale(layer.scheme):
-                layer.merged_with = tuple(other for other in merged if other is not layer)
+        for member in merged:
+            if isinstance(member, LowBitLayer) and has_global_scale(member.scheme):
+                member.merged_with = tuple(other for other in merged if other is not member)
     return model
 
 
@@ -121,7 +122,7 @@ def bypassed_layers(model: nn.Module) -> list[str]:
     return [name for name, layer in quantized_modules(model) if layer.quantized_forward and not layer.has_run]
 
 
-def _merged_by_engines(model: nn.Module) -> Iterator[list[nn.Module]]:
+def _merged_by_engines(model: nn.Module) -> Iterator[list[Any]]:
     """Layers that vLLM loads into one matrix."""
     for parent in model.modules():
         for names in MERGED_BY_ENGINES:
@@ -225,7 +226,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _check_layers(model: nn.Module, layers: list[Matched], qparams: Mapping[str, QParams] | None) -> None:
+def _check_layers(model: Any, layers: list[Matched], qparams: Mapping[str, QParams] | None) -> None:
     """Refuse (`ValueError`) `layers` that cannot be quantized as asked."""
     if is_peft_model(model):
         from .lora import check_adapters, check_lora_config

@@ -16,7 +16,7 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def base_model(model: nn.Module) -> nn.Module:
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """The transformers model: `model` itself, or what a `PeftModel` wraps."""
     return model.get_base_model() if is_peft_model(model) else model
 

@@ -88,7 +88,7 @@ def rows_together(scheme: QuantizationScheme) -> int:
     return blocks[0] if blocks is not None else 1 if scheme.weights.symmetric else 8
 
 
-def meta_tensors(rows: int, columns: int, scheme: QuantizationScheme) -> dict[str, Tensor]:
+def meta_tensors(scheme: QuantizationScheme, rows: int, columns: int) -> dict[str, Tensor]:
     """What a checkpoint stores of a weight `(rows, columns)`, on the meta device: compressed-tensors' compression of a layer without values."""
     layer = nn.Linear(columns, rows, bias=False, dtype=MASTER_CAST_DTYPE, device="meta")
     initialize_module_for_quantization(layer, scheme.model_copy(), force_zero_point=False)

@@ -15,7 +15,7 @@ from .scheme import resolve_config
 FIELDS = ("targets", "ignore", "scheme", "config_groups")
 
 
-def read_recipe(path: str | os.PathLike) -> QuantizationConfig:
+def read_recipe(path: str | os.PathLike[str]) -> QuantizationConfig:
     """
     What an llm-compressor recipe (`.yaml`) with one `QuantizationModifier` quantizes.
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from compressed_tensors.config import CompressionFormat
@@ -116,7 +117,7 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
 
 
 @cache
-def _rows() -> dict[tuple, SchemeSupport]:
+def _rows() -> dict[tuple[Any, ...], SchemeSupport]:
     """The rows of the table, each in all of its group sizes, by the arguments that decide the quantized values."""
     rows = {}
     for name, row in SUPPORTED.items():
@@ -128,11 +129,11 @@ def _rows() -> dict[tuple, SchemeSupport]:
 
 
 def _in_groups(weights: QuantizationArgs, size: int) -> QuantizationArgs:
-    strategy, size = (QuantizationStrategy.CHANNEL, None) if size == -1 else (QuantizationStrategy.GROUP, size)
-    return weights.model_copy(update={"strategy": strategy, "group_size": size})
+    strategy = QuantizationStrategy.CHANNEL if size == -1 else QuantizationStrategy.GROUP
+    return weights.model_copy(update={"strategy": strategy, "group_size": None if size == -1 else size})
 
 
-def quantized_key(args: QuantizationArgs | None) -> tuple | None:
+def quantized_key(args: QuantizationArgs | None) -> tuple[Any, ...] | None:
     """The arguments that decide the quantized values, as a key; `None` for no quantization."""
     if args is None:
         return None
@@ -157,10 +158,7 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
     for side, args in (("weights", scheme.weights), ("activations", scheme.input_activations)):
         if args is not None:
             size = args.group_size if args.strategy == QuantizationStrategy.GROUP else args.block_structure
-            kind, per = (
-                QuantizationType(args.type).value,
-                QuantizationStrategy(args.strategy).value,
-            )  # names or members
+            kind, per = QuantizationType(args.type).value, QuantizationStrategy(args.strategy).value
             part = f"{side} {kind}{args.num_bits} per {per}{f' {size}' if size else ''}"
             static = side == "activations" and not args.dynamic
             parts.append(part + (", asymmetric" if not args.symmetric else "") + (", static" if static else ""))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
@@ -33,7 +34,8 @@ def whole(tensor: Tensor) -> Tensor:
     """`tensor`, or all of one that is cut (collective): floats in bfloat16, to which they are cast before they move."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return (tensor.to(MASTER_CAST_DTYPE) if tensor.is_floating_point() else tensor).full_tensor()
+    sent: Any = tensor.to(MASTER_CAST_DTYPE) if tensor.is_floating_point() else tensor
+    return sent.full_tensor()
 
 
 @torch.no_grad()
@@ -70,12 +72,14 @@ def quantize_own(weight: DTensor, scheme: QuantizationScheme, qparams: QParams |
     """The low-bit rows of this process, a unit of zeros where it has none; arguments and conditions of `quantize_shards`."""
     own, total = own_rows(weight), len(weight)
     if not len(own):
-        return quantize_weight(own.new_zeros(_unit(weight, scheme), *own.shape[1:]).flatten(0, -2), scheme)
+        unit = cast(int, _unit(weight, scheme))  # of others no rows are quantized alone
+        return quantize_weight(own.new_zeros(unit, *own.shape[1:]).flatten(0, -2), scheme)
     if qparams is not None:
         dim = _cut(weight)[0]
         first = math.ceil(total / weight.device_mesh.size(dim)) * weight.device_mesh.get_local_rank(dim)
         last = first + len(own)
-        qparams = tuple(t if t is None else t[first * len(t) // total : last * len(t) // total] for t in qparams)
+        scale, zeros = (t if t is None else t[first * len(t) // total : last * len(t) // total] for t in qparams)
+        qparams = cast(Tensor, scale), zeros
     return quantize_weight(own.flatten(0, -2), scheme, qparams)
 
 

@@ -44,7 +44,7 @@ class QuantizedSource:
     @cached_property
     def tensors(self) -> dict[str, Any]:
         """The names of all tensors, each with the open file that holds it."""
-        found = {}
+        found: dict[str, Any] = {}
         for file in sorted(self.folder.glob("model*.safetensors")):
             try:
                 content = safe_open(file, framework="pt")
@@ -96,7 +96,7 @@ class QuantizedSource:
         compressor = BaseCompressor.get_value_from_registry(stored_as.value)
         stored = {local: self._read(f"{layer}.{local}") for local in compressor.compression_param_names(scheme)}
         shape = stored["weight_shape"].tolist() if "weight_shape" in stored else LowBitWeight(stored, scheme).shape
-        needed = {local: tuple(tensor.shape) for local, tensor in meta_tensors(*shape, scheme).items()}
+        needed = {local: tuple(tensor.shape) for local, tensor in meta_tensors(scheme, *shape).items()}
         for local in stored.keys() & needed.keys():
             if (found := tuple(stored[local].shape)) != needed[local]:  # decompression would broadcast some in silence
                 raise self._broken(f"{layer}.{local} must have shape {needed[local]}, got {found}")
@@ -135,7 +135,7 @@ def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
 
 
 def load_master_weights(
-    name: str, *, dtype: torch.dtype | str = "float32", architecture: type | None = None, **kwargs: Any
+    name: str, *, dtype: torch.dtype | str = "float32", architecture: Any = None, **kwargs: Any
 ) -> PreTrainedModel:
     """
     The unquantized model, on the CPU, of a compressed-tensors checkpoint, by the checkpoint's folder or Hub id.

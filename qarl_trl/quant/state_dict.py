@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -87,10 +87,10 @@ def _producers(
                 tensors_of = partial(checkpoint_tensors, experts[id(module)], module, parameter, rename)
                 yield (plain_name(f"{full_name}.{parameter}"),), tensors_of
         elif isinstance(module, LowBitLayer):
-            prefix = rename(name_of(f"{full_name}.weight")).removesuffix("weight")
+            prefix = rename(cast(str, name_of(f"{full_name}.weight"))).removesuffix("weight")
             sources = tuple(plain_name(f"{full_name}.{local}") for local in module.sources())
             yield sources, partial(_layer_tensors, module, prefix)
 
 
-def _layer_tensors(layer: LowBitLayer, prefix: str, *sources: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _layer_tensors(layer: Any, prefix: str, *sources: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield from ((prefix + local, tensor) for local, tensor in layer.low_bit(*sources).tensors.items())

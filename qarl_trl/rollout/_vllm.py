@@ -188,12 +188,9 @@ def _prepare_biases(model: torch.nn.Module) -> dict[str, Tensor]:
     that vLLM's stream of a merged layer calls, or without the dimension along which it cuts; the layer itself still has the loader.
     """
     for layer in model.modules():
-        bias = getattr(layer, "bias", None)
-        if (
-            isinstance(bias, torch.nn.Parameter)
-            and hasattr(layer, "weight_loader")
-            and not hasattr(bias, "output_dim")
-        ):
+        bias: Any = getattr(layer, "bias", None)
+        plain = isinstance(bias, torch.nn.Parameter) and not hasattr(bias, "output_dim")
+        if plain and hasattr(layer, "weight_loader"):
             bias.output_dim, bias.weight_loader = 0, layer.weight_loader
     return {name: p.data for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias"}
 

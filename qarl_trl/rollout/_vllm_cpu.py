@@ -42,6 +42,7 @@ def complete_reload(model: nn.Module) -> Iterator[None]:
     # Tied embeddings: the output layer has a packed copy of its own, and a checkpoint names the shared weight only once, for the
     # embedding, which packs nothing.
     holders = Counter(id(module._parameters.get("weight")) for module in model.modules())
+    layer: Any
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and holders[id(layer.weight)] > 1:
             layer.quant_method.process_weights_after_loading(layer)
@@ -71,7 +72,7 @@ def _repairs(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
         if isinstance(getattr(layer, "scheme", None), CompressedTensorsW4A8Int):
             get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
 
-    def w4a8_from_loaded(scheme: Any, layer: nn.Module) -> None:
+    def w4a8_from_loaded(scheme: Any, layer: Any) -> None:
         layer.register_parameter("weight_packed", layer.weight)
         process_w4a8(scheme, layer)
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import quantized_key
@@ -24,7 +24,7 @@ from .cpu import choose_arithmetic
 
 
 _engine_settings: Any = None
-_quant_configs: dict[tuple, Any] = {}
+_quant_configs: dict[tuple[Any, ...], Any] = {}
 
 
 def use_settings_of(llm: Any) -> None:
@@ -48,7 +48,7 @@ def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Ten
         return layer.quant_method.apply(layer, x, bias)
 
 
-def engine_layer(weight: LowBitWeight) -> nn.Module:
+def engine_layer(weight: LowBitWeight) -> Any:
     """vLLM's linear layer without bias, loaded with `weight` and ready to multiply."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -30,7 +30,7 @@ _vllm.keep_cache_scales()
 
 
 @contextmanager
-def replacing(model: nn.Module, version: str) -> Iterator[None]:
+def replacing(model: Any, version: str) -> Iterator[None]:
     """
     Around a sync of all weights of a worker's model, which holds `version` afterwards: its `qarl_version`.
 

@@ -73,12 +73,12 @@ def _without_onednn(gemm: Callable[..., Any]) -> Callable[..., Any]:
         # A compiler cannot trace the change of a flag.
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return gemm(x, *args, **kwargs)
-        enabled = torch.backends.mkldnn.enabled
-        torch.backends.mkldnn.enabled = False
+        mkldnn: Any = torch.backends.mkldnn
+        enabled, mkldnn.enabled = mkldnn.enabled, False
         try:
             return gemm(x, *args, **kwargs)
         finally:
-            torch.backends.mkldnn.enabled = enabled
+            mkldnn.enabled = enabled
 
     return scaled_mm
 

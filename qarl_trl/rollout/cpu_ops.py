@@ -47,7 +47,7 @@ def use_engine_ops(model: nn.Module) -> None:
         return
     choose_arithmetic()
     decoders = (m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "layers"))
-    decoder = next(decoders, None)
+    decoder: Any = next(decoders, None)
     reason = "it has no decoder layers" if decoder is None else unsupported(decoder.config)
     if reason is not None:
         name = type(decoder or model).__name__
@@ -59,9 +59,9 @@ def use_engine_ops(model: nn.Module) -> None:
     decoder.embed_tokens.register_forward_hook(lambda *call: rounded(call[-1]))
     for module in decoder.modules():
         if hasattr(module, "variance_epsilon"):
-            module.__class__ = _form_of(type(module), EngineRMSNorm)
+            module.__class__ = _form_of(module.__class__, EngineRMSNorm)
     for layer in decoder.layers:
-        layer.__class__ = _form_of(type(layer), EngineDecoderLayer)
+        layer.__class__ = _form_of(layer.__class__, EngineDecoderLayer)
 
 
 def has_engine_ops(model: nn.Module) -> bool:
@@ -71,11 +71,11 @@ def has_engine_ops(model: nn.Module) -> bool:
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.to(torch.bfloat16).float()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -87,7 +87,7 @@ def rounded(x: Tensor) -> Tensor:
 class EngineRMSNorm(nn.Module):
     """An RMS norm whose input may be an unrounded float32 sum; rounds what it has normalized, and the product."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         x = hidden_states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (rounded(x) * rounded(self.weight)).to(torch.bfloat16)
@@ -100,7 +100,7 @@ class EngineDecoderLayer(nn.Module):
     The next residual is the rounded sum. Layers hand the unrounded one on, since the next norm wants it.
     """
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         residual = rounded(hidden_states)
         x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = residual + x.float()
@@ -116,7 +116,7 @@ class _EngineAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
         to_bfloat16 = _vllm_cpu.rounding()
         ctx.dtypes, ctx.lengths, ctx.scale = (query.dtype, key.dtype, value.dtype), lengths, scale
         query, key, value = to_bfloat16(query), to_bfloat16(key), value.to(torch.bfloat16)
@@ -124,7 +124,7 @@ class _EngineAttention(torch.autograd.Function):
         return _vllm_cpu.attention(query, key, value, lengths, scale)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
             inputs = [t.float().requires_grad_() for t in ctx.saved_tensors]
             # With a batch of one: on three dimensions torch takes a kernel that keeps the square of a sequence.

@@ -98,7 +98,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def _from_main(self, ask: Callable[[], Any]) -> Any:
         """What the main process, which alone talks to the server, gets from `ask`; all processes raise when it does."""
-        answer, failure = [None, False], None
+        answer: list[Any] = [None, False]
+        failure: Exception | None = None
         if self.accelerator.is_main_process:
             try:
                 answer = [ask(), True]
@@ -192,7 +193,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             self._failed = what
             raise RuntimeError(f"The {what} failed in {int(failed.sum())} of {len(failed)} processes, which say why.")
 
-    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
+    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """TRL's `generate` on a checked sync, timed without the syncs inside it."""
         with self._all_or_none("generation"):
             if self.sync_check is not None:

@@ -25,7 +25,7 @@ class EngineGemm(Gemm):
 
     def __init__(self, plain: Gemm) -> None:
         self.plain = plain
-        self.input_from, self.matrix_from = plain.input_from, plain.matrix_from
+        self.input_from, self.matrix_from = plain.input_from, plain.matrix_from  # type: ignore[method-assign]  # of this object
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
         from ._vllm_layer import multiply  # vLLM is optional
@@ -37,7 +37,7 @@ class EngineGemm(Gemm):
         own_bias = bias.to(torch.bfloat16) if inside and bias is not None else None
         y = multiply(cast.reshape(-1, x.shape[-1]), weight, own_bias).to(x.dtype).reshape(*x.shape[:-1], -1)
         # The engine keeps the quantized values of its input to itself: they are computed again.
-        saved = memoize_last(self.plain.quantize, cast) if quantizes else (x,)
+        saved = memoize_last(self.plain.quantize, cast) if isinstance(self.plain, ActivationGemm) else (x,)
         return y if inside or bias is None else y + bias, saved
 
 

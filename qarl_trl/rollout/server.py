@@ -78,7 +78,7 @@ class ServerClient(VLLMClient):
     def _ask(self, method: str, url: str, **kwargs: Any) -> dict[str, Any]:
         path = url.removeprefix(self.base_url)
         try:
-            body = {"json": {}} if method == "POST" else {}  # the server takes JSON alone
+            body: dict[str, Any] = {"json": {}} if method == "POST" else {}  # the server takes JSON alone
             response = self.session.request(method, url, timeout=TIMEOUT, **body | kwargs)
         except requests.RequestException as error:
             raise ConnectionError(
@@ -124,7 +124,7 @@ class ServerClient(VLLMClient):
             )
         return all(state["version"] is None for state in states)
 
-    def sync(self, stream: Iterable[tuple[str, Tensor]], metadata: list[tuple] | None, device: Any) -> None:
+    def sync(self, stream: Iterable[tuple[str, Tensor]], metadata: list[Any] | None, device: Any) -> None:
         """
         Send checkpoint tensors, and mark them with the next version. `metadata` of NCCL's: name, dtype, shape.
 
@@ -139,16 +139,15 @@ class ServerClient(VLLMClient):
             torch.accelerator.synchronize()
             self.ask_workers("qarl_name", version)
         else:
-            self._sync_files(stream, version)
+            self._sync_files(stream, self.sync_folder / version)
         if self._post(f"{self.base_url}/reset_prefix_cache").get("success") is False:
             raise RuntimeError("The server could not reset its prefix cache: others use it during a weight sync.")
         self.version = version
 
-    def _sync_files(self, stream: Iterable[tuple[str, Tensor]], version: str) -> None:
-        folder = self.sync_folder / version
+    def _sync_files(self, stream: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         folder.mkdir(parents=True)
         try:
-            self.ask_workers("qarl_load", version, save_parts(stream, folder))
+            self.ask_workers("qarl_load", folder.name, save_parts(stream, folder))
         finally:
             shutil.rmtree(folder)
 
@@ -213,7 +212,7 @@ def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = 
 
     Returns the number of files. `RuntimeError` when the folder is full.
     """
-    number, size, part = 0, 0, {}
+    number, size, part = 0, 0, dict[str, Tensor]()
 
     def save() -> None:
         path = folder / f"{number}.safetensors"

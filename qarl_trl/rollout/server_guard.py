@@ -21,9 +21,9 @@ HOSTS = "QARL_SERVER_HOSTS"  # names, separated by commas, that requests may com
 # Of [`~qarl_trl.rollout._vllm_server.WorkerExtension`], each a route of its own.
 METHODS = ("/qarl_load", "/qarl_name", "/qarl_state")
 # What a trainer asks of vLLM, and what an engine's owner reads.
-PATHS = ("/v1/models", "/v1/completions", "/get_world_size", "/server_info", "/metrics", "/reset_prefix_cache")
+PATHS = ["/v1/models", "/v1/completions", "/get_world_size", "/server_info", "/metrics", "/reset_prefix_cache"]
 # Of the NCCL transport.
-PATHS += ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
+PATHS += ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 
 class Guard:
@@ -67,7 +67,7 @@ class Guard:
             return None
         if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self.expected):
             return f"The server wants another key: set {KEY} to the one that `qarl-trl serve` printed.", 401
-        if path not in PATHS + METHODS:
+        if path not in (*PATHS, *METHODS):
             return f"This server answers a trainer alone, and has no {path}.", 404
         if request.method not in ("GET", "HEAD") and kind.partition(";")[0].strip() != "application/json":
             return f"The content must be application/json, got {kind!r}.", 415

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
     """Refuse (`ValueError`) a device or scheme that vLLM has no kernel for, before a model loads."""
     check_engine_cpu(args.device.type)
-    cache = (args.vllm_engine_kwargs or {}).get("kv_cache_dtype", "auto")
+    cache = args.engine_kwargs.get("kv_cache_dtype", "auto")
     if cache not in ("auto", "bfloat16"):
         raise ValueError(
             f"vllm_engine_kwargs: kv_cache_dtype={cache!r} must be 'auto' or 'bfloat16': the learner does not quantize keys and "

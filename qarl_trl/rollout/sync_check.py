@@ -100,7 +100,7 @@ def rounding_noise(model: nn.Module) -> Iterator[None]:
     """Scale each output of each linear layer by `1 + u`, `u` uniform in one bfloat16 rounding; the same on every call."""
     generator = torch.Generator().manual_seed(SEED)
 
-    def disturb(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def disturb(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         u = torch.rand(output.shape, generator=generator) * (2 * ROUNDING) - ROUNDING
         return (output.float() * (1 + u).to(output.device)).to(output.dtype)
 
@@ -149,7 +149,7 @@ class SyncCheck:
     """Checks an engine against the learner after its syncs, by a fixed prompt."""
 
     token_ids: Sequence[int]
-    every: str | int  # "first", or every so many syncs, the first one included
+    every: str  # "first", or every so many syncs, the first one included
     score: Callable[[], Scores]  # of the prompt by the learner; called in all processes together
     gather: Callable[[Tensor], Tensor]  # values of all processes, so that all of them stop together
     report: Callable[[str, float], None]  # name and value of a metric
@@ -159,7 +159,7 @@ class SyncCheck:
 
     def due(self, syncs: int) -> bool:
         """Whether the engine is to be checked after this many syncs."""
-        return syncs == 1 if self.every == "first" else (syncs - 1) % self.every == 0
+        return syncs == 1 if self.every == "first" else (syncs - 1) % int(self.every) == 0
 
     def look_before(self, llm: Any) -> None:
         """Score the prompt by an engine that nothing was synced to."""
@@ -167,13 +167,13 @@ class SyncCheck:
 
     def check(self, llm: Any, syncs: int) -> Reading:
         """Compare engine and learner, in every process; `RuntimeError` in all when the engine of any is wrong or stale."""
-        first, learner, failure = self.anchor is None, self.score(), None
+        anchor, learner, failure = self.anchor, self.score(), None
         engine = torch.full_like(learner.plain, math.nan)
         try:
             engine = engine_logps(llm, self.token_ids).to(engine.device)
         except Exception as error:  # the others wait for this process in the gather; NaN stops them as well
             failure = error
-        reading = read_first(engine, learner, self.before) if first else read_later(engine, learner, self.anchor)
+        reading = read_later(engine, learner, anchor) if anchor else read_first(engine, learner, self.before)
         rows = [Reading(*row) for row in self.gather(torch.tensor([reading], device=engine.device)).tolist()]
         if failure is not None:
             raise failure
@@ -183,14 +183,14 @@ class SyncCheck:
                 self.report(f"sync/verify_{name}", value)
         if worst.wrong:
             raise RuntimeError(diagnosis(worst, syncs))
-        if first and worst.limit == math.inf:
+        if not anchor and worst.limit == math.inf:
             logger.warning(
                 "verify_sync cannot tell whether the first sync reached the engine: the model answers nearly as random weights "
                 f"do, and rounding alone moves its log-probs by {worst.noise_floor:.4f}. Watch mismatch/logp_diff_mean."
             )
-        ratio = max(1.0, reading.logp_diff / reading.noise_floor) if first else self.anchor.ratio
+        ratio = anchor.ratio if anchor else max(1.0, reading.logp_diff / reading.noise_floor)
         # Kept until the learner has moved visibly, so that small updates add up to a verdict.
-        if first or not math.isnan(reading.followed):
+        if not anchor or not math.isnan(reading.followed):
             self.anchor = Anchor(engine, learner.plain, ratio)
         return reading
 

@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; this machine alone by default")
     own, rest = parser.parse_known_args(argv)
     before = dict(os.environ)
-    settings = ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
-    script_args, args, model_args = parse(settings, engine_only=True)
+    given = ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
+    script_args, args, model_args = parse(given, engine_only=True)
     url = urlsplit(args.vllm_server_base_url or "")
     args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
     settings = server_settings(model_args.model_name_or_path, args)
@@ -87,7 +87,7 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
         "trust_remote_code": args.trust_remote_code,
         # What the trainer adds.
         **default_engine_kwargs(policy),
-        **(args.vllm_engine_kwargs or {}),
+        **args.engine_kwargs,
         **low_bit_settings(policy, quantization_config(policy), args.trust_remote_code),
         # What makes it a server of ours.
         "worker_extension_cls": "qarl_trl.rollout._vllm_server.WorkerExtension",

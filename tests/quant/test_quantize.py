@@ -51,7 +51,7 @@ def test_quantized_and_scales_are_those_of_the_definition(scheme, group_size, dt
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_tensors_without_values_are_those_with_values(scheme, group_size):
     real = stored(normal(384, 256), scheme, group_size)
-    found = quantize_module.meta_tensors(384, 256, resolve_scheme(scheme, group_size))
+    found = quantize_module.meta_tensors(resolve_scheme(scheme, group_size), 384, 256)
     assert {name: (t.shape, t.dtype) for name, t in found.items()} == {n: (t.shape, t.dtype) for n, t in real.items()}
 
 

@@ -27,9 +27,7 @@ def test_a_scheme_without_a_cpu_kernel_is_refused_before_a_model_loads(tmp_path,
 def on_gpu(monkeypatch, scheme, capability=(9, 0), ranks=1, **engine):
     """`check_engine` as on a GPU of that capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    args = SimpleNamespace(
-        device=torch.device("cuda"), vllm_tensor_parallel_size=ranks, vllm_engine_kwargs=engine or None
-    )
+    args = SimpleNamespace(device=torch.device("cuda"), vllm_tensor_parallel_size=ranks, engine_kwargs=engine)
     check_engine(single_group(resolve_scheme(scheme), ["Linear"], []), args)
 
 

@@ -55,7 +55,7 @@ def check_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
     chat = {"add_generation_prompt": True, "return_dict": False} | (args.chat_template_kwargs or {})
     text = isinstance(dataset[0]["prompt"], str)
     ids = [tokenizer(p)["input_ids"] if text else tokenizer.apply_chat_template(p, **chat) for p in dataset["prompt"]]
-    found = measure(folder, args, ids)
+    found = measure(str(folder), args, ids)
     yield Finding(OK, "kernel floor", f"{found.floor:.2e} nats per token, bf16 engine against bf16 learner")
     if args.quantized:
         yield Finding(OK, "quantized rollout", f"{found.rollout_only:.2e}, {args.quant_name} engine, bf16 learner")
@@ -73,12 +73,12 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mism
     if args.device.type == "cuda":
         settings["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
         settings["tensor_parallel_size"] = args.vllm_tensor_parallel_size
-    engine = (settings | (args.vllm_engine_kwargs or {}), prompts, args.temperature)
+    engine = (settings | args.engine_kwargs, prompts, args.temperature)
     samples = in_fresh_process("the bf16 engine", sample, folder, *engine, limit_s=LIMIT_S)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(args.device)
     floor, schemes = logp_diff(model, samples, args.temperature), []
     if args.quantized:
-        plan = args.quant_plan()
+        plan: Any = args.quant_plan()
         schemes = [support_of(scheme) for scheme in plan.config_groups.values()]
         with tempfile.TemporaryDirectory() as low_bit:
             save_low_bit(apply_quantization(model, plan), AutoTokenizer.from_pretrained(folder), low_bit)

@@ -74,7 +74,7 @@ def expected_shapes(config: PretrainedConfig, plan: QuantizationConfig) -> Itera
             shape, local = (math.prod(shape[:-1]) // len(layers), shape[-1]), "weight"
         for layer in layers:
             scheme = scheme_for(layer, module, plan) if local == "weight" and len(shape) == 2 else None
-            stored = {local: torch.empty(shape, device="meta")} if scheme is None else meta_tensors(*shape, scheme)
+            stored = {local: torch.empty(shape, device="meta")} if scheme is None else meta_tensors(scheme, *shape)
             yield from ((rename(f"{layer}.{key}"), tuple(tensor.shape)) for key, tensor in stored.items())
 
 

@@ -104,7 +104,7 @@ def evaluate(
     from .sample import sample
     from .score import summarize, table
 
-    rewards, figures = {}, {}
+    rewards, figures = dict[str, Any](), dict[str, Any]()
     with (output / "completions.jsonl").open("w") as file:
         for name, rows in problems.items():
             print(f"{name}: {len(rows)} problems, {options.k} completions each", flush=True)

@@ -52,10 +52,10 @@ def table(summary: Mapping[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _score(values: Sequence[float]) -> dict[str, float | None]:
+def _score(values: Sequence[float]) -> dict[str, Any]:
     stderr = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {"value": statistics.fmean(values), "stderr": stderr}
 
 
-def _percent(score: Mapping[str, float | None]) -> str:
+def _percent(score: Mapping[str, Any]) -> str:
     return f"{100 * score['value']:.1f}" + ("" if score["stderr"] is None else f" ± {100 * score['stderr']:.1f}")

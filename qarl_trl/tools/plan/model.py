@@ -152,4 +152,4 @@ def parameters(model: nn.Module, muon: bool, ranks: int = 1) -> tuple[Parameter,
 def _low_bit_bytes(weight: nn.Parameter, parts: int, scheme: QuantizationScheme) -> int:
     """Of the low-bit tensors of each of `parts` equal parts of the rows of a weight."""
     rows = math.prod(weight.shape[:-1]) // parts
-    return sum(tensor.nbytes for tensor in meta_tensors(rows, weight.shape[-1], scheme).values())
+    return sum(tensor.nbytes for tensor in meta_tensors(scheme, rows, weight.shape[-1]).values())

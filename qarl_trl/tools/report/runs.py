@@ -45,7 +45,7 @@ class Run:
                     batches[-1].setdefault(name, []).append(value)
         combine = {"min": min, "max": max}
         return [
-            {name: combine.get(name[-3:], np.mean)(values) for name, values in batch.items()}
+            {name: float(combine.get(name[-3:], np.mean)(values)) for name, values in batch.items()}
             | {"step": batch["step"][0]}
             for batch in batches
         ]
