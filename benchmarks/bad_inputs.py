@@ -71,7 +71,7 @@ eval {model} --max_new_tokens 8 --suite {data}: --output_dir {data}/x | --tensor
 report: | nowhere | {empty} | {model} | {data} | a={empty} b={empty} | --output_dir
 plan: | --config nowhere.yaml
 plan --config {recipe}: --gpus 0 | --gpus -2 | --gpus x | --memory nan | --memory -1 | --memory 1e308 | --sharding zero9 | --replicas 0
-plan --config {recipe}: --gpus 3 --replicas 2 | --tokens 0 | --tokens 99999999
+plan --config {recipe}: --gpus 3 --replicas 2
 doctor --config: nowhere.yaml | {recipe} --probe_prompts x
 serve: | --config nowhere.yaml
 serve --dry_run --config {recipe}: --host 0.0.0.0 | --vllm_server_port x | --vllm_server_port 99999999 | --sync_folder {data}/x

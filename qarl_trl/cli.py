@@ -20,7 +20,7 @@ COMMANDS = {
     "serve": (".tools.serve:main", "the engine of a recipe as a server, for a trainer with vllm_mode=server"),
     "plan": (".tools.plan.command:main", "what a recipe needs of each GPU's memory, estimated without a model"),
     "eval": (".tools.evaluate.command:main", "what a checkpoint scores on math problems, through vLLM"),
-    "report": (".tools.report.command:main", "one page of what runs logged, side by side: a verdict and plots"),
+    "report": (".tools.report.page:main", "one page of what runs logged, side by side: a verdict and plots"),
     "doctor": (".tools.doctor.command:main", "check this machine, a recipe, its data and rewards, and the mismatch"),
     "export": (".tools.export:main", "write a checkpoint in low bits for vLLM"),
     "push": (".tools.export:push", "push a low-bit folder with its card to the Hub"),

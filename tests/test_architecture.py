@@ -85,7 +85,7 @@ def test_no_two_modules_import_each_other():
         ("qarl_trl", ["torch", "trl", "vllm", "matplotlib", "qarl_trl.tools"]),
         ("qarl_trl.trainer", ["qarl_trl.tools"]),
         ("qarl_trl.cli", ["torch", "trl", "vllm"]),
-        ("qarl_trl.tools.report.command", ["torch", "trl", "vllm", "transformers", "matplotlib"]),
+        ("qarl_trl.tools.report.page", ["torch", "trl", "vllm", "transformers", "matplotlib"]),
         ("qarl_trl.tools.evaluate.command", ["torch", "trl", "vllm", "transformers"]),
         ("qarl_trl.quant", ["trl", "vllm", "qarl_trl.rollout", "peft"]),
         ("qarl_trl.learner.logps", ["trl", "vllm", "peft"]),

@@ -122,6 +122,9 @@ def quantize_weight(
         raise ValueError(
             f"The weight must be a matrix (out, in), of a multiple of 8 columns to be packed, got shape {tuple(weight.shape)}."
         )
+    if weight.is_meta:  # low bits without values, as of a model without weights
+        stored = meta_tensors(scheme, *weight.shape)
+        return LowBitWeight({name: stored[name] for name in stored if name != "weight_shape"}, scheme)
     weight, data, global_scale = _cast(weight), {}, None
     low, high = reference.extremes(weight, scheme)
     ranges = high if scheme.weights.symmetric else high - low

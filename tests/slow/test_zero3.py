@@ -343,7 +343,7 @@ def test_bytes_of_a_rank_are_those_of_the_documentation(tmp_path, kind):
     """The table of docs/scaling.md, within 0.1 %. Nothing else of that size stays."""
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
     config, adapter = meta.read_config(model), random_adapter() if kind == "lora" else None
-    parameters = meta.parameters(meta.skeleton(config, torch.float32, adapter, plan="W4A16"), muon=False)
+    parameters = meta.parameters(meta.skeleton(config, torch.float32, adapter, plan="W4A16"), "adamw_torch")
     trained = sum(math.ceil(p.entries / 2) for p in parameters if p.optimizer)
     expected = {
         "master weights": 4 * trained,

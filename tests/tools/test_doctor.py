@@ -77,6 +77,27 @@ def test_what_would_fail_or_train_nothing_is_found(recipe, capsys, options, code
     assert found == code and word in said.out + said.err and "Traceback" not in said.err
 
 
+@pytest.mark.parametrize(
+    ("gpu", "options", "code", "words"),
+    [
+        ("l4", [], 0, ["W4A16 runs on Ampere or Ada or Hopper or Blackwell, this is Ada", "It fits: 15."]),
+        (
+            "a100",
+            ["--quant_scheme", "FP8_DYNAMIC"],
+            1,
+            ["FP8_DYNAMIC runs on Ada or Hopper or Blackwell, this is Ampere"],
+        ),
+        ("h100", ["--quant_scheme", "FP8_DYNAMIC"], 0, ["this is Hopper"]),  # control
+        ("4090", ["--model_name_or_path", "Qwen/Qwen3-8B"], 1, ["It does not fit: rollout"]),
+        ("h100", ["--steps_per_generation", "16"], 1, ["at least 16 prompts, got 9"]),
+    ],
+)
+def test_a_run_is_checked_for_a_gpu_that_is_not_here(recipe, capsys, gpu, options, code, words):
+    engine = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", "0.5"]
+    found, _, said = doctor(capsys, "--config", recipe, "--gpu", gpu, *engine, *options)
+    assert found == code and all(word in said.out for word in words) and "mismatch" not in said.out.lower()
+
+
 def test_a_version_outside_of_its_window_fails(monkeypatch):
     (fine,) = machine.versions()
     assert fine.status == OK and "trl" in fine.text and "pytest" not in fine.text
@@ -88,13 +109,11 @@ def test_a_version_outside_of_its_window_fails(monkeypatch):
 
 def test_a_cpu_without_avx512_is_said_to_have_no_engine(monkeypatch):
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
-    found = {}
-    for flags in ("", "avx512_vnni", "avx512_vnni amx_tile"):
+    for flags, status, words in (("", WARN, "no AVX-512"), ("avx512f", WARN, "VNNI"), ("avx512_vnni", OK, "cores")):
         monkeypatch.setattr(machine, "cpu_flags", lambda flags=flags: frozenset(flags.split()))
         monkeypatch.setattr(machine, "why_no_engine", lambda flags, _: None if flags else "no AVX-512")
-        found[flags] = list(machine.devices())[-1]
-    assert [row.status for row in found.values()] == [WARN, OK, OK]
-    assert "AMX is left unused" in found["avx512_vnni amx_tile"].text
+        found = list(machine.devices())[-1]
+        assert found.status == status and words in found.text
 
 
 ROWS = [{"prompt": "p", "answer": answer} for answer in ("1", "2", "2", "3")]  # the second is not asked about

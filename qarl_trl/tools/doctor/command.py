@@ -7,17 +7,24 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from ..plan.command import GPUS
 from . import FAIL, WARN, Finding
 
 
 def main(argv: Sequence[str]) -> None:
-    """
-    Print all sections; exit code 1 when a check failed.
-
-    Raises:
-        ValueError, OSError, ImportError: For a recipe, an option, data or a reward that is wrong: bad use.
-    """
-    own, others = make_parser().parse_known_args(argv)
+    """Print all sections; exit code 1 when a check failed. `ValueError`, `OSError` or `ImportError` for bad use."""
+    parser = argparse.ArgumentParser(
+        "qarl-trl doctor",
+        "qarl-trl doctor [--config FILE] [--key value ...]",
+        description="Check this machine and, with a recipe or keys of `qarl-trl train`, the run: settings, "
+        "data, rewards, and with a local model the log-prob mismatch (starts two engines, minutes).",
+        epilog="Exit code: 0 fine, 1 a check failed, 2 bad use.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="recipe; its keys can also be given here, as to `qarl-trl train`")
+    parser.add_argument("--gpu", choices=GPUS, help="check the run for one such GPU, which need not be here")
+    parser.add_argument("--probe_prompts", type=int, default=8, help="to measure the mismatch with (default: 8)")
+    own, others = parser.parse_known_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     found = []
@@ -39,21 +46,6 @@ def caught(title: str, findings: Iterator[Finding]) -> Iterator[Finding]:
         yield Finding(FAIL, title.lower(), f"{type(error).__name__}: {error}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The options that are not those of `qarl-trl train`."""
-    parser = argparse.ArgumentParser(
-        "qarl-trl doctor",
-        "qarl-trl doctor [--config FILE] [--key value ...]",
-        description="Check this machine and, with a recipe or keys of `qarl-trl train`, the run: settings, "
-        "data, rewards, and with a local model the log-prob mismatch (starts two engines, minutes).",
-        epilog="Exit code: 0 fine, 1 a check failed, 2 bad use.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", help="recipe; its keys can also be given here, as to `qarl-trl train`")
-    parser.add_argument("--probe_prompts", type=int, default=8, help="to measure the mismatch with (default: 8)")
-    return parser
-
-
 def sections(own: argparse.Namespace, others: list[str]) -> Iterator[tuple[str, Iterator[Finding]]]:
     """Titles and checks, cheap ones first; those of a recipe only if there is one."""
     from .machine import devices, versions
@@ -65,14 +57,16 @@ def sections(own: argparse.Namespace, others: list[str]) -> Iterator[tuple[str, 
     from ...train import load_datasets, parse
     from .mismatch import check_mismatch
     from .rewards import check_reward
-    from .settings import check_settings, local_folder
+    from .settings import check_elsewhere, check_settings, local_folder
 
-    script_args, args, model_args = parse(
-        [*(["--config", own.config] if own.config else []), *others], any_device=True
-    )
+    argv = [*(["--config", own.config] if own.config else []), *others]
+    script_args, args, model_args = parse(argv, any_device=True)
     dataset, _ = load_datasets(script_args, with_eval=args.eval_strategy != "no")
     rewards = load_rewards(script_args.reward_funcs)
     folder = local_folder(model_args.model_name_or_path)
     yield "Rewards", (check_reward(reward, dataset) for reward in rewards)
+    if own.gpu:
+        yield f"One {own.gpu}", check_elsewhere(own.gpu, argv, args, dataset)
+        return
     yield "Settings", check_settings(folder, args, model_args, dataset)
     yield "Mismatch", check_mismatch(folder, args, dataset.select(range(min(own.probe_prompts, len(dataset)))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,12 @@ from huggingface_hub import snapshot_download
 from trl import get_peft_config
 
 from ...config import QaRLConfig
+from ...quant.scheme import gpu_generation, support_of
 from ...validate import check_arguments, check_data, check_run
-from . import OK, SKIPPED, Finding
+from ..plan.command import GPUS, verdict
+from ..plan.items import fits
+from ..plan.ways import explore
+from . import FAIL, OK, SKIPPED, Finding
 
 
 def local_folder(name: str) -> str | None:
@@ -41,3 +45,16 @@ def check_settings(folder: str | None, args: QaRLConfig, model_args: Any, datase
     engine = "vLLM" if args.use_vllm else "transformers (slow)"
     text = f"{args.quant_name}, {args.loss_type}, {len(dataset)} prompts, rollouts by {engine}"
     yield Finding(OK, "settings", text)
+
+
+def check_elsewhere(gpu: str, argv: Sequence[str], args: QaRLConfig, dataset: Dataset) -> Iterator[Finding]:
+    """What stops the run of `argv` on one `gpu` that is not here: its schemes, its memory, too few prompts."""
+    memory, capability = GPUS[gpu]
+    generation, scheme = gpu_generation(capability), args.quant_plan()
+    for row in [] if scheme is None else map(support_of, scheme.config_groups.values()):
+        found = OK if generation in row.gpus else FAIL
+        yield Finding(found, "scheme", f"{row.name} runs on {' or '.join(row.gpus) or 'no GPU'}, this is {generation}")
+    _, run, _, together = explore(argv, 1, memory, None)
+    for line in verdict(run, together):
+        yield Finding(OK if fits(run) else FAIL, "memory", line)
+    check_data({"train_dataset": dataset}, args)

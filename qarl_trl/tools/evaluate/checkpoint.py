@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import math
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ...export.files import READ_BY_ENGINE, tensor_shapes
-from ...quant.experts import PROJECTIONS, expert_modules, layer_names
-from ...quant.names import checkpoint_renaming
-from ...quant.quantize import meta_tensors
-from ...quant.scheme import describe_scheme, scheme_for, support_of
+from ...quant.scheme import describe_scheme
+from ...quant.start import QuantizedSource
+from ...quant.state_dict import iter_low_bit_weights
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import check_engine_cpu
-from ...rollout.support import missing_in_engine
+from ..plan.model import read_config, skeleton
 
 
 def find_checkpoint(name_or_path: str) -> Path:
@@ -40,7 +34,7 @@ def find_checkpoint(name_or_path: str) -> Path:
 
 def check_complete(folder: Path, config: PretrainedConfig) -> None:
     """
-    Refuse (`ValueError`) files that are missing or cut off and, of a compressed-tensors checkpoint, tensors missing or of another shape.
+    Refuse (`ValueError`) files that are missing or cut off and, of a checkpoint in our schemes, tensors missing or of another shape.
 
     vLLM loads such a checkpoint all the same and answers garbage. A plain one it refuses itself.
     """
@@ -51,48 +45,22 @@ def check_complete(folder: Path, config: PretrainedConfig) -> None:
             f"{folder} lacks {len(missing)} tensors of {index.name} (first: {missing[0]}). Download it again."
         )
     stored = getattr(config, "quantization_config", {"quant_method": None})
-    if stored["quant_method"] == "compressed-tensors" and type(config) in AutoModelForCausalLM._model_mapping:
-        for name, shape in expected_shapes(config, QuantizationConfig.model_validate(stored)):
-            if found.get(name) != shape:
-                raise ValueError(
-                    f"{folder} must hold {name} of shape {shape}, got {found.get(name)}. Download it again."
-                )
-
-
-def expected_shapes(config: PretrainedConfig, plan: QuantizationConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors that the checkpoint of a language model has, quantized by `plan`."""
-    config = copy.deepcopy(config)
-    del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    rename, experts, linear = checkpoint_renaming(model), dict(expert_modules(model)), nn.Linear(1, 1, device="meta")
-    for name, param in model.named_parameters():
-        owner, _, local = name.rpartition(".")
-        module, layers, shape = model.get_submodule(owner), [owner], tuple(param.shape)
-        if owner in experts and local in PROJECTIONS:  # stored as a linear layer for each expert and projection
-            layers, module = layer_names(owner, module, local), linear
-            shape, local = (math.prod(shape[:-1]) // len(layers), shape[-1]), "weight"
-        for layer in layers:
-            scheme = scheme_for(layer, module, plan) if local == "weight" and len(shape) == 2 else None
-            stored = {local: torch.empty(shape, device="meta")} if scheme is None else meta_tensors(scheme, *shape)
-            yield from ((rename(f"{layer}.{key}"), tuple(tensor.shape)) for key, tensor in stored.items())
+    if stored["quant_method"] != "compressed-tensors" or type(config) not in AutoModelForCausalLM._model_mapping:
+        return
+    plan = QuantizedSource(str(folder), folder, QuantizationConfig.model_validate(stored)).plan()
+    try:
+        model = skeleton(read_config(str(folder)), "bfloat16", plan=plan)
+    except ValueError:  # a scheme that is not ours
+        return
+    for name, tensor in iter_low_bit_weights(model):
+        if found.get(name) != (shape := tuple(tensor.shape)):
+            raise ValueError(f"{folder} must hold {name} of shape {shape}, got {found.get(name)}. Download it again.")
 
 
 def precision(config: PretrainedConfig) -> str:
-    """The precision of the quantized layers in words; `ValueError` if vLLM has no kernel for a scheme on this machine."""
-    device = torch.device("cpu" if is_cpu_engine() else "cuda")
-    check_engine_cpu(device.type)
+    """The precision of the quantized layers in words; `ValueError` on a CPU that vLLM's engine does not run on."""
+    check_engine_cpu("cpu" if is_cpu_engine() else "cuda")
     stored = getattr(config, "quantization_config", {"quant_method": "not quantized"})
     if stored["quant_method"] != "compressed-tensors":
         return stored["quant_method"]
-    parts = []
-    for group in QuantizationConfig.model_validate(stored).config_groups.values():
-        parts.append(describe_scheme(group))
-        try:
-            row = support_of(group)
-        except ValueError:  # not one of ours; vLLM itself says whether it runs
-            continue
-        if missing := missing_in_engine(row, device):
-            raise ValueError(f"vLLM cannot run {row.name} on device {device.type!r}: {missing}.")
-        parts[-1] = f"{row.name} ({parts[-1]})"
-    return ", ".join(parts)
+    return ", ".join(map(describe_scheme, QuantizationConfig.model_validate(stored).config_groups.values()))

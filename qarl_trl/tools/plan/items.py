@@ -1,5 +1,7 @@
 """
-What each GPU of a run holds: a formula for each kind of memory, and `moments`, the four times at which most is held.
+What each GPU of a run holds: a formula for each kind of memory, and `moments`, the two at which most is held.
+
+A weight sync takes less than a rollout, the optimizer's step about what a backward takes or less.
 
 Every formula is compared with real tensors in tests/tools/plan and tests/slow.
 """
@@ -16,8 +18,6 @@ GIB = 2**30
 RESERVE = 4 * GIB
 # Of an awake engine beside weights and cache: its own passes of 4096 tokens and CUDA graphs. Assumed, not measured.
 ENGINE_WORK = 3 * GIB
-# Bytes an entry of a matrix that Muon steps: the copies of its Newton-Schulz iteration.
-MUON_WORK = 12
 # Logits exist as one tile: TRL's `kernels/chunked_logprob.py` multiplies this many tokens by this much of the vocabulary.
 TILE = (4096, 32768)
 # GPUs of a machine, whose processes share its memory.
@@ -31,7 +31,9 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
     size: int  # bytes per entry of the master weight
     layer: str  # the decoder layer that FSDP2 gathers it with, "" outside of them
-    optimizer: str  # "muon", "experts" (Muon in place), "adamw", or "" for a frozen one
+    optimizer: (
+        str  # with `optim_muon` "muon" or "experts" (Muon in place), otherwise TRL's `optim`; "" for a frozen one
+    )
     quantized: int = 0  # bytes of its quantized values on each GPU
     gathered: bool = False  # FSDP2 gathers them instead of it, and each GPU has those of its own rows
     stored: int = 0  # bytes of its low-bit tensors in a checkpoint
@@ -58,6 +60,7 @@ class Run:
     engine: str  # "colocate" (on these GPUs), "server" (on GPUs of its own), "" without one
     utilization: float  # `vllm_gpu_memory_utilization`
     sleep: bool
+    frozen: bool = False  # `lora_base: frozen`: the base is its quantized values, and a sync moves the adapter
     engine_ranks: int = 1
     ranks: int = 1  # GPUs
     fsdp2: bool = False  # that hold shards of one model; otherwise each has the whole
@@ -82,22 +85,24 @@ class Run:
         return math.ceil(parameter.shape[0] / self.ranks) * math.prod(parameter.shape[1:])
 
 
-# The learner --------------------------------------------------------------------------------------------------------
-
-
 def trained_bytes(run: Run) -> int:
     """As many as the gradients have, and each moment."""
     return sum(run.own(p) * p.size for p in run.parameters if p.optimizer)
 
 
-def master_weights(run: Run) -> int:
-    return sum(run.own(p) * p.size for p in run.parameters)
+def state_bytes(run: Run, p: Parameter) -> int:
+    """Of Muon a momentum, of AdamW two and a float32 count; bitsandbytes: float32, or 8 bits and a scale for 256, not of embeddings."""
+    own = run.own(p)
+    if p.optimizer in ("muon", "experts", ""):
+        return own * p.size * bool(p.optimizer)
+    if "bit" in p.optimizer:
+        return own * 65 // 32 if "8bit" in p.optimizer and "embed" not in p.name else 8 * own
+    return 2 * own * p.size + 4
 
 
-def optimizer_state(run: Run) -> int:
-    """Of AdamW two moments and a float32 count of steps for each parameter, of Muon a momentum."""
-    adamw = [p for p in run.parameters if p.optimizer == "adamw"]
-    return trained_bytes(run) + sum(run.own(p) * p.size + 4 for p in adamw)
+def optimizer_state(run: Run, paged: bool = False) -> int:
+    """What the optimizer keeps between its steps on the GPU, or (`paged_adamw_*`) in the machine's memory."""
+    return sum(state_bytes(run, p) for p in run.parameters if p.optimizer.startswith("paged") == paged)
 
 
 def layer_saved(run: Run) -> int:
@@ -161,25 +166,18 @@ def backward_work(run: Run) -> int:
     return int(2 * run.compute * outside + max(head, layer + max(sums.values()), 4 * outside))
 
 
-def step_work(run: Run) -> int:
-    """What comes and goes in the optimizer's step: AdamW's square roots (of all its entries at once), Muon's matrix."""
-    adamw = 4 * sum(run.own(p) for p in run.parameters if p.optimizer == "adamw")
-    # A matrix is gathered first. Experts are stepped where they are, one matrix at a time: small beside it.
-    matrix = max((p.entries for p in run.parameters if p.optimizer == "muon"), default=0)
-    return max(adamw, matrix * (MUON_WORK + 4 * run.fsdp2))
-
-
-# The engine ---------------------------------------------------------------------------------------------------------
+def engine_bytes(run: Run) -> int:
+    """What the engine keeps: the checkpoint's tensors, low bits and bfloat16 for the rest; beside a frozen base the adapter."""
+    return sum(p.stored or 2 * p.entries for p in run.parameters if run.frozen or "lora_" not in p.name)
 
 
 def synced_bytes(run: Run) -> int:
-    """The checkpoint's tensors, which a weight sync moves and the engine keeps: low bits, bfloat16 for the rest."""
-    kept = (p for p in run.parameters if "lora_" not in p.name)
-    return sum(p.stored or 2 * p.entries for p in kept)
+    """What a weight sync moves: all of it, of a frozen base the adapter."""
+    return sum(2 * p.entries for p in run.parameters if "lora_" in p.name) if run.frozen else engine_bytes(run)
 
 
 def engine_weights(run: Run) -> int:
-    return math.ceil(synced_bytes(run) / run.engine_ranks) if run.engine else 0
+    return math.ceil(engine_bytes(run) / run.engine_ranks) if run.engine else 0
 
 
 def cache_bytes(run: Run) -> int:
@@ -194,37 +192,27 @@ def cache_tokens(run: Run) -> int:
     return cache_bytes(run) // (4 * run.config.num_hidden_layers * own * run.head_dim)
 
 
-def sync_work(run: Run) -> int:
-    """The largest parameter gathered in bfloat16, its copy, and the engine's, if that is beside."""
-    copies = run.fsdp2 + 1 + (run.engine == "colocate")
-    return 2 * copies * max(p.entries for p in run.parameters) if run.engine else 0
-
-
-# The moments --------------------------------------------------------------------------------------------------------
-
-
 def moments(run: Run) -> dict[str, dict[str, int]]:
     """Bytes of each item that there is, by moment."""
+    master_weights = sum(run.own(p) * p.size for p in run.parameters)
     always = {
-        "master weights": master_weights(run),
+        "master weights": master_weights,
         "optimizer state": optimizer_state(run),
         "quantized values": sum(p.quantized for p in run.parameters),
-        "reference model": run.reference * master_weights(run),
+        "reference model": run.reference * master_weights,
         "buckets of DDP": (run.ranks > 1 and not run.fsdp2) * trained_bytes(run),
         "reserve (assumed)": RESERVE,
     }
-    weights, awake = {}, {}
+    awake = {}
     if run.engine == "colocate":
-        weights = {"engine weights": engine_weights(run)}
-        awake = weights | {"key-value cache": max(0, cache_bytes(run)), "work of the engine (assumed)": ENGINE_WORK}
-    during = always if run.sleep else always | awake  # all moments but the rollout
-    update = during | {"gradients": trained_bytes(run)}
-    found = {
-        "rollout": always | awake,
-        "sync": during | weights | {"largest parameter": sync_work(run)},
-        "backward": update | {"activations": activations(run), "work of a layer or the head": backward_work(run)},
-        "optimizer step": update | {"work of the optimizer": step_work(run)},
+        weights, cache = engine_weights(run), max(0, cache_bytes(run))
+        awake = {"engine weights": weights, "key-value cache": cache, "work of the engine (assumed)": ENGINE_WORK}
+    update = {
+        "gradients": trained_bytes(run),
+        "activations": activations(run),
+        "work of a layer or the head": backward_work(run),
     }
+    found = {"rollout": always | awake, "backward": (always if run.sleep else always | awake) | update}
     return {moment: {name: size for name, size in held.items() if size} for moment, held in found.items()}
 
 
@@ -233,13 +221,18 @@ def peaks(run: Run) -> dict[str, int]:
     return {name: sum(items.values()) for name, items in moments(run).items()}
 
 
+def fits(run: Run) -> bool:
+    """Whether every moment has room, and the engine for one row."""
+    return max(peaks(run).values()) <= run.memory and (not run.engine or cache_tokens(run) >= run.tokens)
+
+
 def best_utilization(run: Run) -> float:
     """The largest `vllm_gpu_memory_utilization`, in steps of 0.05, that every moment leaves room for; 0.0 for none."""
     tried = (u / 100 for u in range(5, 95, 5))
-    return max((u for u in tried if max(peaks(replace(run, utilization=u)).values()) <= run.memory), default=0.0)
+    return max((u for u in tried if fits(replace(run, utilization=u))), default=0.0)
 
 
 def host_bytes(run: Run) -> int:
-    """A machine's own memory while the model loads: every process holds it, under FSDP2 one of them."""
+    """A machine's own memory: every process holds the model while it loads, under FSDP2 one of them, later paged moments."""
     copies = 1 if run.fsdp2 else min(run.ranks, MACHINE)
-    return copies * sum(p.entries * p.size for p in run.parameters)
+    return copies * max(sum(p.entries * p.size or p.stored for p in run.parameters), optimizer_state(run, paged=True))

@@ -1,13 +1,16 @@
-"""The page: one HTML file without scripts, whose pictures are in it. Every text of a run is escaped here."""
+"""`qarl-trl report`: one HTML file without scripts, whose pictures are in it. Every text of a run is escaped here."""
 
 from __future__ import annotations
 
+import argparse
 import base64
+import os
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 
 from .plots import COLOURS, PANELS, STYLES, Panel, png
-from .runs import Run
+from .runs import Run, read_run
 from .verdict import headline, verdict
 
 
@@ -20,6 +23,24 @@ h3 { display: inline-block; margin: 0 1em 0 0; font-size: 15px }
 i, code, .note { font-size: 13px; color: #57606a }
 """
 MARKS = {"good": "✓", "look": "▲", "bad": "✗", "unknown": "?"}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """
+    One HTML page of what runs logged, side by side: a verdict and plots. A RUN is the output_dir of a QaRLTrainer or of TRL's
+    GRPOTrainer with a trainer_state.json (at the top or in a checkpoint-*).
+    """
+    parser = argparse.ArgumentParser(prog="qarl-trl report", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument("--output_dir", help="where report.html goes (default: the first run's folder)")
+    options = parser.parse_args(argv)
+    folders = [Path(one).expanduser().resolve() for one in options.runs]
+    root = os.path.commonpath([folder.parent for folder in folders])  # the rest of a path may hold names of users
+    text = page([read_run(folder, str(folder.relative_to(root))) for folder in folders])
+    file = Path(options.output_dir or folders[0]).expanduser() / "report.html"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    print(f"written to {file}")
 
 
 def page(runs: Sequence[Run]) -> str:

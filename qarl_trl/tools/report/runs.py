@@ -12,15 +12,6 @@ from typing import Any
 import numpy as np
 
 
-# Plain TRL's names for the same or nearly the same, used where ours were not logged.
-TRL_NAMES = {
-    "mismatch/logp_diff_mean": "sampling/sampling_logp_difference/mean",
-    "ratio/pos_high_frac": "clip_ratio/high_mean",
-    "ratio/neg_low_frac": "clip_ratio/low_mean",
-    "time/update": "step_time",
-}
-
-
 @dataclass
 class Run:
     """One run. `log` has a row for each log line, with its `step`."""
@@ -51,9 +42,7 @@ class Run:
         ]
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and finite values of a metric, or of TRL's in its place, `(N,)` each, in order; empty if neither was logged."""
-        if not any(name in row for row in self.points):
-            name = TRL_NAMES.get(name, name)
+        """Steps and finite values of a metric, `(N,)` each, in order; empty if it was not logged."""
         found = [(row["step"], row[name]) for row in self.points if name in row]
         steps, values = np.array(found, dtype=float).reshape(-1, 2).T
         return steps, values

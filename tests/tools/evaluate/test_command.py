@@ -32,12 +32,11 @@ def no_engine(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A plain checkpoint of 256 positions, and W4A16 and W8A16 ones made of it."""
+    """A plain checkpoint of 256 positions, and a W4A16 one made of it."""
     folder = tmp_path_factory.mktemp("models")
     make_model(num_hidden_layers=1).save_pretrained(folder / "plain")
     make_tokenizer().save_pretrained(folder / "plain")
     cli.main(["export", str(folder / "plain"), str(folder / "w4a16")])
-    cli.main(["export", str(folder / "plain"), str(folder / "w8a16"), "--scheme", "W8A16"])
     shutil.copytree(folder / "w4a16", folder / "cut")
     index = {"weight_map": dict.fromkeys([*load_file(folder / "cut" / "model.safetensors"), "b"], "model.safetensors")}
     (folder / "cut" / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -79,7 +78,6 @@ def test_wrong_options_are_one_line(capsys, argv, field):
     [
         ("no_tokenizer", "it has no tokenizer*"),
         ("cut", "lacks 1 tensors of model.safetensors.index.json (first: b)"),
-        ("w8a16", "cannot run W8A16 on device 'cpu'"),
     ],
 )
 def test_a_model_that_cannot_be_evaluated_is_refused_before_the_engine(capsys, models, sums, model, message):
@@ -145,7 +143,7 @@ def test_results_hold_scores_settings_and_versions_but_no_secret(capsys, models,
     text = (tmp_path / "out" / "results.json").read_text()
     results, out = json.loads(text), capsys.readouterr().out
     assert SECRET not in text + out + (tmp_path / "out" / "completions.jsonl").read_text()
-    assert results["precision"] == "W4A16 (weights int4 per group 128)"
+    assert results["precision"] == "weights int4 per group 128"
     assert results["settings"]["temperature"] == 0.6 and results["settings"]["engine_kwargs"]["max_num_seqs"] == 2
     assert None not in results["versions"].values()
     suite = results["suites"]["sums"]

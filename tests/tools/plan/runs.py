@@ -16,7 +16,7 @@ from qarl_trl.tools.plan.items import GIB, Run
 def example_run(model: nn.Module, config: PretrainedConfig, muon: bool = True, **changes: Any) -> Run:
     ranks = changes.get("ranks", 1) if changes.get("fsdp2") else 1
     settings = {
-        "parameters": meta.parameters(model, muon, ranks),
+        "parameters": meta.parameters(model, "muon" if muon else "adamw_torch", ranks),
         "config": config,
         "low_bit_forward": True,
         "memory": 79 * GIB,

@@ -1,30 +1,16 @@
 """`qarl-trl plan`: recipes, the table and refusals."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from qarl_trl.cli import main
-from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan import items
+from qarl_trl.tools.plan.ways import explore
 
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 EIGHT = RECIPES / "qwen3-8b-base" / "w4a16_qarl_tbpo.yaml"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built_once():
-    """Recipes of one model and scheme share the model, which a plan only reads."""
-    skeleton, built = meta.skeleton, {}
-
-    def cached(config, *args, **how):
-        key = repr((config.to_dict(), args, how))
-        return built[key] if key in built else built.setdefault(key, skeleton(config, *args, **how))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meta, "skeleton", cached)
-        yield
 
 
 def plan(capsys, *argv):
@@ -36,9 +22,8 @@ def plan(capsys, *argv):
     return code, capsys.readouterr()
 
 
-def found_of(capsys, *argv):
-    code, out = plan(capsys, *argv, "--json")
-    return code, json.loads(out.out)
+def run_of(path, gpus=8, memory=79, sharding="fsdp2", *argv):
+    return explore(["--config", str(path), *map(str, argv)], gpus, memory, sharding)[1]
 
 
 @pytest.mark.parametrize(
@@ -52,12 +37,11 @@ def found_of(capsys, *argv):
     ],
     ids=lambda value: f"{value.parent.name}/{value.stem}" if isinstance(value, Path) else None,
 )
-def test_every_recipe_fits_its_hardware_at_its_longest_rows(capsys, path, gib, sharding):
-    code, found = found_of(capsys, "--config", path, "--gpus", 8, "--memory", gib, "--sharding", sharding)
-    assert (code, found["fits"], found["over"]) == (0, True, [])
-    assert found["cache_tokens"] > 4 * 18432
+def test_every_recipe_fits_its_hardware_at_its_longest_rows(path, gib, sharding):
+    run = run_of(path, 8, gib, sharding)
+    assert items.fits(run) and items.cache_tokens(run) > 4 * 18432
     # Quoted in the header.
-    peak = max(found["peaks"].values()) / 2**30
+    peak = max(items.peaks(run).values()) / 2**30
     assert path.read_text().splitlines()[2].endswith(f"Estimated by qarl-trl plan: {peak:.0f} GiB of {gib}.")
 
 
@@ -65,20 +49,13 @@ def test_what_does_not_fit_names_its_largest_items(capsys):
     code, out = plan(capsys, "--config", EIGHT, "--gpus", 8, "--vllm_enable_sleep_mode", "false")
     assert code == 1 and "It does not fit: backward" in out.out and "mostly key-value cache" in out.out
     code, out = plan(capsys, "--config", EIGHT, "--gpus", 8)
-    assert code == 0 and out.out.rstrip().endswith("It fits.") and "at most 0.8 would fit" in out.out
+    assert code == 0 and out.out.endswith("It fits: 67.9 GiB of 79.\n") and "at most 0.8 would fit" in out.out
 
 
-@pytest.mark.parametrize(("kernel", "words"), [("auto", "fake quantization"), ("engine", "engine's own kernel")])
-def test_the_kernel_of_the_learner_is_said(capsys, kernel, words):
-    assert words in plan(capsys, "--config", EIGHT, "--gpus", 8, "--quant_kernel", kernel)[1].out
-
-
-def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_otherwise(capsys):
-    found = {
-        kind: found_of(capsys, "--config", EIGHT, "--gpus", 16, "--sharding", kind)[1] for kind in ("fsdp2", "ddp")
-    }
-    assert found["fsdp2"]["host"] == 4 * 8_190_735_360  # float32
-    assert found["ddp"]["host"] == 8 * found["fsdp2"]["host"]  # 8 of the 16 are on one machine
+def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_otherwise():
+    found = {kind: items.host_bytes(run_of(EIGHT, 16, 79, kind)) for kind in ("fsdp2", "ddp")}
+    assert found["fsdp2"] == 4 * 8_190_735_360  # float32
+    assert found["ddp"] == 8 * found["fsdp2"]  # 8 of the 16 are on one machine
 
 
 @pytest.mark.parametrize(
@@ -99,12 +76,10 @@ def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(c
 
 
 def test_a_server_has_its_own_gpus_and_the_trainer_syncs_to_it(capsys):
-    eight = "--config", EIGHT, "--gpus", 8
-    server = *eight, "--vllm_mode", "server", "--max_completion_length", 15000
-    (_, beside), (code, found) = found_of(capsys, *eight), found_of(capsys, *server)
-    assert code == 0 and found["peaks"]["rollout"] < beside["peaks"]["rollout"]  # the learner's GPUs wait
-    for name in ("sync", "engine_weights", "cache_tokens"):
-        assert found[name] == beside[name] > 0
-    assert "engine weights" in beside["moments"]["sync"] and "engine weights" not in found["moments"]["sync"]
-    code, out = plan(capsys, *server, "--vllm_gpu_memory_utilization", 0.1)
+    server = "--vllm_mode", "server", "--max_completion_length", 15000
+    beside, found = run_of(EIGHT), run_of(EIGHT, 8, 79, None, *server)
+    assert items.fits(found) and items.peaks(found)["rollout"] < items.peaks(beside)["rollout"]  # these GPUs wait
+    for count in (items.synced_bytes, items.engine_weights, items.cache_tokens):
+        assert count(found) == count(beside) > 0
+    code, out = plan(capsys, "--config", EIGHT, "--gpus", 8, *server, "--vllm_gpu_memory_utilization", 0.1)
     assert code == 1 and "The engine has no room for one row" in out.out and "would fit" not in out.out

@@ -31,9 +31,3 @@ def test_a_point_is_a_rollout_batch():
     assert run.series("nothing")[0].size == 0
     by_line = Run("b", [row | {"reward": 1.0} for row in rows[:12]])
     assert len(by_line.values("ratio/max")) == 12  # control: with a reward in each line, each is a batch
-
-
-def test_trls_names_stand_in_for_those_that_were_not_logged():
-    logged = {"clip_ratio/low_mean": 0.25, "step_time": 2.0, "time/update": 1.0}
-    run = Run("a", [{"step": 1, "reward": 0.5, **logged}])
-    assert (run.values("ratio/neg_low_frac"), run.values("time/update")) == ([0.25], [1.0])

@@ -1,0 +1,112 @@
+"""What `qarl-trl plan` proposes: each way alone, and lines that are accepted as they stand and fit as they say."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from trl import get_peft_config
+
+from qarl_trl import cli
+from qarl_trl.tools.plan import items
+from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan.command import GPUS
+from qarl_trl.tools.plan.items import GIB
+from qarl_trl.tools.plan.ways import explore
+from qarl_trl.train import parse
+from qarl_trl.validate import check_arguments
+
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted(ROOT.glob("recipes/one_gpu/*.yaml"))
+
+
+def plan_of(path, gpu, *argv):
+    _, run, alone, together = explore(["--config", str(path), *argv], 1, GPUS[gpu][0], None)
+    return SimpleNamespace(run=run, alone=alone, together=together)
+
+
+def peak(run):
+    return max(items.peaks(run).values())
+
+
+def accepted(path, line):
+    """The settings of a run with a proposed line, checked as the trainer checks them before it loads a model."""
+    _, args, model_args = parse(["--config", str(path), *line.split()], any_device=True)
+    check_arguments(model_args.model_name_or_path, args, {"peft_config": get_peft_config(model_args)})
+    return args
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_for_one_gpu_fits_and_says_in_what(path, capsys):
+    """Also `train --dry_run` takes it."""
+    head = path.read_text().splitlines()[2]
+    gpu = re.search(r"--gpu (\w+)", head)[1]
+    run = plan_of(path, gpu).run
+    assert items.fits(run) and run.tokens * 16 <= items.cache_tokens(run)
+    assert head.endswith(f": {peak(run) / GIB:.1f} GiB of {GPUS[gpu][0]}.")
+    cli.main(["train", "--config", str(path), "--dry_run"])
+    assert "8 updates per rollout batch" in capsys.readouterr().out
+    accepted(path, "")
+
+
+@pytest.mark.parametrize(
+    ("path", "gpu", "proposed"),
+    [("qwen3-8b-base/w4a16_qarl_tbpo", "a100", 1), ("qwen2.5-math-1.5b/w4a16_qarl_tbpo", "4090", 2)],
+)
+def test_proposed_lines_are_accepted_as_they_stand_and_fit_as_they_say(path, gpu, proposed, capsys):
+    path = ROOT / f"recipes/{path}.yaml"
+    found = plan_of(path, gpu)
+    assert not items.fits(found.run) and len(found.together) == proposed
+    before = accepted(path, "")
+    for line, run in found.together.items():
+        again = plan_of(path, gpu, *line.split())
+        assert items.fits(again.run) and peak(again.run) == peak(run) and not again.together
+        after = accepted(path, line)
+        for name in ("gradient_accumulation_steps", "steps_per_generation"):
+            completions = {args.per_device_train_batch_size * getattr(args, name) for args in (before, after)}
+            assert len(completions) == 1
+        cli.main(["train", "--config", str(path), *line.split(), "--dry_run"])
+        # Control: without a change that was proposed it does not fit.
+        words = line.split()
+        for name in {"--optim", "--use_peft", "--vllm_gpu_memory_utilization", "--max_tokens_per_pass"} & {*words}:
+            at = words.index(name)
+            assert not items.fits(plan_of(path, gpu, *words[:at], *words[at + 2 :]).run), name
+    capsys.readouterr()
+
+
+def test_each_way_alone_is_compared_and_what_is_refused_says_why():
+    recipe = ROOT / "recipes/one_gpu/qwen2.5-0.5b.yaml"
+    found = plan_of(recipe, "4090", "--vllm_enable_sleep_mode", "false", "--gradient_checkpointing", "false")
+    options, run = found.alone["Liger kernels"]
+    assert run is None and "neither low-bit layers nor TBPO" in options
+    smaller = {"sleep mode": "backward", "gradient checkpointing": "backward", "AdamW in 8 bits": "rollout"}
+    for name, moment in {**smaller, "the same, kept on the host": "rollout", "LoRA": "backward"}.items():
+        options, run = found.alone[name]
+        assert items.peaks(run)[moment] < items.peaks(found.run)[moment], name
+        accepted(recipe, options)
+    plain = plan_of(recipe, "4090", "--quant_scheme", "none", "--loss_type", "grpo")
+    options, run = plain.alone["Liger kernels"]
+    assert run is not None and accepted(recipe, f"--quant_scheme none --loss_type grpo {options}").use_liger_kernel
+
+
+def test_moments_in_8_bits():
+    """Two bytes an entry and a float32 scale for 256 entries of a moment, float32 for embeddings; on the host if paged."""
+    found = plan_of(ROOT / "recipes/one_gpu/qwen2.5-0.5b.yaml", "4090")
+    (_, on_gpu), (_, paged) = found.alone["AdamW in 8 bits"], found.alone["the same, kept on the host"]
+    embedding = 151936 * 896
+    others = 494_032_768 - embedding
+    assert items.optimizer_state(on_gpu) == pytest.approx(8 * embedding + others * (2 + 8 / 256), rel=1e-6)
+    assert items.optimizer_state(paged) == 0
+    assert items.optimizer_state(paged, paged=True) == items.optimizer_state(on_gpu)
+
+
+def test_models_that_are_named_need_no_download():
+    named = set(re.findall(r'"(Qwen/[\w.-]+)"', (ROOT / "README.md").read_text()))
+    for path in ROOT.glob("recipes/*/*.yaml"):
+        named |= set(re.findall(r"^model_name_or_path: (\S+)", path.read_text(), re.MULTILINE))
+    assert len(named) > 5
+    for name in named | {"Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen3-4B-Instruct-2507", "meta-llama/Llama-3.2-1B"}:
+        assert meta.read_config(name).hidden_size > 0
+    with pytest.raises(ValueError, match="nobody/Qwen3-8B"):  # control
+        meta.read_config("nobody/Qwen3-8B")
