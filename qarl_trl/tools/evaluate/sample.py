@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,9 @@ def sample(engine: Any, problems: Sequence[dict[str, Any]], params: Any, seed: i
         seeded.append(params.clone())
         seeded[-1].seed = prompt_seed(problem["prompt_ids"], seed)
     prompts = [{"prompt_token_ids": list(problem["prompt_ids"])} for problem in problems]
-    return [[_completion(answer) for answer in output.outputs] for output in engine.generate(prompts, seeded)]
+    # vLLM 0.31 divides by the time of a progress bar, which is 0 where the user has turned bars off.
+    outputs = engine.generate(prompts, seeded, use_tqdm="TQDM_DISABLE" not in os.environ)
+    return [[_completion(answer) for answer in output.outputs] for output in outputs]
 
 
 def prompt_seed(prompt_ids: Sequence[int], seed: int) -> int:
