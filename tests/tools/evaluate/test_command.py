@@ -143,7 +143,7 @@ def test_results_hold_scores_settings_and_versions_but_no_secret(capsys, models,
     text = (tmp_path / "out" / "results.json").read_text()
     results, out = json.loads(text), capsys.readouterr().out
     assert SECRET not in text + out + (tmp_path / "out" / "completions.jsonl").read_text()
-    assert results["precision"] == "weights int4 per group 128"
+    assert results["precision"] == "W4A16 (weights int4 per group 128)"
     assert results["settings"]["temperature"] == 0.6 and results["settings"]["engine_kwargs"]["max_num_seqs"] == 2
     assert None not in results["versions"].values()
     suite = results["suites"]["sums"]
