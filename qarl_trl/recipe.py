@@ -77,6 +77,8 @@ def _checked(field: dataclasses.Field, value: Any, hint: Any) -> Any:
         return value
     if value is False and name.endswith("_strategy"):  # `save_strategy: no`
         return "no"
+    if "Literal[False]" in types and str(value).lower() == "false":  # `trackio_static_space_id: false`
+        return False
     if isinstance(value, bool) and "bool" not in types:
         if name in _WORDS:
             return value

@@ -83,6 +83,15 @@ def make_tokenizer(characters=CHARACTERS):
     return toys.make_tokenizer(characters)
 
 
+def save_chat_model(folder):
+    """A toy with a chat template, saved in a folder, which is returned."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    make_model(max_position_embeddings=512).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="session")
 def tiny_model():
     """Factory, see `make_model`."""

@@ -101,6 +101,7 @@ def test_a_wrong_value_of_any_field_is_accepted_or_an_error_that_names_the_field
 def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tmp_path):
     written = {"learning_rate": "1e-5", "max_steps": "7", "use_vllm": "no", "reward_funcs": "math_reward"}
     written |= {"save_strategy": "no", "generation_kwargs": '{"n": 1}', "quant_ignore": "lm_head"}
+    written |= {"trackio_static_space_id": "false"}  # else a push copies the log to a public Space
     (tmp_path / "recipe.yaml").write_text("".join(f"{key}: {value}\n" for key, value in written.items()))
     options = [part for key, value in written.items() for part in (f"--{key}", value)]
     (script, args, _), (_, same, _) = (
@@ -108,6 +109,7 @@ def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tm
         parse(["--config", str(tmp_path / "recipe.yaml"), *base]),
     )
     assert (args.learning_rate, args.max_steps, args.use_vllm) == (1e-5, 7, False)
+    assert args.trackio_static_space_id is False
     assert (args.generation_kwargs, args.quant_ignore, script.reward_funcs) == ({"n": 1}, ["lm_head"], ["math_reward"])
     ran_at = {"logging_dir", "run_name"}
     assert {k: v for k, v in args.to_dict().items() if k not in ran_at} == {

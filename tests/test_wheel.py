@@ -1,6 +1,7 @@
 """What `make dist` builds: its files, its size, and that the wheel works where nothing else of the project is."""
 
 import email
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import save_chat_model
 
 import qarl_trl
 
@@ -105,33 +107,25 @@ def readme_python() -> str:
     return "\n".join(found)
 
 
-# What a toy on a CPU needs and the README does not say.
+# A toy on a CPU, without an engine. What the README says comes first.
 SMALL = """
-import functools, os, qarl_trl
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
-engine = {"enforce_eager": True}
-small = dict(use_cpu=True, max_steps=1, max_completion_length=16, vllm_max_model_length=128, vllm_engine_kwargs=engine)
-small |= dict(report_to="none", save_strategy="no")
-qarl_trl.QaRLConfig = functools.partial(qarl_trl.QaRLConfig, **small)
+import qarl_trl
+small = {"use_cpu": True, "use_vllm": False, "max_steps": 1, "max_completion_length": 8, "report_to": "none"}
+config, qarl_trl.QaRLConfig = qarl_trl.QaRLConfig, lambda **given: config(**given | small)
 """
 
 
-@pytest.mark.slow
 def test_the_readmes_lines_run_from_the_wheel(clean, dist):
     """In a folder where each Hub id that they name is a folder with a toy."""
-    from slow.toys import save_model
-
     lines = readme_python()
     model = re.search(r'QaRLTrainer\(.*?"([\w.-]+/[\w.-]+)"', lines, re.DOTALL)[1]
     dataset = re.search(r'load_dataset\("([\w.-]+/[\w.-]+)"', lines)[1]
     place = dist / "readme"
-    save_model(place / model)
+    save_chat_model(place / model)
     (place / dataset).mkdir(parents=True)
-    rows = "\n".join(f'{{"prompt": "{i}+{i}=", "solution": "{2 * i}"}}' for i in range(10, 74))
-    (place / dataset / "train.jsonl").write_text(rows)
-    (place / "lines.py").write_text(
-        f"{SMALL}\nif __name__ == '__main__':\n" + "\n".join(f"    {x}" for x in lines.splitlines())
-    )
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+{i}="}], "solution": str(2 * i)} for i in range(10, 74)]
+    (place / dataset / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (place / "lines.py").write_text(SMALL + lines)
     run(place, clean, "lines.py")
     saved = next(place.glob("*/config.json"))
     assert '"quant_method": "compressed-tensors"' in saved.read_text()

@@ -40,7 +40,7 @@ import transformers
 from datasets import Dataset, disable_progress_bars
 from sums import correct, distinct_problems, make_model, make_tokenizer
 from transformers import PrinterCallback, ProgressCallback
-from warm_start import warm_start
+from warm_start import STEPS, warm_start
 
 from qarl_trl import QaRLConfig, QaRLTrainer, cli
 from qarl_trl.processes import in_fresh_process
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> None:
 
     print("1/4 supervised warm start", flush=True)
     model, tokenizer = make_model(options.seed), make_tokenizer()
-    warm_start(model, tokenizer, options.seed)
+    warm_start(model, tokenizer, options.seed, steps=60 if options.short else STEPS)
     model.save_pretrained(base)
     tokenizer.save_pretrained(base)
 
