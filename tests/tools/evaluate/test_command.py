@@ -117,7 +117,7 @@ def answering(monkeypatch):
     """In place of the engine, half of whose answers are right, half cut off; what it was started and asked with."""
     asked = []
 
-    def generate(prompts, params):
+    def generate(prompts, params, use_tqdm):
         asked.append(params)
         cut = SimpleNamespace(text="hm", token_ids=range(30), finish_reason="length")
         right = (
