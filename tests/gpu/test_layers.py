@@ -85,7 +85,7 @@ def test_activation_quantized_are_those_of_vllm(dtype):
     assert torch.equal(found_scale, scale)
 
 
-# Relative to the plain form: one rounding; with zero points what Machete's products of them add (docs/numerics.md); and where the
+# Relative to the plain form: one rounding; with zero points what Machete's products of them add (docs/schemes.md); and where the
 # plain form rounds dequantized weights that Marlin does not, the roundings of weight, sum and bias: sqrt(5) * 1.65e-3.
 ENGINE = {scheme: ONE_ROUNDING for scheme, row in SUPPORTED.items() if row.gpus}
 ENGINE |= {"W4A16_ASYM": 0.01, "NVFP4A16": 0.006}

@@ -24,7 +24,7 @@ from qarl_trl.quant.scheme import GPU_GENERATIONS
 
 
 pytestmark = pytest.mark.slow
-PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+PAGE = (Path(__file__).parents[2] / "dev" / "gpu.md").read_text()
 DENSE = ("qwen2", "qwen3", "llama")
 SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "FP8_BLOCK", "none")
 NO_EXPERTS = ("qwen3_moe", "NVFP4A16")
@@ -287,7 +287,7 @@ def test_after_syncs_and_sleeps_every_tensor_is_in_its_place_with_its_bytes(gene
         kernels = [*kernels, *(found[cell]["kernel"] for cell in [("qwen3_moe", scheme)] if cell in found)]
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{scheme}` |"))
         assert row.split(" | ")[column].removesuffix(" |") == ", ".join(kernels), (
-            f"docs/gpu.md: {scheme} on {generation}"
+            f"dev/gpu.md: {scheme} on {generation}"
         )
 
 

@@ -86,5 +86,5 @@ def test_the_grader_takes_gold_answers_and_no_others(name):
         return sum(reward or 0.0 for reward, counts in zip(rewards, differing, strict=True) if counts) / sum(differing)
 
     figures = share(answers), share(rotated), share(["}}$$ \\frac{"] * len(answers))
-    print(name, len(answers), sum(differing), figures)  # the table of docs/evaluation.md
+    print(name, len(answers), sum(differing), figures)  # the table of docs/after_training.md
     assert figures[0] >= 0.99 and figures[1] <= 0.01 and figures[2] == 0.0

@@ -1,7 +1,7 @@
 """
 The sync check on a real engine: how far apart health and faults lie, and what stops a run.
 
-With `-s` the figures are printed, which docs/numerics.md sums up.
+With `-s` the figures are printed, which dev/numerics.md sums up.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from slow.toys import make_trainer, random_adapter, save_model, stored_tensors, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.deepspeed]
 if importlib.util.find_spec("deepspeed") is None:
-    pytest.skip("DeepSpeed is not installed: docs/scaling.md says how to get it for a CPU", allow_module_level=True)
+    pytest.skip("DeepSpeed is not installed: dev/memory.md says how to get it for a CPU", allow_module_level=True)
 
 # What recipes/accelerate/zero3.yaml says, and that small parameters are partitioned as the large ones of a real model are.
 SETTINGS = {
@@ -340,7 +340,7 @@ def _held(model: str, folder: str, adapter: Any) -> tuple[dict[str, int], dict[s
 
 @pytest.mark.parametrize("kind", ["lora", "experts"])
 def test_bytes_of_a_rank_are_those_of_the_documentation(tmp_path, kind):
-    """The table of docs/scaling.md, within 0.1 %. Nothing else of that size stays."""
+    """The table of dev/memory.md, within 0.1 %. Nothing else of that size stays."""
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
     config, adapter = meta.read_config(model), random_adapter() if kind == "lora" else None
     parameters = meta.parameters(meta.skeleton(config, torch.float32, adapter, plan="W4A16"), "adamw_torch")
