@@ -17,6 +17,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.distributed.fsdp import is_fsdp_enabled
+from transformers.utils import is_bitsandbytes_available
 
 from . import _compat
 from .checkpoints.lock import LOCK, holding
@@ -80,6 +81,8 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
     if not isinstance(args, QaRLConfig):
         raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
     check_processes(args, given)
+    if args.optim.startswith(("adamw_8bit", "adamw_bnb", "paged_")) and not is_bitsandbytes_available():
+        raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
     if not args.quantized:
         return
     loading = dict(args.model_init_kwargs or {}) | {"quantization_config": given.get("quantization_config")}

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each (default: 1)")
     parser.add_argument("--gpu", default="h100", choices=GPUS, help="A100 and H100 of 80 GB (default: h100)")
     parser.add_argument("--memory", type=float, help="GiB of each GPU, if it is another")
-    parser.add_argument("--sharding", help="with several GPUs: fsdp2 (default) or ddp")
+    parser.add_argument("--sharding", choices=("fsdp2", "ddp"), help="of several GPUs (default: fsdp2)")
     args, overrides = parser.parse_known_args(argv)  # `--help` ends here
     from .ways import explore
 

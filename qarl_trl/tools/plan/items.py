@@ -1,9 +1,7 @@
 """
 What each GPU of a run holds: a formula for each kind of memory, and `moments`, the two at which most is held.
 
-A weight sync takes less than a rollout, the optimizer's step about what a backward takes or less.
-
-Every formula is compared with real tensors in tests/tools/plan and tests/slow.
+A weight sync takes less than a rollout, the optimizer's step about what a backward takes or less. Every formula is compared with real tensors in tests/tools/plan and tests/slow.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
     size: int  # bytes per entry of the master weight
     layer: str  # the decoder layer that FSDP2 gathers it with, "" outside of them
-    optimizer: (
-        str  # with `optim_muon` "muon" or "experts" (Muon in place), otherwise TRL's `optim`; "" for a frozen one
-    )
+    optimizer: str  # "muon", "experts" (Muon in place), otherwise TRL's `optim`; "" for a frozen one
     quantized: int = 0  # bytes of its quantized values on each GPU
     gathered: bool = False  # FSDP2 gathers them instead of it, and each GPU has those of its own rows
     stored: int = 0  # bytes of its low-bit tensors in a checkpoint

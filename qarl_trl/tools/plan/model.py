@@ -46,8 +46,6 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
     engine_ranks = settings.vllm_tensor_parallel_size
     if engine_ranks < 1 or (engine == "colocate" and gpus % engine_ranks):
         raise ValueError(f"vllm_tensor_parallel_size={engine_ranks} must divide the GPUs, got --gpus {gpus}.")
-    if sharding not in (None, "ddp", "fsdp2"):
-        raise ValueError(f"--sharding must be ddp or fsdp2, got {sharding}. For ZeRO-3 see docs/many_gpus.md.")
     name = model_args.model_name_or_path
     config, source = read_config(name), quantized_source(name) if settings.from_checkpoint else None
     plan = settings.quant_plan(None if source is None else source.plan())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +14,15 @@ from .items import Run
 from .model import plan_run
 
 
-SLEEP, CHECKPOINTING = "--vllm_enable_sleep_mode true", "--gradient_checkpointing true"
-ADAMW_8BIT, PAGED = ("--optim_muon false --optim " + name for name in ("adamw_8bit", "paged_adamw_8bit"))
 LORA = (
     "--use_peft true --lora_r 32 --lora_alpha 64 --lora_dropout 0 --lora_target_modules all-linear --dtype bfloat16 "
     "--optim_muon false"
 )
 WAYS = {
-    "sleep mode": SLEEP,
-    "gradient checkpointing": CHECKPOINTING,
-    "AdamW in 8 bits": ADAMW_8BIT,
-    "the same, kept on the host": PAGED,
+    "sleep mode": "--vllm_enable_sleep_mode true",
+    "gradient checkpointing": "--gradient_checkpointing true",
+    "AdamW in 8 bits": "--optim_muon false --optim adamw_8bit",
+    "the same, kept on the host": "--optim_muon false --optim paged_adamw_8bit",
     "LoRA": LORA,
     "LoRA, frozen base": LORA + " --lora_base frozen",
     "Liger kernels": "--use_liger_kernel true",
@@ -33,11 +32,7 @@ WAYS = {
 def explore(
     argv: Sequence[str], gpus: int, memory: float, sharding: str | None
 ) -> tuple[str, Run, dict[str, tuple[str, Run | None]], dict[str, Run]]:
-    """
-    Name and run of `qarl-trl train` with `argv`; each way's options and run (or why it is refused); options that fit, with runs.
-
-    The other arguments are those of [`plan_run`]. `ValueError` for settings that cannot run.
-    """
+    """Of `qarl-trl train` with `argv` name and run, each way's options and run (or why it is refused), and options that fit."""
 
     def run_of(options: str) -> Run:
         settings, model_args = parse([*argv, *options.split()], any_device=True)[1:]
@@ -66,19 +61,23 @@ def fewest(base: str, settings: Any, run_of: Callable[[str], Run]) -> tuple[str,
     steps = [getattr(settings, name) for name in names[1:]]  # fewer rows in a micro-batch, as many in an update
     sizes = ((run.rows // n, *(n * count for count in steps)) for n in range(2, run.rows + 1) if run.rows % n == 0)
     fewer = [" ".join(f"--{name} {size}" for name, size in zip(names, of, strict=True)) for of in sizes]
-    levers = [SLEEP, CHECKPOINTING, f"--max_tokens_per_pass {run.tokens}", *fewer]
-    levers += [] if any("lora_" in p.name for p in run.parameters) else [ADAMW_8BIT, PAGED]
+    sleep, checkpointing, *optimizers = [*WAYS.values()][:4]
+    levers = [sleep, checkpointing, f"--max_tokens_per_pass {run.tokens}", *fewer]
+    levers += [] if any("lora_" in p.name for p in run.parameters) else optimizers
 
     def fitted(levers: list[str]) -> tuple[str, Run] | None:
         words = " ".join([base, *levers]).split()
         options = dict(zip(words[::2], words[1::2], strict=True))  # of several values of one option the last
-        run = run_of(" ".join(map(" ".join, options.items())))
-        if not items.fits(run) and run.engine == "colocate":
-            run = replace(run, utilization=items.best_utilization(run))
-            options["--vllm_gpu_memory_utilization"] = f"{run.utilization:g}"
-        return (" ".join(map(" ".join, options.items())), run) if items.fits(run) else None
+        with suppress(ValueError):  # of options that exclude a field of the recipe
+            run = run_of(" ".join(map(" ".join, options.items())))
+            if not items.fits(run) and run.engine == "colocate":
+                run = replace(run, utilization=items.best_utilization(run))
+                options["--vllm_gpu_memory_utilization"] = f"{run.utilization:g}"
+            if items.fits(run):
+                return " ".join(map(" ".join, options.items())), run
+        return None
 
-    found = fitted(levers)
+    found = fitted(levers) or fitted(levers := [lever for lever in levers if lever not in fewer])
     for lever in reversed(levers) if found else ():
         if without := fitted(rest := [other for other in levers if other is not lever]):
             levers, found = rest, without

@@ -67,12 +67,17 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
         (["--vllm_tensor_parallel_size", "0"], "vllm_tensor_parallel_size"),
         (["--gpus", "8", "--vllm_tensor_parallel_size", "3"], "vllm_tensor_parallel_size=3"),
         (["--quant_scheme", "W3A16"], "quant_scheme"),
-        (["--gpus", "8", "--sharding", "zero3"], "--sharding"),
     ],
 )
 def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(capsys, argv, field):
     code, out = plan(capsys, "--config", EIGHT, *argv)
     assert code == 2 and field in out.err and len(out.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--sharding", "--gpu"])
+def test_what_can_be_chosen_is_in_the_last_line_of_the_error(capsys, option):
+    code, out = plan(capsys, "--config", EIGHT, option, "zero3")
+    assert code == 2 and f"argument {option}: invalid choice: 'zero3'" in out.err.splitlines()[-1]
 
 
 def test_a_server_has_its_own_gpus_and_the_trainer_syncs_to_it(capsys):

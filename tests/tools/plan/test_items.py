@@ -10,6 +10,7 @@ from test_trainer import make
 from transformers import AutoConfig
 
 from qarl_trl.quant.model import quantized_modules
+from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
 from tools.plan.runs import example_run, resident
@@ -65,6 +66,27 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, changes):
     other = meta.parameters(skeleton, "adamw_torch" if muon else "muon")
     if adapter is None:  # control
         assert resident(replace(run, parameters=other))["optimizer state"] != found["optimizer state"]
+
+
+def test_moments_of_bitsandbytes(folders, tmp_path):
+    """In 8 bits but for embeddings and norms, which the plan leaves out; the learner then quantizes the new weights."""
+    pytest.importorskip("bitsandbytes", reason="pip install --target FOLDER --no-deps bitsandbytes; PYTHONPATH=FOLDER")
+    trainer = make(folders["dense"], tmp_path, max_steps=1, export_low_bit=False, optim="adamw_8bit")
+    before = [layer.low_bit().quantized.clone() for _, layer in quantized_modules(trainer.model)]
+    trainer.train()
+    config = meta.read_config(folders["dense"])
+    skeleton = meta.skeleton(config, torch.float32, None, trainer.args.quant_plan())
+    expected = example_run(skeleton, config, False, parameters=meta.parameters(skeleton, "adamw_8bit"))
+    state = trainer.optimizer.optimizer.state.values()
+    tensors = [t for held in state for name, t in held.items() if name[:6] in ("state1", "state2", "absmax")]
+    print("bitsandbytes", sum(t.nbytes for t in tensors), items.optimizer_state(expected))
+    assert sum(t.nbytes for t in tensors) == pytest.approx(items.optimizer_state(expected), rel=0.01)
+    other = replace(expected, parameters=meta.parameters(skeleton, "adamw_torch"))  # control
+    assert items.optimizer_state(other) > 1.5 * items.optimizer_state(expected)
+    layers = [layer for _, layer in quantized_modules(trainer.model)]
+    assert any(not torch.equal(old, layer.low_bit().quantized) for old, layer in zip(before, layers, strict=True))
+    for layer in layers:
+        assert torch.equal(layer.low_bit().quantized, quantize_weight(layer.weight, layer.scheme).quantized)
 
 
 @pytest.fixture(scope="module")

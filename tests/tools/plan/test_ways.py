@@ -30,6 +30,12 @@ def peak(run):
     return max(items.peaks(run).values())
 
 
+@pytest.fixture(autouse=True)
+def bitsandbytes(monkeypatch):
+    """Is not installed here: `optim: adamw_8bit` is refused before a model loads."""
+    monkeypatch.setattr("qarl_trl.validate.is_bitsandbytes_available", lambda: True)
+
+
 def accepted(path, line):
     """The settings of a run with a proposed line, checked as the trainer checks them before it loads a model."""
     _, args, model_args = parse(["--config", str(path), *line.split()], any_device=True)
@@ -75,6 +81,18 @@ def test_proposed_lines_are_accepted_as_they_stand_and_fit_as_they_say(path, gpu
     capsys.readouterr()
 
 
+def test_what_a_recipe_excludes_is_not_proposed(tmp_path):
+    """TRL takes either of the two fields."""
+    recipe = ROOT / "recipes/one_gpu/qwen2.5-1.5b.yaml"
+    text = recipe.read_text().replace("steps_per_generation: 128", "generation_batch_size: 512")
+    plans = []
+    for name, content in {"steps": recipe.read_text(), "batch": text}.items():
+        (path := tmp_path / f"{name}.yaml").write_text(content)
+        plans.append(plan_of(path, "4090", "--vllm_max_model_length", "9216", "--max_tokens_per_pass", "9216"))
+    steps, batch = (" ".join(found.together) for found in plans)
+    assert "--steps_per_generation" in steps and "--steps_per_generation" not in batch
+
+
 def test_each_way_alone_is_compared_and_what_is_refused_says_why():
     recipe = ROOT / "recipes/one_gpu/qwen2.5-0.5b.yaml"
     found = plan_of(recipe, "4090", "--vllm_enable_sleep_mode", "false", "--gradient_checkpointing", "false")
@@ -110,3 +128,10 @@ def test_models_that_are_named_need_no_download():
         assert meta.read_config(name).hidden_size > 0
     with pytest.raises(ValueError, match="nobody/Qwen3-8B"):  # control
         meta.read_config("nobody/Qwen3-8B")
+
+
+def test_an_optimizer_of_bitsandbytes_needs_it(monkeypatch):
+    monkeypatch.setattr("qarl_trl.validate.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ImportError, match="paged_adamw_8bit needs bitsandbytes: pip install bitsandbytes"):
+        accepted(ROOT / "recipes/one_gpu/qwen2.5-1.5b.yaml", "")
+    accepted(ROOT / "recipes/one_gpu/qwen2.5-0.5b.yaml", "")  # control
