@@ -104,7 +104,7 @@ lock: install lock-latest
 	    --no-emit-package torch --custom-compile-command "make lock" --output-file requirements/cpu.txt
 	echo vllm==0.31.0 | $(BIN)/uv pip compile pyproject.toml - --extra vllm --extra math --extra peft --extra report --python-version 3.12 \
 	    --python-platform x86_64-manylinux_2_28 --no-annotate --custom-compile-command "make lock" --output-file requirements/gpu.txt
-	printf 'mkdocs-material\nmkdocstrings[python]\n' | $(BIN)/uv pip compile - --python-version 3.11 --universal --no-annotate \
+	printf 'mkdocs-material\nmkdocstrings[python]\nruff\n' | $(BIN)/uv pip compile - --python-version 3.11 --universal --no-annotate \
 	    --custom-compile-command "make lock" --output-file requirements/docs.txt
 
 lock-latest: install
