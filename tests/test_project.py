@@ -1,6 +1,9 @@
 """What GitHub reads: workflows call targets that exist and hold no right they do not need; pins agree with each other."""
 
+import ast
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,20 @@ def test_an_issue_form_asks_for_what_is_needed(path):
     fields = [part for part in form["body"] if part["type"] != "markdown"]
     assert len({part["id"] for part in fields}) == len(fields) > 1
     assert any(part.get("validations", {}).get("required") for part in fields)
+
+
+def test_what_the_package_imports_is_declared():
+    """Else a clean installation lacks what vLLM happens to bring: `requests` was one."""
+    imported = set()
+    for path in (ROOT / "qarl_trl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            imported |= {name.split(".")[0] for name in names}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    declared = {re.match(r"[\w-]+", one)[0].lower().replace("-", "_") for one in wanted}
+    renamed = {"yaml": "pyyaml", "starlette": "vllm"}  # by its package's name; by what it comes with
+    missing = {renamed.get(name, name) for name in imported - set(sys.stdlib_module_names)} - declared
+    assert not missing - {"qarl_trl"}
+    assert {"torch", "requests"} <= imported  # control

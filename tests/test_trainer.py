@@ -19,8 +19,10 @@ from trl import GRPOConfig, GRPOTrainer
 from qarl_trl import QaRLConfig, QaRLTrainer, _compat
 from qarl_trl.loss import loss_mask
 from qarl_trl.metrics import ratios
-from qarl_trl.quant import QuantExperts, QuantLinear, apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant.experts import QuantExperts
 from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.train import train
 

@@ -1,17 +1,12 @@
 """Low-bit weights: one producer, three readers (forward, sync, export)."""
 
-from .experts import QuantExperts
-from .linear import QuantLinear
 from .model import apply_quantization, quantized_modules, remove_quantization
-from .quantize import LowBitWeight, quantize_weight
+from .quantize import quantize_weight
 from .scheme import resolve_scheme
 from .state_dict import iter_low_bit_weights
 
 
 __all__ = [
-    "LowBitWeight",
-    "QuantExperts",
-    "QuantLinear",
     "apply_quantization",
     "iter_low_bit_weights",
     "quantize_weight",

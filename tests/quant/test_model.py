@@ -10,7 +10,8 @@ from conftest import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from qarl_trl.quant import QuantLinear, apply_quantization, quantized_modules, remove_quantization
+from qarl_trl.quant import apply_quantization, quantized_modules, remove_quantization
+from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.model import bypassed_layers
 
 
