@@ -72,8 +72,7 @@ def quantize_own(weight: DTensor, scheme: QuantizationScheme, qparams: QParams |
     """The low-bit rows of this process, a unit of zeros where it has none; arguments and conditions of `quantize_shards`."""
     own, total = own_rows(weight), len(weight)
     if not len(own):
-        unit = cast(int, _unit(weight, scheme))  # of others no rows are quantized alone
-        return quantize_weight(own.new_zeros(unit, *own.shape[1:]).flatten(0, -2), scheme)
+        return quantize_weight(own.new_zeros(cast(int, _unit(weight, scheme)), *own.shape[1:]).flatten(0, -2), scheme)
     if qparams is not None:
         dim = _cut(weight)[0]
         first = math.ceil(total / weight.device_mesh.size(dim)) * weight.device_mesh.get_local_rank(dim)

@@ -98,8 +98,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def _from_main(self, ask: Callable[[], Any]) -> Any:
         """What the main process, which alone talks to the server, gets from `ask`; all processes raise when it does."""
-        answer: list[Any] = [None, False]
-        failure: Exception | None = None
+        answer, failure = list[Any]([None, False]), None
         if self.accelerator.is_main_process:
             try:
                 answer = [ask(), True]
