@@ -56,7 +56,7 @@ class Run:
     engine: str  # "colocate" (on these GPUs), "server" (on GPUs of its own), "" without one
     utilization: float  # `vllm_gpu_memory_utilization`
     sleep: bool
-    frozen: bool = False  # `lora_base: frozen`: the base is its quantized values, and a sync moves the adapter
+    frozen: bool = False  # `lora_base: frozen`: the base is its quantized values
     engine_ranks: int = 1
     ranks: int = 1  # GPUs
     fsdp2: bool = False  # that hold shards of one model; otherwise each has the whole
@@ -168,8 +168,9 @@ def engine_bytes(run: Run) -> int:
 
 
 def synced_bytes(run: Run) -> int:
-    """What a weight sync moves: all of it, of a frozen base the adapter."""
-    return sum(2 * p.entries for p in run.parameters if "lora_" in p.name) if run.frozen else engine_bytes(run)
+    """What a weight sync moves: all of it, or beside a frozen base the adapter, if no sleep mode drops that base."""
+    adapter = sum(2 * p.entries for p in run.parameters if "lora_" in p.name)
+    return adapter if run.frozen and not run.sleep else engine_bytes(run)
 
 
 def engine_weights(run: Run) -> int:

@@ -43,7 +43,7 @@ def explore(
     logging.disable(logging.WARNING)  # of settings that are tried
     for name, options in [] if items.fits(given) and gpus > 1 else WAYS.items():
         try:
-            options = options.removeprefix(LORA if model_args.use_peft else "")
+            options = options.removeprefix(LORA if model_args.use_peft else "").strip()
             alone[name] = options, run_of(options)
             bases += [options] if "lora" in options else []
         except ValueError as error:
