@@ -18,6 +18,7 @@ from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
 from .loss import TrustBand
+from .quant.recipe import read_recipe
 from .quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
 from .rollout.cpu_ops import unsupported
 
@@ -79,11 +80,12 @@ class QaRLConfig(GRPOConfig):
         help="Linear layers left in high precision: class names, module names, or patterns starting with 're:'. Default: "
         "lm_head and MoE routers.",
     )
-    lora_base: Literal["merged", "frozen"] = HfArg(
-        default="merged",
-        help="With peft_config: 'merged' quantizes W + s B A anew at each step; 'frozen' keeps Q(W), without master weights, and adds "
-        "s B (A x) beside it: one weight sync of the base, then of the adapter alone (`model` is a name).",
+    quant_recipe: str | None = HfArg(
+        default=None,
+        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give several "
+        "groups of layers schemes of their own.",
     )
+    quant_freeze_scales: bool = HfArg(default=False, help="Keep the scales of the model (quant_scheme: checkpoint).")
     quantize_learner: bool = HfArg(
         default=True,
         help="Run the learner's forward on the low-bit weights. False: in bfloat16, the paper's quantized-rollout baseline.",
@@ -110,6 +112,11 @@ class QaRLConfig(GRPOConfig):
     advantage_filter: Literal["none", "positive"] = HfArg(
         default="none", help="'positive': negative advantages count as 0."
     )
+    mismatch_abort_threshold: float | None = HfArg(
+        default=None,
+        help="Stop when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this: for "
+        "instance three times the first logged mismatch/logp_diff_mean.",
+    )
     optim_muon: bool = HfArg(default=False, help="Muon for matrices and experts, AdamW for the rest (Sec. 4).")
     verify_sync: str = HfArg(
         default="first",
@@ -118,7 +125,8 @@ class QaRLConfig(GRPOConfig):
     )
     sync_folder: str | None = HfArg(
         default=None,
-        help="vllm_mode='server': folder that trainer and server both mount, through which a weight sync goes.",
+        help="vllm_mode='server': folder that trainer and server both mount, through which a weight sync goes. Unset: NCCL from "
+        "GPU to GPU (vllm_group_port), untested.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(default=None, help="More arguments for vllm.LLM.")
     export_low_bit: bool = HfArg(default=True, help="Also write low_bit/, for vLLM, into every training checkpoint.")
@@ -126,12 +134,12 @@ class QaRLConfig(GRPOConfig):
     @property
     def quantized(self) -> bool:
         """Whether the rollout runs in low bits."""
-        return self.quant_scheme not in (None, "none")
+        return self.quant_recipe is not None or self.quant_scheme not in (None, "none")
 
     @property
     def quant_name(self) -> str:
-        """What a person would call the quantization."""
-        return self.quant_scheme or "none"
+        """What a person would call the quantization: the recipe's file or the scheme."""
+        return self.quant_recipe or self.quant_scheme or "none"
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
@@ -141,12 +149,7 @@ class QaRLConfig(GRPOConfig):
     @property
     def from_checkpoint(self) -> bool:
         """Whether a quantized `model` decides what is quantized, and how."""
-        return self.quant_scheme == "checkpoint"
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the base of an adapter stays in low bits."""
-        return self.lora_base == "frozen"
+        return self.quant_recipe is None and self.quant_scheme == "checkpoint"
 
     @property
     def trust_band(self) -> TrustBand:
@@ -195,13 +198,15 @@ class QaRLConfig(GRPOConfig):
 
     def quant_plan(self, source: QuantizationConfig | None = None) -> QuantizationConfig | None:
         """
-        Which layers are quantized, and how: from the checkpoint or the scheme fields.
+        Which layers are quantized, and how: from the recipe, the checkpoint or the scheme fields.
 
         `source` is the plan of the checkpoint that `model` names. `None` without quantization, and for
         `quant_scheme="checkpoint"` as long as `source` is not known.
         """
         if not self.quantized:
             return None
+        if self.quant_recipe is not None:
+            return read_recipe(self.quant_recipe)
         if self.from_checkpoint:
             return source
         return single_group(resolve_scheme(self.quant_scheme, self.quant_group_size), ["Linear"], self.quant_ignore)
@@ -234,8 +239,6 @@ class QaRLConfig(GRPOConfig):
             for name, why in UNFIT.items():
                 if getattr(self, name):
                     raise ValueError(f"{name}=True must be off: {why}.")
-        if self.frozen and not (self.quantized and self.quantize_learner):
-            raise ValueError("lora_base='frozen' needs a quant_scheme and quantize_learner: it has no other weights.")
         _check_engine(self)
         self.verify_sync = _checked_verify(self.verify_sync)
         _check_passes(self)
@@ -284,10 +287,15 @@ def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _check_one_source(args: QaRLConfig) -> None:
-    """A checkpoint or the scheme fields: one of them says what is quantized."""
-    changed = changed_fields(args, ("quant_group_size", "quant_ignore"))
-    if args.from_checkpoint and (changed or not args.frozen):
-        raise ValueError(f"quant_scheme='checkpoint' needs lora_base='frozen', and decides what is in {[*changed]}.")
+    """A recipe, a checkpoint or the scheme fields: one of them says what is quantized."""
+    changed = [*changed_fields(args, ("quant_scheme", "quant_group_size", "quant_ignore"))]
+    own = "quant_recipe" if args.quant_recipe is not None else "quant_scheme"
+    if args.from_checkpoint:
+        changed.remove("quant_scheme")
+    if changed and (args.quant_recipe is not None or args.from_checkpoint):
+        raise ValueError(f"{own} says which layers are quantized and how, and so do {changed}. Leave one out.")
+    if args.quant_freeze_scales and not args.from_checkpoint:
+        raise ValueError("quant_freeze_scales=True needs quant_scheme: checkpoint, whose scales it keeps.")
 
 
 def _check_sampling(args: QaRLConfig) -> None:
@@ -314,6 +322,9 @@ def _check_engine(args: QaRLConfig) -> None:
     owned = sorted(set(args.engine_kwargs) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
         raise ValueError(f"vllm_engine_kwargs sets {owned}, which the trainer sets from its own fields. Remove them.")
+    threshold = args.mismatch_abort_threshold
+    if threshold is not None and not (args.use_vllm and threshold > 0):
+        raise ValueError(f"mismatch_abort_threshold must be above 0 nats and needs use_vllm, got {threshold}.")
 
 
 def _check_passes(args: QaRLConfig) -> None:

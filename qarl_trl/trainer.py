@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -33,11 +33,11 @@ from .optim import build_muon
 from .quant.gathers import gather_quantized
 from .quant.model import apply_quantization, bypassed_layers, quantized_modules
 from .quant.names import base_model
-from .quant.start import QuantizedSource, load_frozen
+from .quant.start import QuantizedSource, load_master_weights
 from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
-from .rollout.gemm import GEMMS
+from .rollout.gemm import GEMMS, in_words
 from .rollout.support import default_engine_kwargs
 from .rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
 from .validate import check_run
@@ -91,14 +91,12 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
                 model,
                 quantization_config=quantization_config(model),
                 engine_kwargs=default_engine_kwargs(model) | args.engine_kwargs,
-                frozen=args.frozen,
                 sync_folder=args.sync_folder,
                 sync_check=self._build_sync_check(),
                 **engine_args,
             )
 
-        load = partial(load_frozen, plan=plan, gemm=GEMMS[args.learner_kernel]) if args.frozen else None
-        with _compat.construction(build_engine, load):
+        with _compat.construction(build_engine, load_master_weights if source else None):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self.rollout_func is not None:
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
@@ -185,7 +183,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             logged = self._metrics[self._mode]
             for name in ("min", "mean", "max"):  # TRL logged its own weight there, which this loss does not use
                 logged[f"sampling/importance_sampling_ratio/{name}"][-1] = metrics[f"seq_weight_{name}"]
-        check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"])
+        check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         """TRL's, with one error for all processes."""
@@ -293,13 +291,12 @@ def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) 
     """Give the policy its low-bit layers and, beside a CPU engine, that engine's operations."""
     if args.quantized:
         plan: Any = args.quant_plan(None if source is None else source.plan())
-        if args.frozen:
-            from .quant.frozen import align_adapters  # imports peft
-
-            align_adapters(model)
-        else:
-            gemm, forward = GEMMS[args.learner_kernel], args.quantize_learner
-            apply_quantization(model, plan, gemm=gemm, quantize_forward=forward)
+        if args.quantize_learner:
+            words = {in_words(args.learner_kernel, scheme) for scheme in plan.config_groups.values()}
+            logger.info("Low-bit layers of the learner: %s (quant_kernel).", "; ".join(sorted(words)))
+        qparams = cast(QuantizedSource, source).qparams() if args.quant_freeze_scales else None
+        gemm, forward = GEMMS[args.learner_kernel], args.quantize_learner
+        apply_quantization(model, plan, gemm=gemm, quantize_forward=forward, qparams=qparams)
     if _compat.is_zero3(args):
         _compat.fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):

@@ -44,8 +44,7 @@ def test_defaults_are_those_of_the_paper_and_sample_from_the_distribution_that_t
     [
         ({"quant_scheme": "W3A16"}, "quant_scheme"),
         ({"quant_group_size": 48}, "quant_group_size"),
-        ({"lora_base": "int4"}, "lora_base"),
-        ({"lora_base": "frozen", "quantize_learner": False}, "lora_base"),
+        ({"quant_freeze_scales": True}, "quant_freeze_scales"),
         ({"quant_kernel": "marlin"}, "quant_kernel"),
         ({"learner_ops": "vllm"}, "learner_ops"),
         ({"loss_type": "ppo"}, "loss_type"),
@@ -69,6 +68,8 @@ def test_defaults_are_those_of_the_paper_and_sample_from_the_distribution_that_t
             {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
             "metric_for_best_model",
         ),
+        ({"mismatch_abort_threshold": 0.1}, "mismatch_abort_threshold"),
+        (VLLM | {"mismatch_abort_threshold": 0.0}, "mismatch_abort_threshold"),
         ({"max_tokens_per_pass": 511, "max_completion_length": 512}, "max_tokens_per_pass"),
         (VLLM | {"max_tokens_per_pass": 512, "vllm_max_model_length": 1024}, "vllm_max_model_length"),
         *(({"verify_sync": value}, "verify_sync") for value in ("always", 0, "-1", True, 1.5)),
@@ -101,6 +102,7 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
         {"tbpo_delta_high": 4e-4},  # as epsilon_high
         # Bounds of the loss that is used.
         {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0, "tbpo_delta_high": 1e-4},
+        VLLM | {"mismatch_abort_threshold": 0.1},
         *({"loss_type": name} for name in STOCK_LOSSES),
     ],
     ids=lambda value: ",".join(value),
@@ -175,13 +177,28 @@ def test_sync_verify_takes_what_yaml_and_command_lines_make_of_it(config, given,
     assert config(verify_sync=given).verify_sync == kept
 
 
+@pytest.fixture
+def recipe(tmp_path):
+    """An llm-compressor recipe."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text("q_stage: {q_modifiers: {QuantizationModifier: {scheme: W4A16, ignore: [lm_head]}}}\n")
+    return str(path)
+
+
+def test_a_recipe_replaces_the_scheme_fields(config, recipe):
+    args = config(quant_recipe=recipe)
+    assert args.quantized
+    assert args.quant_plan().ignore == ["lm_head"]
+    for given in ({"quant_scheme": "FP8_DYNAMIC"}, {"quant_scheme": "none"}, {"quant_ignore": []}):
+        with pytest.raises(ValueError, match=f"quant_recipe says which.*{next(iter(given))}"):
+            config(quant_recipe=recipe, **given)
+
+
 def test_the_scheme_of_the_checkpoint_is_left_open(config):
-    args = config(quant_scheme="checkpoint", lora_base="frozen")
+    args = config(quant_scheme="checkpoint")
     assert args.quantized
     assert args.quant_plan() is None
     source = config().quant_plan()
     assert args.quant_plan(source) is source
-    with pytest.raises(ValueError, match=r"decides what is in \['quant_group_size'\]"):
-        config(quant_scheme="checkpoint", lora_base="frozen", quant_group_size=32)
-    with pytest.raises(ValueError, match="needs lora_base='frozen'"):
-        config(quant_scheme="checkpoint")
+    with pytest.raises(ValueError, match=r"quant_scheme says which.*\['quant_group_size'\]"):
+        config(quant_scheme="checkpoint", quant_group_size=32)

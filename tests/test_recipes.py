@@ -10,12 +10,13 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from trl import get_peft_config
 
+from qarl_trl.quant.recipe import read_recipe
 from qarl_trl.train import describe, parse
 from qarl_trl.validate import check_adapter
 
 
 ROOT = Path(__file__).parents[1]
-OTHERS = "accelerate", "one_gpu"  # the last: tests/tools/plan/test_ways.py
+OTHERS = "accelerate", "llmcompressor", "one_gpu"  # the last: tests/tools/plan/test_ways.py
 RECIPES = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name not in OTHERS)
 MODELS = ["qwen2.5-math-1.5b", "qwen2.5-math-7b", "qwen3-8b-base", "qwen3-30b-a3b-base"]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -151,3 +152,9 @@ def test_launch_file_is_read_by_accelerate(name, kind, nodes):
         assert environment["FSDP_VERSION"] == "2"
         copies, shards = (environment.get(f"PARALLELISM_CONFIG_DP_{n}_SIZE") for n in ("REPLICATE", "SHARD"))
         assert (copies, shards) == ((str(nodes), str(GPUS)) if nodes > 1 else (None, None))
+
+
+def test_recipes_of_llm_compressor_can_be_read():
+    folder = ROOT / "recipes" / "llmcompressor"
+    groups = {path.stem: read_recipe(path).config_groups for path in folder.glob("*.yaml")}
+    assert {name: len(found) for name, found in groups.items()} == {"w4a16": 1, "fp8_attention_w4a16_mlp": 2}

@@ -10,19 +10,20 @@ import pytest
 import references
 import torch
 from learner.test_features import Gradients, rollout
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from slow.toys import distinct_characters, forge, prompts, save_gptq, save_model, settings, stored_tensors
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, _compat
 from qarl_trl.loss import loss_mask
 from qarl_trl.metrics import ratios
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.experts import QuantExperts
-from qarl_trl.quant.frozen import adapter_tensors
 from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant.linear import QuantLinear
+from qarl_trl.quant.start import load_master_weights
 from qarl_trl.train import train
 
 
@@ -462,78 +463,94 @@ def gptq(model, tmp_path_factory):
     return save_gptq(model, tmp_path_factory.mktemp("gptq"))
 
 
-TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
+def layer_tensors(trainer, local: str) -> dict[str, torch.Tensor]:
+    return {f"{n}.{local}": m.low_bit().tensors[local] for n, m in quantized_modules(trainer.model)}
 
 
-def frozen(model, path, **changes):
-    return make(model, path, adapter(), quant_scheme="checkpoint", lora_base="frozen", **changes)
-
-
-def test_a_frozen_base_starts_at_the_checkpoint_and_stays(gptq, tmp_path):
+def test_frozen_scales_start_at_the_checkpoint_and_stay(gptq, tmp_path):
     start = stored_tensors(gptq)
-    trainer = frozen(gptq, tmp_path / "a", learning_rate=2e-2)
+    # Master weights start in the middle of their quantized values, so small updates would change none of them.
+    trainer = make(gptq, tmp_path / "a", quant_scheme="checkpoint", quant_freeze_scales=True, learning_rate=2e-2)
     assert not hasattr(trainer.model.config, "quantization_config")
-    before = dict(iter_low_bit_weights(trainer.model))
-    assert before.keys() == start.keys() and all(torch.equal(start[name], t) for name, t in before.items())
-    first = dict(adapter_tensors(trainer.model))
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    quantized, scales = layer_tensors(trainer, "weight_packed"), layer_tensors(trainer, "weight_scale")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in (quantized | scales).items())
     trainer.train()
-    after, moved = dict(iter_low_bit_weights(trainer.model)), dict(adapter_tensors(trainer.model))
-    assert all(torch.equal(start[name], t) for name, t in after.items())
-    assert first.keys() == moved.keys() and not any(torch.equal(first[name], t) for name, t in moved.items())
-    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert {p.dtype for p in trained.values()} == {torch.float32} and len(trained) == len(first)
     trainer.save_model(tmp_path / "final")
-    assert not (tmp_path / "final" / "low_bit").exists()
-    trainer.model.eval()
-    with torch.no_grad():
-        expected = trainer.model(TOKENS).logits
-        plain = CompressedTensorsConfig(run_compressed=False)  # peft wants a weight in each layer
-        base = AutoModelForCausalLM.from_pretrained(gptq, quantization_config=plain, dtype=torch.bfloat16)
-        again = PeftModel.from_pretrained(base, tmp_path / "final")
-        assert again.peft_config["default"].base_model_name_or_path == gptq
-        found = again(TOKENS).logits
-        bound = 0.02 * expected.abs().max()  # roundings of bfloat16 in other places
-        assert (found - expected).abs().max() < bound
-        with again.disable_adapter():
-            assert (again(TOKENS).logits - expected).abs().max() > bound  # control
+    final = stored_tensors(tmp_path / "final")
+    assert all(torch.equal(final[name], tensor) for name, tensor in scales.items())
+    assert not all(torch.equal(final[name], tensor) for name, tensor in quantized.items())
+    assert final.keys() == start.keys()
+
+    # Control: scales that follow the weights are others from the first sync on.
+    free = make(gptq, tmp_path / "b", quant_scheme="checkpoint")
+    assert not any(torch.equal(t, start[name]) for name, t in layer_tensors(free, "weight_scale").items())
 
 
-def test_a_frozen_base_resumes_bit_for_bit(gptq, tmp_path):
-    schedule = {"steps_per_generation": 1, "lr_scheduler_type": "constant"}
-    straight = frozen(gptq, tmp_path / "a", save_strategy="steps", save_steps=2, **schedule)
-    straight.train()
-    assert not (tmp_path / "a" / "checkpoint-2" / "low_bit").exists()
-    resumed = frozen(gptq, tmp_path / "b", **schedule)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    one, two = dict(adapter_tensors(straight.model)), dict(adapter_tensors(resumed.model))
-    assert one.keys() == two.keys() and all(torch.equal(two[name], t) for name, t in one.items())
-
-
-def test_a_merged_adapter_is_no_frozen_one(model, tmp_path):
-    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    make(model, tmp_path, adapter(), lora_base="frozen", **saved).train()
-    with pytest.raises(ValueError, match="another run: lora_base was 'frozen'"):
-        make(model, tmp_path, adapter(), resume_from_checkpoint="auto")
-
-
-def test_the_reference_of_a_frozen_base_is_the_base(gptq, tmp_path):
-    trainer = frozen(gptq, tmp_path, beta=0.1, max_steps=2)
-    assert trainer.ref_model is None
+def test_lora_starts_from_a_quantized_checkpoint_with_its_own_bytes(gptq, tmp_path):
+    start = stored_tensors(gptq)
+    trainer = make(
+        gptq, tmp_path, adapter(), quant_scheme="checkpoint", quant_freeze_scales=True, learning_rate=2e-2, max_steps=2
+    )
+    first = dict(iter_low_bit_weights(trainer.model))
+    assert first.keys() == start.keys()
+    assert all(torch.equal(start[name], t) for name, t in first.items() if "weight_" in name)
     trainer.train()
-    assert kls(trainer)[0] == 0.0
+    changed = {n.split(".", 3)[-1] for n, t in iter_low_bit_weights(trainer.model) if not torch.equal(t, first[n])}
+    # Quantized values, and no scale.
+    assert changed == {"self_attn.q_proj.weight_packed", "mlp.down_proj.weight_packed"}
+
+
+def test_a_resume_keeps_frozen_scales(gptq, tmp_path):
+    schedule = {"steps_per_generation": 1, "lr_scheduler_type": "constant"}
+    schedule |= {"quant_scheme": "checkpoint", "quant_freeze_scales": True}
+    straight = make(gptq, tmp_path / "a", save_strategy="steps", save_steps=2, **schedule)
+    straight.train()
+    resumed = make(gptq, tmp_path / "b", **schedule)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    expected = master_weights(straight)
+    assert all(torch.equal(value, expected[name]) for name, value in master_weights(resumed).items())
+    assert "scale" not in " ".join(load_file(tmp_path / "a" / "checkpoint-2" / "model.safetensors"))
+    for local in ("weight_scale", "weight_packed"):
+        one, two = layer_tensors(straight, local), layer_tensors(resumed, local)
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    again = stored_tensors(tmp_path / "a" / "checkpoint-2" / "low_bit")
+    assert all(torch.equal(again[name], t) for name, t in layer_tensors(resumed, "weight_scale").items())
+
+
+def test_the_reference_model_is_the_decompressed_checkpoint(gptq, tmp_path):
+    trainer = make(gptq, tmp_path, quant_scheme="checkpoint", quant_freeze_scales=True, beta=0.1)
+    policy, reference = trainer.model.state_dict(), trainer.ref_model.state_dict()
+    assert all(torch.equal(policy[name], value) for name, value in reference.items())
+    assert not any(isinstance(module, QuantLinear) for module in trainer.ref_model.modules())
+    trainer.train()
+
+
+def test_master_weights_that_the_user_loaded_are_taken_too(gptq, tmp_path):
+    trainer = make(load_master_weights(gptq), tmp_path / "a", quant_scheme="checkpoint", quant_freeze_scales=True)
+    start = stored_tensors(gptq)
+    assert all(torch.equal(t, start[name]) for name, t in layer_tensors(trainer, "weight_packed").items())
+    with pytest.raises(ValueError, match=r"(?s)quantized already.*load_master_weights"):
+        make(AutoModelForCausalLM.from_pretrained(gptq), tmp_path / "b")
+
+
+def test_another_scheme_quantizes_the_master_weights_anew_and_says_so(gptq, tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        trainer = make(gptq, tmp_path / "a", quant_scheme="FP8_DYNAMIC")
+    assert "decompressed and quantized anew, by quant_scheme='FP8_DYNAMIC'" in caplog.text
+    assert {m.scheme.weights.num_bits for _, m in quantized_modules(trainer.model)} == {8}
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("model", {"quant_scheme": "checkpoint", "lora_base": "frozen"}, "is not quantized, which it must be"),
-        ("gptq", {"quant_scheme": "none", "loss_type": "grpo"}, "is quantized: it is trained by"),
-        ("gptq", {"quant_scheme": "FP8_DYNAMIC"}, "is quantized: it is trained by"),
+        ("model", {"quant_scheme": "checkpoint"}, "needs a quantized model"),
+        ("gptq", {"quant_scheme": "none", "loss_type": "grpo"}, "is quantized, and quant_scheme is 'none'"),
     ],
 )
 def test_a_start_that_does_not_fit_the_model_is_refused(request, tmp_path, kind, changes, words):
     with pytest.raises(ValueError, match=words):
-        make(request.getfixturevalue(kind), tmp_path, adapter(), **changes)
+        make(request.getfixturevalue(kind), tmp_path, **changes)
 
 
 # Mixture of experts -------------------------------------------------------------------------------------------------

@@ -68,17 +68,14 @@ class CheckpointMixin:
         """
         Write the low-bit checkpoint (with quantization off: what TRL writes) into `output_dir`, by default `args.output_dir`.
 
-        With LoRA: the adapter, and in its sub-folder `low_bit/` the merged low-bit checkpoint, or the frozen base that a run quantized.
+        With LoRA: the adapter, and the merged low-bit checkpoint in its sub-folder `low_bit/`.
         """
-        path, args = Path(output_dir or self.args.output_dir), self.args
+        path = Path(output_dir or self.args.output_dir)
         beside = self._incoming is not None or is_peft_model(self._unwrapped)  # of master weights, an adapter
-        if beside or not args.quantized:
+        if beside or not self.args.quantized:
             super().save_model(str(path), _internal_call=True)
             share(path)
-        low_bit = (
-            not (self._incoming or args.from_checkpoint) if args.frozen else args.export_low_bit or not self._incoming
-        )
-        if args.quantized and low_bit:
+        if self.args.quantized and (self.args.export_low_bit or not self._incoming):
             self._save_low_bit(path / LOW_BIT_FOLDER if beside else path)
 
     def _save_low_bit(self, path: Path) -> None:

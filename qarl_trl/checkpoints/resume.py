@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Of a model's folder: what gives its tokens, its weights and its outputs.
 _MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
 # Settings that give a rollout or an update another meaning, and those that cut a rollout batch into micro-batches.
-_MEANING = ("quantize_learner", "lora_base", "loss_type", "optim_muon", "world_size")
+_MEANING = ("quantize_learner", "quant_freeze_scales", "loss_type", "optim_muon", "world_size")
 BATCH = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
 
 logger = get_logger(__name__)

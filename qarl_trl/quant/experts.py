@@ -59,7 +59,8 @@ class QuantExperts(LowBitLayer, nn.Module):
     """
     A module of experts of transformers after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
-    Its parameters, names and `state_dict` are those it had. While a parameter multiplies, all its experts are dequantized: one layer's, and nothing is kept.
+    Its parameters, names and `state_dict` are those it had. `frozen_qparams` are those of all experts of a parameter, one
+    above the other. While a parameter multiplies, all its experts are dequantized: one layer's, and nothing is kept.
     """
 
     gate_up_proj: Tensor

@@ -6,7 +6,7 @@ export; the layer has exactly the parameters, names and `state_dict` of the `nn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from .cache import LowBitCache
 from .gathers import GatheredWeight, is_packed, whole_weights
 from .gemm import Bias, Gemm, GemmChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
+from .reference import QParams
 from .shards import quantize_own, quantize_shards
 
 
@@ -31,8 +32,7 @@ class LowBitMatmul(torch.autograd.Function):
     """
     `y = x @ Q(W)^T + b` with the straight-through estimator: the gradient of `Q(W)` is given to `W` unchanged.
 
-    `sources` are what `W` is made of: the master weight alone, or with a `chain` what that gives gradients to (LoRA's factors);
-    none of a frozen weight.
+    `sources` are what `W` is made of: the master weight alone, or with a `chain` what that gives gradients to (LoRA's factors).
     `x` is cast to `dtype` in here, where layers with the same input can share the cast.
     """
 
@@ -42,12 +42,8 @@ class LowBitMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.input_dtype, x = x.dtype, memoize_last(Tensor.to, x, dtype)
         y, saved = gemm.forward(x, w, None if b is None else b.to(x.dtype))
-        ctx.weight, ctx.gemm, ctx.chain = w, gemm, chain
+        ctx.weight, ctx.gemm, ctx.chain, ctx.master_dtype = w, gemm, chain, sources[0].dtype
         ctx.bias_dtype = None if b is None else b.dtype
-        if not sources:  # frozen: no gradient wants the input
-            ctx.num_saved = 0
-            return y
-        ctx.master_dtype = sources[0].dtype
         # The master weight is not saved: its gradient does not need it, and it may be written to before the backward.
         ctx.num_saved = len(saved)
         ctx.save_for_backward(*saved, *(sources if chain else ()))
@@ -80,6 +76,9 @@ class LowBitLayer:
     # `False` leaves the forward in high precision while `low_bit` still serves the sync and the export: the quantized-rollout
     # baseline of the paper.
     quantized_forward: bool
+    # Scale and zero point that a weight keeps, by parameter; empty where they follow the weight. No parameters and no buffers, so
+    # that the `state_dict` stays what it was.
+    frozen_qparams: dict[str, QParams]
     # The other layers that an engine merges with this one, where the scheme has a global scale that they must share.
     merged_with: tuple[QuantLinear, ...]
     high_precision_class: type[Any]  # that the module had
@@ -94,12 +93,13 @@ class LowBitLayer:
         scheme: QuantizationScheme,
         gemm: GemmChoice,
         quantized_forward: bool,
+        qparams: Mapping[str, QParams],
     ) -> None:
         """Make `module` a layer of this class, in place."""
         module.high_precision_class = type(module)
         module.__class__ = cls
         module.scheme, module.gemm_for = scheme, gemm
-        module.quantized_forward, module.merged_with = quantized_forward, ()
+        module.quantized_forward, module.frozen_qparams, module.merged_with = quantized_forward, dict(qparams), ()
         module._low_bit_cache, module._gemm = LowBitCache(), None
 
     def restore(self) -> None:
@@ -127,10 +127,10 @@ class LowBitLayer:
             rows = None
             if source.to_local().data_ptr() == own.to_local().data_ptr():
                 rows = self.own_low_bit(parameter, anew=weight is not None)
-            return quantize_shards(source, self.scheme, rows)
+            return quantize_shards(source, self.scheme, self._qparams_of(parameter, source.device), rows)
         others = tuple((layer.weight.data_ptr(), layer.weight._version) for layer in self.merged_with)
-        given = None if weight is None else (weight,)
-        return self._low_bit_cache.get(parameter, (own,), given, self._quantize, others)
+        given, quantize = None if weight is None else (weight,), partial(self._quantize, parameter=parameter)
+        return self._low_bit_cache.get(parameter, (own,), given, quantize, others)
 
     @torch.no_grad()
     def own_low_bit(self, parameter: str, anew: bool = False) -> LowBitWeight:
@@ -142,18 +142,27 @@ class LowBitLayer:
         """
         weight = getattr(self, parameter)
         own = weight.to_local()
-        quantize = partial(quantize_own, scheme=self.scheme)
+        quantize = partial(quantize_own, scheme=self.scheme, qparams=self._qparams_of(parameter, weight.device))
         others = own.data_ptr(), own._version, weight._version
         return self._low_bit_cache.get(parameter, (weight,), (weight,) if anew else None, quantize, others)
 
-    def _quantize(self, weight: Tensor) -> LowBitWeight:
-        weight, largest = weight.detach(), None
+    def _quantize(self, weight: Tensor, parameter: str = "weight") -> LowBitWeight:
+        weight = weight.detach()
+        qparams, largest = self._qparams_of(parameter, weight.device), None
         if self.merged_with:
             weights = (weight, *(layer.weight for layer in self.merged_with))
             largest = torch.stack([largest_magnitude(w, self.scheme) for w in weights]).max()
         if isinstance(weight, DTensor):
-            return quantize_shards(weight, self.scheme)
-        return quantize_weight(weight.flatten(0, -2), self.scheme, largest)
+            return quantize_shards(weight, self.scheme, qparams)
+        return quantize_weight(weight.flatten(0, -2), self.scheme, qparams, largest)
+
+    def _qparams_of(self, parameter: str, device: torch.device) -> QParams | None:
+        """The `frozen_qparams` of a parameter, on `device` from then on."""
+        qparams = self.frozen_qparams.get(parameter)
+        if qparams is not None and qparams[0].device != device:
+            scale, zeros = qparams
+            qparams = self.frozen_qparams[parameter] = scale.to(device), zeros if zeros is None else zeros.to(device)
+        return qparams
 
     @property
     def has_run(self) -> bool:

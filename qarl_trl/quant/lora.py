@@ -74,7 +74,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
                 "The adapters are disabled: a weight sync or an export would hold the base model instead of the policy. "
                 "Leave the `disable_adapter()` context first."
             )
-        return self._names(self.adapter)
+        return self._names(self._adapter)
 
     def low_bit(self, *given: Tensor) -> LowBitWeight:
         """
@@ -88,7 +88,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
                 f"Adapters {self.merged_adapters} are merged into the base weight and would count twice. Call "
                 "`model.unmerge_adapter()`; `save_model` and `qarl-trl export` merge out of place."
             )
-        adapter = self.adapter
+        adapter = self._adapter
         scaling = self.scaling.get(adapter)
 
         def quantize(weight: Tensor, *factors: Tensor) -> LowBitWeight:
@@ -99,7 +99,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         return self._low_bit_cache.get(adapter, own, given or None, quantize, others=(scaling,))
 
     @property
-    def adapter(self) -> str:
+    def _adapter(self) -> str:
         """The active adapter of this layer, "" where the base alone computes."""
         if self.disable_adapters:
             return ""
@@ -119,7 +119,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.quantized_forward:
             return super().forward(x)
-        adapter = self.adapter
+        adapter = self._adapter
         weight, *factors = map(self.get_parameter, self._names(adapter))
         chain = partial(factor_gradients, self.scaling[adapter]) if factors else None
         bias, gemm = self.base_layer.bias, self._get_gemm(x.device)

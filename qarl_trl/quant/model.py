@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils import match_targets
@@ -20,6 +21,7 @@ from .experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
 from .gemm import GemmChoice, plain_gemm
 from .linear import LowBitLayer, QuantLinear
 from .names import base_model, checkpoint_modules
+from .reference import QParams
 from .scheme import (
     DEFAULT_IGNORE,
     effective_group_size,
@@ -62,7 +64,7 @@ def apply_quantization(
     group_size: int | None = None,
     gemm: GemmChoice = plain_gemm,
     quantize_forward: bool = True,
-    frozen: bool = False,
+    qparams: Mapping[str, QParams] | None = None,
 ) -> nn.Module:
     """
     Give the matching linear layers of `model` a low-bit forward with straight-through gradients; returns `model`.
@@ -73,13 +75,13 @@ def apply_quantization(
     Args:
         model: Modified in place. Master weights keep their dtype. All names are those of the base model of a `PeftModel`.
         scheme: Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a scheme, or a configuration of several groups
-            (of a checkpoint), which has its own targets, ignore list and group sizes.
+            ([`~qarl_trl.quant.recipe.read_recipe`]), which has its own targets, ignore list and group sizes.
         targets: Class names, module names, or `re:` patterns, as in compressed-tensors.
         ignore: Modules left alone, same syntax. Defaults to `lm_head` and routers, as in `QaRLConfig`.
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
         gemm: From scheme and device to what multiplies; the engine's are in `qarl_trl.rollout.gemm`.
         quantize_forward: `False` keeps the forward in high precision.
-        frozen: Make the layers [`~qarl_trl.quant.frozen.FrozenLinear`]s, which drop their weights and wait for low-bit tensors.
+        qparams: Frozen scale and zero point of every quantized layer, by its name. Without it they follow the weights.
 
     Raises:
         ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches.
@@ -90,9 +92,10 @@ def apply_quantization(
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
     _check_model(model)
     layers = _match_layers(model, plan)
-    _check_layers(model, layers, frozen)
+    _check_layers(model, layers, qparams)
     for layer in layers:
-        _low_bit_class(layer.module, frozen).convert(layer.module, layer.scheme, gemm, quantize_forward)
+        frozen = {} if qparams is None else {key: _stacked(qparams, names) for key, names in layer.weights.items()}
+        _low_bit_class(layer.module).convert(layer.module, layer.scheme, gemm, quantize_forward, frozen)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
     for merged in _merged_by_engines(model):
@@ -128,16 +131,20 @@ def _merged_by_engines(model: nn.Module) -> Iterator[list[Any]]:
                 yield layers
 
 
-def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:
-    if frozen:
-        from .frozen import FrozenLinear  # imports peft
-
-        return FrozenLinear
+def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:
     if hasattr(module, "base_layer"):
         from .lora import LoraQuantLinear  # imports peft, which nothing else needs
 
         return LoraQuantLinear
     return QuantLinear if isinstance(module, nn.Linear) else QuantExperts
+
+
+def _stacked(qparams: Mapping[str, QParams], names: Sequence[str]) -> QParams:
+    """Scales and zero points of the layers `names`, one above the other, as a parameter holds their rows."""
+    if missing := [name for name in names if name not in qparams]:
+        raise ValueError(f"Layer {missing[0]!r} has no frozen scales. Use quant_scheme: checkpoint, or ignore it.")
+    scales, zero_points = zip(*(qparams[name] for name in names), strict=True)
+    return torch.cat(scales), None if zero_points[0] is None else torch.cat(zero_points)
 
 
 # Which layers -------------------------------------------------------------------------------------------------------
@@ -210,7 +217,7 @@ def _check_model(model: nn.Module) -> None:
     if foreign is not None:
         raise ValueError(
             f"The model is quantized already (quantization_config={foreign}), so it has no master weights. Start from the "
-            "unquantized checkpoint, or train an adapter on this one (lora_base: frozen)."
+            "unquantized checkpoint, or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
         )
     if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
         raise ValueError(
@@ -219,7 +226,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
+def _check_layers(model: Any, layers: list[Matched], qparams: Mapping[str, QParams] | None) -> None:
     """Refuse (`ValueError`) `layers` that cannot be quantized as asked."""
     if is_peft_model(model):
         from .lora import check_adapters, check_lora_config
@@ -230,11 +237,9 @@ def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
     owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     for layer in layers:
         _check_layer(layer, owners)
-        if frozen and len(layer.weights) > 1:
-            raise ValueError(f"lora_base='frozen' needs linear layers, got the experts {layer.name!r}. Use 'merged'.")
-        if has_global_scale(layer.scheme) and (frozen or type(layer.module) is not nn.Linear):
+        if has_global_scale(layer.scheme) and (qparams is not None or type(layer.module) is not nn.Linear):
             raise ValueError(
-                f"Layer {layer.name!r}: a scheme with a global scale (NVFP4A16) does not go with LoRA or "
+                f"Layer {layer.name!r}: a scheme with a global scale (NVFP4A16) does not go with frozen scales, LoRA or "
                 "experts. Choose another scheme."
             )
 

@@ -20,6 +20,7 @@ from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor, nn
 
 from . import reference
+from .reference import QParams
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
@@ -100,13 +101,17 @@ def meta_tensors(scheme: QuantizationScheme, rows: int, columns: int) -> dict[st
 
 
 @torch.no_grad()
-def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor | None = None) -> LowBitWeight:
+def quantize_weight(
+    weight: Tensor, scheme: QuantizationScheme, qparams: QParams | None = None, largest: Tensor | None = None
+) -> LowBitWeight:
     """
-    Quantize a weight matrix by round-to-nearest with min-max scales.
+    Quantize a weight matrix by round-to-nearest with min-max scales, or with given ones.
 
     Args:
         weight: Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first, and never aliased.
         scheme: A scheme of `qarl_trl.quant.scheme`, with `format` set.
+        qparams: Frozen scale, bfloat16, and zero point, int8 or `None`, both in the shape of the scheme's scales. Quantized values
+            beyond the range saturate. `ValueError` for others.
         largest: For schemes with a global scale, the largest magnitude of all weights that share it, bfloat16 scalar: an
             engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
 
@@ -128,7 +133,11 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
         largest = ranges = (own if largest is None else torch.maximum(own, largest)).reshape(1)
         global_scale = data["weight_global_scale"] = generate_gparam(-largest, largest)
     _check_finite(ranges, weight.shape)
-    data["weight_scale"], zero_point = qparams = reference.qparams_of(low, high, scheme, global_scale)
+    if qparams is None:
+        qparams = reference.qparams_of(low, high, scheme, global_scale)
+    else:
+        _check_frozen(qparams, high.shape, scheme)
+    data["weight_scale"], zero_point = qparams
     if global_scale is None:
         encoded = reference.encode(weight, qparams, scheme)
         data["weight_packed" if "pack" in scheme.format else "weight"] = encoded
@@ -173,4 +182,15 @@ def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
         raise ValueError(
             f"A weight of shape {tuple(shape)} holds NaN or infinity: the update before it diverged. Lower the learning rate or "
             "max_grad_norm, and resume from the last checkpoint."
+        )
+
+
+def _check_frozen(qparams: QParams, shape: torch.Size, scheme: QuantizationScheme) -> None:
+    """Refuse scales and zero points that are not those of the scheme: others would broadcast, or round otherwise, in silence."""
+    found = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in qparams]
+    needed = [(shape, torch.bfloat16), None if scheme.weights.symmetric else (shape, torch.int8)]
+    if found != needed or not (qparams[0] > 0).all():
+        raise ValueError(
+            f"Frozen scale and zero point must be {needed}, the scale above zero, got {found}. They belong to another layer or "
+            "scheme, or to a damaged checkpoint."
         )

@@ -1,29 +1,32 @@
-"""A frozen base: the low-bit tensors of a compressed-tensors checkpoint as they are, or of another one quantized as it loads.
+"""A run that starts from a compressed-tensors checkpoint: its master weights and, to keep them, its scales (paper Sec. 3.1).
 
-transformers' own loader of a quantized checkpoint leaves scales and replaced forwards in the model, and loads broken ones without
-an error (dev/log.md, 2026-11-22).
+transformers' own loader of such a checkpoint leaves scales and replaced forwards in the model, multiplies in float32 where the
+master weights are float32, and loads broken checkpoints without an error (dev/log.md, 2026-11-22).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from .gemm import GemmChoice, plain_gemm
-from .model import apply_quantization, quantized_modules
-from .quantize import LowBitWeight, quantize_weight
-from .scheme import MASTER_CAST_DTYPE, scheme_for
+from .quantize import LowBitWeight, meta_tensors
+from .reference import QParams
+from .scheme import scheme_for
 
 
 # What `from_pretrained` and `snapshot_download` both take.
@@ -46,7 +49,7 @@ class QuantizedSource:
             try:
                 content = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise self.broken(f"{file.name} cannot be read ({error})") from error
+                raise self._broken(f"{file.name} cannot be read ({error})") from error
             found |= dict.fromkeys(content.keys(), content)
         return found
 
@@ -58,7 +61,7 @@ class QuantizedSource:
         low_bit = {layer for layer, _, local in names if local in ("weight_packed", "weight_scale")}
         found = {layer: scheme_for(layer, linear, self.config) for layer in sorted(low_bit)}
         if not all(found.values()):
-            raise self.broken("it has layers in low bits, or without weights, that quantization_config does not have")
+            raise self._broken("it has layers in low bits, or without weights, that quantization_config does not have")
         return found
 
     def plan(self) -> QuantizationConfig:
@@ -68,36 +71,53 @@ class QuantizedSource:
             group.weights.actorder = group.weights.observer = None
         return plan
 
-    def low_bit(self, layer: str, meta: LowBitWeight) -> LowBitWeight:
-        """A layer's tensors as they are stored, which must be those of `meta`; of an unquantized checkpoint its quantized weight."""
-        if layer not in self.layers:
-            return quantize_weight(self.read(f"{layer}.weight"), meta.scheme)
-        stored = {local: self.read(f"{layer}.{local}") for local in meta.data}
-        found, needed = ({n: (t.dtype, *t.shape) for n, t in data.items()} for data in (stored, meta.data))
-        if found != needed or f"{layer}.weight_g_idx" in self.tensors:
-            raise ValueError(
-                f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, got {found}, or actorder: group. Use 'merged', "
-                "or quantize it again (dtype bfloat16, actorder: static)."
-            )
-        return LowBitWeight(stored, meta.scheme)
+    def dense(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the unquantized model, layers decompressed by compressed-tensors, in the stored dtype."""
+        for layer in self.layers:
+            yield f"{layer}.weight", self._decompressed(layer)["weight"]
+        for name in self.tensors:
+            layer, _, local = name.rpartition(".")
+            if layer not in self.layers or local == "bias":
+                yield name, self._read(name)
 
-    def read(self, name: str) -> Tensor:
+    def qparams(self) -> dict[str, QParams]:
+        """Scale `(out, groups)` and zero point, int8 of that shape or `None`, of every low-bit layer."""
+        return {
+            layer: (
+                self._read(f"{layer}.weight_scale"),
+                None if scheme.weights.symmetric else self._decompressed(layer)["weight_zero_point"],
+            )
+            for layer, scheme in self.layers.items()
+        }
+
+    def _decompressed(self, layer: str) -> dict[str, Tensor]:
+        scheme = self.layers[layer]
+        stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
+        compressor = BaseCompressor.get_value_from_registry(stored_as.value)
+        stored = {local: self._read(f"{layer}.{local}") for local in compressor.compression_param_names(scheme)}
+        shape = stored["weight_shape"].tolist() if "weight_shape" in stored else LowBitWeight(stored, scheme).shape
+        needed = {local: tuple(tensor.shape) for local, tensor in meta_tensors(scheme, *shape).items()}
+        for local in stored.keys() & needed.keys():
+            if (found := tuple(stored[local].shape)) != needed[local]:  # decompression would broadcast some in silence
+                raise self._broken(f"{layer}.{local} must have shape {needed[local]}, got {found}")
+        return compressor.decompress(stored, scheme)
+
+    def _read(self, name: str) -> Tensor:
         if name not in self.tensors:
-            raise self.broken(f"{name} is missing")
+            raise self._broken(f"{name} is missing")
         return self.tensors[name].get_tensor(name)
 
-    def broken(self, what: str) -> ValueError:
+    def _broken(self, what: str) -> ValueError:
         return ValueError(f"The quantized checkpoint {self.name} is incomplete or damaged: {what}. Download it again.")
 
 
-def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs: Any) -> QuantizedSource | None:
+def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
     """
     The checkpoint `name` if it is quantized, otherwise `None`; `kwargs` are those of `from_pretrained`.
 
-    An unquantized one is given too where there is a `plan` for it. Reads `config.json` alone (from the Hub: all files). `ValueError` when
-    it is quantized in another way.
+    Reads `config.json` alone (from the Hub: all files). `ValueError` when it is quantized in a way that has no master weights.
     """
-    raw = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", plan)
+    raw = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", None)
     if raw is None:
         return None
     raw = raw if isinstance(raw, dict) else raw.to_dict()
@@ -114,41 +134,34 @@ def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs
     return QuantizedSource(name, folder / inner, QuantizationConfig.model_validate(raw))
 
 
-def load_frozen(name: str, plan: QuantizationConfig, gemm: GemmChoice = plain_gemm, **kwargs: Any) -> PreTrainedModel:
+def load_master_weights(
+    name: str, *, dtype: torch.dtype | str = "float32", architecture: Any = None, **kwargs: Any
+) -> PreTrainedModel:
     """
-    The model of a checkpoint, on the CPU, whose layers of `plan` are [`~qarl_trl.quant.frozen.FrozenLinear`] and the others bfloat16.
+    The unquantized model, on the CPU, of a compressed-tensors checkpoint, by the checkpoint's folder or Hub id.
 
-    Low-bit tensors are read as they are stored; an unquantized checkpoint is quantized layer by layer, so that no second layer is
-    there in high precision. `kwargs` are arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the
-    model's config. `ValueError` when the checkpoint lacks a tensor, or has layers that cannot be frozen.
+    `dtype` is that of the master weights (`"auto"`: the checkpoint's), `architecture` the model class (by default of `config.json`);
+    `kwargs` are arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's config.
+    `ValueError` when the checkpoint is not quantized or lacks a tensor.
     """
-    source, _ = cast(QuantizedSource, quantized_source(name, plan, **kwargs)), kwargs.pop("dtype", None)
+    source = quantized_source(name, **kwargs)
+    if source is None:
+        raise ValueError(f"{name} is not quantized. Use from_pretrained.")
     config, settings = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
-    vars(config).pop("quantization_config", None)
-    architecture: Any = getattr(transformers, (config.architectures or [""])[0])
-
-    class Frozen(architecture):
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings)
-            apply_quantization(self, plan, gemm=gemm, frozen=True)
-
-    with torch.device("meta"):
-        frozen = {layer for layer, _ in quantized_modules(Frozen(config))}
-    parts = ((tensor, *tensor.rpartition(".")) for tensor in source.tensors)
-    model, report = Frozen.from_pretrained(
+    del config.quantization_config
+    if architecture is None:
+        architecture = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    model, report = architecture.from_pretrained(
         None,
         config=config,
-        state_dict={n: source.read(n) for n, layer, _, local in parts if layer not in frozen or local == "bias"},
-        dtype=MASTER_CAST_DTYPE,
+        state_dict=dict(source.dense()),
+        dtype=dtype,
         trust_remote_code=kwargs.get("trust_remote_code", False),
         output_loading_info=True,
         **settings,
     )
-    model.__class__ = architecture
-    for layer_name, layer in cast(Any, quantized_modules(model)):
-        layer.held = source.low_bit(layer_name, layer.held)
     if missing := sorted(map(str, report["missing_keys"])):  # transformers would leave them at random values
-        raise source.broken(f"{missing[:3]} are missing")
+        raise source._broken(f"{missing[:3]} are missing")
     model.config._name_or_path = model.name_or_path = name
     if model.can_generate():
         with suppress(OSError):  # it has none: the defaults stay

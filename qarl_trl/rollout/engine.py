@@ -10,8 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
-from . import _vllm, _vllm_layer, _vllm_lora
+from . import _vllm, _vllm_layer
 from .server import ServerClient, engine_facts
 from .sync_check import SyncCheck
 
@@ -34,7 +32,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
     Args:
         quantization_config (`dict` or `None`): compressed-tensors configuration for the engine; `None` runs it in bfloat16.
         engine_kwargs (`dict`, *optional*): More arguments for `vllm.LLM`.
-        frozen (`bool`): Whether the base is sent once, and then the adapter alone.
         sync_folder (`str`, *optional*): Folder that a server sees too, through which it gets its weights.
 
     Attributes:
@@ -44,22 +41,18 @@ class LowBitVLLMGeneration(VLLMGeneration):
     """
 
     alone = False
-    _adapter_folder: TemporaryDirectory[str] | None = None
 
     def __init__(
         self,
         *args: Any,
         quantization_config: dict[str, Any] | None,
         engine_kwargs: dict[str, Any] | None = None,
-        frozen: bool = False,
         sync_folder: str | None = None,
         sync_check: SyncCheck | None = None,
         **kwargs: Any,
     ) -> None:
         self.quantization_config = quantization_config
         self.engine_kwargs = engine_kwargs or {}
-        if frozen:
-            self._adapter_folder = TemporaryDirectory(dir="/dev/shm")  # in memory
         self.sync_folder = sync_folder
         self.sync_check = sync_check
         self.synced_bytes = self.num_syncs = self._checked = 0
@@ -82,7 +75,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
         # TRL puts the engine to sleep as soon as it is built, so the sync check looks at its random weights before that.
         look = None if self.sync_check is None else self.sync_check.look_before
         settings = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
-        settings |= _vllm_lora.lora_settings(self.model) if self._adapter_folder else {}
         with _vllm.llm_arguments(look, **self.engine_kwargs | settings):
             super()._init_vllm()
         _vllm_layer.use_settings_of(self.llm)
@@ -90,12 +82,16 @@ class LowBitVLLMGeneration(VLLMGeneration):
     def _connect(self) -> None:
         """Find the server, refuse one that is not the engine of this run, and let the sync check see random weights."""
         self.enable_sleep_mode = False  # there is nothing to make room for
-        needed = engine_facts(self.model.config, self.quantization_config)
+        needed = engine_facts(self.model.config, self.quantization_config, "folder" if self.sync_folder else "nccl")
 
         def connect() -> bool:
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-            self.vllm_client = ServerClient(self.sync_folder, base_url=url, connection_timeout=self.server_timeout)
-            return self.vllm_client.check(needed)
+            where = {"base_url": url, "group_port": self.group_port, "connection_timeout": self.server_timeout}
+            self.vllm_client = ServerClient(self.sync_folder, **where)
+            fresh = self.vllm_client.check(needed)
+            if self.sync_folder is None:
+                self.vllm_client.init_communicator(self.accelerator.device)
+            return fresh
 
         if self._from_main(connect) and self.sync_check is not None:
             self.sync_check.look_before(self)
@@ -119,19 +115,12 @@ class LowBitVLLMGeneration(VLLMGeneration):
         return torch.tensor(self._from_main(lambda: self.vllm_client.prompt_logps(token_ids)))
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        if self._adapter_folder:
-            from ..quant.frozen import adapter_tensors  # imports peft
-        if self._adapter_folder and self.num_syncs and not self.enable_sleep_mode:  # which drops the base
-            yield from adapter_tensors(self.model)
-            return
         if self.quantization_config is None and is_peft_model(self.model):
             # Merges the adapter into the base weights and back, which changes them.
             named_params = super()._iter_named_params()
         else:
             named_params = readable_parameters(self.model, self._dist)  # TRL's would gather whole master weights
         yield from iter_low_bit_weights(self.model, named_params)
-        if self._adapter_folder:
-            yield from adapter_tensors(self.model)
 
     def sync_weights(self) -> None:
         """Send the learner's current low-bit tensors to the engine and forget cached keys and values."""
@@ -162,14 +151,14 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def _send(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         if self.mode == "colocate":
-            if self._adapter_folder:
-                _vllm_lora.send(self.llm, stream, Path(self._adapter_folder.name))
-            else:
-                _vllm.reload_engine(self.llm, stream)
+            _vllm.reload_engine(self.llm, stream)
             _vllm.reset_prefix_cache(self.llm)
             return
+        if self.sync_folder is None and self._weight_metadata is None:  # NCCL: told before they are sent
+            tensors = self._iter_named_params()
+            self._weight_metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors]
         if self.accelerator.is_main_process:
-            self.vllm_client.sync(stream)
+            self.vllm_client.sync(stream, self._weight_metadata, self.accelerator.device)
         else:
             for _ in stream:  # gathered together
                 pass

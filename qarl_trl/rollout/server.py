@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+import torch
 from requests.adapters import HTTPAdapter
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -39,11 +40,11 @@ class ServerClient(VLLMClient):
     """
     TRL's client, for a server of `qarl-trl serve`: with its key, without retries, and with versions of the weights.
 
-    Weights go through `sync_folder`. `version` is that of the last sync: unique to this run, and counted.
+    Without a `sync_folder` weights go over NCCL. `version` is that of the last sync: unique to this run, and counted.
     """
 
-    def __init__(self, sync_folder: Any, **kwargs: Any) -> None:
-        self.sync_folder = Path(sync_folder)
+    def __init__(self, sync_folder: str | None, **kwargs: Any) -> None:
+        self.sync_folder = None if sync_folder is None else Path(sync_folder)
         self._run, self._count = uuid.uuid4().hex[:8], 0
         self.version: str | None = None
         self._failure: Exception | None = None
@@ -123,15 +124,22 @@ class ServerClient(VLLMClient):
             )
         return all(state["version"] is None for state in states)
 
-    def sync(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+    def sync(self, stream: Iterable[tuple[str, Tensor]], metadata: list[Any] | None, device: Any) -> None:
         """
-        Send checkpoint tensors, and mark them with the next version.
+        Send checkpoint tensors, and mark them with the next version. `metadata` of NCCL's: name, dtype, shape.
 
         `RuntimeError` when the server did not take all it has a place for.
         """
         self._count += 1
         version, self.version = f"{self._run}-{self._count}", None
-        self._sync_files(stream, self.sync_folder / version)
+        if self.sync_folder is None:
+            # vLLM broadcasts on streams of its own, which do not wait for the optimizer, nor the optimizer for them.
+            torch.accelerator.synchronize()
+            self.update_named_params(metadata, ((name, tensor.to(device)) for name, tensor in stream))
+            torch.accelerator.synchronize()
+            self.ask_workers("qarl_name", version)
+        else:
+            self._sync_files(stream, self.sync_folder / version)
         if self._post(f"{self.base_url}/reset_prefix_cache").get("success") is False:
             raise RuntimeError("The server could not reset its prefix cache: others use it during a weight sync.")
         self.version = version
@@ -179,12 +187,13 @@ class ServerClient(VLLMClient):
         return [step[str(token)]["logprob"] for step, token in steps]
 
 
-def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) -> dict[str, Any]:
-    """What learner and server must have in common, by dotted name."""
+def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None, transport: str) -> dict[str, Any]:
+    """What learner and server must have in common, by dotted name; `transport` is "folder" or "nccl"."""
     text = config.get_text_config()
     facts = {
         "config": {name: getattr(text, name, None) for name in _OF_THE_MODEL},
         "quantization_config": quantization,
+        "transport": transport,
         "vllm": installed_version("vllm"),
     }
     return _flat(json.loads(json.dumps(facts)))

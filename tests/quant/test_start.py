@@ -1,6 +1,7 @@
-"""`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own as frozen models, broken files."""
+"""`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own as master weights, frozen scales, broken files."""
 
 import json
+import re
 import shutil
 from unittest.mock import patch
 
@@ -13,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qarl_trl.export import save_low_bit
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, quantized_modules
 from qarl_trl.quant.gemm import dequantize
-from qarl_trl.quant.scheme import resolve_config, resolve_scheme, single_group
-from qarl_trl.quant.start import load_frozen, quantized_source
+from qarl_trl.quant.start import load_master_weights, quantized_source
 from qarl_trl.validate import find_source
 from quant.schemes import same_bytes
 
@@ -116,68 +116,114 @@ def broken(checkpoints, tmp_path):
     return make
 
 
-def frozen(name, **kwargs):
-    return load_frozen(name, resolve_config(quantized_source(name, **kwargs).plan()), **kwargs)
+# Master weights ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_unquantized_model_has_no_source(checkpoints, tmp_path):
-    folder = str(checkpoints("ours").parent / "model")
-    assert quantized_source(folder) is None and find_source(folder, config(tmp_path)) is None
-    both = {"quant_scheme": "checkpoint", "lora_base": "frozen"}
-    with pytest.raises(ValueError, match=r"is not quantized, which it must be for quant_scheme: checkpoint"):
-        find_source(folder, config(tmp_path, **both))
-    quantized = str(checkpoints("ours"))
-    assert find_source(quantized, config(tmp_path, **both)).name == quantized
-    for settings in ({}, {"quant_scheme": "none", "loss_type": "grpo"}):
-        with pytest.raises(
-            ValueError, match=r"is quantized: it is trained by quant_scheme: checkpoint with lora_base"
-        ):
-            find_source(quantized, config(tmp_path, **settings))
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("method", METHODS)
+def test_master_weights_are_what_transformers_decompresses_and_nothing_else(checkpoints, method):
+    path = str(checkpoints(method))
+    master_weights = load_master_weights(path, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits  # decompresses
+        if method not in QUANTIZED_ACTIVATIONS:
+            assert torch.equal(master_weights(TOKENS).logits, expected)
+    values = theirs.state_dict()
+    for name, value in master_weights.state_dict().items():
+        assert torch.equal(value, values[name]), name
+    unquantized = make_model(dtype=torch.bfloat16)
+    assert master_weights.state_dict().keys() == unquantized.state_dict().keys()
+    layer = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(master_weights.get_parameter(layer), unquantized.get_parameter(layer))  # control
+    assert not hasattr(master_weights.config, "quantization_config")
+    assert not getattr(master_weights, "is_quantized", False)
+    assert master_weights.name_or_path == path
+    assert not any("forward" in module.__dict__ for module in master_weights.modules())
+
+
+def test_master_weights_of_quantized_below_a_global_scale(tmp_path):
+    model = apply_quantization(make_model(dtype=torch.bfloat16), "NVFP4A16")
+    save_low_bit(model, None, tmp_path)
+    master_weights = load_master_weights(str(tmp_path), dtype=torch.bfloat16).state_dict()
+    layers = list(quantized_modules(model))
+    assert all(torch.equal(master_weights[f"{name}.weight"], dequantize(module.low_bit())) for name, module in layers)
+    assert not torch.equal(master_weights[f"{layers[0][0]}.weight"], layers[0][1].weight)  # control
+
+
+def test_an_unquantized_model_has_no_source(checkpoints):
+    folder = checkpoints("ours").parent / "model"
+    assert quantized_source(str(folder)) is None
+    with pytest.raises(ValueError, match="is not quantized"):
+        load_master_weights(str(folder))
+
+
+# Where the checkpoint is ----------------------------------------------------------------------------------------------
 
 
 def test_a_sub_folder_of_a_local_folder(checkpoints, tmp_path):
     shutil.copytree(checkpoints("ours"), tmp_path / "low" / "inner")
     low = str(tmp_path / "low")
-    one, two = frozen(low, subfolder="inner"), frozen(f"{low}/inner")
+    one, two = load_master_weights(low, subfolder="inner"), load_master_weights(f"{low}/inner")
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
     assert one.generation_config.to_dict() == two.generation_config.to_dict()
-    settings = {"quant_scheme": "checkpoint", "lora_base": "frozen"}
-    args = config(tmp_path / "run", model_init_kwargs={"subfolder": "inner"}, **settings)
+    args = config(tmp_path / "run", model_init_kwargs={"subfolder": "inner"}, quant_scheme="W4A16")
     assert find_source(low, args).folder == tmp_path / "low" / "inner"
 
 
-# Stored tensors, as they are ----------------------------------------------------------------------------------------------
+# Frozen scales ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize("method", METHODS)
-def test_a_frozen_model_gives_the_file_back_byte_for_byte(checkpoints, method, tmp_path):
-    """What GPTQ, AWQ and rounding to nearest found, read, streamed to an engine and saved again."""
+def test_frozen_scales_give_the_file_back_byte_for_byte(checkpoints, method, tmp_path):
     path = checkpoints(method)
-    model = frozen(str(path))
+    source = quantized_source(str(path))
+    model = apply_quantization(load_master_weights(str(path)), source.plan(), qparams=source.qparams())
     save_low_bit(model, None, tmp_path / "again")
     stored, again = load_file(path / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
-    assert again.keys() == stored.keys() == dict(iter_low_bit_weights(model)).keys()
-    assert all(same_bytes(again[name], tensor) for name, tensor in stored.items())
-    assert not hasattr(model.config, "quantization_config") and not getattr(model, "is_quantized", False)
-    assert model.name_or_path == str(path) and type(model).__name__ == "Qwen3ForCausalLM"
-    # transformers and compressed-tensors see the same matrices, and compute the same where activations stay as they are.
-    theirs = AutoModelForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        expected = theirs(TOKENS).logits  # decompresses
-        if method not in QUANTIZED_ACTIVATIONS:
-            assert torch.equal(model(TOKENS).logits, expected)
-    for name, layer in quantized_modules(model):
-        assert torch.equal(dequantize(layer.low_bit()), theirs.get_submodule(name).weight)
+    assert again.keys() == stored.keys()
+    differing = {name: changed_quantized(again[name], tensor) for name, tensor in stored.items()}
+    if method in ("w8a16", "w8a8"):
+        # Code times scale needs 15 digits and bfloat16 has 8: 0.04 % of the quantized values here, each by one step.
+        share = sum(differing.values()) / sum(t.view(torch.uint8).numel() for n, t in stored.items() if LINEAR in n)
+        assert 0 < share < 1e-3
+        assert not any(n for name, n in differing.items() if not name.endswith(("weight", "weight_packed")))
+    else:
+        assert set(differing.values()) == {0}
+
+    # Control: min-max scales of the decompressed weights are others.
+    free = apply_quantization(load_master_weights(str(path)), source.plan())
+    quantized = dict(quantized_modules(free))["model.layers.0.mlp.gate_proj"].low_bit()
+    assert not same_bytes(quantized.scale, stored["model.layers.0.mlp.gate_proj.weight_scale"]) or method in IDEMPOTENT
 
 
-def test_a_frozen_model_of_an_unquantized_checkpoint_is_its_export(checkpoints):
-    folder = checkpoints("ours").parent
-    plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
-    model = load_frozen(str(folder / "model"), plan)
-    stored, found = load_file(folder / "ours" / WEIGHTS), dict(iter_low_bit_weights(model))
-    assert found.keys() == stored.keys()
-    assert all(same_bytes(found[name], tensor) for name, tensor in stored.items())
+def test_scales_stay_when_the_weights_move(checkpoints):
+    source = quantized_source(str(checkpoints("ours")))
+    model = apply_quantization(load_master_weights(source.name), source.plan(), qparams=source.qparams())
+    before = {name: module.low_bit() for name, module in quantized_modules(model)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    for name, module in quantized_modules(model):
+        after = module.low_bit()
+        assert same_bytes(after.scale, before[name].scale)
+        assert not same_bytes(
+            quantize_weight(module.weight, module.scheme).scale, after.scale
+        )  # control: min and max moved
+    assert any(not same_bytes(m.low_bit().quantized, before[n].quantized) for n, m in quantized_modules(model))
+    assert not any("qparams" in name or "scale" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "FP8_DYNAMIC"])
+def test_frozen_scales_of_experts_give_the_stream_back(tiny_model, tmp_path, scheme):
+    before = apply_quantization(tiny_model("olmoe", num_hidden_layers=1), scheme)
+    save_low_bit(before, None, tmp_path)
+    source = quantized_source(str(tmp_path))
+    model = apply_quantization(load_master_weights(source.name), source.plan(), qparams=source.qparams())
+    stream = dict(iter_low_bit_weights(model))
+    for name, tensor in iter_low_bit_weights(before):  # by value: float8 has two zeros
+        assert torch.equal(stream[name].float(), tensor.float())
 
 
 # Broken checkpoints -------------------------------------------------------------------------------------------------
@@ -200,7 +246,7 @@ LAYER = "model.layers.1.mlp.down_proj"
 )
 def test_a_broken_checkpoint_is_an_error(broken, change, message):
     with pytest.raises(ValueError, match=message):
-        frozen(broken(change))
+        load_master_weights(broken(change))
 
 
 @pytest.mark.parametrize(
@@ -219,9 +265,8 @@ def test_a_tensor_of_a_wrong_shape_is_named(broken, method, local, rows, columns
     def cut(tensors):
         tensors[name] = tensors[name][:rows, :columns].clone()
 
-    words = f"{LAYER!r}.*stored as .*{local}.*{', '.join(map(str, needed))}.* got .*{local}.*{rows}, {columns}"
-    with pytest.raises(ValueError, match=words):
-        frozen(broken(cut, method))
+    with pytest.raises(ValueError, match=re.escape(f"{name} must have shape {needed}, got {(rows, columns)}")):
+        load_master_weights(broken(cut, method))
 
 
 def test_a_cut_file_is_named(checkpoints, tmp_path):
@@ -229,7 +274,7 @@ def test_a_cut_file_is_named(checkpoints, tmp_path):
     content = (tmp_path / "cut" / WEIGHTS).read_bytes()
     (tmp_path / "cut" / WEIGHTS).write_bytes(content[:-100])
     with pytest.raises(ValueError, match="model.safetensors cannot be read"):
-        frozen(str(tmp_path / "cut"))
+        load_master_weights(str(tmp_path / "cut"))
 
 
 @pytest.mark.parametrize("change", [{"quant_method": "gptq"}, {"transform_config": {"config_groups": {"u": {}}}}])

@@ -1,0 +1,88 @@
+"""`qarl_trl.quant.recipe`: recipes as llm-compressor resolves them, whole or refused."""
+
+import pytest
+import yaml
+
+from qarl_trl.quant.recipe import read_recipe
+from qarl_trl.quant.scheme import MINMAX
+
+
+INT4_32 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+FP8_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+
+MODIFIERS = {
+    "preset": {"targets": "Linear", "scheme": "W4A16", "ignore": ["lm_head"]},
+    "presets by name": {
+        "scheme": {"FP8_DYNAMIC": "re:.*self_attn.*_proj$", "W4A16": ["re:.*mlp.*_proj$"]},
+        "ignore": ["lm_head", "re:.*down_proj$"],
+    },
+    "one group": {"config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_32}}},
+    "two groups": {
+        "config_groups": {
+            "int4": {"targets": ["re:.*(gate|up|down)_proj$"], "weights": INT4_32},
+            "fp8": {"targets": ["Linear"], "weights": FP8, "input_activations": FP8_TOKEN},
+        },
+        "ignore": ["re:.*lm_head"],
+    },
+    "own observer": {
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_32 | {"observer": "minmax"}}},
+        "ignore": ["lm_head"],
+    },
+}
+
+
+def write(folder, modifier, name="QuantizationModifier", stage="quant_stage", group="quant_modifiers"):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({stage: {group: {name: modifier}}}))
+    return path
+
+
+@pytest.mark.parametrize("case", list(MODIFIERS))
+def test_a_recipe_means_what_llm_compressor_makes_of_it(case, tmp_path):
+    modifier = pytest.importorskip("llmcompressor.modifiers.quantization").QuantizationModifier
+    found, expected = read_recipe(write(tmp_path, MODIFIERS[case])), modifier(**MODIFIERS[case]).resolved_config
+    groups = [group.model_copy(update={"format": None}) for group in found.config_groups.values()]
+    for group in groups:  # what is said of the weights when nothing is said
+        group.weights.observer = group.weights.observer or MINMAX
+    by_targets = lambda group: group.targets  # noqa: E731
+    assert sorted(groups, key=by_targets) == sorted(expected.config_groups.values(), key=by_targets)
+    assert found.ignore == expected.ignore
+    assert groups[0].model_copy(update={"targets": ["Conv1d"]}) != groups[0]  # control
+
+
+def test_a_recipe_that_llm_compressor_wrote_is_read(tmp_path):
+    Recipe = pytest.importorskip("llmcompressor.recipe").Recipe
+    modifier = pytest.importorskip("llmcompressor.modifiers.quantization").QuantizationModifier
+    theirs = modifier(**MODIFIERS["two groups"])
+    Recipe.from_modifiers([theirs]).yaml(file_path=str(tmp_path / "recipe.yaml"))
+    found = read_recipe(tmp_path / "recipe.yaml")
+    assert [group.targets for group in found.config_groups.values()] == [["re:.*(gate|up|down)_proj$"], ["Linear"]]
+    assert found.ignore == theirs.ignore
+
+
+# Refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("modifier", "name", "message"),
+    [
+        ({"scheme": "W4A16"}, "GPTQModifier", r"recipe\.yaml.*QuantizationModifier.*GPTQModifier"),
+        ({"scheme": "W4A16", "target": "Linear"}, "QuantizationModifier", r"\['target'\]"),
+        ({"scheme": "W4A16", "weight_observer": "mse"}, "QuantizationModifier", "weight_observer"),
+        ({"targets": "Linear"}, "QuantizationModifier", "`scheme` or `config_groups`"),
+        ({"scheme": "W5A5"}, "QuantizationModifier", "W5A5"),
+        ("W4A16", "QuantizationModifier", "recipe.yaml cannot be used"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused(tmp_path, modifier, name, message):
+    with pytest.raises(ValueError, match=message):
+        read_recipe(write(tmp_path, modifier, name))
+
+
+@pytest.mark.parametrize("text", ["quant:\n  a_modifiers:\n    QuantizationModifier: {scheme: W4A16}\n", "", "a: ["])
+def test_a_layout_that_llm_compressor_would_skip_over_is_refused(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="recipe.yaml cannot be used"):
+        read_recipe(path)
