@@ -16,7 +16,7 @@ export VLLM_LOGGING_LEVEL ?= ERROR
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install engine quickstart test test-fast test-slow test-latest coverage quality format hooks lock lock-latest dist docs docs-publish benchmarks clean
+.PHONY: install engine quickstart real-model test test-fast test-slow test-latest coverage quality format hooks lock lock-latest dist docs docs-publish benchmarks clean
 .NOTPARALLEL:
 
 install: $(STAMP)
@@ -40,6 +40,11 @@ engine:
 
 quickstart: engine install
 	$(BIN)/python examples/quickstart/quickstart.py $(ARGS)
+
+# A real model on a CPU, from nothing to an answer (examples/smollm2); ARGS=short for a few steps of each part. With the Hub:
+# HF_HUB_OFFLINE=0; without it DATA names a folder with SVAMP's train.jsonl and test.jsonl.
+real-model: engine install
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/smollm2/run.sh $(ARGS)
 
 test: test-fast test-slow
 

@@ -19,7 +19,7 @@ from llmcompressor.modifiers.transform import AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme
+from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
 from qarl_trl.quant.start import quantized_source
 
 
@@ -28,9 +28,10 @@ if not torch.accelerator.is_available():
     IntermediatesCache.pin_memory = lambda *_: None
 
 
-def make_recipe(method: str, scheme: str) -> list:
+def make_recipe(method: str, scheme: str, group_size: int | None = None) -> list:
     """llm-compressor's modifiers: `rtn` rounds to nearest, `gptq` and `awq` also look at calibration texts."""
-    settings = {"scheme": scheme, "targets": ["Linear"], "ignore": list(DEFAULT_IGNORE)}
+    plan = single_group(resolve_scheme(scheme, group_size), ["Linear"], DEFAULT_IGNORE)
+    settings = {"config_groups": plan.config_groups, "ignore": plan.ignore}
     return {
         "rtn": [QuantizationModifier(**settings)],
         "gptq": [GPTQModifier(**settings)],
@@ -61,12 +62,13 @@ def parse(text: str, methods: tuple[str, ...], argv: list[str] | None) -> argpar
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument("--method", choices=methods, default=methods[0])
     parser.add_argument("--scheme", default="W4A16", help="as in `qarl-trl schemes`")
+    parser.add_argument("--group_size", type=int, help="weights that share one scale (default: the scheme's own)")
     parser.add_argument("--dataset", help="calibration texts: Hub id or .jsonl file")
     parser.add_argument("--columns", nargs="+", default=["text"], help="joined to one text a row")
     parser.add_argument("--num_samples", type=int, default=512, help="rows")
     parser.add_argument("--max_length", type=int, default=2048, help="tokens of a row")
     args = parser.parse_args(argv)
-    resolve_scheme(args.scheme)  # before a model loads: is it one that qarl_trl can train?
+    resolve_scheme(args.scheme, args.group_size)  # before a model loads: is it one that qarl_trl can train?
     if args.dataset is None and args.method != "rtn":
         parser.error(f"--method {args.method} needs --dataset")
     return args
@@ -80,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = calibration_set(args, tokenizer)
         data = {"dataset": rows, "num_calibration_samples": len(rows), "max_seq_length": args.max_length}
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
-    recipe = make_recipe(args.method, args.scheme)
+    recipe = make_recipe(args.method, args.scheme, args.group_size)
     oneshot(model=model, recipe=recipe, tokenizer=tokenizer, output_dir=args.output, **data)
     # llm-compressor saves the model as it came when no layer matched (GPT-2 has Conv1D layers, not Linear).
     source = quantized_source(args.output)

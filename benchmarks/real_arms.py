@@ -1,0 +1,298 @@
+"""
+The paper's comparison on a real model: SmolLM2-135M-Instruct on the word problems of SVAMP (docs/results.md).
+
+    bash examples/smollm2/run.sh start                   the start: fetch, and supervised warm start
+    python benchmarks/real_arms.py --jobs 2              run the cells that have no file yet
+    python benchmarks/real_arms.py --table               print the tables
+
+A cell is one arm with one seed in one regime. It has a process of its own and a file under results/real/, so a stopped run goes on
+where it was. Each cell's masters are scored in bfloat16 and in the low bits of its engine, on all held-out problems, by
+`qarl-trl eval` with draws of its own seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+FOLDER = Path(__file__).resolve().parent / "results" / "real"
+START = Path("runs/words")
+TIS = {
+    "loss_type": "grpo",
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 2.0,
+}
+# IcePop (Ring-1T, arXiv 2510.18855): tokens whose ratio leaves [0.5, 5] do not count.
+ICEPOP = {
+    "loss_type": "grpo",
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_clip_min": 0.5,
+    "vllm_importance_sampling_clip_max": 5.0,
+}
+NO_WEIGHT = {"vllm_importance_sampling_correction": False}
+# Neighbours differ in one thing: the loss, its weight for the mismatch, or what the learner computes with.
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16 GRPO": TIS | {"quant_scheme": "none"},
+    "bf16 TBPO": {"quant_scheme": "none"},
+    "rollout-only GRPO": TIS | {"quantize_learner": False},
+    "rollout-only GRPO, no weight": {"loss_type": "grpo", "quantize_learner": False} | NO_WEIGHT,
+    "rollout-only GRPO, IcePop": ICEPOP | {"quantize_learner": False},
+    "rollout-only TBPO": {"quantize_learner": False},
+    "rollout-only TBPO, no weight": {"quantize_learner": False} | NO_WEIGHT,
+    "QaRL GRPO": TIS,
+    "QaRL TBPO": {},
+    "QaRL GSPO": TIS | {"importance_sampling_level": "sequence"},
+}
+G64: dict[str, Any] = {
+    "quantization": {"quant_scheme": "W4A16", "quant_group_size": 64},
+    "learning_rate": 3e-5,
+    "prompts": 16,
+    "answers": 8,
+    "updates": 4,  # of a rollout batch
+    "batches": 24,
+    "band": 2e-3,  # epsilon_high, delta_low and delta_high are 4, 3 and 7 of these
+    "max_completion_length": 24,
+}
+REGIMES: dict[str, dict[str, Any]] = {
+    "g64": G64,
+    "channel": G64 | {"quantization": {"quant_scheme": "W4A16", "quant_group_size": -1}},
+    "fp8": G64 | {"quantization": {"quant_scheme": "FP8_DYNAMIC"}},
+}
+SAMPLES = 4  # of a held-out problem, at temperature 1
+KEPT = (
+    *("reward", "entropy", "grad_norm", "completions/mean_length", "completions/clipped_ratio", "step_time"),
+    *("mismatch/", "ratio/", "error_tokens/", "quant/", "clip_ratio/", "time/", "sampling/importance_sampling_ratio/"),
+)
+
+
+# One cell ------------------------------------------------------------------------------------------------------------
+
+
+def train(start: Path, regime: dict[str, Any], arm: dict[str, Any], seed: int, folder: Path) -> dict[str, list]:
+    """Train; write `folder`/masters in bfloat16 and, for low-bit engines, `folder`/low_bit. Returns the log by column."""
+    import common  # noqa: F401  # sets what torch and vLLM read when they load
+    import torch
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from qarl_trl import QaRLConfig, QaRLTrainer
+    from qarl_trl.rewards import math_reward
+
+    updates, band, rows = regime["updates"], regime["band"], regime["prompts"] * regime["answers"]
+    settings = {
+        "output_dir": str(folder / "low_bit"),
+        "use_vllm": True,
+        "use_cpu": True,
+        "bf16": True,
+        "gradient_checkpointing": False,
+        "model_init_kwargs": {"dtype": "float32"},
+        "vllm_max_model_length": 256,
+        "vllm_engine_kwargs": {"enforce_eager": True},
+        "max_completion_length": regime["max_completion_length"],
+        "num_generations": regime["answers"],
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": rows // updates // 16,
+        "steps_per_generation": rows // 16,
+        "max_steps": regime["batches"] * updates,
+        "learning_rate": regime["learning_rate"],
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": updates,
+        "tbpo_epsilon_high": 4 * band,
+        "tbpo_delta_low": 3 * band,
+        "tbpo_delta_high": 7 * band,
+        "logging_steps": updates,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": seed,
+        **regime["quantization"],
+    }
+    if arm.get("quant_scheme") == "none":
+        settings = {name: value for name, value in settings.items() if not name.startswith("quant_")}
+    if "importance_sampling_level" in arm:  # Table 2: GSPO's bounds are delta_low and epsilon_high of TBPO
+        arm = arm | {"epsilon": 3 * band, "epsilon_high": 4 * band}
+    data = load_dataset("json", data_files=str(start / "train.jsonl"), split="train")
+    data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["problem"]}]})
+    trainer = QaRLTrainer(str(start / "start"), math_reward, QaRLConfig(**settings | arm), train_dataset=data)
+    trainer.train()
+    if "quant_scheme" not in arm:
+        trainer.save_model()
+    masters = AutoModelForCausalLM.from_pretrained(start / "start", dtype=torch.bfloat16)
+    trained = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
+    for name, weight in masters.named_parameters():  # tied ones once
+        weight.data.copy_(trained.pop(name))
+    assert not trained, f"The trained model has weights that the start has not: {list(trained)}"
+    masters.save_pretrained(folder / "masters")
+    AutoTokenizer.from_pretrained(start / "start").save_pretrained(folder / "masters")
+    log = [row for row in trainer.state.log_history if "reward" in row]
+    names = sorted({name for row in log for name in row if name.startswith(KEPT)})
+    return {name: [_short(row.get(name)) for row in log] for name in names}
+
+
+def score(model: Path, regime: dict[str, Any], start: Path, seed: int) -> list[int]:
+    """Right answers of each held-out problem, of `SAMPLES`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "qarl_trl.cli", "eval", str(model), "--suite", str(start / "test.jsonl")]
+        command += ["--k", str(SAMPLES), "--temperature", "1", "--seed", str(seed)]
+        command += ["--max_new_tokens", str(regime["max_completion_length"]), "--output_dir", f"{scratch}/out"]
+        env = {
+            name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"
+        }  # vLLM divides by tqdm's time
+        subprocess.run(command, check=True, env=env)
+        rows = Path(scratch, "out", "completions.jsonl").read_text().splitlines()
+    return [int(sum(json.loads(row)["rewards"])) for row in rows]
+
+
+def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:
+    """Train, score, write the file."""
+    import common
+
+    settings, chosen = REGIMES[regime], ARMS[arm]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        log = train(start, settings, chosen, seed, out)
+        models = ["masters", "low_bit"]
+        if "quant_scheme" in chosen:
+            export(out / "masters", out / "low_bit", settings["quantization"])
+        if arm == "bf16 GRPO" and settings["quantization"]["quant_scheme"].startswith("W4"):
+            gptq(out / "masters", out / "gptq", settings["quantization"], start)
+            models.append("gptq")
+        scores = {name: score(out / name, settings, start, seed) for name in models}
+    result = {
+        "regime": regime,
+        "arm": arm,
+        "seed": seed,
+        "settings": settings,
+        "arm_settings": chosen,
+        "scores": scores,
+        "samples": SAMPLES,
+        "log": log,
+        "start_sha256": sha_of(start / "start" / "model.safetensors"),
+        "machine": common.machine(),
+    }
+    path = file_of(regime, arm, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".part").write_text(json.dumps(result, separators=(",", ":")) + "\n")
+    path.with_suffix(".part").rename(path)
+
+
+def export(model: Path, folder: Path, quantization: dict[str, Any]) -> None:
+    """Round to nearest: what a user does after training in bfloat16."""
+    command = [sys.executable, "-m", "qarl_trl.cli", "export", str(model), str(folder)]
+    command += ["--scheme", quantization["quant_scheme"]]
+    if "quant_group_size" in quantization:
+        command += ["--group_size", str(quantization["quant_group_size"])]
+    subprocess.run(command, check=True)
+
+
+def gptq(model: Path, folder: Path, quantization: dict[str, Any], start: Path) -> None:
+    """llm-compressor's GPTQ, calibrated on the training prompts."""
+    rows = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()]
+    calibration = folder.parent / "calibration.jsonl"
+    chats = [{"chat": [{"role": "user", "content": row["problem"]}]} for row in rows]
+    calibration.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    script = Path(__file__).resolve().parents[1] / "examples" / "llmcompressor" / "ptq.py"
+    command = [sys.executable, str(script), "--model", str(model), "--output", str(folder), "--method", "gptq"]
+    command += ["--scheme", quantization["quant_scheme"], "--group_size", str(quantization["quant_group_size"])]
+    subprocess.run([*command, "--dataset", str(calibration), "--columns", "chat"], check=True)
+
+
+# All cells -----------------------------------------------------------------------------------------------------------
+
+
+def file_of(regime: str, arm: str, seed: int) -> Path:
+    return FOLDER / regime / f"{arm.lower().replace(',', '').replace(' ', '_')}.{seed}.json"
+
+
+def sha_of(weights: Path) -> str:
+    """Which start a cell has."""
+    return hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """Run the cells without a file, `jobs` at a time, the first seed of all arms before the second."""
+    # glibc would map and unmap tensors above 32 MiB, whose pages then cost a fifth of an update.
+    env = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0"}
+    env |= {"MALLOC_TRIM_THRESHOLD_": str(2**37), "MALLOC_TOP_PAD_": str(2**29)}
+    wanted = [(r, a, s) for r in options.regime for s in options.seeds for a in options.arms]
+    waiting, running = [cell for cell in wanted if not file_of(*cell).exists()], {}
+    while waiting or running:
+        while waiting and len(running) < options.jobs:
+            cell = waiting.pop(0)
+            regime, arm, seed = cell
+            command = [sys.executable, __file__, "--start", str(options.start), "--regime", regime, "--arms", arm]
+            log = open(Path(tempfile.gettempdir(), f"real_{regime}_{arm.replace(' ', '_')}_{seed}.log"), "w")  # noqa: SIM115
+            running[subprocess.Popen([*command, "--seeds", str(seed), "--one"], stdout=log, stderr=log, env=env)] = (
+                cell
+            )
+        os.wait()
+        for process in [process for process in running if process.poll() is not None]:
+            print(*running.pop(process), "done" if process.returncode == 0 else "FAILED", flush=True)
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def table(regime: str) -> str:
+    """The arms of a regime, one a line."""
+    header = ["arm", "seeds", "low bits, %", "bfloat16, %", "reward", "mismatch, nats"]
+    lines = [header, ["---"] * len(header)]
+    for arm in ARMS:
+        cells = [
+            json.loads(path.read_text())
+            for path in sorted(file_of(regime, arm, 0).parent.glob(file_of(regime, arm, 0).stem[:-1] + "*.json"))
+        ]
+        lines.append([arm, *(row(cells) if cells else ["not run"] * 5)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def row(cells: list[dict[str, Any]]) -> list[str]:
+    scored = [
+        [100 * statistics.fmean(c["scores"][name]) / c["samples"] for c in cells] for name in ("low_bit", "masters")
+    ]
+    reward = [statistics.fmean(c["log"]["reward"][-4:]) for c in cells]
+    mismatch = [
+        statistics.fmean(c["log"]["mismatch/logp_diff_mean"]) for c in cells if "mismatch/logp_diff_mean" in c["log"]
+    ]
+    shown = [spread(values, "{:.1f}") for values in scored]
+    return [str(len(cells)), *shown, spread(reward, "{:.2f}"), spread(mismatch, "{:.2g}") if mismatch else "-"]
+
+
+def spread(values: list[float], form: str) -> str:
+    mean = form.format(statistics.fmean(values))
+    return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--start", type=Path, default=START, help="folder with start/, train.jsonl and test.jsonl")
+    parser.add_argument("--regime", nargs="+", choices=REGIMES, default=["g64"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time (default: 1)")
+    parser.add_argument("--one", action="store_true", help="the first cell, in this process")
+    parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
+    options = parser.parse_args()
+    if options.table:
+        print("\n\n".join(f"{regime}\n\n{table(regime)}" for regime in REGIMES))
+    elif options.one:
+        run_cell(options.start, options.regime[0], options.arms[0], options.seeds[0])
+    else:
+        run_all(options)
+
+
+if __name__ == "__main__":
+    main()
