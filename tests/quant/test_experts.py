@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from qarl_trl.quant import (
-    QuantExperts,
     apply_quantization,
     iter_low_bit_weights,
     linear,
@@ -21,7 +20,7 @@ from qarl_trl.quant import (
     remove_quantization,
     resolve_scheme,
 )
-from qarl_trl.quant.experts import PROJECTIONS, expert_modules, layer_names
+from qarl_trl.quant.experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
 from qarl_trl.quant.gemm import Fp8Gemm, Int4Fp8Gemm, dequantize
 from qarl_trl.quant.grouped import ExpertsGemm
 from qarl_trl.quant.model import bypassed_layers
