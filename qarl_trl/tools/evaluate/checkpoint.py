@@ -50,7 +50,8 @@ def check_complete(folder: Path, config: PretrainedConfig) -> None:
     plan = QuantizedSource(str(folder), folder, QuantizationConfig.model_validate(stored)).plan()
     try:
         model = skeleton(read_config(str(folder)), "bfloat16", plan=plan)
-    except ValueError:  # a scheme that is not ours
+    except ValueError as error:  # a scheme that is not ours
+        print(f"{folder}: its tensors are not checked for missing ones, because {error}")
         return
     for name, tensor in iter_low_bit_weights(model):
         if found.get(name) != (shape := tuple(tensor.shape)):
