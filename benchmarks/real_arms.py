@@ -1,7 +1,7 @@
 """
 The paper's comparison on a real model, SmolLM2-135M-Instruct, on the problems of real_task.py. **Unfinished: no cell was run.**
 
-Only `train` and `score` have run, for bf16 GRPO, in the search that dev/log.md tells of. `run_cell`, `export`, `gptq`, `run_all` and a filled table never
+Only `train`, `score` (bf16 GRPO) and `export` have run, in the search that dev/log.md tells of. `run_cell`, `gptq`, `run_all` and a filled table never
 ran. No script here makes the start that `--start` needs (start/, train.jsonl, test.jsonl), and the settings of `G64` are not chosen:
 rates near theirs did not learn.
 
