@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import argparse
 import base64
+import importlib.metadata
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 
-from .plots import COLOURS, PANELS, STYLES, Panel, png
+from .plots import COLOURS, FLOOR, PANELS, STYLES, Panel, png
 from .runs import Run, read_run
 from .verdict import headline, verdict
 
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1240px; margin: 1em auto; padding: 0 1em; overflow-wrap: anywhere }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 370px), 1fr)); gap: 1.5em; margin: 1em 0 }
-.grid > * { margin: 0; min-width: 0 }
-img { width: 100% }
-h3 { display: inline-block; margin: 0 1em 0 0; font-size: 15px }
-i, code, .note { font-size: 13px; color: #57606a }
-"""
 MARKS = {"good": "✓", "look": "▲", "bad": "✗", "unknown": "?"}
 
 
@@ -51,42 +45,38 @@ def page(runs: Sequence[Run]) -> str:
         f'<h3><span style="color: {colour}">⬤</span> {escape(run.name)}</h3>'
         for run, colour in zip(runs, COLOURS, strict=False)
     ]
-    parts = [
-        "<h1>qarl-trl report</h1>",
-        _grid(map(_verdict, runs, names)),
-        '<h2>Plots</h2><p class="note">A point is a rollout batch. docs/metrics.md explains each metric.</p>',
-        *names,
-        _grid(_figure(panel, runs) for panel in PANELS),
-    ]
-    title = escape(", ".join(run.name for run in runs))
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>qarl-trl report: {title}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{STYLE}</style>\n</head>\n<body>\n'
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
+    flat = [f"<code>{name}</code> {value:.3g}" for panel in PANELS for name, value in panel.split(runs)[1].items()]
+    return Template(Path(__file__).with_name("page.html").read_text()).substitute(
+        title=escape(", ".join(run.name for run in runs)),
+        verdicts="\n".join(map(_verdict, runs, names)),
+        docs=_link("metrics.md"),
+        names="\n".join(names),
+        plots="\n".join(_figure(panel, runs) for panel in PANELS),
+        constant=", ".join(flat) or "nothing",
     )
 
 
-def _grid(parts: Iterable[str]) -> str:
-    return '<div class="grid">' + "\n".join(filter(None, parts)) + "</div>"
+def _link(page: str) -> str:
+    """To a page of the docs, named by its file in the repository and leading to the site of `[project.urls]`."""
+    urls = dict(url.split(", ") for url in importlib.metadata.metadata("qarl_trl").get_all("Project-URL", []))
+    name, _, anchor = page.partition(".md")
+    return f'<a href="{escape(urls["Documentation"])}/{name}/{anchor}">docs/{page}</a>' if page else ""
 
 
 def _verdict(run: Run, name: str) -> str:
     findings = verdict(run)
-    lines = [f"<p>{MARKS[f.level]} {escape(f.text)}. <i>{escape(f.advice)}</i></p>" for f in findings]
+    lines = [f"<p>{MARKS[f.level]} {escape(f.text)}. <i>{escape(f.advice)} {_link(f.page)}</i></p>" for f in findings]
     return f"<section>{name}<b>{headline(findings)}</b>{''.join(lines)}</section>"
 
 
 def _figure(panel: Panel, runs: Sequence[Run]) -> str:
-    """A picture, and below it the names of its metrics as docs/metrics.md has them; empty where no run logged one."""
-    logged = {
-        name: style
-        for name, style in zip(panel.metrics, STYLES, strict=False)
-        if any(len(r.values(name)) for r in runs)
-    }
-    if not logged:
+    """A picture, and below it the names of its metrics as docs/metrics.md has them; empty where none varies."""
+    names = panel.split(runs)[0]
+    if not names:
         return ""
-    keys = ", ".join(f"{style} <code>{name}</code>" for name, style in logged.items())
+    has_floor = panel.log and any(len(run.values(FLOOR)) for run in runs)
+    drawn = dict(zip(names, STYLES, strict=False)) | ({FLOOR: "dotted"} if has_floor else {})
+    keys = ", ".join(f"{style} <code>{name}</code>" for name, style in drawn.items())
     image = base64.b64encode(png(panel, runs)).decode()
     return (
         f'<figure><b>{panel.title}</b><img alt="{panel.title}" src="data:image/png;base64,{image}">'

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which stay apart for colour-blind readers, without those that vanish on white; and a grey.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
 STYLES = {"solid": "-", "dashed": "--", "dotted": ":"}
+FLOOR = "sync/verify_noise_floor"
 LOG_BOTTOM = 1e-8  # log-probs in float32 resolve about 1e-7 nats: a log axis ends below that
 
 
@@ -28,10 +29,16 @@ class Panel(NamedTuple):
     metrics: tuple[str, ...]
     log: bool = False
 
+    def split(self, runs: Sequence[Run]) -> tuple[list[str], dict[str, float]]:
+        """Logged metrics: those that vary over batches or runs, which are drawn, and the constant ones with their value."""
+        values = {name: np.concatenate([run.values(name) for run in runs]) for name in self.metrics}
+        flat = {name: float(v[0]) for name, v in values.items() if len(v) and np.ptp(v) == 0}
+        return [name for name, v in values.items() if len(v) and name not in flat], flat
+
 
 PANELS = (
     Panel("Reward", "mean reward", ("reward", "eval_reward")),
-    Panel("Log-prob mismatch", "nats per token", ("mismatch/logp_diff_mean", "sync/verify_noise_floor"), log=True),
+    Panel("Log-prob mismatch", "nats per token", ("mismatch/logp_diff_mean",), log=True),
     Panel("Clipped", "share of completions", ("ratio/pos_high_frac", "ratio/neg_low_frac", "ratio/neg_high_frac")),
     Panel("Extremes of the sequence ratio", "learner now / at rollout", ("ratio/max", "ratio/min")),
     Panel("Quantized values that a sync changed", "share", ("quant/flip_frac",)),
@@ -43,25 +50,32 @@ PANELS = (
 
 
 def png(panel: Panel, runs: Sequence[Run]) -> bytes:
-    """One panel as a picture that is readable at 380 pixels of width."""
+    """One panel as a picture that is readable at 370 pixels of width."""
     from matplotlib.figure import Figure
 
-    figure, file = Figure(figsize=(4.8, 3), layout="constrained"), io.BytesIO()
+    figure, file = Figure(figsize=(4.2, 2.7), layout="constrained"), io.BytesIO()
     draw(figure.add_subplot(), panel, runs)
-    figure.savefig(file, format="png", dpi=175)
+    figure.savefig(file, format="png", dpi=190)
     return file.getvalue()
 
 
 def draw(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
-    """Draw the metrics of each run that has them. Text of a run is not drawn: the page escapes it."""
+    """Draw the metrics that vary, of each run that has them. Text of a run is not drawn: the page escapes it."""
+    names = panel.split(runs)[0]
     for colour, run in zip(COLOURS, runs, strict=False):
-        for name, style in zip(panel.metrics, STYLES.values(), strict=False):
+        for name, style in zip(names, STYLES.values(), strict=False):
             steps, values = run.series(name)
             values = np.maximum(values, LOG_BOTTOM) if panel.log else values
             marker = "o" if len(values) < 12 else None  # single points, as of few evaluations, need one
             axis.plot(steps, values, style, color=colour, linewidth=1.2, marker=marker, markersize=3)
+        if panel.log and len(floors := run.values(FLOOR)):
+            axis.axhline(floors.mean(), color=colour, linewidth=0.8, linestyle=":")
+            if not axis.texts:
+                place = (0.99, floors.mean())
+                axis.annotate("noise floor", place, xycoords=("axes fraction", "data"), ha="right", va="top")
     axis.set(xlabel="update", ylabel=panel.unit)
     axis.grid(color="#e4e7eb")
     if panel.log:
         axis.set_yscale("log")
-        axis.set_ylim(bottom=LOG_BOTTOM)
+        low, high = np.log10(axis.dataLim.intervaly)
+        axis.set_ylim(10 ** np.floor(low), 10 ** np.ceil(high + 0.1))  # whole powers of ten

@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 
 
+# What a run of plain TRL logs in place of a metric of ours.
+OF_TRL = {"mismatch/logp_diff_mean": "sampling/sampling_logp_difference/mean", "time/update": "step_time"}
+
+
 @dataclass
 class Run:
     """One run. `log` has a row for each log line, with its `step`."""
@@ -34,6 +38,8 @@ class Run:
             for name, value in row.items():
                 if isinstance(value, (int, float)) and math.isfinite(value):
                     batches[-1].setdefault(name, []).append(value)
+        for batch in batches:
+            batch |= {ours: batch[theirs] for ours, theirs in OF_TRL.items() if ours not in batch and theirs in batch}
         combine = {"min": min, "max": max}
         return [
             {name: float(combine.get(name[-3:], np.mean)(values)) for name, values in batch.items()}

@@ -2,10 +2,10 @@
 
 import json
 
-from qarl_trl.tools.report.plots import PANELS
+from qarl_trl.tools.report.plots import FLOOR, PANELS
 
 
-DRAWN = [name for panel in PANELS for name in panel.metrics if name != "eval_reward"]
+DRAWN = [FLOOR, *(name for panel in PANELS for name in panel.metrics if name != "eval_reward")]
 OF_A_ROLLOUT = ("reward", "mismatch/", "sync/", "quant/", "completions/")
 
 
@@ -15,7 +15,11 @@ def log(batches=8, updates=4, **changes):
     for step in range(1, batches * updates + 1):
         batch, update = divmod(step - 1, updates)
         row = {name: (i + 2) / 100 + 1e-4 * step for i, name in enumerate(DRAWN)}
-        row |= {"ratio/min": 1 - update / 64, "ratio/max": 1 + update / 64, "error_tokens/frac": 1e-5 * step}
+        row |= {
+            "ratio/min": 1 - update / 64 - batch / 1024,
+            "ratio/max": 1 + update / 64 + batch / 1024,
+            "error_tokens/frac": 1e-5 * step,
+        }
         row |= {"mismatch/logp_diff_mean": 1e-7 * (batch + 1), "mismatch/kl_k3": 1e-14, "reward": 0.1 * batch}
         row |= changes
         if update:

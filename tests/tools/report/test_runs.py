@@ -22,8 +22,11 @@ def test_a_point_is_a_rollout_batch():
     rows[4] |= {"entropy": math.nan}
     rows += [{"step": 4, "eval_reward": 0.5, "eval_runtime": 1.0}, {"step": 12, "train_runtime": 9.0}]
     run = Run("a", rows)
-    assert [part.tolist() for part in run.series("ratio/max")] == [[1, 5, 9], [1 + 3 / 64] * 3]
-    assert run.values("ratio/min").tolist() == [1 - 3 / 64] * 3
+    assert [part.tolist() for part in run.series("ratio/max")] == [
+        [1, 5, 9],
+        [1 + 3 / 64 + batch / 1024 for batch in range(3)],
+    ]
+    assert run.values("ratio/min").tolist() == [1 - 3 / 64 - batch / 1024 for batch in range(3)]
     shares = [row["ratio/neg_low_frac"] for row in rows[:12]]
     assert run.values("ratio/neg_low_frac") == pytest.approx([sum(shares[i : i + 4]) / 4 for i in (0, 4, 8)])
     assert run.values("entropy")[1] == pytest.approx(sum(row["entropy"] for row in rows[5:8]) / 3)  # without the NaN

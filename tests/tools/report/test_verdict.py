@@ -20,8 +20,11 @@ def levels(rows):
 
 def test_a_healthy_run():
     findings = verdict(Run("a", log()))
-    assert headline(findings) == "healthy" and [finding.level for finding in findings] == ["good", "good"]
+    assert headline(findings) == "healthy" and [finding.level for finding in findings] == ["good"] * 3
     assert any("at the noise floor" in finding.text for finding in findings)
+    assert (
+        "6% of the answers are clipped (A < 0, below)" in findings[-1].text
+    )  # what is within bounds, with its figure
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,7 @@ def test_a_healthy_run():
 )
 def test_what_is_wrong_is_said_with_what_to_do(changes, level, text):
     finding = levels(log(**changes))[level]
-    assert text in finding.text and finding.advice
+    assert text in finding.text and finding.advice and finding.page
 
 
 def test_trends_are_of_quarters_and_not_of_short_runs():
@@ -55,6 +58,19 @@ def test_trends_are_of_quarters_and_not_of_short_runs():
 def test_without_a_log_of_it_nothing_is_claimed():
     found = verdict(Run("a", [{"step": 1, "reward": 0.5}]))
     assert [finding.level for finding in found] == ["unknown", "unknown"]
+    assert "too few for a trend" in found[0].text
+
+
+def test_a_run_of_plain_trl_has_its_mismatch():
+    rows = [
+        row | {"sampling/sampling_logp_difference/mean": row.pop("mismatch/logp_diff_mean", 0) + 0.2} for row in log()
+    ]
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith(("mismatch/", "sync/"))} for row in rows
+    ]
+    run = Run("a", rows)
+    assert run.values("mismatch/logp_diff_mean") == pytest.approx([0.2] * 8, rel=1e-4)
+    assert any("mismatch 0.2 nats" in finding.text for finding in verdict(run))
 
 
 @pytest.mark.parametrize(("arm", "wrong"), [("qarl_tbpo", False), ("rollout-only_grpo", True)])
