@@ -58,7 +58,7 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
     if "config_groups" not in (quantized := config.get("quantization_config") or {}):
         raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
     schemes = [QuantizationScheme.model_validate(group) for group in quantized["config_groups"].values()]
-    names = [scheme_name(scheme) for scheme in schemes]
+    names = [_name(scheme) for scheme in schemes]
     values: dict[str, Any] = {
         "name": repo.split("/")[-1] if repo else folder.resolve().name,
         "target": repo or ADDRESS,
@@ -72,8 +72,7 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
     return ModelCard.from_template(ModelCardData(), str(Path(__file__).with_name("card.md")), **facts, **values)
 
 
-def scheme_name(scheme: QuantizationScheme) -> str:
-    """The preset that `scheme` is an instance of, or its bits."""
+def _name(scheme: QuantizationScheme) -> str:
     try:
         return support_of(scheme).name
     except ValueError:  # made by another method: GPTQ with an order of its own, a fixed scale of activations

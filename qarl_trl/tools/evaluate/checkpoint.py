@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ...export.card import scheme_name
 from ...export.files import READ_BY_ENGINE, tensor_shapes
-from ...quant.scheme import describe_scheme
+from ...quant.scheme import describe_scheme, support_of
 from ...quant.start import QuantizedSource
 from ...quant.state_dict import iter_low_bit_weights
 from ...rollout._vllm_cpu import is_cpu_engine
@@ -65,5 +64,11 @@ def precision(config: PretrainedConfig) -> str:
     stored = getattr(config, "quantization_config", {"quant_method": "not quantized"})
     if stored["quant_method"] != "compressed-tensors":
         return stored["quant_method"]
-    schemes = QuantizationConfig.model_validate(stored).config_groups.values()
-    return ", ".join(f"{scheme_name(scheme)} ({describe_scheme(scheme)})" for scheme in schemes)
+    return ", ".join(map(_named, QuantizationConfig.model_validate(stored).config_groups.values()))
+
+
+def _named(scheme: QuantizationScheme) -> str:
+    try:
+        return f"{support_of(scheme).name} ({describe_scheme(scheme)})"
+    except ValueError:  # not one of ours; vLLM itself says whether it runs
+        return describe_scheme(scheme)
