@@ -48,12 +48,13 @@ real-model: engine install
 
 test: test-fast test-slow
 
-# Two processes, a file of tests in one of them; the tests of the slow tier measure, and run alone.
+# Two processes, a file of tests in one of them; some tests of the slow tier run alone (`markers` in pyproject.toml).
 test-fast: install quality
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-slow: install
-	$(BIN)/python -m pytest -q -m "slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow and not alone and not gpu"
+	$(BIN)/python -m pytest -q -m "slow and alone and not gpu"
 
 # The newest versions that go together (requirements/latest.txt), in a second environment: the seams, the quantizer's bytes and
 # oneshot's, TRL's own losses; then an engine of W4A16 and one of FP8_DYNAMIC. Some ten minutes.

@@ -1,15 +1,15 @@
-"""Train from a recipe: `accelerate launch -m qarl_trl.train --config recipes/<model>/<arm>.yaml [--key value ...]`.
+"""Train from a recipe, a flat YAML file: qarl-trl train --config recipe.yaml [--key value ...]
 
-A recipe is a flat YAML file whose keys are fields of [`QaRLScriptArguments`], [`QaRLConfig`] or TRL's `ModelConfig`;
-the command line overrides it, and `base: other.yaml` names a recipe to start from. An unknown key is an error on both.
+Its keys are the options below and those of TRL. The command line overrides it. `base: other.yaml` in it names a recipe to start
+from. On several GPUs: accelerate launch -m qarl_trl.train --config recipe.yaml
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 from .data import load_math_dataset, local_path
@@ -20,7 +20,6 @@ from .rewards import load_rewards
 
 if TYPE_CHECKING:  # at run time in the functions: `--help` of other commands is instant, and a dry run loads no vLLM
     from datasets import Dataset
-    from transformers import HfArgumentParser
     from trl import ModelConfig
 
     from .config import QaRLConfig
@@ -51,10 +50,10 @@ class QaRLScriptArguments:
 
 
 def parse(
-    argv: Sequence[str] | None = None, any_device: bool = False, engine_only: bool = False
+    argv: Sequence[str], any_device: bool = False, engine_only: bool = False
 ) -> tuple[QaRLScriptArguments, "QaRLConfig", "ModelConfig"]:
     """
-    Read and check the command line (without the program's name; by default the process's) and the recipe it names.
+    Read and check the command line (without the program's name) and the recipe it names.
 
     With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none. With `engine_only` data and the
     checkpoint to resume from, which an engine's machine may lack, are not looked at. `FileNotFoundError`, or `ValueError`.
@@ -62,9 +61,9 @@ def parse(
     import torch
 
     groups = _groups()
-    given = _given(argv, groups)
+    given = _given(argv)
     config = given.pop("config", None)
-    values = (read_recipe(Path(config)) if config else {}) | given
+    values = (read_recipe(Path(str(config))) if config else {}) | given
     check_keys(values, [field.name for group in groups for field in fields(group)])
     values = checked(values, groups)
     if (any_device or values.get("dry_run")) and not torch.cuda.is_available():
@@ -96,25 +95,46 @@ def _groups() -> tuple[type, ...]:
     return QaRLScriptArguments, QaRLConfig, ModelConfig
 
 
-def _make_parser(groups: tuple[type, ...]) -> "HfArgumentParser":
-    from transformers import HfArgumentParser
+def _given(argv: Sequence[str]) -> dict[str, Any]:
+    """The options by key, as a text, a list of texts, or `True` without a value; [`checked`] gives them the types of their fields."""
+    given: dict[str, list[str]] = {}
+    values: list[str] | None = None
+    for word in argv:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            values = given[name.replace("-", "_")] = [value] if equals else []
+        elif values is None:
+            raise ValueError(f"{word!r} is no option: write --key value.")
+        else:
+            values.append(word)
+    return {key: words[0] if len(words) == 1 else words or True for key, words in given.items()}
 
-    settings = {"usage": "qarl-trl train --config FILE [--key value ...]", "description": __doc__}
-    parser = HfArgumentParser(groups, **settings, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="YAML recipe; the other options override its keys.")
-    return parser
+
+# Our fields by how their names begin.
+GROUPS = {
+    "Data and rewards": tuple(field.name for field in fields(QaRLScriptArguments)),
+    "Loss": ("loss_type", "tbpo_", "advantage_", "optim_muon"),
+    "Quantization": ("quant", "learner_", "lora_base", "export_"),
+    "Engine and memory": ("vllm_engine_", "verify_", "sync_", "mismatch_", "max_tokens_"),
+}
 
 
-def _given(argv: Sequence[str] | None, groups: tuple[type, ...]) -> dict[str, Any]:
-    """The options by key, as texts: [`checked`] gives those of the command line and of a recipe their types."""
-    parser = _make_parser(groups)
-    for action in parser._actions:
-        action.default, action.type, action.choices = argparse.SUPPRESS, None, None
-    try:
-        given, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from None
-    return vars(given) | {option.partition("=")[0].lstrip("-"): None for option in unknown}
+def describe_options() -> str:
+    """The text of `--help`: our fields in groups."""
+    from trl import GRPOConfig
+
+    stock = {one.name for one in fields(GRPOConfig)} - {"loss_type"}
+    own = [one for group in _groups()[:2] for one in fields(group) if one.name not in stock]
+    lines = [f"usage: qarl-trl train --config FILE [--key value ...]\n\n{__doc__}"]
+    for title, starts in GROUPS.items():
+        lines.append(f"{title}\n")
+        for one in (one for one in own if one.name.startswith(starts)):
+            default = "" if one.default in (None, MISSING) else f" (default: {one.default})"
+            lines.append(f"  --{one.name}\n{indent(fill(one.metadata['help'] + default, 110), ' ' * 8)}")
+        lines.append("")
+    return "\n".join(
+        [*lines, "TRL's options: the fields of GRPOConfig and ModelConfig, https://huggingface.co/docs/trl"]
+    )
 
 
 def make_trainer(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: Any) -> "QaRLTrainer":
@@ -196,7 +216,7 @@ def describe(script_args: QaRLScriptArguments, args: "QaRLConfig", model_args: A
 def main(argv: Sequence[str]) -> Callable[[], None] | None:
     """`qarl-trl train`: check everything, load everything, and return the training; `None` after a dry run."""
     if {"--help", "-h"} & {*argv}:
-        return _make_parser(_groups()).print_help()
+        return print(describe_options())
     script_args, training_args, model_args = parse(argv)
     if not script_args.dry_run:
         return partial(train, make_trainer(script_args, training_args, model_args), script_args.dataset_name_or_path)

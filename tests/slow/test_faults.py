@@ -18,7 +18,7 @@ from slow.isolated import isolated, isolated_group
 from slow.toys import distinct_characters, engine_logprobs, make_trainer, prompts, save_model, settings
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def _error(function: Callable[[], Any]) -> str:

@@ -19,7 +19,7 @@ from slow.test_processes import FSDP2, _shard_on_cpu
 from slow.toys import save_model
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def _trained(model: str, folder: str, fsdp: bool, scheme: str | None) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from slow.test_processes import _trainer
 from slow.toys import make_trainer, save_model
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def _engine(model: str, folder: str, scheme: str) -> tuple[int, dict[str, int], tuple[int, int]]:

@@ -21,7 +21,7 @@ from slow.isolated import isolated_group
 from slow.toys import forge, make_trainer, save_model, stored_tensors, sync
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 # As `accelerate launch --config_file recipes/accelerate/fsdp2.yaml` puts it into the environment.
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",

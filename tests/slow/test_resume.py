@@ -18,7 +18,7 @@ from .test_processes import _same, _trainer, _whole
 from .toys import save_model
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def test_a_run_killed_while_it_syncs_saves_and_trains_ends_in_the_same_bits(tmp_path):

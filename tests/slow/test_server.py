@@ -32,7 +32,7 @@ from slow.test_processes import FLOOR, _trainer, _whole
 from slow.toys import make_trainer, random_adapter, randomize_adapter, save_model, settings
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 KEY = "sesame"
 
 

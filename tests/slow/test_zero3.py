@@ -27,7 +27,7 @@ from slow.test_processes import FLOOR, _same
 from slow.toys import make_trainer, random_adapter, save_model, stored_tensors, sync
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.deepspeed]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.deepspeed]
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed: dev/memory.md says how to get it for a CPU", allow_module_level=True)
 
