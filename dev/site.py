@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import html
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ from mkdocs.exceptions import PluginError
 
 
 ROOT = Path(__file__).parents[1]
+
+
+def on_config(config: Any) -> Any:
+    """The repository is named once, in pyproject.toml."""
+    config.repo_url = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    return config
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

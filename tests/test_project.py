@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -32,6 +33,14 @@ def test_every_target_that_is_called_exists():
     called = {target for text in texts for target in re.findall(r"(?:^|run: |`)make ([a-z-]+)", text, re.MULTILINE)}
     assert {"install", "coverage", "test-latest", "dist", "docs"} <= called  # control
     assert called <= targets, called - targets
+
+
+def test_the_owner_is_named_where_pyproject_says():
+    """Elsewhere addresses come from `[project.urls]`."""
+    named = subprocess.run(["git", "grep", "-l", "<owner>"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    told = {"pyproject.toml", "examples/quickstart.ipynb"}
+    about = {".github/workflows/release.yml", "dev/log.md", "tests/test_project.py"}  # name the word itself
+    assert set(named) - about in (told, set())
 
 
 def test_pinned_tools_are_those_that_the_extras_ask_for():

@@ -29,7 +29,7 @@ def dist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     for name in ("qarl_trl", "tests", "docs"):
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
     build = [
         "uv",
@@ -67,15 +67,23 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist):
     assert names == {name for name in here if "__pycache__" not in name}
     assert {"qarl_trl/py.typed", "qarl_trl/export/card.md", "qarl_trl/tools/report/page.py"} <= names  # control
     assert wheel.stat().st_size < WHEEL_KIB * 1024
-    urls = dict(url.split(", ") for url in email.message_from_bytes(metadata).get_all("Project-URL"))
+    told = email.message_from_bytes(metadata)
+    urls = dict(url.split(", ") for url in told.get_all("Project-URL"))
     assert {"Repository", "Documentation", "Issues", "Changelog", "Paper"} == urls.keys()
+    # The page on PyPI: README.md, whose links lead into the repository.
+    targets = re.findall(r"\]\(([^)]+)\)", told.get_payload(decode=True).decode())
+    assert told["Description-Content-Type"] == "text/markdown" and len(targets) > 15
+    assert [target for target in targets if not target.startswith("https://")] == []
+    relative = re.findall(r"!\[[^\]]*\]\((?!https:)([^)]+)\)", (ROOT / "README.md").read_text())
+    assert relative and {f"{urls['Repository']}/raw/main/{name}" for name in relative} <= set(targets)
+    assert f"{urls['Repository']}/blob/main/docs/get_started.md" in targets
 
 
 def test_the_source_archive_builds_the_wheel_and_brings_no_tests(dist):
     (source,) = dist.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
-    assert {"pyproject.toml", "README.md", "LICENSE", "qarl_trl/trainer.py"} <= set(names)
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "qarl_trl/trainer.py"} <= set(names)
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
     assert source.stat().st_size < SOURCE_KIB * 1024
 

@@ -1,0 +1,20 @@
+"""What pyproject.toml cannot say: on PyPI README.md has no files beside it, so its links lead into the repository."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from setuptools import setup
+
+
+def absolute(text: str, repository: str) -> str:
+    """`text` with the targets of its relative links below `repository`, those of pictures as raw files."""
+    text = re.sub(r"(!\[[^\]]*\]\()(?!https?:)", rf"\g<1>{repository}/raw/main/", text)
+    return re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{repository}/blob/main/", text)
+
+
+if __name__ == "__main__":
+    here = Path(__file__).parent
+    urls = tomllib.loads((here / "pyproject.toml").read_text())["project"]["urls"]
+    readme = absolute((here / "README.md").read_text(), urls["Repository"])
+    setup(long_description=readme, long_description_content_type="text/markdown")
