@@ -37,11 +37,7 @@ _OTHERS_SPEAK_AFTER_S = 10
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """
-    Run one command; `argv` (without the program's name) defaults to that of the process.
-
-    Bad input is one line on stderr and exit code 2, with `--traceback` a traceback.
-    """
+    """Run one command; `argv` is by default the process's. Bad input is one line on stderr and exit code 2, with `--traceback` a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if shows_all := "--traceback" in argv:
         argv.remove("--traceback")
@@ -91,20 +87,21 @@ def run(argv: Sequence[str]) -> Callable[[], None] | None:
 
 
 def schemes(argv: Sequence[str]) -> None:
-    """Print what is quantized in each scheme, and where it runs, tested or untested; learner and export run on any CPU."""
+    """Print the schemes, when to take which, and where vLLM samples in them, tested or untested; learner and export run on any CPU."""
     argparse.ArgumentParser("qarl-trl schemes", description=schemes.__doc__).parse_args(argv)
     from .quant.scheme import GPU_GENERATIONS, SUPPORTED
 
-    rows = [("scheme", "group sizes", "activations", "learner GPU", "engine CPU", *GPU_GENERATIONS, "LoRA, experts")]
+    rows = [("scheme", "group sizes", "activations", "CPU", *GPU_GENERATIONS, "take it")]
     for row in SUPPORTED.values():
         groups = ", ".join("channel" if size == -1 else str(size) for size in row.group_sizes) or "fixed"
         engines = ["tested" if row.cpu_engine else "no"]
         engines += ["untested" if name in row.gpus else "no" for name in GPU_GENERATIONS]
-        learner, merged = "untested" if row.gpus else "no", "no" if row.name == "NVFP4A16" else "tested"
-        rows.append((row.name, groups, row.activations, learner, *engines, merged))
+        advice = row.advice + ("" if row.activations == "none" else "; some mismatch stays")
+        rows.append((row.name, groups, row.activations, *engines, advice))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+    print("\nA GPU: W4A16 first. NVFP4A16 has no LoRA and no experts. More: docs/schemes.md")
 
 
 def _parser() -> argparse.ArgumentParser:

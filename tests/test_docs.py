@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tools.report.folders import log, write_run
 
 from qarl_trl import QaRLConfig, cli
 from qarl_trl.recipe import check_keys
 from qarl_trl.train import _groups, parse
-from tools.report.folders import log, write_run
 
 
 ROOT = Path(__file__).parents[1]

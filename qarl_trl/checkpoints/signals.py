@@ -20,11 +20,7 @@ logger = get_logger(__name__)
 
 
 class StopOnSignal(TrainerCallback):
-    """
-    After SIGTERM or SIGUSR1 to any process: end the step, save, and leave with `EXIT_CODE`.
-
-    Signals that have a handler already are left to it. `agree(flag)` says whether the flag is set on any process.
-    """
+    """After SIGTERM or SIGUSR1 to any process (`agree` asks all of them): end the step, save, and leave with `EXIT_CODE`."""
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:
         self.received, self._agree, self._process = False, agree, os.getpid()

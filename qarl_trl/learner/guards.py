@@ -12,11 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def check_gradient(norm: Tensor | float | None) -> None:
-    """
-    Stop (`RuntimeError`) at a gradient norm that is NaN or infinite, before the optimizer writes it into the weights.
-
-    The norm is that of all processes, so all of them stop.
-    """
+    """Stop all processes (`RuntimeError`) at a gradient norm that is NaN or infinite, before the optimizer writes it into the weights."""
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if norm is not None and not math.isfinite(norm):
         raise RuntimeError(
@@ -41,11 +37,7 @@ def of_all(what: str, calculate: Callable[[], Any], accelerator: Any) -> Any:
 
 
 def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accelerator: Any) -> Tensor:
-    """
-    The rewards of all processes `(processes * rows, functions)`, from the `(rows, functions)` that `calculate` gives each.
-
-    Raises as [`of_all`], and `ValueError` on all for an infinite reward. NaN stands for `None` in TRL: not applicable.
-    """
+    """The rewards of all processes `(processes * rows, functions)`. Raises as [`of_all`], and `ValueError` for infinity; NaN is TRL's `None`."""
     rewards = accelerator.gather(of_all("rewards", calculate, accelerator))
     if infinite := rewards.isinf().any(0).nonzero().flatten().tolist():
         raise ValueError(

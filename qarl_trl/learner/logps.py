@@ -52,11 +52,7 @@ class PackedPasses:
         return logps, entropies, torch.stack([o.aux_loss for o in outputs]).mean() if router else None
 
     def _split(self, lengths: Tensor, chunks: Sequence[list[int]]) -> list[list[int]]:
-        """
-        The rows of each pass of micro-batches, by the `lengths` of all rows.
-
-        All processes have as many passes of a micro-batch, since wrappers let them wait for each other.
-        """
+        """Rows of each pass of the micro-batches, by the `lengths` of all rows. All processes have as many passes: wrappers wait for each other."""
         # On any process, so that all of them stop: one alone would leave the others waiting.
         longest = int(self.gather(lengths.amax().view(1)).max())
         if longest > self.budget:

@@ -50,11 +50,7 @@ def unpack(values: Sequence[Tensor], packed: Sequence[PackedRow], rows: int, log
 
 
 def split_rows(lengths: Sequence[int], budget: int, passes: int = 1) -> list[list[int]]:
-    """
-    Rows of each pass, ascending: the longest first, each into the first pass that has room in a `budget` of tokens.
-
-    There are at least `passes`, none of them empty.
-    """
+    """Rows of each pass, ascending: the longest row first, into the first pass with room in a `budget` of tokens; at least `passes`, none empty."""
 
     def tokens(rows: Sequence[int]) -> int:
         return sum(lengths[row] for row in rows)

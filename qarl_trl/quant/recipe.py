@@ -16,11 +16,7 @@ FIELDS = ("targets", "ignore", "scheme", "config_groups")
 
 
 def read_recipe(path: str | os.PathLike[str]) -> QuantizationConfig:
-    """
-    What an llm-compressor recipe (`.yaml`) with one `QuantizationModifier` quantizes.
-
-    `ValueError` for another modifier or field, which would make another model, and for a scheme that the learner cannot run.
-    """
+    """What an llm-compressor recipe with one `QuantizationModifier` quantizes; `ValueError` for what would make another model than `oneshot`."""
     text = Path(path).read_text()
     try:
         return _config_of(yaml.safe_load(text))

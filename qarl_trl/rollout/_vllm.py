@@ -34,11 +34,7 @@ def keep_block_scales() -> None:
 
 @contextmanager
 def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -> Iterator[None]:
-    """
-    Add keyword arguments to the `vllm.LLM(...)` that TRL builds.
-
-    `built` is called with the engine before TRL does anything with it.
-    """
+    """Add keyword arguments to the `vllm.LLM(...)` that TRL builds, and call `built` with the engine before TRL uses it."""
     original = vllm_generation.LLM
 
     def build(**kwargs: Any) -> Any:

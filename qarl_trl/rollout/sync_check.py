@@ -196,11 +196,7 @@ class SyncCheck:
 
 
 def read_first(engine: Tensor, learner: Scores, before: Tensor | None) -> Reading:
-    """
-    Judge the first sync of a run by the log-probs `(T - 1,)` of the engine after it and `before` it.
-
-    `before` is `None` where the engine may hold weights of an earlier run (a server).
-    """
+    """Judge the first sync by the engine's log-probs `(T - 1,)` after and `before` it (`None`: a server, which may hold an earlier run's weights)."""
     logp_diff, noise_floor = _logp_diffs(engine, learner)
     limit = TENFOLD * noise_floor
     if before is not None:

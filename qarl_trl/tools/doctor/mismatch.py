@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +63,8 @@ def check_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
         yield Finding(OK, "quantized rollout", f"{found.rollout_only:.2e}, {args.quant_name} engine, bf16 learner")
         yield Finding(OK, "QaRL", f"{found.learner:.2e}, {args.quant_name} engine, learner of this run")
     yield verdict(found, args)
+    if args.quantized:
+        yield rule(found.rollout_only)
 
 
 def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mismatch:
@@ -135,3 +139,10 @@ def verdict(found: Mismatch, args: QaRLConfig) -> Finding:
         return Finding(FAIL, "verdict", text + "Compare versions above; report model and scheme")
     text = f"{times}. With quantized activations that is expected where engine and learner round at different places "
     return Finding(WARN, "verdict", text + "(docs/numerics.md); a weight-only scheme (W4A16) reaches the floor")
+
+
+def rule(mismatch: float) -> Finding:
+    """What docs/do_i_need_qarl.md says of a low-bit engine with this mismatch from a bf16 learner."""
+    rows = json.loads(Path(__file__).with_name("rule.json").read_text())
+    advice = [row["advice"] for row in rows if mismatch >= row["from"]][-1]
+    return Finding(OK, "do I need QaRL?", f"at {mismatch:.2g} nats per token: {advice} (docs/do_i_need_qarl.md)")

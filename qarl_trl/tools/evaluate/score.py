@@ -9,11 +9,7 @@ from typing import Any
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """
-    Probability that at least one of `k` completions, drawn from the `samples` without replacement, is correct.
-
-    The unbiased estimator `1 - C(samples - correct, k) / C(samples, k)` of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
-    """
+    """Chance that one of `k` completions drawn from `samples` is correct: `1 - C(samples - correct, k) / C(samples, k)` (arXiv:2107.03374, eq. 1)."""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 

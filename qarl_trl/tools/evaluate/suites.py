@@ -25,11 +25,7 @@ MATH = tuple(SUITES)[:6]
 
 
 def find_suites(entries: Sequence[str]) -> dict[str, tuple[str, str, str | None]]:
-    """
-    The suites to run: names of `SUITES`, `"math"` (the six of the paper), and files, which go by their stem.
-
-    The Hub is not asked. `ValueError` for an unknown name or one given twice, `FileNotFoundError` for a missing file.
-    """
+    """Source of each suite by name: those of `SUITES`, `"math"` (the paper's six), and files by their stem; `ValueError` or `FileNotFoundError`."""
     suites = {}
     for entry in itertools.chain.from_iterable(MATH if entry == "math" else (entry,) for entry in entries):
         path = None if entry in SUITES else local_path(entry)
