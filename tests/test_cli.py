@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,29 @@ def test_schemes_prints_a_row_for_each_of_the_table(capsys):
     from qarl_trl.quant.scheme import SUPPORTED
 
     cli.main(["schemes"])
-    _, *rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    _, *rows, _, advice = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
     assert [row[0] for row in rows] == list(SUPPORTED)
     assert rows[list(SUPPORTED).index("W4A16")][1] == "32, 64, 128, channel"
+    assert [row[-1].endswith("some mismatch stays") for row in rows] == [
+        r.activations != "none" for r in SUPPORTED.values()
+    ]
+    assert "W4A16 first" in advice[0]
+
+
+def test_help_of_train_has_each_field_of_ours_once_and_in_a_group(capsys):
+    from trl import GRPOConfig
+
+    from qarl_trl import QaRLConfig
+    from qarl_trl.train import GROUPS, QaRLScriptArguments
+
+    cli.main(["train", "--help"])
+    said = capsys.readouterr().out
+    stock = {field.name for field in fields(GRPOConfig)} - {"loss_type"}
+    own = [
+        field.name for group in (QaRLScriptArguments, QaRLConfig) for field in fields(group) if field.name not in stock
+    ]
+    assert sorted(re.findall(r"^  --(\w+)$", said, re.MULTILINE)) == sorted(own)
+    parts = re.split(rf"^({'|'.join(GROUPS)})$", said, flags=re.MULTILINE)
+    assert parts[1::2] == list(GROUPS) and all("  --" in part for part in parts[2::2])
+    assert "--quant_scheme" in parts[2 * (list(GROUPS).index("Quantization") + 1)]
+    assert "--learning_rate" not in said and "huggingface.co/docs/trl" in said

@@ -124,6 +124,7 @@ def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tm
         (["--dataset_name_or_path", ""], "dataset_name_or_path"),
         (["--eval_strategy", "steps"], "eval_dataset_name_or_path"),
         (["--max_steps"], "max_steps"),
+        (["--max_steps", "1", "2"], "max_steps"),
         (["--quant_ignore", "re:["], "re:\\["),
         (["--quant_scheme", "W2A2"], "W2A2"),
     ],
@@ -131,6 +132,14 @@ def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tm
 def test_wrong_settings_stop_before_a_model_loads(base, extra, message):
     with pytest.raises(ValueError, match=message):
         parse([*base, *extra])
+
+
+def test_options_are_texts_lists_or_switches():
+    given = train._given(["--a", "1", "--b", "x", "y", "--c", "--d-e=f=g", "--b=", "--h", "-1"])
+    assert given == {"a": "1", "b": "", "c": True, "d_e": "f=g", "h": "-1"}
+    assert train._given(["--b", "x", "y", "--c", "z"]) == {"b": ["x", "y"], "c": "z"}
+    with pytest.raises(ValueError, match=r"'recipe.yaml' is no option"):
+        train._given(["recipe.yaml"])
 
 
 def test_rewards_come_by_name_and_by_path(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -173,3 +174,16 @@ def test_the_verdict_follows_the_numbers(changes, settings, status, words):
     args = SimpleNamespace(**{"quantize_learner": True} | settings)
     found = mismatch.verdict(MEASURED._replace(**changes), args)
     assert found.status == status and words in found.text
+
+
+def test_the_rule_is_that_of_the_docs():
+    """One table: the docs show the thresholds and the advice that the doctor reads."""
+    rows = json.loads(Path(mismatch.__file__).with_name("rule.json").read_text())
+    page = (Path(__file__).parents[2] / "docs" / "do_i_need_qarl.md").read_text()
+    table = page.split("<!-- thresholds: begin -->")[1].split("<!-- thresholds: end -->")[0]
+    shown = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.strip().splitlines()[2:]]
+    assert [[f"{row['from']:g}", row["advice"]] for row in rows] == [[f, a.replace("`", "")] for f, a in shown]
+    assert rows[0]["from"] == 0 and [row["from"] for row in rows] == sorted(row["from"] for row in rows)
+    for mean, row in ((0.0, 0), (0.0029, 0), (0.003, 1), (0.27, 2)):
+        found = mismatch.rule(mean)
+        assert found.status == OK and rows[row]["advice"] in found.text and "docs/do_i_need_qarl.md" in found.text
