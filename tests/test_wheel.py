@@ -76,7 +76,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist):
     assert [target for target in targets if not target.startswith("https://")] == []
     relative = re.findall(r"!\[[^\]]*\]\((?!https:)([^)]+)\)", (ROOT / "README.md").read_text())
     assert relative and {f"{urls['Repository']}/raw/main/{name}" for name in relative} <= set(targets)
-    assert f"{urls['Repository']}/blob/main/docs/get_started.md" in targets
+    assert f"{urls['Repository']}/blob/main/docs/README.md" in targets
 
 
 def test_the_source_archive_builds_the_wheel_and_brings_no_tests(dist):
