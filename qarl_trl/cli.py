@@ -16,15 +16,15 @@ from .redact import redact
 # The module and function that get the other arguments, `--help` included. A function may return another one: the long work, whose
 # errors keep their traceback.
 COMMANDS = {
-    "train": (".train:main", "train from a recipe; on several GPUs accelerate launch -m qarl_trl.train"),
-    "serve": (".tools.serve:main", "the engine of a recipe as a server, for a trainer with vllm_mode=server"),
-    "plan": (".tools.plan.command:main", "what a recipe needs of each GPU's memory, estimated without a model"),
-    "eval": (".tools.evaluate.command:main", "what a checkpoint scores on math problems, through vLLM"),
-    "report": (".tools.report.page:main", "one page of what runs logged, side by side: a verdict and plots"),
-    "doctor": (".tools.doctor.command:main", "check this machine, a recipe, its data and rewards, and the mismatch"),
-    "export": (".tools.export:main", "write a checkpoint in low bits for vLLM"),
-    "push": (".tools.export:push", "push a low-bit folder with its card to the Hub"),
-    "schemes": (".cli:schemes", "what can be trained, sampled and exported, and where"),
+    "train": (".train:main", "train from a recipe; on several GPUs: accelerate launch -m qarl_trl.train"),
+    "serve": (".tools.serve:main", "run the engine of a recipe as a server, for a trainer with vllm_mode=server"),
+    "plan": (".tools.plan.command:main", "estimate the GPU memory of a recipe, without loading the model"),
+    "eval": (".tools.evaluate.command:main", "score a checkpoint on math problems, through vLLM"),
+    "report": (".tools.report.page:main", "write one page about one or more runs: a verdict and plots"),
+    "doctor": (".tools.doctor.command:main", "check machine, recipe, data and rewards, and measure the mismatch"),
+    "export": (".tools.export:main", "quantize a checkpoint or a LoRA adapter for vLLM"),
+    "push": (".tools.export:push", "push a low-bit model with its card to the Hub"),
+    "schemes": (".cli:schemes", "list the schemes: when to take which, and where they run"),
 }
 # What a user can mend by another setting, file or package.
 _USER_ERRORS = (ValueError, OSError, ImportError, OverflowError)

@@ -48,7 +48,7 @@ def load_math_dataset(
     if prompt_template is not None and _SLOT not in prompt_template:
         raise ValueError(f"prompt_template={prompt_template!r} must have {_SLOT} where the problem belongs.")
     if system_prompt is not None and not conversational:
-        raise ValueError("system_prompt needs conversational=True. Without it write it into prompt_template.")
+        raise ValueError("system_prompt needs conversational=True. For plain text put it into prompt_template.")
     dataset = load_rows(name_or_path, split, config_name).flatten()  # nested columns by their dotted names
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
@@ -97,7 +97,7 @@ def local_path(name_or_path: str) -> Path | None:
     """The existing file or folder that `name_or_path` means, or `None` for a Hub id. `ValueError` for a file of an unknown kind."""
     path = Path(name_or_path).expanduser()
     if path.suffix in BUILDERS and not path.exists():
-        raise FileNotFoundError(f"The dataset {name_or_path!r} is not there: {path.absolute()}.")
+        raise FileNotFoundError(f"The dataset {name_or_path!r} was not found at {path.absolute()}.")
     if path.is_file() and path.suffix not in BUILDERS:
         raise ValueError(f"The dataset {name_or_path!r} is a {path.suffix!r} file. Give one of {sorted(BUILDERS)}.")
     return path if path.exists() else None

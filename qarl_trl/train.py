@@ -26,27 +26,33 @@ if TYPE_CHECKING:  # at run time in the functions: `--help` of other commands is
     from .trainer import QaRLTrainer
 
 
+def _arg(*, help: str, **default: Any) -> Any:
+    return field(metadata={"help": help}, **default)
+
+
 @dataclass
 class QaRLScriptArguments:
     """What a recipe says beyond the trainer and the model: the data and the rewards."""
 
-    dataset_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub id, or a local .jsonl, .json or .parquet file. Required."}
+    dataset_name_or_path: str | None = _arg(
+        default=None, help="Hub id, folder, or .jsonl, .json or .parquet. Required."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on, slices included: train[:1000]."})
-    eval_dataset_name_or_path: str | None = field(default=None, metadata={"help": "Needed with eval_strategy."})
-    eval_dataset_split: str = field(default="test", metadata={"help": "Of the Hub; a single local file is any split."})
-    problem_column: str | None = field(default=None, metadata={"help": "Unset: problem, question or prompt."})
-    answer_column: str | None = field(default=None, metadata={"help": "Of the reference; may be a.b. Unset: guessed."})
-    prompt_template: str | None = field(default=None, metadata={"help": "Text around {problem}. Unset: nothing."})
-    system_prompt: str | None = field(default=None, metadata={"help": "Replaces a system message of the data."})
-    conversational: bool = field(default=True, metadata={"help": "Prompts as chat messages, or as plain text."})
+    dataset_config: str | None = _arg(default=None, help="Configuration of a Hub dataset, as openai/gsm8k's main.")
+    dataset_split: str = _arg(default="train", help="Split to train on; slices as train[:1000] work.")
+    eval_dataset_name_or_path: str | None = _arg(default=None, help="Dataset to evaluate on, for eval_strategy.")
+    eval_dataset_split: str = _arg(default="test", help="Split to evaluate on; a local file has one.")
+    problem_column: str | None = _arg(default=None, help="Column of the problems. Unset: problem, question or prompt.")
+    answer_column: str | None = _arg(default=None, help="Column of the answers, a.b if nested. Unset: by its name.")
+    prompt_template: str | None = _arg(default=None, help="Text with {problem} in it. Unset: the problem alone.")
+    system_prompt: str | None = _arg(default=None, help="System message, in place of one in the data.")
+    conversational: bool = _arg(default=True, help="Prompts as chat messages. False: as text, without a template.")
     reward_funcs: list[str] = field(
         default_factory=lambda: ["math_reward"],
-        metadata={"help": "math_reward, or import paths, also from the current directory: my_package.my_reward."},
+        metadata={
+            "help": "math_reward, or import paths as my_rewards.my_reward; the current folder is searched, too."
+        },
     )
-    dry_run: bool = field(default=False, metadata={"help": "Print the settings; load nothing."})
+    dry_run: bool = _arg(default=False, help="Check and print the settings, and load nothing.")
 
 
 def parse(

@@ -36,7 +36,7 @@ def holding(output_dir: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise
-        logger.warning("%s is on a file system without locks: a second run in it would not be noticed.", output_dir)
+        logger.warning("%s is on a file system without locks, so a second run in it would not be noticed.", output_dir)
     if lock.is_locked:
         file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     try:

@@ -16,7 +16,7 @@ def check_gradient(norm: Tensor | float | None) -> None:
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if norm is not None and not math.isfinite(norm):
         raise RuntimeError(
-            f"The gradient norm is {float(norm)}, and a step would make the weights NaN. Resume from the last checkpoint with a "
+            f"The gradient norm is {float(norm)}, so a step would turn the weights into NaN. Resume from the last checkpoint with a "
             "lower learning rate or max_grad_norm, and look at grad_norm, entropy and reward in the log."
         )
 

@@ -39,11 +39,7 @@ def pack(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, rows: S
 
 
 def unpack(values: Sequence[Tensor], packed: Sequence[PackedRow], rows: int, logits_to_keep: int) -> Tensor:
-    """
-    Per-token values of packed rows at their places in a padded batch `(rows, logits_to_keep)`, zero elsewhere.
-
-    Of each packed row there are values `(1, T - 1)`: of every token after the first, as a causal model gives log-probs.
-    """
+    """Values `(1, T - 1)` of each packed row, of its tokens after the first, at their places in a padded batch `(rows, logits_to_keep)`, else 0."""
     out = values[0].new_zeros(rows, logits_to_keep)
     places = torch.cat([p.row for p in packed]), torch.cat([p.column for p in packed])
     return out.index_put(places, torch.cat([v[0, p.scored - 1] for v, p in zip(values, packed, strict=True)]))

@@ -72,11 +72,7 @@ def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    Asymmetric per-token int8 of the CPU engine's 4-bit kernel, whatever the scheme says of symmetry.
-
-    Returns quantized value minus zero point, int16 `(tokens, in)` in [-255, 255], and scale float32 `(tokens, 1)`.
-    """
+    """As the CPU engine's 4-bit kernel, whatever the scheme says: value minus zero point, int16 `(tokens, in)`, and scale float32 `(tokens, 1)`."""
     x = x.float()
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     steps = torch.where(low == high, 1.0, torch.full_like(low, 255.0) / (high - low))

@@ -22,11 +22,7 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def checkpoint_names(model: nn.Module) -> Callable[[str], str | None]:
-    """
-    From the name of a parameter or module of `model` to the one in the base model; `None` for what its checkpoint does not have.
-
-    Of peft's `modules_to_save`, the copies of the active adapter count.
-    """
+    """From a name in `model` to that in the base model (of `modules_to_save` the active copy); `None` for what its checkpoint does not have."""
     if not is_peft_model(model):
         return plain_name
     adapter = model.active_adapter

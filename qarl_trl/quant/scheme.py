@@ -180,7 +180,9 @@ def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Seq
         try:
             re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
         except re.error as error:
-            raise ValueError(f"{name!r} in the modules to quantize or to ignore is no pattern: {error}.") from error
+            raise ValueError(
+                f"{name!r} in the modules to quantize or to ignore is not a valid pattern: {error}."
+            ) from error
     group = scheme.model_copy(deep=True, update={"targets": list(targets)})
     return QuantizationConfig(config_groups={"group_0": group}, ignore=list(ignore))
 

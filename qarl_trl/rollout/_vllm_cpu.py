@@ -93,13 +93,10 @@ def _repairs(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
 
 @cache
 def rounding() -> Callable[[Tensor], Tensor]:
-    """
-    How the engine's element-wise kernels bring float32 to bfloat16: to nearest, or cut off on a CPU without AVX512_BF16.
-
-    Found by rotating one number: `(1 + 9/128)^2` lies above the middle of its two bfloat16 neighbours.
-    """
+    """How the engine's element-wise kernels round float32 to bfloat16: to nearest, or cut off on a CPU without AVX512_BF16."""
     from vllm import _custom_ops as ops
 
+    # Rotate one number: (1 + 9/128)^2 lies above the middle of its two bfloat16 neighbours.
     x = torch.full((1, 32), 1 + 9 / 128, dtype=torch.bfloat16)
     table = torch.cat((x[:, :16], torch.zeros(1, 16, dtype=torch.bfloat16)), dim=1)
     ops.rotary_embedding(torch.zeros(1, dtype=torch.long), x, None, 32, table, True)

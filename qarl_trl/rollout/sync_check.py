@@ -185,7 +185,7 @@ class SyncCheck:
             raise RuntimeError(diagnosis(worst, syncs))
         if not anchor and worst.limit == math.inf:
             logger.warning(
-                "verify_sync cannot tell whether the first sync reached the engine: the model answers nearly as random weights "
+                "verify_sync cannot tell whether the first sync reached the engine: the model answers almost as random weights "
                 f"do, and rounding alone moves its log-probs by {worst.noise_floor:.4f}. Watch mismatch/logp_diff_mean."
             )
         ratio = anchor.ratio if anchor else max(1.0, reading.logp_diff / reading.noise_floor)

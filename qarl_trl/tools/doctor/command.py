@@ -21,9 +21,9 @@ def main(argv: Sequence[str]) -> None:
         epilog="Exit code: 0 fine, 1 a check failed, 2 bad use.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", help="recipe; its keys can also be given here, as to `qarl-trl train`")
-    parser.add_argument("--gpu", choices=GPUS, help="check the run for one such GPU, which need not be here")
-    parser.add_argument("--probe_prompts", type=int, default=8, help="to measure the mismatch with (default: 8)")
+    parser.add_argument("--config", help="recipe; any of its keys may also be given here, as for `qarl-trl train`")
+    parser.add_argument("--gpu", choices=GPUS, help="check the run for such a GPU, which may be elsewhere")
+    parser.add_argument("--probe_prompts", type=int, default=8, help="prompts to measure the mismatch with (8)")
     own, others = parser.parse_known_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(options.output_dir or f"runs/eval/{name}").expanduser()
     if output.is_dir() and any(output.iterdir()):
-        raise FileExistsError(f"--output_dir {output} must be new or empty: results are not written over.")
+        raise FileExistsError(f"--output_dir {output} must be new or empty: existing results are not overwritten.")
     output.mkdir(parents=True, exist_ok=True)  # before the engine starts
     # The length last, so that an engine with fewer positions cannot cut completions off. vLLM refuses more than the model has.
     engine = start_engine(str(folder), **{"seed": options.seed} | options.engine_kwargs | {"max_model_len": length})
@@ -63,14 +63,14 @@ def make_parser() -> argparse.ArgumentParser:
     """All options, named as in a recipe where that has the same setting."""
     parser = argparse.ArgumentParser(
         prog="qarl-trl eval",
-        description="What a checkpoint, low-bit or plain, scores on math problems: avg@k and pass@k through vLLM.",
+        description="Score a checkpoint, low-bit or plain, on math problems: avg@k and pass@k through vLLM.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("model", help="model folder as `save_model` and `qarl-trl export` write it, or Hub id")
     add("--suite", nargs="+", required=True, help="math (the paper's six), names of docs/after_training.md, or files")
     add("--k", type=int, default=4, help="completions per problem (default: 4; the paper does not give its k)")
-    add("--pass_at", type=int, nargs="+", help="pass@ to give, each at most --k (default: k)")
+    add("--pass_at", type=int, nargs="+", help="the k of the pass@k to report, each at most --k (default: k)")
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6, paper Table 2)")
     add("--top_p", type=float, default=1.0, help="nucleus of the sampling (default: 1.0)")
     add("--max_new_tokens", type=int, default=16384, help="tokens of a completion (default: 16384, paper Table 2)")
