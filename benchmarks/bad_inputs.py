@@ -45,7 +45,7 @@ per_device_train_batch_size: 4, max_completion_length: 4, conversational: off"""
 CONTRADICTIONS = """
 max_steps: 0 | num_iterations: 0 | per_device_train_batch_size: 0 | num_generations: 3 | steps_per_generation: 99 | temperature: 0
 gradient_accumulation_steps: 0 | learning_rate: -1 | num_train_epochs: 0, max_steps: -1 | quant_scheme: W2A2 | quant_group_size: 7
-quant_scheme: checkpoint | quant_freeze_scales: on | fp16: on | bf16: on, fp16: on | use_liger_kernel: on | delta: 1.5 | top_p: 2
+quant_scheme: checkpoint | lora_base: frozen | fp16: on | bf16: on, fp16: on | use_liger_kernel: on | delta: 1.5 | top_p: 2
 tbpo_delta_high: 0 | tbpo_epsilon_high: 0.5 | tbpo_mismatch_cap: 0.5 | max_tokens_per_pass: 2 | mismatch_abort_threshold: 0.1
 verify_sync: sometimes | loss_type: ppo | load_in_4bit: on | use_peft: on | use_peft: on, lora_dropout: 0, optim_muon: on | beta: -1
 push_to_hub: on, export_low_bit: off | push_to_hub: on, hub_strategy: checkpoint | eval_strategy: steps | system_prompt: Think.
@@ -53,7 +53,7 @@ prompt_template: no slot | problem_column: x | answer_column: x | dataset_split:
 reward_funcs: os.path | reward_funcs: nothing | reward_funcs: json.nothing | reward_funcs: [] | reward_funcs: [math_reward, 3]
 resume_from_checkpoint: on, output_dir: nowhere | resume_from_checkpoint: nowhere | enable_jit_checkpoint: on | optim: sgdd
 lr_scheduler_type: wavy | save_strategy: sometimes | learner_ops: engines | quant_kernel: engine, quant_scheme: NVFP4A16
-quant_recipe: nowhere.yaml | quant_ignore: ["re:["] | env: {HF_TOKEN: a} | env: [1] | base: nowhere.yaml | base: 3 | publish_verify: off
+quant_recipe: nowhere.yaml | quant_ignore: ["re:["] | env: {HF_TOKEN: a} | env: [1] | base: nowhere.yaml | base: 3 | lora_base: int4
 model_init_kwargs: {device_map: balanced} | model_init_kwargs: {token: hf_abc} | model_init_kwargs: {dtype: int7} | warmup_steps: -5
 generation_kwargs: {nothing: 1} | chat_template_path: nowhere | max_completion_length: 0 | deepspeed: nowhere.json | report_to: nobody
 accelerator_config: nowhere.json | model_name_or_path: "" | dataset_name_or_path: "" | dataloader_num_workers: -1

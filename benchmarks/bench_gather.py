@@ -92,8 +92,8 @@ def passes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
         with MovedBytes() as counted:
             loss = run(arm)
         results.append([loss.detach(), *(p.grad.to_local() for p in model.parameters())])
-        weights = [w for _, layer in quantized_modules(model) for w in layer.last_low_bits().values()]
-        moved[arm], held[arm] = counted.gathered, sum(w.num_bytes() for w in weights)
+        weights = [w for _, layer in quantized_modules(model) for w in layer.low_bit_cache.last().values()]
+        moved[arm], held[arm] = counted.gathered, sum(sum(t.nbytes for t in w.tensors.values()) for w in weights)
     if not all(map(torch.equal, *results)):
         raise RuntimeError("The losses or the gradients differ.")
     times = common.interleave({arm: lambda arm=arm: run(arm) and None for arm in models}, rounds)

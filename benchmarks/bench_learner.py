@@ -109,8 +109,10 @@ class Arm:
     def alive(self) -> dict[str, float]:
         """Bytes per weight that the quantized values, and a kernel's layout of them, take between steps."""
         weights = sum(layer.weight.numel() for layer in self.layers)
-        quantized = sum(layer.last_low_bits()["weight"].num_bytes() for layer in self.layers)
-        prepared = sum(_bytes_within(layer.last_low_bits()["weight"].prepared) for layer in self.layers)
+        quantized = sum(
+            sum(t.nbytes for t in layer.low_bit_cache.last()["weight"].tensors.values()) for layer in self.layers
+        )
+        prepared = sum(_bytes_within(layer.low_bit_cache.last()["weight"].prepared) for layer in self.layers)
         return (
             {"quantized": quantized / weights, "prepared": prepared / weights}
             if weights

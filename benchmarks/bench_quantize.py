@@ -76,7 +76,7 @@ def main() -> None:
         same = same_bytes(ours.tensors, theirs(weight, scheme))
         if not same or not same_bytes({"": matrix}, {"": theirs_back(ours.tensors, scheme)}):
             raise SystemExit(f"{name}: the tensors differ, so their times mean nothing.")
-        traffic = weight.numel() * weight.element_size() + ours.num_bytes()
+        traffic = weight.numel() * weight.element_size() + sum(t.nbytes for t in ours.tensors.values())
         source = torch.zeros(traffic // 2, dtype=torch.uint8)
         target = torch.zeros_like(source)
         arms = {

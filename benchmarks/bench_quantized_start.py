@@ -1,6 +1,6 @@
-"""Starting from a 4-bit checkpoint: what frozen and free scales do to the first sync and to the quantized values afterwards.
+"""Starting from a 4-bit checkpoint: how far the first sync is from it, and what happens to the quantized values afterwards.
 
-Claim: with frozen scales the first sync is the checkpoint, byte for byte. With free ones it is another model. A trained
+Claim: a frozen base is the checkpoint, byte for byte. Master weights whose scales follow them are another model. A trained
 toy is quantized by GPTQ, loaded as master weights, and trained further on worked sums through its 4-bit forward (straight-through
 gradients, as in RL, but supervised, so that a step costs a second and not a rollout).
 """
@@ -20,7 +20,7 @@ import torch
 
 # Log-probs of the prompt "17+5+8=", which the toy was never taught to write.
 PROMPT = 6
-START = {"frozen": "GPTQ checkpoint", "free": "GPTQ checkpoint", "unquantized": "the model before GPTQ"}
+START = {"free": "GPTQ checkpoint", "unquantized": "the model before GPTQ"}
 
 
 def saturated(model: Any) -> float:
@@ -129,7 +129,7 @@ def main() -> None:
     from sums import problems
 
     from qarl_trl.quant import apply_quantization
-    from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
+    from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_config, resolve_scheme, single_group
     from qarl_trl.quant.start import load_master_weights, quantized_source
 
     model, tokenizer = trained_model(args.warm)
@@ -146,10 +146,9 @@ def main() -> None:
         def start(arm: str) -> Any:
             if arm == "unquantized":
                 return apply_quantization(type(model).from_pretrained(plain, dtype=torch.float32), plan)
-            frozen = source.qparams() if arm == "frozen" else None
-            return apply_quantization(load_master_weights(path), source.plan(), qparams=frozen)
+            return apply_quantization(load_master_weights(path), source.plan())
 
-        reference = start("frozen")
+        reference = load_master_weights(path, freeze=resolve_config(source.plan()))
         first_quantized, first_values = quantized(reference), values(reference)
         first_logps = log_probs(reference, probe)
         for arm in START:

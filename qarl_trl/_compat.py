@@ -69,8 +69,7 @@ def construction(build_engine: Callable[..., Any], load: Callable[..., Any] | No
     Make `GRPOTrainer.__init__` build its engine with `build_engine` (https://github.com/huggingface/trl/pull/6816 would), and load
     the policy and the reference with `load(name, **model_init_kwargs)`, once per machine.
 
-    TRL's own loader would hand a compressed checkpoint to transformers' quantizer, whose model has no master weights to train.
-    `None` leaves it in place.
+    TRL's own loader (`None`) would hand a compressed checkpoint to transformers' quantizer, whose model has no master weights.
 
     With FSDP's RAM-efficient loading one process of a machine reads the weights and sends the others their shards. Until then
     transformers fills the model of each of the others with zeros (5.17), in float32 as many bytes as the real one: 32 GB for 8B

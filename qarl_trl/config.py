@@ -85,7 +85,11 @@ class QaRLConfig(GRPOConfig):
         help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give several "
         "groups of layers schemes of their own.",
     )
-    quant_freeze_scales: bool = HfArg(default=False, help="Keep the scales of the model (quant_scheme: checkpoint).")
+    lora_base: Literal["merged", "frozen"] = HfArg(
+        default="merged",
+        help="With peft_config: 'merged' quantizes W + s B A anew at each step; 'frozen' keeps Q(W), without master weights, and adds "
+        "s B (A x) beside it: one weight sync of the base, then of the adapter alone (`model` is a name).",
+    )
     quantize_learner: bool = HfArg(
         default=True,
         help="Run the learner's forward on the low-bit weights. False: in bfloat16, the paper's quantized-rollout baseline.",
@@ -125,8 +129,7 @@ class QaRLConfig(GRPOConfig):
     )
     sync_folder: str | None = HfArg(
         default=None,
-        help="vllm_mode='server': folder that trainer and server both mount, through which a weight sync goes. Unset: NCCL from "
-        "GPU to GPU (vllm_group_port), untested.",
+        help="vllm_mode='server': folder that trainer and server both mount, through which a weight sync goes.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(default=None, help="More arguments for vllm.LLM.")
     export_low_bit: bool = HfArg(default=True, help="Also write low_bit/, for vLLM, into every training checkpoint.")
@@ -150,6 +153,11 @@ class QaRLConfig(GRPOConfig):
     def from_checkpoint(self) -> bool:
         """Whether a quantized `model` decides what is quantized, and how."""
         return self.quant_recipe is None and self.quant_scheme == "checkpoint"
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the base of an adapter stays in low bits."""
+        return self.lora_base == "frozen"
 
     @property
     def trust_band(self) -> TrustBand:
@@ -224,9 +232,7 @@ class QaRLConfig(GRPOConfig):
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(hint)))}.")
         _ = self.trust_band  # every loss is measured by it
         if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
-            raise ValueError(
-                "metric_for_best_model and load_best_model_at_end must be off: the last checkpoints are kept."
-            )
+            raise ValueError("metric_for_best_model and load_best_model_at_end must be off: last checkpoints stay.")
         if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
             raise ValueError("hub_strategy must be 'end': training checkpoints are not pushed.")
         if self.loss_type == TBPO:
@@ -239,6 +245,8 @@ class QaRLConfig(GRPOConfig):
             for name, why in UNFIT.items():
                 if getattr(self, name):
                     raise ValueError(f"{name}=True must be off: {why}.")
+        if self.frozen and not (self.quantized and self.quantize_learner):
+            raise ValueError("lora_base='frozen' needs quantization and quantize_learner: it has no other weights.")
         _check_engine(self)
         self.verify_sync = _checked_verify(self.verify_sync)
         _check_passes(self)
@@ -288,14 +296,10 @@ def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:
 
 def _check_one_source(args: QaRLConfig) -> None:
     """A recipe, a checkpoint or the scheme fields: one of them says what is quantized."""
-    changed = [*changed_fields(args, ("quant_scheme", "quant_group_size", "quant_ignore"))]
     own = "quant_recipe" if args.quant_recipe is not None else "quant_scheme"
-    if args.from_checkpoint:
-        changed.remove("quant_scheme")
+    changed = [n for n in changed_fields(args, ("quant_scheme", "quant_group_size", "quant_ignore")) if n != own]
     if changed and (args.quant_recipe is not None or args.from_checkpoint):
         raise ValueError(f"{own} says which layers are quantized and how, and so do {changed}. Leave one out.")
-    if args.quant_freeze_scales and not args.from_checkpoint:
-        raise ValueError("quant_freeze_scales=True needs quant_scheme: checkpoint, whose scales it keeps.")
 
 
 def _check_sampling(args: QaRLConfig) -> None:

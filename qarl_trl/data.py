@@ -123,9 +123,7 @@ def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argum
     if found := [column for column in candidates if column in dataset.column_names]:
         return found[0]
     missing = " or ".join(candidates)
-    raise ValueError(
-        f"The dataset {name_or_path!r} has columns {dataset.column_names}, not {missing}. Set {argument}."
-    )
+    raise ValueError(f"The dataset {name_or_path!r} has columns {dataset.column_names}, no {missing}. Set {argument}.")
 
 
 def _prompt(problem: Any, template: str | None, system_prompt: str | None, conversational: bool) -> Any:

@@ -8,20 +8,17 @@ response. At the paper's rate of 1e-6 the master weights must be float32: a bflo
 import contextlib
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import muon as muon_step
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from .quant.experts import PROJECTIONS, expert_modules
 from .quant.model import EXPERTS_LAYOUT
 
-
-if TYPE_CHECKING:
-    from .config import QaRLConfig
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +133,7 @@ def split_parameters(model: nn.Module) -> tuple[list[str], dict[str, int], list[
     return matrices, experts, others
 
 
-def build_muon(model: nn.Module, args: "QaRLConfig") -> MuonWithAdamW:
+def build_muon(model: nn.Module, args: TrainingArguments) -> MuonWithAdamW:
     """
     The optimizer of `optim_muon=True`: groups of Muon and of its experts, then AdamW with and without weight decay.
 

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -41,11 +41,8 @@ def in_fresh_process(step: str, function: Callable[..., Any], *args: Any, limit_
 
     Errors name `step`: `ProcessDied`, `TimeoutError` after `limit_s` seconds, `RuntimeError` for what the function raised.
     """
-    worker = Worker()
-    try:
+    with closing(Worker()) as worker:
         return worker.call(step, function, *args, limit_s=limit_s)
-    finally:
-        worker.close()
 
 
 class Worker:
@@ -57,21 +54,16 @@ class Worker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: Any = None  # a `subprocess.Popen`, and a `Connection` to it
+        self.process: Any = None  # while started and not closed a `subprocess.Popen`, and a `Connection` to it
         self._pipe: Any = None
-
-    @property
-    def running(self) -> bool:
-        """Whether a process was started and not closed."""
-        return self._process is not None
 
     def call(self, step: str, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
         """`function(*args)` in the process; arguments and errors are those of [`in_fresh_process`]."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:  # it may have died between two calls
+            if self.process is None or self.process.poll() is not None:  # it may have died between two calls
                 self.close()
                 self._start()
-            process, end = self._process, time.monotonic() + limit_s
+            process, end = self.process, time.monotonic() + limit_s
             try:
                 self._pipe.send((function, args))
                 # Its end of the pipe may be held open by a fork of it (vLLM's engine is one), so look at the process, too.
@@ -95,18 +87,18 @@ class Worker:
 
     def close(self) -> None:
         """Kill the process and all that it started."""
-        if self._process is not None:
-            _kill_group(self._process.pid)
-            self._process.wait()
+        if self.process is not None:
+            _kill_group(self.process.pid)
+            self.process.wait()
             self._pipe.close()
-        self._process = self._pipe = None
+        self.process = self._pipe = None
 
     def _start(self) -> None:
         self._pipe, theirs = Pipe()
         program = _PROGRAM.format(path=sys.path, module=__name__, fd=theirs.fileno(), caller=os.getpid())
         # A session of its own: Ctrl-C does not reach it, and it can be killed with all that it starts.
         how: Any = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "start_new_session": True}
-        self._process = subprocess.Popen([sys.executable, "-c", program], **how)
+        self.process = subprocess.Popen([sys.executable, "-c", program], **how)
         theirs.close()
 
 

@@ -12,8 +12,6 @@ from typing import Any, get_type_hints
 from .redact import redact
 
 
-# Keys of earlier versions.
-RENAMED = {"publish_verify": "verify_sync", "publish_folder": "sync_folder", "quant_learner": "quantize_learner"}
 # Negative numbers are mistakes, but in fields with a negative default and in these.
 MAY_BE_NEGATIVE = ("quant_group_size", "top_k", "save_total_limit", "entropy_coef")
 # Text fields for which YAML's words for booleans (on, off, yes, no) also stand.
@@ -50,7 +48,7 @@ def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:
     known = list(known)
     for key in keys:
         if key not in known:
-            near = RENAMED.get(key) or next(iter(difflib.get_close_matches(str(key), known, 1)), None)
+            near = next(iter(difflib.get_close_matches(str(key), known, 1)), None)
             raise ValueError(f"{key} is no key of a recipe." + (f" Did you mean {near}?" if near else ""))
 
 

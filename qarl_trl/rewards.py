@@ -111,7 +111,7 @@ def _warn_once(about: str, message: str, argument: Any) -> None:
 
 
 def _judge(completion: str, reference: str) -> float | None:
-    if not _WORKER.running:  # what fails here fails always, and must not look like a model that is always wrong
+    if _WORKER.process is None:  # what fails here fails always, and must not look like a model that is always wrong
         _WORKER.call("math_reward", _grade, "", "", limit_s=_START_S)
     try:
         return _WORKER.call("math_reward", _grade, completion, reference, limit_s=_LIMIT_S)

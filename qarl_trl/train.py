@@ -66,6 +66,8 @@ def parse(
     """
     import torch
 
+    from .checkpoints.resume import resume_path
+
     groups = _groups()
     given = _given(argv)
     config = given.pop("config", None)
@@ -77,20 +79,14 @@ def parse(
     script_args, training_args, model_args = (construct(group, values) for group in groups)
     if not model_args.model_name_or_path:
         raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
-    if not engine_only:
-        _check_inputs(script_args, training_args)
-    return script_args, training_args, model_args
-
-
-def _check_inputs(script_args: QaRLScriptArguments, training_args: "QaRLConfig") -> None:
-    from .checkpoints.resume import resume_path
-
     names = ["dataset_name_or_path"] + ["eval_dataset_name_or_path"] * (training_args.eval_strategy != "no")
-    for name in names:
+    for name in [] if engine_only else names:
         if not getattr(script_args, name):
             raise ValueError(f"{name} is missing: give a Hub id or a .jsonl, .json or .parquet file.")
         local_path(getattr(script_args, name))
-    training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
+    if not engine_only:
+        training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
+    return script_args, training_args, model_args
 
 
 def _groups() -> tuple[type, ...]:

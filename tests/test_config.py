@@ -44,7 +44,8 @@ def test_defaults_are_those_of_the_paper_and_sample_from_the_distribution_that_t
     [
         ({"quant_scheme": "W3A16"}, "quant_scheme"),
         ({"quant_group_size": 48}, "quant_group_size"),
-        ({"quant_freeze_scales": True}, "quant_freeze_scales"),
+        ({"lora_base": "int4"}, "lora_base"),
+        ({"lora_base": "frozen", "quantize_learner": False}, "lora_base"),
         ({"quant_kernel": "marlin"}, "quant_kernel"),
         ({"learner_ops": "vllm"}, "learner_ops"),
         ({"loss_type": "ppo"}, "loss_type"),

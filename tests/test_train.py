@@ -12,7 +12,7 @@ import pytest
 from conftest import make_model, make_tokenizer
 
 from qarl_trl import cli, train
-from qarl_trl.recipe import RENAMED, checked, construct
+from qarl_trl.recipe import checked, construct
 from qarl_trl.rewards import load_rewards
 from qarl_trl.train import parse
 
@@ -54,7 +54,7 @@ def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("learning_rte", "learning_rate"), ("answer_colum", "answer_column"), *RENAMED.items()],
+    [("learning_rte", "learning_rate"), ("answer_colum", "answer_column")],
 )
 def test_unknown_keys_are_refused_with_the_nearest_one(base, tmp_path, key, near):
     (tmp_path / "recipe.yaml").write_text(f"{key}: 1e-5\n")

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
 import references
 import torch
 from learner.test_features import Gradients, rollout
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from slow.toys import distinct_characters, forge, prompts, save_gptq, save_model, settings, stored_tensors
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, _compat
+from qarl_trl.export.push import model_files
 from qarl_trl.loss import loss_mask
 from qarl_trl.metrics import ratios
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.experts import QuantExperts
+from qarl_trl.quant.frozen import adapter_tensors
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.start import load_master_weights
+from qarl_trl.tools.export import main as export
 from qarl_trl.train import train
 
 
@@ -467,59 +472,124 @@ def layer_tensors(trainer, local: str) -> dict[str, torch.Tensor]:
     return {f"{n}.{local}": m.low_bit().tensors[local] for n, m in quantized_modules(trainer.model)}
 
 
-def test_frozen_scales_start_at_the_checkpoint_and_stay(gptq, tmp_path):
+TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
+
+
+def frozen(model, path, **changes):
+    return make(model, path, adapter(), quant_scheme="checkpoint", lora_base="frozen", **changes)
+
+
+def test_a_frozen_base_starts_at_the_checkpoint_and_stays(gptq, tmp_path):
     start = stored_tensors(gptq)
-    # Master weights start in the middle of their quantized values, so small updates would change none of them.
-    trainer = make(gptq, tmp_path / "a", quant_scheme="checkpoint", quant_freeze_scales=True, learning_rate=2e-2)
+    trainer = frozen(gptq, tmp_path / "a", learning_rate=2e-2)
     assert not hasattr(trainer.model.config, "quantization_config")
-    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-    quantized, scales = layer_tensors(trainer, "weight_packed"), layer_tensors(trainer, "weight_scale")
-    assert all(torch.equal(tensor, start[name]) for name, tensor in (quantized | scales).items())
+    before = dict(iter_low_bit_weights(trainer.model))
+    assert before.keys() == start.keys() and all(torch.equal(start[name], t) for name, t in before.items())
+    first = dict(adapter_tensors(trainer.model))
     trainer.train()
+    after, moved = dict(iter_low_bit_weights(trainer.model)), dict(adapter_tensors(trainer.model))
+    assert all(torch.equal(start[name], t) for name, t in after.items())
+    assert first.keys() == moved.keys() and not any(torch.equal(first[name], t) for name, t in moved.items())
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.float32} and len(trained) == len(first)
     trainer.save_model(tmp_path / "final")
-    final = stored_tensors(tmp_path / "final")
-    assert all(torch.equal(final[name], tensor) for name, tensor in scales.items())
-    assert not all(torch.equal(final[name], tensor) for name, tensor in quantized.items())
-    assert final.keys() == start.keys()
-
-    # Control: scales that follow the weights are others from the first sync on.
-    free = make(gptq, tmp_path / "b", quant_scheme="checkpoint")
-    assert not any(torch.equal(t, start[name]) for name, t in layer_tensors(free, "weight_scale").items())
-
-
-def test_lora_starts_from_a_quantized_checkpoint_with_its_own_bytes(gptq, tmp_path):
-    start = stored_tensors(gptq)
-    trainer = make(
-        gptq, tmp_path, adapter(), quant_scheme="checkpoint", quant_freeze_scales=True, learning_rate=2e-2, max_steps=2
-    )
-    first = dict(iter_low_bit_weights(trainer.model))
-    assert first.keys() == start.keys()
-    assert all(torch.equal(start[name], t) for name, t in first.items() if "weight_" in name)
-    trainer.train()
-    changed = {n.split(".", 3)[-1] for n, t in iter_low_bit_weights(trainer.model) if not torch.equal(t, first[n])}
-    # Quantized values, and no scale.
-    assert changed == {"self_attn.q_proj.weight_packed", "mlp.down_proj.weight_packed"}
+    assert not (tmp_path / "final" / "low_bit").exists()
+    trainer.create_model_card()
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "- grpo" in card and f"vllm serve {Path(gptq).name} --enable-lora --max-lora-rank" in card
+    trainer.save_model()
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= model_files(
+        trainer._model_output
+    ).keys()
+    trainer.model.eval()
+    with torch.no_grad():
+        expected = trainer.model(TOKENS).logits
+        plain = CompressedTensorsConfig(run_compressed=False)  # peft wants a weight in each layer
+        base = AutoModelForCausalLM.from_pretrained(gptq, quantization_config=plain, dtype=torch.bfloat16)
+        again = PeftModel.from_pretrained(base, tmp_path / "final")
+        assert again.peft_config["default"].base_model_name_or_path == gptq
+        found = again(TOKENS).logits
+        bound = 0.02 * expected.abs().max()  # roundings of bfloat16 in other places
+        assert (found - expected).abs().max() < bound
+        with again.disable_adapter():
+            assert (again(TOKENS).logits - expected).abs().max() > bound  # control
 
 
-def test_a_resume_keeps_frozen_scales(gptq, tmp_path):
+def test_a_frozen_base_resumes_bit_for_bit(gptq, tmp_path):
     schedule = {"steps_per_generation": 1, "lr_scheduler_type": "constant"}
-    schedule |= {"quant_scheme": "checkpoint", "quant_freeze_scales": True}
+    straight = frozen(gptq, tmp_path / "a", save_strategy="steps", save_steps=2, **schedule)
+    straight.train()
+    assert not (tmp_path / "a" / "checkpoint-2" / "low_bit").exists()
+    resumed = frozen(gptq, tmp_path / "b", **schedule)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    one, two = dict(adapter_tensors(straight.model)), dict(adapter_tensors(resumed.model))
+    assert one.keys() == two.keys() and all(torch.equal(two[name], t) for name, t in one.items())
+    with pytest.raises(ValueError, match="another run: lora_base was 'frozen'"):
+        make(gptq, tmp_path / "c", adapter(), quant_scheme="checkpoint", **schedule).train(
+            resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2")
+        )
+
+
+def test_an_adapter_beside_what_its_run_quantized_names_that(model, tmp_path):
+    trainer = make(model, tmp_path / "run", adapter(), lora_base="frozen", max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "low_bit"
+    card = (tmp_path / "run" / "low_bit" / "README.md").read_text()
+    assert "Quantized by rounding to nearest" in card and "trained by reinforcement" not in card
+    with pytest.raises(ValueError, match="low_bit is quantized already"):
+        export([str(tmp_path / "run" / "low_bit"), str(tmp_path / "low")])
+
+
+def test_an_export_merges_an_adapter_into_its_frozen_base_and_says_how_far_that_is(gptq, tmp_path, capsys):
+    trainer, nats = frozen(gptq, tmp_path / "run"), []
+    for scale, scheme in ((0.0, "W8A16"), (0.0, "W4A16"), (0.05, "W4A16")):
+        torch.manual_seed(0)
+        for name, p in trainer.model.named_parameters():
+            if "lora_B" in name:
+                p.data.normal_().mul_(scale)
+        trainer.save_model()
+        export([str(tmp_path / "run"), str(tmp_path / "low"), "--scheme", scheme])
+        nats.append(float(re.search(r"is (\S+) nats per token from base and adapter", capsys.readouterr().out)[1]))
+    merged = get_peft_model(load_master_weights(gptq, dtype="bfloat16"), adapter())
+    merged.load_state_dict({n: t for n, t in trainer.model.state_dict().items() if "lora" in n}, strict=False)
+    expected, found = dict(iter_low_bit_weights(apply_quantization(merged, "W4A16"))), stored_tensors(tmp_path / "low")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], t) for name, t in expected.items())
+    print(nats)
+    assert nats[0] < nats[1] < nats[2]  # of a base in 8 bits, as it was, and with an adapter that is rounded
+
+
+def test_the_reference_of_a_frozen_base_is_the_base(gptq, tmp_path):
+    trainer = frozen(gptq, tmp_path, beta=0.1, max_steps=2)
+    assert trainer.ref_model is None
+    trainer.train()
+    assert kls(trainer)[0] == 0.0
+
+
+def test_a_quantized_start_with_free_scales_resumes_bit_for_bit(gptq, tmp_path):
+    schedule = {"steps_per_generation": 1, "lr_scheduler_type": "constant", "quant_scheme": "checkpoint"}
     straight = make(gptq, tmp_path / "a", save_strategy="steps", save_steps=2, **schedule)
+    assert {p.dtype for p in straight.model.parameters()} == {torch.float32}
     straight.train()
     resumed = make(gptq, tmp_path / "b", **schedule)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     expected = master_weights(straight)
     assert all(torch.equal(value, expected[name]) for name, value in master_weights(resumed).items())
-    assert "scale" not in " ".join(load_file(tmp_path / "a" / "checkpoint-2" / "model.safetensors"))
-    for local in ("weight_scale", "weight_packed"):
-        one, two = layer_tensors(straight, local), layer_tensors(resumed, local)
-        assert all(torch.equal(one[name], two[name]) for name in one)
-    again = stored_tensors(tmp_path / "a" / "checkpoint-2" / "low_bit")
-    assert all(torch.equal(again[name], t) for name, t in layer_tensors(resumed, "weight_scale").items())
+    assert stored_tensors(tmp_path / "a" / "checkpoint-2" / "low_bit").keys() == stored_tensors(gptq).keys()
+
+
+def test_a_merged_adapter_starts_from_a_quantized_checkpoint(gptq, tmp_path):
+    trainer = make(gptq, tmp_path, adapter(), quant_scheme="checkpoint", learning_rate=2e-2, max_steps=2)
+    first = dict(iter_low_bit_weights(trainer.model))
+    assert first.keys() == stored_tensors(gptq).keys()
+    trainer.train()
+    changed = {n.split(".", 3)[-1] for n, t in iter_low_bit_weights(trainer.model) if not torch.equal(t, first[n])}
+    assert {name.rpartition(".")[0] for name in changed} == {"self_attn.q_proj", "mlp.down_proj"}
 
 
 def test_the_reference_model_is_the_decompressed_checkpoint(gptq, tmp_path):
-    trainer = make(gptq, tmp_path, quant_scheme="checkpoint", quant_freeze_scales=True, beta=0.1)
+    trainer = make(gptq, tmp_path, quant_scheme="checkpoint", beta=0.1)
     policy, reference = trainer.model.state_dict(), trainer.ref_model.state_dict()
     assert all(torch.equal(policy[name], value) for name, value in reference.items())
     assert not any(isinstance(module, QuantLinear) for module in trainer.ref_model.modules())
@@ -527,9 +597,10 @@ def test_the_reference_model_is_the_decompressed_checkpoint(gptq, tmp_path):
 
 
 def test_master_weights_that_the_user_loaded_are_taken_too(gptq, tmp_path):
-    trainer = make(load_master_weights(gptq), tmp_path / "a", quant_scheme="checkpoint", quant_freeze_scales=True)
-    start = stored_tensors(gptq)
-    assert all(torch.equal(t, start[name]) for name, t in layer_tensors(trainer, "weight_packed").items())
+    trainer = make(load_master_weights(gptq), tmp_path / "a", quant_scheme="checkpoint")
+    named = make(gptq, tmp_path / "c", quant_scheme="checkpoint")
+    expected = layer_tensors(named, "weight_packed")
+    assert all(torch.equal(t, expected[name]) for name, t in layer_tensors(trainer, "weight_packed").items())
     with pytest.raises(ValueError, match=r"(?s)quantized already.*load_master_weights"):
         make(AutoModelForCausalLM.from_pretrained(gptq), tmp_path / "b")
 
@@ -562,7 +633,7 @@ def test_a_mixture_of_experts_is_trained_and_saved_as_llm_compressor_saves_its_m
     trainer.train()
     experts = trainer.model.model.layers[0].mlp.experts
     assert isinstance(experts, QuantExperts)
-    assert experts.has_run
+    assert experts.gemm is not None
     moved = {name for name, p in master_weights(trainer).items() if not torch.equal(p, before[name])}
     names = "experts.gate_up_proj", "experts.down_proj", "gate.weight"
     assert {f"model.layers.0.mlp.{name}" for name in names} <= moved

@@ -5,7 +5,7 @@ from configs import config
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.validate import check_adapter, check_arguments
+from qarl_trl.validate import check_adapter, check_arguments, check_layers, config_of
 
 
 def lora(**changes):
@@ -69,3 +69,44 @@ def test_the_adapters_of_a_peft_model_are_checked_too(tmp_path, tiny_model):
     with pytest.raises(ValueError, match=r"lora_dropout=0\.1"):
         check_arguments(model, config(tmp_path), {})
     check_arguments(get_peft_model(tiny_model(num_hidden_layers=1), lora()), config(tmp_path), {})
+
+
+# A frozen base -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapter", "words"),
+    [
+        ({}, None, "needs peft_config, and the name of a model"),
+        ({}, {"modules_to_save": ["lm_head"]}, "vLLM serves no adapter with modules_to_save"),
+        ({}, {"rank_pattern": {"q_proj": 2}}, "vLLM serves no adapter with rank_pattern"),
+        ({}, {"alpha_pattern": {"q_proj": 2}}, "vLLM serves no adapter with alpha_pattern"),
+        ({}, {"use_dora": True}, "use_dora=True"),
+        ({}, {"target_modules": ["embed_tokens"]}, "'model.embed_tokens'.*is not quantized"),
+        ({"use_vllm": True}, {"r": 1024}, "r must be at most 512 for vLLM"),
+        ({"use_vllm": True, "vllm_mode": "server", "sync_folder": "s"}, {}, "with vllm_mode='colocate'"),
+    ],
+)
+def test_what_a_frozen_base_does_not_take_is_one_line_before_a_model_loads(
+    tmp_path, tiny_model, changes, adapter, words
+):
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    for file in tmp_path.glob("model/*.safetensors"):  # control: it is never read
+        file.write_bytes(file.read_bytes()[:1000])
+    args = config(tmp_path / "run", lora_base="frozen", **{**changes, "sync_folder": changes.get("sync_folder")})
+    given = {"peft_config": None if adapter is None else lora(**adapter)}
+    with pytest.raises(ValueError, match=words) as error:
+        check_arguments(str(tmp_path / "model"), args, given)
+        check_layers(config_of(str(tmp_path / "model"), args), args.quant_plan(), args, given["peft_config"])
+    assert "\n" not in str(error.value)
+
+
+def test_experts_are_no_frozen_base(tmp_path, tiny_model):
+    tiny_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    args = config(tmp_path / "run", lora_base="frozen")
+    with pytest.raises(ValueError, match="needs linear layers, got the experts"):
+        check_layers(config_of(str(tmp_path / "model"), args), args.quant_plan(), args, lora())
+    given = config(
+        tmp_path / "run", lora_base="frozen", quant_ignore=["lm_head", "re:.*experts.*", r"re:.*mlp\.gate$"]
+    )
+    check_layers(config_of(str(tmp_path / "model"), given), given.quant_plan(), given, lora())  # control

@@ -52,9 +52,7 @@ def damage(folder: Path) -> str | None:
         return f"{error.filename} is missing"
     except (ValueError, KeyError, TypeError):
         return f"its {MANIFEST} is cut off"
-    wrong = [
-        f"{name} has {found[name]} bytes, must have {size}" for name, size in sizes.items() if found[name] != size
-    ]
+    wrong = [f"{name} has {found[name]} bytes, needs {size}" for name, size in sizes.items() if found[name] != size]
     return wrong[0] if wrong else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,7 +59,7 @@ class CheckpointMixin:
             # Left from an earlier call they are of other weights: it may have failed, and this one may resume.
             self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
             for _, layer in quantized_modules(self._unwrapped):
-                layer.forget()  # shards do not tell that they were loaded
+                layer.low_bit_cache.clear()  # shards do not tell that they were loaded
             output = super().train(checkpoint, *args, **kwargs)
         if output.global_step == 0:
             raise NoUpdateError("The run ended without an update: train_dataset gave no full rollout batch.")
@@ -68,21 +69,27 @@ class CheckpointMixin:
         """
         Write the low-bit checkpoint (with quantization off: what TRL writes) into `output_dir`, by default `args.output_dir`.
 
-        With LoRA: the adapter, and the merged low-bit checkpoint in its sub-folder `low_bit/`.
+        With LoRA: the adapter, and in its sub-folder `low_bit/` the merged low-bit checkpoint, or the frozen base that a run quantized.
         """
-        path = Path(output_dir or self.args.output_dir)
+        path, args = Path(output_dir or self.args.output_dir), self.args
         beside = self._incoming is not None or is_peft_model(self._unwrapped)  # of master weights, an adapter
-        if beside or not self.args.quantized:
+        if beside or not args.quantized:
             super().save_model(str(path), _internal_call=True)
             share(path)
-        if self.args.quantized and (self.args.export_low_bit or not self._incoming):
+        if args.frozen and not args.from_checkpoint and args.should_save:
+            file = path / "adapter_config.json"  # peft's names the model that was quantized: another policy
+            named = json.loads(file.read_text()) | {"base_model_name_or_path": self._frozen_base}
+            file.write_text(json.dumps(named, indent=2, sort_keys=True))
+        stored = args.frozen and (args.from_checkpoint or self._incoming)  # what stays is written once
+        if args.quantized and not stored and (args.export_low_bit or not self._incoming):
             self._save_low_bit(path / LOW_BIT_FOLDER if beside else path)
 
     def _save_low_bit(self, path: Path) -> None:
         weights = iter_low_bit_weights(self._unwrapped, readable_parameters(self._unwrapped, self._dist))
         if self.args.should_save:
             save_low_bit(self._unwrapped, self.processing_class, path, weights=weights)
-            write_card(path, self.hub_model_id, **training_facts(self))
+            repository = self._frozen_base if self.args.frozen and self.hub_model_id else self.hub_model_id
+            write_card(path, repository, **training_facts(self))
         else:
             for _ in weights:  # take part in the gathers
                 pass

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Of a model's folder: what gives its tokens, its weights and its outputs.
 _MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
 # Settings that give a rollout or an update another meaning, and those that cut a rollout batch into micro-batches.
-_MEANING = ("quantize_learner", "quant_freeze_scales", "loss_type", "optim_muon", "world_size")
+_MEANING = ("quantize_learner", "lora_base", "loss_type", "optim_muon", "world_size")
 BATCH = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
 
 logger = get_logger(__name__)
@@ -73,13 +73,9 @@ def _find(wish: str, output_dir: Path) -> str | None:
         return str(done[-1])
     if bad:
         # To start over by oneself would in the end write over what may still be saved by hand.
-        raise ValueError(
-            f"{output_dir} has only damaged checkpoints. To start over, move them away: {'; '.join(bad)}."
-        )
+        raise ValueError(f"{output_dir} has only damaged checkpoints. To start over, move them: {'; '.join(bad)}.")
     if wish.lower() == "true":
-        raise ValueError(
-            f"resume_from_checkpoint={wish} found no checkpoint in {output_dir}. Give its path, or 'auto'."
-        )
+        raise ValueError(f"resume_from_checkpoint={wish} found no checkpoint in {output_dir}. Give a path, or 'auto'.")
     return None
 
 
@@ -98,9 +94,7 @@ def _checked(found: str | None, args: QaRLConfig, identity: Mapping[str, Any]) -
         raise ValueError("sync_ref_model=True cannot be resumed: its reference is in no checkpoint. Set it to False.")
     stored = read_manifest(Path(found))
     if "scheduler.pt" not in stored["files"] and args.deepspeed_plugin is None:
-        raise ValueError(
-            f"{found} holds weights without the optimizer (save_only_model). Give it as the model instead."
-        )
+        raise ValueError(f"{found} holds weights without the optimizer (save_only_model). Give it as the model.")
     for name, value in identity.items():
         if name != "model" and stored.get(name, value) != value:
             raise ValueError(

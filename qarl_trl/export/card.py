@@ -32,7 +32,10 @@ def base_facts(name: str) -> dict[str, Any]:
 def training_facts(trainer: Any) -> dict[str, Any]:
     """What a card says of a training run so far."""
     args, packages = trainer.args, ("qarl_trl", "trl", "transformers", "torch")
-    return base_facts(base_model(trainer._unwrapped).config._name_or_path) | {
+    facts = base_facts(base_model(trainer._unwrapped).config._name_or_path)
+    if args.frozen:  # the weights are not what was trained
+        return facts
+    return facts | {
         "rewards": trainer.reward_func_names,
         "objective": "TBPO (trust-band policy optimization)" if args.loss_type == "tbpo" else args.loss_type,
         "aligned": args.quantize_learner,
@@ -58,7 +61,7 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
     if "config_groups" not in (quantized := config.get("quantization_config") or {}):
         raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
     schemes = [QuantizationScheme.model_validate(group) for group in quantized["config_groups"].values()]
-    names = [_name(scheme) for scheme in schemes]
+    names = [scheme_name(scheme) for scheme in schemes]
     values: dict[str, Any] = {
         "name": repo.split("/")[-1] if repo else folder.resolve().name,
         "target": repo or ADDRESS,
@@ -72,7 +75,8 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
     return ModelCard.from_template(ModelCardData(), str(Path(__file__).with_name("card.md")), **facts, **values)
 
 
-def _name(scheme: QuantizationScheme) -> str:
+def scheme_name(scheme: QuantizationScheme) -> str:
+    """Its name in our table, or what the bits of weights and activations make of it."""
     try:
         return support_of(scheme).name
     except ValueError:  # made by another method: GPTQ with an order of its own, a fixed scale of activations

@@ -105,7 +105,8 @@ def save_low_bit(
         raise ValueError("The model has no quantized layer. Call apply_quantization(model, scheme) before saving.")
     check_target(path)
     stream = iter_low_bit_weights(model) if weights is None else weights
-    state_dict = {name: _owning(tensor.to("cpu")) for name, tensor in stream}
+    # Copies: safetensors refuses tensors that share a storage, as the experts of a layer do.
+    state_dict = {name: tensor.to("cpu", copy=True) for name, tensor in stream}
     path.mkdir(parents=True, exist_ok=True)
     for left in path.glob(f"{SCRATCH}*"):  # by a process that was killed
         shutil.rmtree(left)
@@ -130,11 +131,6 @@ def check_target(path: str | os.PathLike) -> None:
         raise ValueError(
             f"{path} holds a training checkpoint or an unquantized model ({found[:3]}), which low bits would replace. Use another."
         )
-
-
-def _owning(tensor: Tensor) -> Tensor:
-    """`tensor` with a storage of its own, which safetensors demands: experts are views of one."""
-    return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
 
 def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any], folder: Path) -> None:

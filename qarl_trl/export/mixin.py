@@ -8,9 +8,10 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from huggingface_hub import CommitInfo
 
-from .card import training_facts, write_card
+from ..quant.names import base_model
+from .card import ADDRESS, CARD, base_facts, training_facts, write_card
 from .low_bit import LOW_BIT_FOLDER
-from .push import push, repository_of
+from .push import open_repo, push, repository_of
 
 
 class SharingMixin:
@@ -19,9 +20,15 @@ class SharingMixin:
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """The card of the low-bit model in `output_dir`. `model_name` is not used: it is the repository's."""
-        if not self.args.quantized:
+        """The card of the low-bit model in `output_dir`; beside a frozen base TRL's, and how to load both. `model_name` is not used."""
+        if not self.args.quantized or self.args.frozen:
             super().create_model_card(model_name, dataset_name, tags)
+            if self.args.frozen and self.is_world_process_zero():
+                (config,) = self._unwrapped.peft_config.values()
+                names = {"adapter": self.hub_model_id or ADDRESS, "base": self._frozen_base, "rank": config.r}
+                text = Path(__file__).with_name("adapter.md").read_text()
+                with Path(self.args.output_dir, CARD).open("a") as card:
+                    card.write(text.format(**names))
         # While a checkpoint is written, what is in `output_dir` is of an earlier step.
         elif self.is_world_process_zero() and not self._incoming:
             data, tags = dataset_name and [dataset_name], [tags] if isinstance(tags, str) else tags
@@ -36,12 +43,22 @@ class SharingMixin:
         self.hub_model_id = self.hub_model_id or repository_of(self.args)
         self.create_model_card(**{"model_name": self.hub_model_id} | kwargs)
         args = self.args
+        if args.frozen and not args.from_checkpoint:
+            base = open_repo(self._frozen_base, args.hub_token, args.hub_private_repo, args.hub_revision)
+            push(Path(args.output_dir, LOW_BIT_FOLDER), base, commit_message, args.hub_token, args.hub_revision)
         return push(self._model_output, self.hub_model_id, commit_message, args.hub_token, args.hub_revision)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Nothing: the model is pushed at the end."""
 
     @property
+    def _frozen_base(self) -> str:
+        """Where others find the frozen base: the checkpoint of the run, or what it quantized, in a repository or beside the adapter."""
+        if self.args.from_checkpoint:
+            return base_facts(base_model(self._unwrapped).config._name_or_path)["base"]
+        return f"{self.hub_model_id}-base" if self.hub_model_id else LOW_BIT_FOLDER
+
+    @property
     def _model_output(self) -> Path:
-        beside = self.args.quantized and is_peft_model(self._unwrapped)
+        beside = self.args.quantized and not self.args.frozen and is_peft_model(self._unwrapped)
         return Path(self.args.output_dir, LOW_BIT_FOLDER if beside else "")

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from ..quant.names import base_model
 
 
 ATTENTION = "qarl_packed_sdpa"
@@ -21,19 +23,14 @@ class LostSequences(RuntimeError):
 
 def use_packed_attention(model: nn.Module) -> None:
     """Let a `model` on transformers' sdpa attend within each sequence of a packed row; with a mask it stays stock sdpa."""
-    causal_lm = transformers_model(model)
+    causal_lm = base_model(model)
     if causal_lm.config._attn_implementation == "sdpa":
         causal_lm.set_attn_implementation(ATTENTION)
 
 
-def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers within an adapter or a wrapper."""
-    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-
-
 def sequence_arguments(model: nn.Module, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Keyword arguments of the forward that tell the attention of `model` where the sequences of a packed row lie."""
-    if "flash" not in (transformers_model(model).config._attn_implementation or ""):
+    if "flash" not in (base_model(model).config._attn_implementation or ""):
         return {"sequence_lengths": tuple(lengths)}  # numbers: a tensor would be read back in every layer
     starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     longest = max(lengths)

@@ -82,9 +82,7 @@ class PackedPasses:
             reason = unfit(bare) or self._crossing(model, bare)
             self._why_padded[bare] = reason
             if reason is not None:
-                logger.warning(
-                    "max_tokens_per_pass: %s runs on padded rows, as in TRL, because %s.", type(bare).__name__, reason
-                )
+                logger.warning("max_tokens_per_pass: %s runs on padded rows, because %s.", type(bare).__name__, reason)
         return self._why_padded[bare] is None
 
     def _crossing(self, model: nn.Module, bare: Any) -> str | None:
@@ -96,7 +94,7 @@ class PackedPasses:
             return unpack([self._forward(model, packed).log_probs], [packed], len(ids), keep)
 
         try:
-            reason = crossing(model, score, bare.config.get_text_config().vocab_size)
+            reason = crossing(model, score, bare.config)
         except LostSequences:
             reason = "its layers do not tell their attention where sequences start"
         wrong = self.gather(torch.tensor([reason is not None], device=device)).any()

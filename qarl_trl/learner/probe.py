@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ..quant.experts import num_experts
-from .attention import transformers_model
+from ..quant.names import base_model
 
 
 LENGTH = 12
@@ -23,7 +24,7 @@ NOISE = 0.25
 
 def unfit(model: nn.Module) -> str | None:
     """Why the packed rows of a `model` cannot be right, by its config and signature; `None` when nothing speaks against it."""
-    causal_lm = transformers_model(model)
+    causal_lm = base_model(model)
     config = causal_lm.config
     if config.get_text_config() is not config:
         return "it has other parts than a text model, which count positions in their own way"
@@ -39,14 +40,14 @@ def unfit(model: nn.Module) -> str | None:
     return None
 
 
-def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], vocab_size: int) -> str | None:
+def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], config: PretrainedConfig) -> str | None:
     """
     What was seen when packing is wrong: a sequence that changes with its neighbour, or with being packed. Otherwise `None`.
 
     `score` gives of ids `(B, L)` the log-probs `(B, n)` of the last `n`, in one packed pass; evaluation mode, no gradients.
     """
     generator = torch.Generator().manual_seed(0)
-    first, other, last = torch.randint(vocab_size, (3, 1, LENGTH), generator=generator)
+    first, other, last = torch.randint(config.get_text_config().vocab_size, (3, 1, LENGTH), generator=generator)
     keep = LENGTH - 1
     training = model.training
     model.eval()
@@ -60,7 +61,7 @@ def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], vocab_siz
         model.train(training)
     seen = (continued - alone).abs().mean() * NOISE
     change = (beside_first - beside_other).abs().mean()
-    if change > (seen if num_experts(transformers_model(model).config) else 0):
+    if change > (seen if num_experts(config) else 0):
         return f"a sequence's log-probs change by {change:.1e} with its neighbour"
     change = (beside_first - alone).abs().mean()
     if not change <= seen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +14,11 @@ from transformers import TrainerCallback
 from ..quant.linear import LowBitLayer
 
 
-if TYPE_CHECKING:
-    from ..config import QaRLConfig
-
-
 class WeightFlips:
     """
     Share of quantized values that changed between two syncs.
 
-    Exact for weights of up to `most` stored bytes, beyond them of so many bytes, evenly strided. Where each process holds its own
-    rows, of those.
+    Exact for weights of up to `most` stored bytes, beyond them of so many, evenly strided; of the rows that this process holds.
     """
 
     def __init__(self, most: int = 524_288) -> None:
@@ -35,7 +30,7 @@ class WeightFlips:
         """`quant/flip_frac` since the last call; empty on the first call or without low-bit layers."""
         changed = total = 0
         for module_name, module in modules:
-            for name, weight in module.last_low_bits().items():
+            for name, weight in module.low_bit_cache.last().items():
                 stored = weight.quantized.reshape(-1).view(torch.uint8)
                 sample = stored[:: max(1, math.ceil(len(stored) / self._most))].clone()
                 last = self._last.get(f"{module_name}.{name}")
@@ -51,29 +46,24 @@ class WeightFlips:
 
 
 class StepClock(TrainerCallback):
-    """
-    Splits each optimizer step into rollout, weight sync and update.
-
-    The `engine` (`LowBitVLLMGeneration`, if there is one) counts the seconds of rollouts and weight syncs, `log` takes a metric's name
-    and value, `flips` gives the metrics of the quantized weights that a sync changed, `after_first` is called after the first step.
-    """
+    """Splits each optimizer step into rollout, weight sync and update."""
 
     def __init__(
         self,
-        engine: Any,
-        log: Callable[[str, float], None],
-        flips: Callable[[], dict[str, float]],
-        after_first: Callable[[], None],
+        engine: Any,  # a `LowBitVLLMGeneration`, if there is one: it counts the seconds of rollouts and weight syncs
+        log: Callable[[str, float], None],  # takes a metric's name and value
+        flips: Callable[[], dict[str, float]],  # the metrics of the quantized values that a sync changed
+        after_first: Callable[[], None],  # called after the first step
     ) -> None:
         self._engine, self._log, self._flips, self._after_first = engine, log, flips, after_first
         self._stepped = False
 
-    def on_step_begin(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start = time.perf_counter()
         if self._engine is not None:  # what an evaluation generated does not belong to this step
             self._engine.reset_clock()
 
-    def on_step_end(self, args: QaRLConfig, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         total, engine = time.perf_counter() - self._start, self._engine
         rollout, sync = (0.0, 0.0) if engine is None else (engine.rollout_seconds, engine.sync_seconds)
         if rollout and engine.num_syncs:  # of this step, or of an evaluation just before it

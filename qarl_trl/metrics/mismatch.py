@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..loss import mismatch_weight
-
-
-if TYPE_CHECKING:
-    from ..config import QaRLConfig
 
 
 # Share of tokens without a log-prob of the engine. TRL gives them weight 1, which is meant for single ones.
@@ -62,9 +57,9 @@ def mismatch_metrics(
     return {name: value.item() for name, value in metrics.items()}
 
 
-def check_mismatch(logp_diff: float, unscored: float, args: QaRLConfig) -> None:
+def check_mismatch(logp_diff: float, unscored: float, threshold: float | None) -> None:
     """
-    Stop (`RuntimeError`) at log-probs that are no numbers, and at a mismatch above `args.mismatch_abort_threshold`.
+    Stop (`RuntimeError`) at log-probs that are no numbers, and at a mismatch above the `threshold` (`mismatch_abort_threshold`).
 
     `logp_diff` is the mean over all tokens in nats, `unscored` the share that the engine could not score in the worst process.
     """
@@ -74,7 +69,6 @@ def check_mismatch(logp_diff: float, unscored: float, args: QaRLConfig) -> None:
             f"NaN to {unscored:.0%} of the tokens of a process. Compare with quant_scheme='none', and lower the learning rate if "
             "the run was healthy before."
         )
-    threshold = args.mismatch_abort_threshold
     if threshold is not None and logp_diff > threshold:
         raise RuntimeError(
             f"The mean log-prob mismatch between engine and learner is {logp_diff:.4f} nats per token, above "

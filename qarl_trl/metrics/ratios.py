@@ -18,36 +18,28 @@ FIRST_RATIO_TOLERANCE = 1e-6
 logger = get_logger(__name__)
 
 
-class RatioMeter:
-    """
-    Measures `ratio/*` and `error_tokens/*` of each micro-batch; see docs/metrics.md.
-
-    `band` has the bounds of TBPO, also where the loss is another; then a `prefix` marks the shares beyond them, because TRL logs
-    those beyond the loss's own bounds (`clip_ratio/*`). `gather` puts the rows of all processes one after the other.
-    """
-
-    def __init__(self, band: TrustBand, prefix: str, gather: Callable[[Tensor], Tensor]) -> None:
-        self._band, self._prefix, self._gather = band, prefix, gather
-
-    @torch.no_grad()
-    def measure(self, logps: Tensor, batch: dict[str, Any], errors: Tensor, fresh: bool) -> dict[str, float]:
-        """
-        The metrics over all processes, in one collective.
-
-        `logps` are of the current policy, `errors` the error tokens of TRL's micro-batch (bool), both `(B, T)`. `fresh`: no optimizer
-        step came since the rollout, so that every ratio must be 1.
-        """
-        old = batch.get("old_per_token_logps", logps)
-        columns = completion_columns(logps, old, loss_mask(batch), batch["advantages"], errors)
-        rows = self._gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
-        metrics = ratio_metrics(dict(zip(columns, rows.unbind(1), strict=True)), self._band, self._prefix)
-        off = max(abs(metrics["ratio/min"] - 1), abs(metrics["ratio/max"] - 1))
-        if fresh and off > FIRST_RATIO_TOLERANCE:
-            logger.warning_once(
-                "Sequence ratios are not 1 before any update of a rollout batch (ratio/min, ratio/max): `old` and current log-probs come "
-                "from different kernels or batch shapes, and the loss clips that noise."
-            )
-        return metrics
+@torch.no_grad()
+def measure_ratios(
+    logps: Tensor,  # `(B, T)` of the current policy
+    batch: dict[str, Any],  # TRL's micro-batch
+    errors: Tensor,  # its error tokens, bool `(B, T)`
+    band: TrustBand,  # TBPO's, also where the loss is another
+    prefix: str,  # of the shares beyond the band where it is: TRL logs those beyond the loss's own bounds (`clip_ratio/*`)
+    gather: Callable[[Tensor], Tensor],  # puts the rows of all processes one after the other
+    fresh: bool,  # whether no optimizer step came since the rollout, so that every ratio must be 1
+) -> dict[str, float]:
+    """`ratio/*` and `error_tokens/*` of a micro-batch over all processes, in one collective; see docs/metrics.md."""
+    old = batch.get("old_per_token_logps", logps)
+    columns = completion_columns(logps, old, loss_mask(batch), batch["advantages"], errors)
+    rows = gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
+    metrics = ratio_metrics(dict(zip(columns, rows.unbind(1), strict=True)), band, prefix)
+    off = max(abs(metrics["ratio/min"] - 1), abs(metrics["ratio/max"] - 1))
+    if fresh and off > FIRST_RATIO_TOLERANCE:
+        logger.warning_once(
+            "Sequence ratios are not 1 before any update of a rollout batch (ratio/min, ratio/max): `old` and current log-probs come "
+            "from different kernels or batch shapes, and the loss clips that noise."
+        )
+    return metrics
 
 
 def completion_columns(

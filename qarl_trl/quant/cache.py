@@ -50,13 +50,9 @@ class LowBitCache:
         own: Sequence[Tensor],
         given: Sequence[Tensor] | None,
         quantize: Callable[..., Any],
-        others: tuple[Any, ...] = (),
+        others: tuple[Any, ...] = (),  # what else the result depends on
     ) -> Any:
-        """
-        `quantize` of a layer's `own` parameters, or of those `given` instead (in full or as shards); or what it gave last.
-
-        `others` is what else the result depends on.
-        """
+        """`quantize` of a layer's `own` parameters, or of those `given` instead (in full or as shards); or what it gave last."""
         # Once a layer was seen in shards it stays so: in its forward FSDP shows it a whole parameter like any other.
         if any(map(is_partitioned, own)) or (given is not None and not all(map(_is_alias, given, own))):
             self._sharded = True

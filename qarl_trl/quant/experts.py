@@ -40,8 +40,7 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
     The (token, choice) pairs of a batch, sorted by expert, from the router's choices `(tokens, top_k)`.
 
     Returns each pair's number `token * top_k + choice`, int64 `(pairs,)`, those of one expert in rising order; where in it each
-    number is, int64 `(pairs,)`; and for each expert the place behind its last pair, int32 `(experts,)`. All stay on the device,
-    which is never waited for.
+    number is, int64 `(pairs,)`; and for each expert the place behind its last pair, int32 `(experts,)`. No host sync.
     """
     chosen, pairs = top_k_index.reshape(-1).sort(stable=True)
     experts = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
@@ -59,8 +58,8 @@ class QuantExperts(LowBitLayer, nn.Module):
     """
     A module of experts of transformers after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
-    Its parameters, names and `state_dict` are those it had. `frozen_qparams` are those of all experts of a parameter, one
-    above the other. While a parameter multiplies, all its experts are dequantized: one layer's, and nothing is kept.
+    Its parameters, names and `state_dict` are those it had. While a parameter multiplies, all its experts are dequantized, and nothing
+    is kept.
     """
 
     gate_up_proj: Tensor

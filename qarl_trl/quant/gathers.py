@@ -34,14 +34,10 @@ def gathers_quantized(shape: Sequence[int], ranks: int, scheme: QuantizationSche
 class MasterShard(Tensor):
     """
     A master weight, whole or the rows of this process, of which FSDP2 gathers quantized values; otherwise the tensor it was made of.
-
-    Attributes:
-        plain (`Tensor`): That tensor, in the same memory.
-        parameter (`str`): Its name in its module, a `LowBitLayer`.
     """
 
-    plain: Tensor
-    parameter: str
+    plain: Tensor  # that tensor, in the same memory
+    parameter: str  # its name in its module, a `LowBitLayer`
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -110,12 +106,10 @@ class GatheredWeight(Tensor):
     Placeholder parameter that holds packed weights: the leaf that receives the gradient of a whole weight that is nowhere.
 
     Any operation on it is an error. A plain tensor without memory would crash, or compute with garbage.
-
-    Attributes:
-        held (`list`): The low-bit weight, and the `DTensor` of the master weights that it was made of. A list, so that what autograd
-            and FSDP2 detach of the parameter holds what the parameter holds.
     """
 
+    # The low-bit weight, and the `DTensor` of the master weights that it was made of. A list, so that what autograd and FSDP2 detach
+    # of the parameter holds what the parameter holds.
     held: list[Any]
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -124,10 +118,6 @@ class GatheredWeight(Tensor):
         weight = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         weight.held = held
         return weight
-
-    @property
-    def low_bit(self) -> LowBitWeight:
-        return self.held[0]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -25,11 +25,9 @@ class Gemm:
     `y = x @ W_low_bit^T + b` as the rollout engine computes it, and what the backward needs of it.
 
     A bias is added where the engine adds it: to the float32 sums, or to the rounded output.
-
-    Attributes:
-        prepares (`bool`): Whether it keeps a form of its own of the quantized values, beside them (`LowBitWeight.prepared`).
     """
 
+    # Whether it keeps a form of its own of the quantized values, beside them (`LowBitWeight.prepared`).
     prepares = False
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:

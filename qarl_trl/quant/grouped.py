@@ -48,8 +48,7 @@ class ExpertsGemm(Gemm):
     """
     `gemm` for all experts: `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, forward and backward.
 
-    Of `x` `(pairs, in)`, sorted by expert, and a weight `(experts * out, in)`; `offsets` is the row behind each expert's last,
-    int32 `(experts,)`.
+    Of `x` `(pairs, in)`, sorted by expert, and a weight `(experts * out, in)`; `offsets`, int32 `(experts,)`: rows behind the last ones.
     """
 
     def __init__(self, gemm: Gemm, offsets: Tensor) -> None:
@@ -63,7 +62,9 @@ class ExpertsGemm(Gemm):
             raise NotImplementedError(f"{type(self.gemm).__name__} has no gemm for experts. Use quant_kernel='auto'.")
         # torch's 4-bit kernel quantizes the bfloat16 cast of its input.
         saved = self.gemm.quantize(x.to(torch.bfloat16) if isinstance(self.gemm, CpuInt4Int8Gemm) else x)
-        if isinstance(self.gemm, Fp8Gemm) and _has_grouped_float8(x):
+        # torch's grouped float8 GEMM is for Hopper and B200, and gives bfloat16.
+        on_gpu = x.device.type != "cpu" and x.dtype == torch.bfloat16
+        if isinstance(self.gemm, Fp8Gemm) and on_gpu and torch.cuda.get_device_capability(x.device)[0] in (9, 10):
             return self._float8(self.gemm, *saved, weight, x.dtype), saved
         return self._expert_by_expert(x, weight), saved
 
@@ -95,12 +96,3 @@ class ExpertsGemm(Gemm):
                 outputs.append(self.gemm.forward(x[start:end], part)[0])
             start = end
         return torch.cat(outputs)
-
-
-def _has_grouped_float8(x: Tensor) -> bool:
-    """Whether torch's grouped float8 GEMM, which is for Hopper and B200 and gives bfloat16, takes these rows."""
-    return (
-        x.device.type != "cpu"
-        and x.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-    )

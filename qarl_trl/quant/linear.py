@@ -6,7 +6,7 @@ export; the layer has exactly the parameters, names and `state_dict` of the `nn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from .cache import LowBitCache
 from .gathers import GatheredWeight, is_packed, whole_weights
 from .gemm import Bias, Gemm, GemmChoice
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
-from .reference import QParams
 from .shards import quantize_own, quantize_shards
 
 
@@ -32,7 +31,8 @@ class LowBitMatmul(torch.autograd.Function):
     """
     `y = x @ Q(W)^T + b` with the straight-through estimator: the gradient of `Q(W)` is given to `W` unchanged.
 
-    `sources` are what `W` is made of: the master weight alone, or with a `chain` what that gives gradients to (LoRA's factors).
+    `sources` are what `W` is made of: the master weight alone, or with a `chain` what that gives gradients to (LoRA's factors);
+    none of a frozen weight.
     `x` is cast to `dtype` in here, where layers with the same input can share the cast.
     """
 
@@ -42,10 +42,11 @@ class LowBitMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.input_dtype, x = x.dtype, memoize_last(Tensor.to, x, dtype)
         y, saved = gemm.forward(x, w, None if b is None else b.to(x.dtype))
-        ctx.weight, ctx.gemm, ctx.chain, ctx.master_dtype = w, gemm, chain, sources[0].dtype
+        saved = saved if sources else ()  # frozen: no gradient wants the input
+        ctx.weight, ctx.gemm, ctx.chain, ctx.num_saved = w, gemm, chain, len(saved)
         ctx.bias_dtype = None if b is None else b.dtype
+        ctx.master_dtype = sources[0].dtype if sources else None
         # The master weight is not saved: its gradient does not need it, and it may be written to before the backward.
-        ctx.num_saved = len(saved)
         ctx.save_for_backward(*saved, *(sources if chain else ()))
         return y
 
@@ -76,31 +77,21 @@ class LowBitLayer:
     # `False` leaves the forward in high precision while `low_bit` still serves the sync and the export: the quantized-rollout
     # baseline of the paper.
     quantized_forward: bool
-    # Scale and zero point that a weight keeps, by parameter; empty where they follow the weight. No parameters and no buffers, so
-    # that the `state_dict` stays what it was.
-    frozen_qparams: dict[str, QParams]
     # The other layers that an engine merges with this one, where the scheme has a global scale that they must share.
     merged_with: tuple[QuantLinear, ...]
     high_precision_class: type[Any]  # that the module had
-    _low_bit_cache: LowBitCache
-    _gemm: Gemm | None
+    low_bit_cache: LowBitCache  # by parameter, of LoRA by adapter ("": none)
+    gemm: Gemm | None  # chosen in the first low-bit forward
     packed_parameters = tuple[str, ...]()  # of which FSDP2 may gather quantized values
 
     @classmethod
-    def convert(
-        cls,
-        module: Any,
-        scheme: QuantizationScheme,
-        gemm: GemmChoice,
-        quantized_forward: bool,
-        qparams: Mapping[str, QParams],
-    ) -> None:
+    def convert(cls, module: Any, scheme: QuantizationScheme, gemm: GemmChoice, quantized_forward: bool) -> None:
         """Make `module` a layer of this class, in place."""
         module.high_precision_class = type(module)
         module.__class__ = cls
         module.scheme, module.gemm_for = scheme, gemm
-        module.quantized_forward, module.frozen_qparams, module.merged_with = quantized_forward, dict(qparams), ()
-        module._low_bit_cache, module._gemm = LowBitCache(), None
+        module.quantized_forward, module.merged_with = quantized_forward, ()
+        module.low_bit_cache, module.gemm = LowBitCache(), None
 
     def restore(self) -> None:
         """Undo `convert`."""
@@ -122,15 +113,15 @@ class LowBitLayer:
         own = getattr(self, parameter)
         source = own if weight is None else weight
         if isinstance(source, GatheredWeight):  # in a forward under FSDP2
-            return source.low_bit
+            return source.held[0]
         if is_packed(own) and isinstance(source, DTensor):  # outside of one: only this process's rows are kept
             rows = None
             if source.to_local().data_ptr() == own.to_local().data_ptr():
                 rows = self.own_low_bit(parameter, anew=weight is not None)
-            return quantize_shards(source, self.scheme, self._qparams_of(parameter, source.device), rows)
+            return quantize_shards(source, self.scheme, rows)
         others = tuple((layer.weight.data_ptr(), layer.weight._version) for layer in self.merged_with)
-        given, quantize = None if weight is None else (weight,), partial(self._quantize, parameter=parameter)
-        return self._low_bit_cache.get(parameter, (own,), given, quantize, others)
+        given = None if weight is None else (weight,)
+        return self.low_bit_cache.get(parameter, (own,), given, self._quantize, others)
 
     @torch.no_grad()
     def own_low_bit(self, parameter: str, anew: bool = False) -> LowBitWeight:
@@ -142,45 +133,23 @@ class LowBitLayer:
         """
         weight = getattr(self, parameter)
         own = weight.to_local()
-        quantize = partial(quantize_own, scheme=self.scheme, qparams=self._qparams_of(parameter, weight.device))
+        quantize = partial(quantize_own, scheme=self.scheme)
         others = own.data_ptr(), own._version, weight._version
-        return self._low_bit_cache.get(parameter, (weight,), (weight,) if anew else None, quantize, others)
+        return self.low_bit_cache.get(parameter, (weight,), (weight,) if anew else None, quantize, others)
 
-    def _quantize(self, weight: Tensor, parameter: str = "weight") -> LowBitWeight:
-        weight = weight.detach()
-        qparams, largest = self._qparams_of(parameter, weight.device), None
+    def _quantize(self, weight: Tensor) -> LowBitWeight:
+        weight, largest = weight.detach(), None
         if self.merged_with:
             weights = (weight, *(layer.weight for layer in self.merged_with))
             largest = torch.stack([largest_magnitude(w, self.scheme) for w in weights]).max()
         if isinstance(weight, DTensor):
-            return quantize_shards(weight, self.scheme, qparams)
-        return quantize_weight(weight.flatten(0, -2), self.scheme, qparams, largest)
-
-    def _qparams_of(self, parameter: str, device: torch.device) -> QParams | None:
-        """The `frozen_qparams` of a parameter, on `device` from then on."""
-        qparams = self.frozen_qparams.get(parameter)
-        if qparams is not None and qparams[0].device != device:
-            scale, zeros = qparams
-            qparams = self.frozen_qparams[parameter] = scale.to(device), zeros if zeros is None else zeros.to(device)
-        return qparams
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the low-bit forward was used since quantization."""
-        return self._gemm is not None
-
-    def last_low_bits(self) -> dict[str, LowBitWeight]:
-        """What was quantized last, without looking at the master weights: by parameter, of LoRA by adapter ("": none)."""
-        return self._low_bit_cache.last()
-
-    def forget(self) -> None:
-        """Free the low-bit weights; the next use quantizes again."""
-        self._low_bit_cache.clear()
+            return quantize_shards(weight, self.scheme)
+        return quantize_weight(weight.flatten(0, -2), self.scheme, largest)
 
     def _get_gemm(self, device: torch.device) -> Gemm:
-        if self._gemm is None:
-            self._gemm = self.gemm_for(self.scheme, device)
-        return self._gemm
+        if self.gemm is None:
+            self.gemm = self.gemm_for(self.scheme, device)
+        return self.gemm
 
     def _multiply(
         self,
@@ -198,7 +167,7 @@ class LowBitLayer:
             return LowBitMatmul.apply(x, bias, low_bit(), gemm, dtype, chain, *sources)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_low_bit_cache": LowBitCache(), "_gemm": None}
+        return vars(self) | {"low_bit_cache": LowBitCache(), "gemm": None}
 
 
 class QuantLinear(LowBitLayer, nn.Linear):

@@ -74,7 +74,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
                 "The adapters are disabled: a weight sync or an export would hold the base model instead of the policy. "
                 "Leave the `disable_adapter()` context first."
             )
-        return self._names(self._adapter)
+        return self._names(self.adapter)
 
     def low_bit(self, *given: Tensor) -> LowBitWeight:
         """
@@ -88,7 +88,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
                 f"Adapters {self.merged_adapters} are merged into the base weight and would count twice. Call "
                 "`model.unmerge_adapter()`; `save_model` and `qarl-trl export` merge out of place."
             )
-        adapter = self._adapter
+        adapter = self.adapter
         scaling = self.scaling.get(adapter)
 
         def quantize(weight: Tensor, *factors: Tensor) -> LowBitWeight:
@@ -96,18 +96,16 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
             return self._quantize(merged(*map(whole, (weight, *factors))) if factors else weight)
 
         own = tuple(map(self.get_parameter, self._names(adapter)))
-        return self._low_bit_cache.get(adapter, own, given or None, quantize, others=(scaling,))
+        return self.low_bit_cache.get(adapter, own, given or None, quantize, others=(scaling,))
 
     @property
-    def _adapter(self) -> str:
+    def adapter(self) -> str:
         """The active adapter of this layer, "" where the base alone computes."""
         if self.disable_adapters:
             return ""
         active = [name for name in self.active_adapters if name in self.lora_A]
         if len(active) > 1:
-            raise ValueError(
-                f"Several adapters are active ({active}), and the engine runs one: model.set_adapter({active[0]!r})."
-            )
+            raise ValueError(f"Several adapters are active ({active}). Leave one: model.set_adapter({active[0]!r}).")
         return active[0] if active else ""
 
     @staticmethod
@@ -119,7 +117,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.quantized_forward:
             return super().forward(x)
-        adapter = self._adapter
+        adapter = self.adapter
         weight, *factors = map(self.get_parameter, self._names(adapter))
         chain = partial(factor_gradients, self.scaling[adapter]) if factors else None
         bias, gemm = self.base_layer.bias, self._get_gemm(x.device)

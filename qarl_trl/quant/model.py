@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils import match_targets
@@ -21,7 +20,6 @@ from .experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
 from .gemm import GemmChoice, plain_gemm
 from .linear import LowBitLayer, QuantLinear
 from .names import base_model, checkpoint_modules
-from .reference import QParams
 from .scheme import (
     DEFAULT_IGNORE,
     effective_group_size,
@@ -64,7 +62,7 @@ def apply_quantization(
     group_size: int | None = None,
     gemm: GemmChoice = plain_gemm,
     quantize_forward: bool = True,
-    qparams: Mapping[str, QParams] | None = None,
+    frozen: bool = False,
 ) -> nn.Module:
     """
     Give the matching linear layers of `model` a low-bit forward with straight-through gradients; returns `model`.
@@ -81,7 +79,7 @@ def apply_quantization(
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
         gemm: From scheme and device to what multiplies; the engine's are in `qarl_trl.rollout.gemm`.
         quantize_forward: `False` keeps the forward in high precision.
-        qparams: Frozen scale and zero point of every quantized layer, by its name. Without it they follow the weights.
+        frozen: Make the layers [`~qarl_trl.quant.frozen.FrozenLinear`]s, which drop their weights and wait for low-bit tensors.
 
     Raises:
         ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches.
@@ -92,10 +90,9 @@ def apply_quantization(
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
     _check_model(model)
     layers = _match_layers(model, plan)
-    _check_layers(model, layers, qparams)
+    _check_layers(model, layers, frozen)
     for layer in layers:
-        frozen = {} if qparams is None else {key: _stacked(qparams, names) for key, names in layer.weights.items()}
-        _low_bit_class(layer.module).convert(layer.module, layer.scheme, gemm, quantize_forward, frozen)
+        _low_bit_class(layer.module, frozen).convert(layer.module, layer.scheme, gemm, quantize_forward)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
     for merged in _merged_by_engines(model):
@@ -119,7 +116,7 @@ def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
 
 def bypassed_layers(model: nn.Module) -> list[str]:
     """Names of the layers whose low-bit forward was never used, though they have one."""
-    return [name for name, layer in quantized_modules(model) if layer.quantized_forward and not layer.has_run]
+    return [name for name, layer in quantized_modules(model) if layer.quantized_forward and layer.gemm is None]
 
 
 def _merged_by_engines(model: nn.Module) -> Iterator[list[Any]]:
@@ -131,20 +128,16 @@ def _merged_by_engines(model: nn.Module) -> Iterator[list[Any]]:
                 yield layers
 
 
-def _low_bit_class(module: nn.Module) -> type[LowBitLayer]:
+def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:
+    if frozen:
+        from .frozen import FrozenLinear  # imports peft
+
+        return FrozenLinear
     if hasattr(module, "base_layer"):
         from .lora import LoraQuantLinear  # imports peft, which nothing else needs
 
         return LoraQuantLinear
     return QuantLinear if isinstance(module, nn.Linear) else QuantExperts
-
-
-def _stacked(qparams: Mapping[str, QParams], names: Sequence[str]) -> QParams:
-    """Scales and zero points of the layers `names`, one above the other, as a parameter holds their rows."""
-    if missing := [name for name in names if name not in qparams]:
-        raise ValueError(f"Layer {missing[0]!r} has no frozen scales. Use quant_scheme: checkpoint, or ignore it.")
-    scales, zero_points = zip(*(qparams[name] for name in names), strict=True)
-    return torch.cat(scales), None if zero_points[0] is None else torch.cat(zero_points)
 
 
 # Which layers -------------------------------------------------------------------------------------------------------
@@ -226,7 +219,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _check_layers(model: Any, layers: list[Matched], qparams: Mapping[str, QParams] | None) -> None:
+def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
     """Refuse (`ValueError`) `layers` that cannot be quantized as asked."""
     if is_peft_model(model):
         from .lora import check_adapters, check_lora_config
@@ -237,9 +230,11 @@ def _check_layers(model: Any, layers: list[Matched], qparams: Mapping[str, QPara
     owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     for layer in layers:
         _check_layer(layer, owners)
-        if has_global_scale(layer.scheme) and (qparams is not None or type(layer.module) is not nn.Linear):
+        if frozen and len(layer.weights) > 1:
+            raise ValueError(f"lora_base='frozen' needs linear layers, got the experts {layer.name!r}. Use 'merged'.")
+        if has_global_scale(layer.scheme) and (frozen or type(layer.module) is not nn.Linear):
             raise ValueError(
-                f"Layer {layer.name!r}: a scheme with a global scale (NVFP4A16) does not go with frozen scales, LoRA or "
+                f"Layer {layer.name!r}: a scheme with a global scale (NVFP4A16) does not go with LoRA or "
                 "experts. Choose another scheme."
             )
 
@@ -257,9 +252,7 @@ def _check_layer(layer: Matched, owners: Counter[int]) -> None:
     for parameter, names in layer.weights.items():
         weight = getattr(layer.base, parameter)
         if owners[id(weight)] > 1:  # a checkpoint stores it once: it cannot be both quantized values and an embedding
-            raise ValueError(
-                f"Layer {layer.name!r} cannot be quantized: its weight is tied to another. Add it to `quant_ignore`."
-            )
+            raise ValueError(f"Layer {layer.name!r} has a weight that is tied to another. Add it to `quant_ignore`.")
         *stack, columns = shape_of(weight)
         rows = math.prod(stack) // len(names)
         if rows % height or columns % width:

@@ -20,7 +20,6 @@ from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor, nn
 
 from . import reference
-from .reference import QParams
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
@@ -36,12 +35,11 @@ class LowBitWeight:
             The others: `weight` float8_e4m3fn or int8 `(out, in)`, `weight_scale` bfloat16 `(out, groups)`,
             or `(out / 128, in / 128)` for blocks. NVFP4A16: `weight_packed` uint8 `(out, in / 2)`, `weight_scale`
             float8_e4m3fn `(out, in / 16)`, `weight_global_scale` float32 `(1,)`.
-        scheme (`QuantizationScheme`): How they were made.
-        prepared (`dict[str, Any]`): Where a kernel keeps a repacked form for as long as these quantized values live.
     """
 
     data: dict[str, Tensor]
     scheme: QuantizationScheme
+    # Where a kernel keeps a repacked form for as long as these quantized values live.
     prepared: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -65,9 +63,6 @@ class LowBitWeight:
         rows, columns = self.quantized.shape
         packed = "weight_packed" in self.data
         return rows, columns * (8 * self.quantized.itemsize // self.scheme.weights.num_bits if packed else 1)
-
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def split(self, rows: int) -> list[LowBitWeight]:
         """
@@ -101,17 +96,13 @@ def meta_tensors(scheme: QuantizationScheme, rows: int, columns: int) -> dict[st
 
 
 @torch.no_grad()
-def quantize_weight(
-    weight: Tensor, scheme: QuantizationScheme, qparams: QParams | None = None, largest: Tensor | None = None
-) -> LowBitWeight:
+def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor | None = None) -> LowBitWeight:
     """
-    Quantize a weight matrix by round-to-nearest with min-max scales, or with given ones.
+    Quantize a weight matrix by round-to-nearest with min-max scales.
 
     Args:
         weight: Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first, and never aliased.
         scheme: A scheme of `qarl_trl.quant.scheme`, with `format` set.
-        qparams: Frozen scale, bfloat16, and zero point, int8 or `None`, both in the shape of the scheme's scales. Quantized values
-            beyond the range saturate. `ValueError` for others.
         largest: For schemes with a global scale, the largest magnitude of all weights that share it, bfloat16 scalar: an
             engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
 
@@ -132,12 +123,12 @@ def quantize_weight(
         own = high.max() if high.numel() else high.new_zeros(())
         largest = ranges = (own if largest is None else torch.maximum(own, largest)).reshape(1)
         global_scale = data["weight_global_scale"] = generate_gparam(-largest, largest)
-    _check_finite(ranges, weight.shape)
-    if qparams is None:
-        qparams = reference.qparams_of(low, high, scheme, global_scale)
-    else:
-        _check_frozen(qparams, high.shape, scheme)
-    data["weight_scale"], zero_point = qparams
+    if ranges.numel() and not math.isfinite(ranges.max().item()):  # which is NaN if one of them is
+        raise ValueError(
+            f"A weight of shape {tuple(weight.shape)} holds NaN or infinity: the update before it diverged. Lower the learning rate or "
+            "max_grad_norm, and resume from the last checkpoint."
+        )
+    data["weight_scale"], zero_point = qparams = reference.qparams_of(low, high, scheme, global_scale)
     if global_scale is None:
         encoded = reference.encode(weight, qparams, scheme)
         data["weight_packed" if "pack" in scheme.format else "weight"] = encoded
@@ -157,8 +148,7 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     """
     The matrix `(out, in)` that the low-bit tensors stand for, bit for bit as compressed-tensors decompresses it.
 
-    Quantized values (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16) and only then cast to
-    `dtype`.
+    Quantized values (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16), then cast to `dtype`.
     """
     data, zero_point = weight.data, None
     if "weight_zero_point" in data:
@@ -175,22 +165,3 @@ def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
 def _cast(weight: Tensor) -> Tensor:
     """What is quantized: the same rounding on every path, or quantized values flip."""
     return weight.detach().to(MASTER_CAST_DTYPE).contiguous()
-
-
-def _check_finite(extremes: Tensor, shape: torch.Size) -> None:
-    if extremes.numel() and not math.isfinite(extremes.max().item()):  # which is NaN if one of them is
-        raise ValueError(
-            f"A weight of shape {tuple(shape)} holds NaN or infinity: the update before it diverged. Lower the learning rate or "
-            "max_grad_norm, and resume from the last checkpoint."
-        )
-
-
-def _check_frozen(qparams: QParams, shape: torch.Size, scheme: QuantizationScheme) -> None:
-    """Refuse scales and zero points that are not those of the scheme: others would broadcast, or round otherwise, in silence."""
-    found = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in qparams]
-    needed = [(shape, torch.bfloat16), None if scheme.weights.symmetric else (shape, torch.int8)]
-    if found != needed or not (qparams[0] > 0).all():
-        raise ValueError(
-            f"Frozen scale and zero point must be {needed}, the scale above zero, got {found}. They belong to another layer or "
-            "scheme, or to a damaged checkpoint."
-        )

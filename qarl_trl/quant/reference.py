@@ -65,9 +65,11 @@ def encode(weight: Tensor, qparams: QParams, scheme: QuantizationScheme) -> Tens
     quotient, bits = quotient.reshape(weight.shape), scheme.weights.num_bits
     if scheme.weights.type == QuantizationType.FLOAT:
         return fp8_quantized(quotient)
-    if scheme.format == "pack-quantized":
-        return pack_int4(quotient) if bits == 4 else pack_int8(quotient)
-    return int_quantized(quotient, bits)
+    if scheme.format == "pack-quantized" and bits == 4:
+        return pack_int4(quotient)
+    quantized = int_quantized(quotient, bits)
+    # Packed, four to a word, each plus 128.
+    return (quantized.view(torch.uint8) ^ 0x80).view(torch.int32) if scheme.format == "pack-quantized" else quantized
 
 
 @compiled_on_cuda
@@ -135,11 +137,6 @@ def pack_int4(quotient: Tensor) -> Tensor:
     pairs = quotient.add_(_INT4_BIAS).clamp_(_INT4_BIAS - 8, _INT4_BIAS + 7).view(torch.int32)
     # Each half holds 0x4300 + value + 8. Shifted by 12, the upper value lands in bits 4 to 7 above a 4 of the exponent.
     return (pairs >> 12).add_(pairs).sub_(4).to(torch.uint8).view(torch.int32)
-
-
-def pack_int8(quotient: Tensor) -> Tensor:
-    """As [`pack_int4`], for 8-bit quantized values, four to a word, each plus 128: int32 `(out, in / 4)`."""
-    return (int_quantized(quotient, 8).view(torch.uint8) ^ 0x80).view(torch.int32)
 
 
 def unpacked(words: Tensor, num_bits: int) -> Tensor:

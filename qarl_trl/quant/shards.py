@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .quantize import LowBitWeight, quantize_weight, rows_together
-from .reference import QParams
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
@@ -39,22 +38,20 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def quantize_shards(
-    weight: DTensor, scheme: QuantizationScheme, qparams: QParams | None = None, own: LowBitWeight | None = None
-) -> LowBitWeight:
+def quantize_shards(weight: DTensor, scheme: QuantizationScheme, own: LowBitWeight | None = None) -> LowBitWeight:
     """
     `quantize_weight` of the whole of a cut weight. Collective: every process has to call it.
 
     Where rows that depend on each other (blocks, words of zero points, a global scale) lie in several processes, the weight
     itself is gathered, in bfloat16: the same result, of which more was moved.
 
-    `weight` is `(out, in)`, or of experts `(experts, out, in)`; `qparams` are those of the whole of it, `own` is what `quantize_own`
-    gave. `ValueError` as of `quantize_weight`, in the process whose rows they are; the launcher then ends the others.
+    `weight` is `(out, in)`, or of experts `(experts, out, in)`; `own` is what `quantize_own` gave. `ValueError` as of
+    `quantize_weight`, in the process whose rows they are; the launcher then ends the others.
     """
     unit = _unit(weight, scheme)
     if unit is None:
-        return quantize_weight(whole(weight).flatten(0, -2), scheme, qparams)
-    part = quantize_own(weight, scheme, qparams) if own is None else own
+        return quantize_weight(whole(weight).flatten(0, -2), scheme)
+    part = quantize_own(weight, scheme) if own is None else own
     units = part.shape[0] // (unit * math.prod(weight.shape[1:-1]))
     tensors = {}
     for name, tensor in part.data.items():
@@ -68,18 +65,12 @@ def quantize_shards(
 
 
 @torch.no_grad()
-def quantize_own(weight: DTensor, scheme: QuantizationScheme, qparams: QParams | None = None) -> LowBitWeight:
+def quantize_own(weight: DTensor, scheme: QuantizationScheme) -> LowBitWeight:
     """The low-bit rows of this process, a unit of zeros where it has none; arguments and conditions of `quantize_shards`."""
-    own, total = own_rows(weight), len(weight)
+    own = own_rows(weight)
     if not len(own):
         return quantize_weight(own.new_zeros(cast(int, _unit(weight, scheme)), *own.shape[1:]).flatten(0, -2), scheme)
-    if qparams is not None:
-        dim = _cut(weight)[0]
-        first = math.ceil(total / weight.device_mesh.size(dim)) * weight.device_mesh.get_local_rank(dim)
-        last = first + len(own)
-        scale, zeros = (t if t is None else t[first * len(t) // total : last * len(t) // total] for t in qparams)
-        qparams = cast(Tensor, scale), zeros
-    return quantize_weight(own.flatten(0, -2), scheme, qparams)
+    return quantize_weight(own.flatten(0, -2), scheme)
 
 
 @torch.no_grad()
@@ -103,12 +94,8 @@ def unit_of(shape: Sequence[int], ranks: int, scheme: QuantizationScheme) -> int
     return unit
 
 
-def _cut(weight: DTensor) -> list[int]:
-    return [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
-
-
 def _unit(weight: DTensor, scheme: QuantizationScheme) -> int | None:
-    cut = _cut(weight)
+    cut = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if len(cut) != 1 or weight.placements[cut[0]] != Shard(0):
         return None
     return unit_of(weight.shape, weight.device_mesh.size(cut[0]), scheme)

@@ -1,4 +1,4 @@
-"""A run that starts from a compressed-tensors checkpoint: its master weights and, to keep them, its scales (paper Sec. 3.1).
+"""A run that starts from a compressed-tensors checkpoint: its master weights, or its low-bit tensors as they are (paper Sec. 3.1).
 
 transformers' own loader of such a checkpoint leaves scales and replaced forwards in the model, multiplies in float32 where the
 master weights are float32, and loads broken checkpoints without an error (dev/log.md, 2026-11-22).
@@ -6,12 +6,12 @@ master weights are float32, and loads broken checkpoints without an error (dev/l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -24,9 +24,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from .quantize import LowBitWeight, meta_tensors
-from .reference import QParams
-from .scheme import scheme_for
+from .gemm import GemmChoice, plain_gemm
+from .model import apply_quantization, quantized_modules
+from .quantize import LowBitWeight, meta_tensors, quantize_weight
+from .scheme import MASTER_CAST_DTYPE, scheme_for
 
 
 # What `from_pretrained` and `snapshot_download` both take.
@@ -71,24 +72,27 @@ class QuantizedSource:
             group.weights.actorder = group.weights.observer = None
         return plan
 
-    def dense(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the unquantized model, layers decompressed by compressed-tensors, in the stored dtype."""
-        for layer in self.layers:
+    def dense(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the unquantized model, layers decompressed by compressed-tensors, in the stored dtype; `without` some layers."""
+        for layer in self.layers.keys() - without:
             yield f"{layer}.weight", self._decompressed(layer)["weight"]
         for name in self.tensors:
             layer, _, local = name.rpartition(".")
-            if layer not in self.layers or local == "bias":
+            if layer not in {*self.layers, *without} or local == "bias":
                 yield name, self._read(name)
 
-    def qparams(self) -> dict[str, QParams]:
-        """Scale `(out, groups)` and zero point, int8 of that shape or `None`, of every low-bit layer."""
-        return {
-            layer: (
-                self._read(f"{layer}.weight_scale"),
-                None if scheme.weights.symmetric else self._decompressed(layer)["weight_zero_point"],
+    def low_bit(self, layer: str, meta: LowBitWeight) -> LowBitWeight:
+        """A layer's tensors as they are stored, which must be those of `meta`; of an unquantized checkpoint its quantized weight."""
+        if layer not in self.layers:
+            return quantize_weight(self._read(f"{layer}.weight"), meta.scheme)
+        stored = {local: self._read(f"{layer}.{local}") for local in meta.data}
+        found, needed = ({n: (t.dtype, *t.shape) for n, t in data.items()} for data in (stored, meta.data))
+        if found != needed or f"{layer}.weight_g_idx" in self.tensors:
+            raise ValueError(
+                f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, got {found}, or actorder: group. Use 'merged', "
+                "or quantize it again (dtype bfloat16, actorder: static)."
             )
-            for layer, scheme in self.layers.items()
-        }
+        return LowBitWeight(stored, meta.scheme)
 
     def _decompressed(self, layer: str) -> dict[str, Tensor]:
         scheme = self.layers[layer]
@@ -111,13 +115,14 @@ class QuantizedSource:
         return ValueError(f"The quantized checkpoint {self.name} is incomplete or damaged: {what}. Download it again.")
 
 
-def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
+def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs: Any) -> QuantizedSource | None:
     """
     The checkpoint `name` if it is quantized, otherwise `None`; `kwargs` are those of `from_pretrained`.
 
-    Reads `config.json` alone (from the Hub: all files). `ValueError` when it is quantized in a way that has no master weights.
+    An unquantized one is given too where there is a `plan` for it. Reads `config.json` alone (from the Hub: all files). `ValueError` when
+    it is quantized in a way that has no master weights.
     """
-    raw = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", None)
+    raw = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", plan)
     if raw is None:
         return None
     raw = raw if isinstance(raw, dict) else raw.to_dict()
@@ -135,31 +140,51 @@ def quantized_source(name: str, **kwargs: Any) -> QuantizedSource | None:
 
 
 def load_master_weights(
-    name: str, *, dtype: torch.dtype | str = "float32", architecture: Any = None, **kwargs: Any
+    name: str,
+    *,
+    dtype: torch.dtype | str = "float32",
+    architecture: Any = None,
+    freeze: QuantizationConfig | None = None,
+    gemm: GemmChoice = plain_gemm,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """
     The unquantized model, on the CPU, of a compressed-tensors checkpoint, by the checkpoint's folder or Hub id.
 
     `dtype` is that of the master weights (`"auto"`: the checkpoint's), `architecture` the model class (by default of `config.json`);
     `kwargs` are arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's config.
-    `ValueError` when the checkpoint is not quantized or lacks a tensor.
+
+    With `freeze` the layers of that plan are [`~qarl_trl.quant.frozen.FrozenLinear`]s with the checkpoint's tensors, of an unquantized one
+    quantized layer by layer, and all else is bfloat16. `ValueError` when it is not quantized, lacks a tensor, or cannot be frozen.
     """
-    source = quantized_source(name, **kwargs)
+    source, frozen = quantized_source(name, freeze, **kwargs), set[str]()
     if source is None:
         raise ValueError(f"{name} is not quantized. Use from_pretrained.")
     config, settings = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)
     if architecture is None:
         architecture = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    model, report = architecture.from_pretrained(
+    if freeze is not None:
+
+        class Frozen(architecture):
+            def __init__(self, *args: Any, **settings: Any) -> None:
+                super().__init__(*args, **settings)
+                apply_quantization(self, freeze, gemm=gemm, frozen=True)
+
+        with torch.device("meta"):
+            frozen = {layer for layer, _ in quantized_modules(Frozen(config))}
+    model, report = (Frozen if frozen else architecture).from_pretrained(
         None,
         config=config,
-        state_dict=dict(source.dense()),
-        dtype=dtype,
+        state_dict=dict(source.dense(without=frozen)),
+        dtype=MASTER_CAST_DTYPE if frozen else dtype,
         trust_remote_code=kwargs.get("trust_remote_code", False),
         output_loading_info=True,
         **settings,
     )
+    model.__class__ = architecture
+    for layer_name, layer in cast(Any, quantized_modules(model)):
+        layer.held = source.low_bit(layer_name, layer.held)
     if missing := sorted(map(str, report["missing_keys"])):  # transformers would leave them at random values
         raise source._broken(f"{missing[:3]} are missing")
     model.config._name_or_path = model.name_or_path = name

@@ -40,7 +40,10 @@ def iter_low_bit_weights(
     name_of = checkpoint_names(model)
     quantized = any(isinstance(module, LowBitLayer) for module in model.modules())
     rename = checkpoint_renaming(model) if quantized else str
-    producers = _producers(model, name_of, rename) if quantized else ()
+    producers = list(_producers(model, name_of, rename)) if quantized else []
+    for sources, tensors_of in producers:
+        if not sources:  # frozen
+            yield from tensors_of()
     waiting, seen = {source: producer for producer in producers for source in producer[0]}, {}
     for full_name, param in model.named_parameters() if named_params is None else named_params:
         producer, name = waiting.pop(plain_name(full_name), None), name_of(full_name)

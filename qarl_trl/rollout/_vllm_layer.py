@@ -44,7 +44,14 @@ def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Ten
     layer = weight.prepared.get("engine")
     if layer is None:
         layer = weight.prepared["engine"] = engine_layer(weight)
-    with _own_locks():
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    def locks(device: torch.device) -> Tensor:
+        return marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
+
+    # Marlin's locks are for this call alone. By itself it takes them from the engine's manager, by stream: that is closed once graphs
+    # are captured, and in a thread of autograd, where a checkpointed block is computed again, asking for the stream changes it.
+    with patch.object(marlin_utils, "get_marlin_workspace", locks):
         return layer.quant_method.apply(layer, x, bias)
 
 
@@ -82,7 +89,8 @@ def engine_layer(weight: LowBitWeight) -> Any:
 @contextmanager
 def _loading(device: torch.device) -> Iterator[None]:
     """What vLLM makes a layer in: its settings, one rank, the device, and bfloat16 for new tensors."""
-    from vllm.config import set_current_vllm_config
+    global _engine_settings
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -91,20 +99,12 @@ def _loading(device: torch.device) -> Iterator[None]:
     _vllm.keep_block_scales()
     # The learner's weight is whole, whatever the ranks of the engine, and there may be no engine in this process.
     one_rank = patch.object(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
-    with set_current_vllm_config(_settings()), one_rank, device, set_default_torch_dtype(torch.bfloat16):
-        yield
-
-
-def _settings() -> Any:
-    """Those of the colocated engine, or without one vLLM's own."""
-    global _engine_settings
-    if _engine_settings is None:
-        from vllm.config import VllmConfig
-
+    if _engine_settings is None:  # no colocated engine: vLLM's own
         _engine_settings = _not_compiled(VllmConfig())
         # Kernels for float8 ask for the dtype of the model, and whether it is one that they know.
         _engine_settings.model_config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=None)
-    return _engine_settings
+    with set_current_vllm_config(_engine_settings), one_rank, device, set_default_torch_dtype(torch.bfloat16):
+        yield
 
 
 def _not_compiled(settings: Any) -> Any:
@@ -115,23 +115,6 @@ def _not_compiled(settings: Any) -> Any:
     settings.compilation_config = copy.copy(settings.compilation_config)
     settings.compilation_config.mode = CompilationMode.NONE
     return settings
-
-
-@contextmanager
-def _own_locks() -> Iterator[None]:
-    """
-    Marlin's locks for this call alone.
-
-    By itself it takes them from the engine's manager, by stream: that is closed once graphs are captured, and in a thread of
-    autograd, where a checkpointed block is computed again, asking for the stream changes it.
-    """
-    from vllm.model_executor.layers.quantization.utils import marlin_utils
-
-    def locks(device: torch.device) -> Tensor:
-        return marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
-
-    with patch.object(marlin_utils, "get_marlin_workspace", locks):
-        yield
 
 
 def _quant_config(scheme: QuantizationScheme) -> Any:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from . import _vllm, _vllm_cpu
 from .cpu import choose_arithmetic
@@ -21,50 +17,11 @@ from .server import engine_facts
 
 
 logger = logging.getLogger(__name__)
-UNNAMED = "not named"
 
 # A worker imports this file before it makes its model.
 if _vllm_cpu.is_cpu_engine():
     choose_arithmetic()
 _vllm.keep_cache_scales()
-
-
-@contextmanager
-def replacing(model: Any, version: str) -> Iterator[None]:
-    """
-    Around a sync of all weights of a worker's model, which holds `version` afterwards: its `qarl_version`.
-
-    Random weights have no such attribute. It is `None` within a sync and after one that failed, with whose buffered tensors
-    vLLM's next reload would go on: such a server is refused (`RuntimeError`).
-    """
-    if getattr(model, "qarl_version", UNNAMED) is None:
-        raise RuntimeError("an earlier sync to this server failed, so it may hold a mix of weights: start it again")
-    model.qarl_version = None
-    yield
-    model.qarl_version = version
-
-
-class NCCLTransfer(NCCLWeightTransferEngine):
-    """vLLM's transfer between GPUs, as TRL's client speaks it, with the reload of a colocated engine. Untested: no GPU."""
-
-    def start_weight_update(self) -> None:
-        """Nothing: all tensors come in one update."""
-
-    finish_weight_update = start_weight_update
-
-    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        receive = partial(super().receive_weights, update_info)
-
-        def reload() -> None:
-            initialize_layerwise_reload(self.model)
-            receive()
-            finalize_layerwise_reload(self.model, self.model_config)
-
-        with replacing(self.model, UNNAMED):
-            _vllm.reload_model(self.model, reload)
-
-
-WeightTransferEngineFactory.register_engine("qarl_nccl", NCCLTransfer)
 
 
 class WorkerExtension:
@@ -87,28 +44,25 @@ class WorkerExtension:
         A whole sync from the `files` of the folder `version` in the server's `sync_folder`.
 
         One call, so that a trainer that dies meanwhile leaves a server that can go on. Everything is opened first: a folder
-        that lacks something leaves the weights as they are.
+        that lacks something leaves the weights as they are. Their version is `None` within a sync and after one that failed, with
+        whose buffered tensors vLLM's next reload would go on: such a server is refused (`RuntimeError`).
         """
         tensors = tensors_of(self.vllm_config.additional_config.get("sync_folder", ""), version, files)
         model = self.model_runner.get_model()
-        with replacing(model, version):
-            _vllm.reload_model(model, partial(self.reload_weights, weights_iterator=tensors))
-
-    def qarl_name(self, version: str) -> None:
-        """Name the weights that came over NCCL."""
-        model = self.model_runner.get_model()
-        if getattr(model, "qarl_version", None) != UNNAMED:
-            raise RuntimeError("no new weights came: let one run alone send to this server")
+        if getattr(model, "qarl_version", "random") is None:
+            raise RuntimeError("an earlier sync to this server failed, so it may hold mixed weights: start it again")
+        model.qarl_version = None
+        _vllm.reload_model(model, partial(self.reload_weights, weights_iterator=tensors))
         model.qarl_version = version
 
     def qarl_state(self) -> dict[str, Any]:
         """The version of this worker's weights, and what it runs ([`~qarl_trl.rollout.server.engine_facts`])."""
-        config, transfer = self.vllm_config.model_config.hf_config, self.vllm_config.weight_transfer_config
+        config = self.vllm_config.model_config.hf_config
         quantization = config.to_dict().get("quantization_config")
         for name in ("total_num_heads", "total_num_kv_heads") if quantization else ():  # vLLM's own notes
             quantization.pop(name, None)
-        facts = engine_facts(config, quantization, "folder" if transfer is None else "nccl")
-        return {"version": getattr(self.model_runner.get_model(), "qarl_version", None), "facts": facts}
+        version = getattr(self.model_runner.get_model(), "qarl_version", None)
+        return {"version": version, "facts": engine_facts(config, quantization)}
 
 
 def tensors_of(root: str, folder: str, files: int) -> Iterator[tuple[str, Tensor]]:

@@ -149,9 +149,7 @@ def engine_attention(
     """
     batch, heads, tokens, head_dim = query.shape
     if tokens != key.shape[2]:
-        raise RuntimeError(
-            "A model on the CPU engine's operations has no cache. Generate by the engine, or with use_cache=False."
-        )
+        raise RuntimeError("A model on the CPU engine's operations has no cache. Generate with use_cache=False.")
     real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
     lengths = [n for n in real.sum(-1).tolist() if n] if sequence_lengths is None else [*sequence_lengths] * batch
     y = query.new_zeros(batch, tokens, heads, head_dim, dtype=torch.bfloat16)

@@ -10,6 +10,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
-from . import _vllm, _vllm_layer
+from . import _vllm, _vllm_layer, _vllm_lora
 from .server import ServerClient, engine_facts
 from .sync_check import SyncCheck
 
@@ -29,30 +31,30 @@ class LowBitVLLMGeneration(VLLMGeneration):
     """
     TRL's vLLM, started in a low-bit scheme and fed with packed tensors; in mode "server" it was started by `qarl-trl serve`.
 
-    Args:
-        quantization_config (`dict` or `None`): compressed-tensors configuration for the engine; `None` runs it in bfloat16.
-        engine_kwargs (`dict`, *optional*): More arguments for `vllm.LLM`.
-        sync_folder (`str`, *optional*): Folder that a server sees too, through which it gets its weights.
+    `quantization_config` is compressed-tensors' for the engine, which runs in bfloat16 without one. With `frozen` the base is sent
+    once, and then the adapter alone. A server gets its weights through `sync_folder`, which it sees too.
 
-    Attributes:
-        rollout_seconds, sync_seconds (`float`): Since `reset_clock`: generating, and syncing and checking.
-        synced_bytes (`int`): Of the sync that the engine samples with.
-        alone (`bool`): Whether this process generates when the others may not.
+    `rollout_seconds` and `sync_seconds` count, since `reset_clock`, generating, and syncing and checking; `synced_bytes` are of the
+    sync that the engine samples with.
     """
 
-    alone = False
+    alone = False  # whether this process generates when the others may not
+    _adapter_folder: TemporaryDirectory[str] | None = None
 
     def __init__(
         self,
         *args: Any,
         quantization_config: dict[str, Any] | None,
         engine_kwargs: dict[str, Any] | None = None,
+        frozen: bool = False,
         sync_folder: str | None = None,
         sync_check: SyncCheck | None = None,
         **kwargs: Any,
     ) -> None:
         self.quantization_config = quantization_config
         self.engine_kwargs = engine_kwargs or {}
+        if frozen:
+            self._adapter_folder = TemporaryDirectory(dir="/dev/shm")  # in memory
         self.sync_folder = sync_folder
         self.sync_check = sync_check
         self.synced_bytes = self.num_syncs = self._checked = 0
@@ -75,6 +77,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         # TRL puts the engine to sleep as soon as it is built, so the sync check looks at its random weights before that.
         look = None if self.sync_check is None else self.sync_check.look_before
         settings = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
+        settings |= _vllm_lora.lora_settings(self.model) if self._adapter_folder else {}
         with _vllm.llm_arguments(look, **self.engine_kwargs | settings):
             super()._init_vllm()
         _vllm_layer.use_settings_of(self.llm)
@@ -82,16 +85,12 @@ class LowBitVLLMGeneration(VLLMGeneration):
     def _connect(self) -> None:
         """Find the server, refuse one that is not the engine of this run, and let the sync check see random weights."""
         self.enable_sleep_mode = False  # there is nothing to make room for
-        needed = engine_facts(self.model.config, self.quantization_config, "folder" if self.sync_folder else "nccl")
+        needed = engine_facts(self.model.config, self.quantization_config)
 
         def connect() -> bool:
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-            where = {"base_url": url, "group_port": self.group_port, "connection_timeout": self.server_timeout}
-            self.vllm_client = ServerClient(self.sync_folder, **where)
-            fresh = self.vllm_client.check(needed)
-            if self.sync_folder is None:
-                self.vllm_client.init_communicator(self.accelerator.device)
-            return fresh
+            self.vllm_client = ServerClient(self.sync_folder, base_url=url, connection_timeout=self.server_timeout)
+            return self.vllm_client.check(needed)
 
         if self._from_main(connect) and self.sync_check is not None:
             self.sync_check.look_before(self)
@@ -120,7 +119,12 @@ class LowBitVLLMGeneration(VLLMGeneration):
             named_params = super()._iter_named_params()
         else:
             named_params = readable_parameters(self.model, self._dist)  # TRL's would gather whole master weights
-        yield from iter_low_bit_weights(self.model, named_params)
+        if not (self._adapter_folder and self.num_syncs) or self.enable_sleep_mode:  # which drops a frozen base
+            yield from iter_low_bit_weights(self.model, named_params)
+        if self._adapter_folder:
+            from ..quant.frozen import adapter_tensors  # imports peft
+
+            yield from adapter_tensors(self.model)
 
     def sync_weights(self) -> None:
         """Send the learner's current low-bit tensors to the engine and forget cached keys and values."""
@@ -151,14 +155,14 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def _send(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         if self.mode == "colocate":
-            _vllm.reload_engine(self.llm, stream)
+            if self._adapter_folder:
+                _vllm_lora.send(self.llm, stream, Path(self._adapter_folder.name))
+            else:
+                _vllm.reload_engine(self.llm, stream)
             _vllm.reset_prefix_cache(self.llm)
             return
-        if self.sync_folder is None and self._weight_metadata is None:  # NCCL: told before they are sent
-            tensors = self._iter_named_params()
-            self._weight_metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors]
         if self.accelerator.is_main_process:
-            self.vllm_client.sync(stream, self._weight_metadata, self.accelerator.device)
+            self.vllm_client.sync(stream)
         else:
             for _ in stream:  # gathered together
                 pass
@@ -230,7 +234,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.sync_seconds += time.perf_counter() - start
 
     def reset_clock(self) -> None:
-        """Start measuring anew."""
         self.rollout_seconds = self.sync_seconds = 0.0
 
 

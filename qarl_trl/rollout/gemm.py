@@ -61,12 +61,3 @@ def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
 
 # By the values of `quant_kernel`.
 GEMMS: dict[str, GemmChoice] = {"auto": plain_gemm, "dequant": dequant_gemm, "engine": engine_gemm}
-
-
-def in_words(kernel: str, scheme: QuantizationScheme) -> str:
-    """What the learner multiplies by with this `quant_kernel`, for the log and `qarl-trl plan`."""
-    by = "the engine's own kernel"
-    if kernel != "engine":
-        plain = support_of(scheme).activations == "none"
-        by = "the dequantized weight (the paper's fake quantization)" if plain else "torch's gemm of quantized values"
-    return f"forward by {by}, backward by the dequantized weight"

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import requests
-import torch
 from requests.adapters import HTTPAdapter
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.utils import flatten_dict
 from trl.generation.vllm_client import VLLMClient
 from urllib3.connection import HTTPConnection
 
@@ -40,11 +40,11 @@ class ServerClient(VLLMClient):
     """
     TRL's client, for a server of `qarl-trl serve`: with its key, without retries, and with versions of the weights.
 
-    Without a `sync_folder` weights go over NCCL. `version` is that of the last sync: unique to this run, and counted.
+    Weights go through `sync_folder`. `version` is that of the last sync: unique to this run, and counted.
     """
 
-    def __init__(self, sync_folder: str | None, **kwargs: Any) -> None:
-        self.sync_folder = None if sync_folder is None else Path(sync_folder)
+    def __init__(self, sync_folder: Any, **kwargs: Any) -> None:
+        self.sync_folder = Path(sync_folder)
         self._run, self._count = uuid.uuid4().hex[:8], 0
         self.version: str | None = None
         self._failure: Exception | None = None
@@ -124,32 +124,23 @@ class ServerClient(VLLMClient):
             )
         return all(state["version"] is None for state in states)
 
-    def sync(self, stream: Iterable[tuple[str, Tensor]], metadata: list[Any] | None, device: Any) -> None:
+    def sync(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """
-        Send checkpoint tensors, and mark them with the next version. `metadata` of NCCL's: name, dtype, shape.
+        Send checkpoint tensors, and mark them with the next version.
 
         `RuntimeError` when the server did not take all it has a place for.
         """
         self._count += 1
         version, self.version = f"{self._run}-{self._count}", None
-        if self.sync_folder is None:
-            # vLLM broadcasts on streams of its own, which do not wait for the optimizer, nor the optimizer for them.
-            torch.accelerator.synchronize()
-            self.update_named_params(metadata, ((name, tensor.to(device)) for name, tensor in stream))
-            torch.accelerator.synchronize()
-            self.ask_workers("qarl_name", version)
-        else:
-            self._sync_files(stream, self.sync_folder / version)
+        folder = self.sync_folder / version
+        folder.mkdir(parents=True)
+        try:
+            self.ask_workers("qarl_load", version, save_parts(stream, folder))
+        finally:
+            shutil.rmtree(folder)
         if self._post(f"{self.base_url}/reset_prefix_cache").get("success") is False:
             raise RuntimeError("The server could not reset its prefix cache: others use it during a weight sync.")
         self.version = version
-
-    def _sync_files(self, stream: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-        folder.mkdir(parents=True)
-        try:
-            self.ask_workers("qarl_load", folder.name, save_parts(stream, folder))
-        finally:
-            shutil.rmtree(folder)
 
     def require_synced(self) -> None:
         """Raise (`RuntimeError`) unless every worker holds the last sync of this run."""
@@ -187,23 +178,15 @@ class ServerClient(VLLMClient):
         return [step[str(token)]["logprob"] for step, token in steps]
 
 
-def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None, transport: str) -> dict[str, Any]:
-    """What learner and server must have in common, by dotted name; `transport` is "folder" or "nccl"."""
+def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) -> dict[str, Any]:
+    """What learner and server must have in common, by dotted name."""
     text = config.get_text_config()
     facts = {
         "config": {name: getattr(text, name, None) for name in _OF_THE_MODEL},
         "quantization_config": quantization,
-        "transport": transport,
         "vllm": installed_version("vllm"),
     }
-    return _flat(json.loads(json.dumps(facts)))
-
-
-def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in facts.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
+    return {name: value for name, value in flatten_dict(json.loads(json.dumps(facts))).items() if value != {}}
 
 
 def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = PART_BYTES) -> int:

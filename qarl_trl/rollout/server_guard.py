@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 KEY = "VLLM_API_KEY"
 HOSTS = "QARL_SERVER_HOSTS"  # names, separated by commas, that requests may come by
 # Of [`~qarl_trl.rollout._vllm_server.WorkerExtension`], each a route of its own.
-METHODS = ("/qarl_load", "/qarl_name", "/qarl_state")
+METHODS = ("/qarl_load", "/qarl_state")
 # What a trainer asks of vLLM, and what an engine's owner reads.
 PATHS = ["/v1/models", "/v1/completions", "/get_world_size", "/server_info", "/metrics", "/reset_prefix_cache"]
-# Of the NCCL transport.
-PATHS += ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 
 class Guard:
@@ -80,35 +78,29 @@ def _known(host: str) -> bool:
     try:
         return bool(ipaddress.ip_address(name))
     except ValueError:
-        return bool(name) and name in (
-            "localhost",
-            socket.gethostname().lower(),
-            *os.environ.get(HOSTS, "").split(","),
-        )
+        known = {"localhost", socket.gethostname().lower(), *os.environ.get(HOSTS, "").split(",")}
+        return name in known - {""}
 
 
-def key_file(sync_folder: str) -> Path:
+def key_file(sync_folder: str | Path) -> Path:
     """Where a server keeps the key that it made, beside its sync folder, for a trainer that sees the same folder."""
     folder = Path(sync_folder).resolve()
     return folder.with_name(f"{folder.name}.key")
 
 
-def find_key(sync_folder: str | Path | None) -> str:
+def find_key(sync_folder: str | Path) -> str:
     """The key of the environment, or the one that a server stored; empty where there is none."""
-    stored = None if sync_folder is None else key_file(str(sync_folder))
-    return os.environ.get(KEY) or (stored.read_text().strip() if stored and stored.is_file() else "")
+    stored = key_file(sync_folder)
+    return os.environ.get(KEY) or (stored.read_text().strip() if stored.is_file() else "")
 
 
-def make_key(sync_folder: str | None) -> str:
-    """A new key, printed once, and stored so that only this user can read it where there is a sync folder to store it beside."""
-    key, where = secrets.token_hex(16), "not stored"
-    if sync_folder is not None:
-        path = key_file(sync_folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"{key}\n")
-        where = f"stored in {path}"
-    print(f"A key was made for this server ({where}). Where the trainer runs: export {KEY}={key}", flush=True)
+def make_key(sync_folder: str) -> str:
+    """A new key, printed once, and stored beside the sync folder so that only this user can read it."""
+    key, path = secrets.token_hex(16), key_file(sync_folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{key}\n")
+    print(f"A key was made for this server (stored in {path}). Where the trainer runs: export {KEY}={key}", flush=True)
     return key
 
 

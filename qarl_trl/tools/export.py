@@ -3,13 +3,15 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def main(argv: Sequence[str]) -> None:
     """
     Write a high-precision checkpoint, or a LoRA adapter merged into its base, as vLLM loads it, by round-to-nearest.
 
-    Of a run in the same scheme these are the tensors it trained with. `ValueError` if it cannot be quantized.
+    Of a run in the same scheme these are the tensors it trained with. Merged into a frozen base, an adapter becomes another policy; how
+    far off is printed. `ValueError` if it cannot be quantized.
     """
     parser = argparse.ArgumentParser("qarl-trl export", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
@@ -20,31 +22,61 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")
     args = parser.parse_args(argv)
 
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ..export import check_target, check_writable, save_low_bit
     from ..export.card import base_facts, write_card
     from ..export.files import tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
+    from ..quant.start import load_master_weights, quantized_source
 
     resolve_scheme(args.scheme, args.group_size)  # before the weights are read
-    loader, weights = AutoModelForCausalLM, args.checkpoint
-    if (Path(args.checkpoint) / "adapter_config.json").is_file():
-        from peft import AutoPeftModelForCausalLM, PeftConfig
+    load, weights = AutoModelForCausalLM.from_pretrained, args.checkpoint
+    if adapter := (Path(weights) / "adapter_config.json").is_file():
+        from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 
-        loader, weights = AutoPeftModelForCausalLM, PeftConfig.from_pretrained(args.checkpoint).base_model_name_or_path
-    if getattr(AutoConfig.from_pretrained(weights), "quantization_config", None) is not None:
+        load = AutoPeftModelForCausalLM.from_pretrained
+        weights = PeftConfig.from_pretrained(weights).base_model_name_or_path
+        weights = str(beside) if (beside := Path(args.checkpoint, weights)).is_dir() else weights
+    if (source := quantized_source(weights)) and not adapter:
         raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
     tensor_shapes(args.checkpoint)
     check_writable(args.output, "output")
     check_target(args.output)
-    model = loader.from_pretrained(args.checkpoint, dtype="auto")
+    if source is None:
+        model = load(args.checkpoint, dtype="auto")
+    else:
+        model = PeftModel.from_pretrained(load_master_weights(weights, dtype="auto"), args.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
     apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
-    folder = save_low_bit(model, AutoTokenizer.from_pretrained(args.checkpoint), args.output)
+    folder = save_low_bit(model, tokenizer, args.output)
     write_card(folder, **base_facts(weights))
+    if source is not None:
+        distance = _distance(model, source, args.checkpoint, tokenizer.eos_token_id)
+        print(f"{args.output} is {distance:.4f} nats per token from base and adapter, in what these sample.")
     print(f"{args.scheme} checkpoint written to {args.output}. `qarl-trl push` shares it.")
+
+
+def _distance(model: Any, source: Any, adapter: str, start: int) -> float:
+    """Mean absolute difference of the log-probs of `model` and of an adapter beside the low-bit `source`, which samples 256 tokens."""
+    import torch
+    from peft import PeftModel
+
+    from ..quant.frozen import align_adapters
+    from ..quant.start import load_master_weights
+    from ..rollout.sync_check import learner_logps
+
+    frozen: Any = PeftModel.from_pretrained(load_master_weights(source.name, freeze=source.plan()), adapter)
+    align_adapters(frozen)
+    torch.manual_seed(0)
+    (tokens,) = frozen.generate(
+        torch.tensor([[start]]), do_sample=True, top_k=0, top_p=1.0, min_new_tokens=256, max_new_tokens=256
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        one, other = (learner_logps(policy, tokens.tolist()).plain for policy in (model, frozen))
+    return (one - other).abs().mean().item()
 
 
 def push(argv: Sequence[str]) -> None:

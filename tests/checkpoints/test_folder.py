@@ -36,7 +36,7 @@ def test_what_was_committed_is_whole_and_in_its_place(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: (f / "model.safetensors").write_text("weight"), "6 bytes, must have 7"),
+        (lambda f: (f / "model.safetensors").write_text("weight"), "6 bytes, needs 7"),
         (lambda f: (f / "low_bit" / "config.json").unlink(), "low_bit/config.json is missing"),
         (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),
         (lambda f: (f / MANIFEST).write_text('{"files": {'), "cut off"),

@@ -76,7 +76,7 @@ def test_a_path_must_be_a_whole_checkpoint_of_this_trainer(tmp_path, args):
     assert resume_path(str(good), args) == str(good)
     cut(bad)
     for folder, words in (
-        (bad, "config.json has 1 bytes, must have 2"),
+        (bad, "config.json has 1 bytes, needs 2"),
         (tmp_path / "nowhere", "manifest.json is miss"),
     ):
         with pytest.raises(ValueError, match=f"{folder.name}' is no whole checkpoint of this trainer: .*{words}"):

@@ -1,5 +1,6 @@
 """`qarl_trl.export.push`, by huggingface_hub's own client against a server that speaks its endpoints."""
 
+import json
 import pickle
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hub_server import READER, WRITER, running_hub
 from huggingface_hub import constants, snapshot_download
+from peft import LoraConfig
 from safetensors.torch import load_file
 from slow.toys import save_model
 from test_trainer import make
@@ -123,6 +125,25 @@ def test_a_run_pushes_the_low_bit_model_at_the_end_and_keeps_master_weights_at_h
     (tmp_path / "pulled" / "m.safetensors").write_bytes(hub.files("me/toy")["model.safetensors"])
     pulled = load_file(tmp_path / "pulled" / "m.safetensors")
     assert pulled.keys() == expected.keys() and all(torch.equal(pulled[n], t) for n, t in expected.items())
+
+
+def test_an_adapter_is_pushed_with_the_base_that_its_run_quantized(hub, model, tmp_path):
+    frozen = {"peft_config": LoraConfig(target_modules=["q_proj", "down_proj"]), "lora_base": "frozen", "max_steps": 1}
+    trainer = pushing(model, tmp_path / "run", **frozen)
+    trainer.train()
+    trainer.push_to_hub()
+    assert same(hub.files("me/toy"), tmp_path / "run") and same(hub.files("me/toy-base"), tmp_path / "run" / "low_bit")
+    assert "model.safetensors" not in hub.files("me/toy")
+    assert json.loads(hub.files("me/toy")["adapter_config.json"])["base_model_name_or_path"] == "me/toy-base"
+    card = hub.files("me/toy")["README.md"].decode()
+    assert "vllm serve me/toy-base --enable-lora --max-lora-rank 8 --lora-modules policy=me/toy" in card
+    assert "vllm serve me/toy-base" in hub.files("me/toy-base")["README.md"].decode()
+    # Beside a checkpoint that was there before, the adapter alone.
+    other = {"hub_model_id": "me/other", "quant_scheme": "checkpoint"}
+    trainer = pushing(str(tmp_path / "run" / "low_bit"), tmp_path / "other", **frozen | other)
+    trainer.train()
+    trainer.push_to_hub()
+    assert {"me/toy", "me/toy-base", "me/other"} == hub.branches.keys()
 
 
 def test_a_push_that_fails_loses_nothing_and_names_no_token(hub, model, tmp_path, caplog, capfd):

@@ -5,7 +5,6 @@ import math
 import pytest
 import references
 import torch
-from configs import config
 
 from qarl_trl.metrics.mismatch import check_mismatch, mismatch_metrics
 
@@ -73,17 +72,15 @@ def test_processes_are_measured_in_one_collective_as_one_but_for_what_the_worst_
 
 
 @pytest.mark.parametrize(("logp_diff", "stops"), [(0.09, False), (0.1, False), (0.11, True)])
-def test_a_mismatch_above_the_threshold_stops_the_run(tmp_path, logp_diff, stops):
-    args = config(tmp_path, use_vllm=True, mismatch_abort_threshold=0.1)
+def test_a_mismatch_above_the_threshold_stops_the_run(logp_diff, stops):
     if not stops:
-        return check_mismatch(logp_diff, 0.0, args)
+        return check_mismatch(logp_diff, 0.0, 0.1)
     with pytest.raises(RuntimeError, match="0.1100 nats per token, above mismatch_abort_threshold=0.1"):
-        check_mismatch(logp_diff, 0.0, args)
+        check_mismatch(logp_diff, 0.0, 0.1)
 
 
 @pytest.mark.parametrize(("logp_diff", "unscored"), [(math.nan, 0.0), (math.inf, 0.0), (0.0, 0.6)])
-def test_log_probs_that_are_no_numbers_stop_every_run(tmp_path, logp_diff, unscored):
-    args = config(tmp_path)
-    check_mismatch(100.0, 0.5, args)  # control
+def test_log_probs_that_are_no_numbers_stop_every_run(logp_diff, unscored):
+    check_mismatch(100.0, 0.5, None)  # control
     with pytest.raises(RuntimeError, match="Log-probs hold NaN or infinity"):
-        check_mismatch(logp_diff, unscored, args)
+        check_mismatch(logp_diff, unscored, None)

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.loss import TrustBand
-from qarl_trl.metrics.ratios import RatioMeter, completion_columns, ratio_metrics
+from qarl_trl.metrics.ratios import completion_columns, measure_ratios, ratio_metrics
 
 
 PAPER, OTHER = TrustBand(4e-4, 3e-4, 7e-4, 2.0), TrustBand(5e-4, 1e-3, 1e-4, 2.0)
@@ -123,7 +123,7 @@ def test_processes_are_measured_in_one_collective_as_if_they_were_one():
 
     def measure(half):
         batch = {"completion_mask": half["mask"], "advantages": half["advantages"], "old_per_token_logps": half["old"]}
-        return RatioMeter(PAPER, "", gather).measure(half["logps"], batch, half["errors"], fresh=False)
+        return measure_ratios(half["logps"], batch, half["errors"], PAPER, "", gather, fresh=False)
 
     alone = measure(halves[1])
     other = calls[0]

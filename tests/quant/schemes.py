@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-from qarl_trl.quant import quantize_weight, reference, resolve_scheme
+from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.scheme import SUPPORTED, has_global_scale
 
 
@@ -25,11 +25,6 @@ def normal(*shape, seed=0, dtype=torch.float32, scale=1.0):
 
 def low_bit_of(scheme, group_size=None, shape=(128, 256), seed=0):
     return quantize_weight(normal(*shape, seed=seed), resolve_scheme(scheme, group_size))
-
-
-def min_max_qparams(weight, scheme):
-    """Scale and zero point (or `None`) that a weight has by itself, to freeze."""
-    return reference.qparams_of(*reference.extremes(weight.detach().bfloat16().contiguous(), scheme), scheme)
 
 
 def same_bytes(a, b):

@@ -17,7 +17,6 @@ from qarl_trl.quant import (
     linear,
     quantize_weight,
     quantized_modules,
-    remove_quantization,
     resolve_scheme,
 )
 from qarl_trl.quant.experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
@@ -423,22 +422,6 @@ def test_experts_and_attention_can_have_schemes_of_their_own():
     groups = {"FP8_DYNAMIC": [r"re:.*down_proj"], "W4A16": [r"re:.*(gate|up)_proj"]}
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.experts' must have one scheme"):
         apply_quantization(make_model("qwen3_moe"), QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
-
-
-def test_frozen_scales_are_kept_for_each_expert():
-    model = quantized(num_hidden_layers=1)
-    stream = dict(iter_low_bit_weights(model))
-    layers = {name.removesuffix(".weight_packed") for name in stream if name.endswith(".weight_packed")}
-    frozen = {name: (stream[f"{name}.weight_scale"] * 2, None) for name in layers}
-    remove_quantization(model)
-    apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, qparams=frozen)
-    kept = dict(iter_low_bit_weights(model))
-    assert all(torch.equal(kept[f"{name}.weight_scale"], scale) for name, (scale, _) in frozen.items())
-    assert not torch.equal(kept[f"{EXPERTS}.2.up_proj.weight_packed"], stream[f"{EXPERTS}.2.up_proj.weight_packed"])
-    remove_quantization(model)
-    frozen.pop(f"{EXPERTS}.2.up_proj")
-    with pytest.raises(ValueError, match=r"experts\.2\.up_proj' has no frozen scales"):
-        apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE, qparams=frozen)
 
 
 def test_a_part_of_the_experts_cannot_be_ignored():

@@ -48,7 +48,7 @@ def cut_model(kind: str, scheme: str, packed: bool, **changes: Any) -> torch.nn.
 def held(model: torch.nn.Module) -> int:
     """Bytes of quantized values that this process keeps between steps."""
     layers = [layer for _, layer in quantized_modules(model)]
-    weights = [w for layer in layers for w in layer.last_low_bits().values()]
+    weights = [w for layer in layers for w in layer.low_bit_cache.last().values()]
     return sum(
         t.untyped_storage().nbytes() for w in weights for name, t in w.tensors.items() if name != "weight_shape"
     )

@@ -76,7 +76,7 @@ def test_autocast_computes_in_bfloat16(scheme, bias):
         y = layer(x)
     assert y.dtype == torch.bfloat16
     with torch.no_grad():
-        expected, _ = layer._gemm.forward(x.bfloat16(), layer.low_bit(), layer.bias.bfloat16() if bias else None)
+        expected, _ = layer.gemm.forward(x.bfloat16(), layer.low_bit(), layer.bias.bfloat16() if bias else None)
     assert torch.equal(y, expected)
     assert layer(x).dtype == torch.float32  # control: outside of autocast
 
@@ -86,7 +86,7 @@ def test_without_a_quantized_forward_the_layer_is_a_plain_linear():
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
-    assert not layer.has_run
+    assert layer.gemm is None
     low_bit = quantize_weight(layer.weight, layer.scheme)
     assert torch.equal(layer.low_bit().quantized, low_bit.quantized)  # sync and export still have quantized values
 
@@ -149,7 +149,7 @@ def test_a_layer_is_quantized_once_per_optimizer_step(quantizations):
         for _ in range(3):  # accumulation, old log-probs, sync, export
             layer(make_input(2)).sum().backward()
             layer.low_bit()
-        assert layer.low_bit() is layer.low_bit(layer.weight.data) is layer.last_low_bits()["weight"]
+        assert layer.low_bit() is layer.low_bit(layer.weight.data) is layer.low_bit_cache.last()["weight"]
         assert len(quantizations) == step
         optimizer.step()
 

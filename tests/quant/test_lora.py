@@ -363,7 +363,7 @@ def sharded_run(folder):
         streams = [dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS)))] if step else []
         model(TOKENS, labels=TOKENS).loss.backward()
         for name, layer in quantized_modules(model):
-            (used_one,) = layer.last_low_bits().values()
+            (used_one,) = layer.low_bit_cache.last().values()
             used |= {f"{name}.{local}": t for local, t in used_one.tensors.items()}
         streams.append(dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS))))
         for stream in streams:

@@ -86,12 +86,6 @@ def test_forward_and_gradient_go_through_the_quantized_weight():
     assert torch.allclose(model.q_proj.weight.grad, x.detach().sum(0).expand(32, -1), atol=1e-5)
 
 
-def test_frozen_scales_are_refused():
-    qparams = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), (torch.ones(1), None))
-    with pytest.raises(ValueError, match="NVFP4A16.*frozen scales"):
-        apply_quantization(Attention(), NVFP4, qparams=qparams)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_diverged_weight_is_refused(value):
     weight = torch.randn(8, 64)

@@ -5,6 +5,7 @@ import torch
 
 from qarl_trl.quant import quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant.quantize import LowBitWeight
 from qarl_trl.quant.scheme import has_global_scale
 from quant.schemes import ALL_SCHEMES, SCHEMES, compressed, decompressed, normal, observed, same_bytes, same_tensors
 
@@ -54,16 +55,18 @@ def test_a_million_weights_have_the_bytes_of_compressed_tensors(weight, scheme, 
 
 @pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
 @pytest.mark.parametrize("factor", [0.25, 3.0])
-def test_frozen_scales_give_the_bytes_of_compressed_tensors(weight, scheme, group_size, factor):
-    """With scales of other weights quantized values saturate; the zero point is then another one too."""
+def test_scales_of_other_weights_give_the_bytes_of_compressed_tensors(weight, scheme, group_size, factor):
+    """Quantized values saturate; the zero point is then another one too."""
     resolved = resolve_scheme(scheme, group_size)
     weight = weight[::4].contiguous()
-    other = weight.roll((3, 64), (0, 1)) * factor
-    scale, zero_point = observed(other, resolved)
-    low_bit = quantize_weight(weight, resolved, (scale, None if resolved.weights.symmetric else zero_point))
-    assert same_bytes(low_bit.scale, scale)
-    assert same_tensors(low_bit.tensors, compressed(weight, resolved, (scale, zero_point)))
-    assert not same_bytes(low_bit.quantized, quantize_weight(weight, resolved).quantized)  # control
+    scale, zero_point = observed(weight.roll((3, 64), (0, 1)) * factor, resolved)
+    found = reference.encode(weight, (scale, None if resolved.weights.symmetric else zero_point), resolved)
+    assert same_bytes(found, quantized_of(compressed(weight, resolved, (scale, zero_point))))
+    assert not same_bytes(found, quantize_weight(weight, resolved).quantized)  # control
+
+
+def quantized_of(tensors):
+    return tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"]
 
 
 # Controls: each of these would be noticed ---------------------------------------------------------------------------
@@ -121,8 +124,8 @@ def test_every_number_has_the_bytes_of_compressed_tensors(numbers, scheme):
     weight, resolved = numbers[:-1], resolve_scheme(scheme)  # the last row is infinite
     resolved.weights.strategy, resolved.weights.group_size = "channel", None
     scale = torch.ones(255, 1, dtype=torch.bfloat16)
-    found = quantize_weight(weight, resolved, (scale, None)).tensors
-    assert same_tensors(found, compressed(weight, resolved, (scale, torch.zeros_like(scale))))
+    found = reference.encode(weight, (scale, None), resolved)
+    assert same_bytes(found, quantized_of(compressed(weight, resolved, (scale, torch.zeros_like(scale)))))
 
 
 @pytest.mark.parametrize("zero_point", range(-8, 8))
@@ -130,8 +133,9 @@ def test_every_number_has_the_bytes_of_compressed_tensors_with_every_zero_point(
     weight, resolved = numbers[:-1], resolve_scheme("W4A16_ASYM", -1)
     scale = torch.ones(255, 1, dtype=torch.bfloat16)
     qparams = (scale, torch.full((255, 1), zero_point, dtype=torch.int8))
-    found = quantize_weight(weight, resolved, qparams)
-    assert same_tensors(found.tensors, compressed(weight, resolved, qparams))
+    expected = compressed(weight, resolved, qparams)
+    assert same_bytes(reference.encode(weight, qparams, resolved), expected["weight_packed"])
+    found = LowBitWeight({n: t for n, t in expected.items() if n != "weight_shape"}, resolved)
     assert same_bytes(dequantize(found), decompressed(found))
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, quantized_modules, resolve_scheme
 from qarl_trl.quant.shards import quantize_shards
-from quant.schemes import NAMES, min_max_qparams, normal, same_bytes
+from quant.schemes import NAMES, normal, same_bytes
 
 
 pytestmark = pytest.mark.slow
@@ -44,16 +44,14 @@ def each_scheme_and_shape(mesh):
             if rows % NEEDS.get(name, 1):
                 continue
             whole = normal(*shape, seed=seed)
-            frozen = min_max_qparams(normal(rows, 128, seed=9), scheme)
-            for qparams in (None, frozen):
-                expected = quantize_weight(whole.flatten(0, -2), scheme, qparams)
-                with MovedBytes() as moved:
-                    found = quantize_shards(cut(whole, mesh), scheme, qparams)
-                assert same(found, expected), (name, shape, qparams)
-                assert all(t.nbytes == t.untyped_storage().nbytes() for t in found.tensors.values())
-                chunk = math.ceil(shape[0] / 2) / shape[0]  # what is padded moves too
-                quantized = chunk * sum(t.nbytes for n, t in expected.tensors.items() if n != "weight_shape")
-                way[name, shape] = {quantized: "quantized", chunk * 2 * whole.numel(): "weight"}[moved.gathered]
+            expected = quantize_weight(whole.flatten(0, -2), scheme)
+            with MovedBytes() as moved:
+                found = quantize_shards(cut(whole, mesh), scheme)
+            assert same(found, expected), (name, shape)
+            assert all(t.nbytes == t.untyped_storage().nbytes() for t in found.tensors.values())
+            chunk = math.ceil(shape[0] / 2) / shape[0]  # what is padded moves too
+            quantized = chunk * sum(t.nbytes for n, t in expected.tensors.items() if n != "weight_shape")
+            way[name, shape] = {quantized: "quantized", chunk * 2 * whole.numel(): "weight"}[moved.gathered]
     return way
 
 

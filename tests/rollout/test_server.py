@@ -4,7 +4,7 @@ import copy
 import json
 import socket
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,9 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from trl.generation import vllm_client
-from vllm.config import VllmConfig, WeightTransferConfig
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.v1.worker.gpu_worker import Worker
 
 from qarl_trl.rollout import _vllm, server
@@ -45,7 +42,7 @@ class Stub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def client_of(answers, folder=None):
+def client_of(answers, folder="nowhere"):
     stub = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     stub.answers = {"/v1/models": {"data": [{"id": "m"}]}, "/get_world_size": {"world_size": 1}} | answers
     stub.asked = []
@@ -71,18 +68,17 @@ QUANTIZATION = {"config_groups": {"group_0": {"weights": {"num_bits": 4}, "input
         ({"quantization": None}, "group_0.weights.num_bits must be 4, got None"),
         ({"activations": {"num_bits": 8}}, "input_activations.num_bits must be None, got 8"),
         ({"vllm": "0.1"}, "vllm must be '0.3"),
-        ({"transport": "nccl"}, "transport must be 'folder', got 'nccl'"),
         ({"ranks": 2}, "ranks must be 1, got 2"),
     ],
 )
 def test_a_server_that_is_not_the_engine_of_the_run_is_refused(tiny_model, changes, words):
     config, quantization = tiny_model().config, copy.deepcopy(QUANTIZATION)
-    needed = engine_facts(config, quantization, "folder")
+    needed = engine_facts(config, quantization)
     group = quantization["config_groups"]["group_0"]
     group["input_activations"] = changes.get("activations")
     for name in changes.keys() & config.to_dict().keys():
         setattr(config, name, changes[name])
-    facts = engine_facts(config, changes.get("quantization", quantization), changes.get("transport", "folder"))
+    facts = engine_facts(config, changes.get("quantization", quantization))
     facts |= {name: changes[name] for name in changes.keys() & {"vllm"}}
     state = {"version": None, "facts": facts}
     answers = {"/qarl_state": lambda body: (200, [state])}
@@ -107,7 +103,7 @@ def test_no_server_or_something_else_at_the_address_is_one_clear_error():
     with pytest.raises(
         ConnectionError, match=r"No vLLM server answers at http://127.0.0.1:9 after 0 s.*qarl-trl serve"
     ):
-        ServerClient(None, base_url="http://127.0.0.1:9")
+        ServerClient("nowhere", base_url="http://127.0.0.1:9")
     with pytest.raises(ConnectionError, match="404"), client_of({"/health": lambda body: (404, {})}):
         pass
 
@@ -187,7 +183,7 @@ def reads(folder, got):
 def test_a_sync_arrives_and_its_files_are_removed(tmp_path):
     got = []
     with client_of(reads(tmp_path, got), tmp_path) as client:
-        client.sync(TENSORS.items(), None, "cpu")
+        client.sync(TENSORS.items())
         (asked,) = [body for path, body, _ in client.asked if path == "/qarl_load"]
         assert asked == [client.version, 1] and client.version.endswith("-1")
     assert {name for name, _ in got} == TENSORS.keys() and len(got) == len(TENSORS)
@@ -207,7 +203,7 @@ def test_a_sync_that_the_server_refuses_leaves_nothing_to_sample_from(tmp_path, 
     with client_of(reads(tmp_path, []) | {route: lambda body: answer}, tmp_path) as client:
         client.version = "mine"
         with pytest.raises(RuntimeError, match=words):
-            client.sync(TENSORS.items(), None, "cpu")
+            client.sync(TENSORS.items())
         assert client.version is None and list(tmp_path.iterdir()) == []
 
 
@@ -225,7 +221,7 @@ def test_a_full_folder_is_said_with_its_name_and_the_server_is_not_asked(tmp_pat
     full = patch.object(server, "save_file", side_effect=OSError(28, "No space left on device"))
     with client_of(reads(tmp_path, []), tmp_path) as client, full:
         with pytest.raises(RuntimeError, match=f"sync_folder '{tmp_path}'.*No space left"):
-            client.sync(TENSORS.items(), None, "cpu")
+            client.sync(TENSORS.items())
         assert "/qarl_load" not in [path for path, *_ in client.asked] and list(tmp_path.iterdir()) == []
 
 
@@ -280,40 +276,3 @@ def test_weights_have_a_version_only_after_a_whole_sync(worker):
     worker.fails = False
     assert "start it again" in worker.qarl("qarl_load", "run-1", 1)["error"]
     assert worker.seen == [None] * 3 and model.qarl_version is None
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_sync_over_nccl_is_named_once_it_came(worker, monkeypatch, lost):
-    """TRL's client, vLLM's session and our backend; only the group of GPUs is left out."""
-    sent, order, model = [], [], worker.model_runner.get_model()
-    worker.vllm_config = VllmConfig()
-    config = WeightTransferConfig(backend="qarl_nccl")
-    device = torch.device("cpu")
-    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
-        config, worker.vllm_config, device, model
-    )
-    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", lambda iterator, **_: sent.extend(iterator))
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: order.append(len(sent)))
-
-    def route(name):
-        def answer(body):
-            if name == "update_weights" and lost:
-                return 200, {}
-            if name == "qarl_name":
-                return 200, [worker.qarl(name, *body)]
-            getattr(worker, name)(*body.values())
-            return 200, {}
-
-        return {f"/{name}": answer}
-
-    answers = {"/reset_prefix_cache": {"success": True}}
-    for name in ("qarl_name", "start_weight_update", "update_weights", "finish_weight_update"):
-        answers |= route(name)
-    with client_of(answers) as client:
-        client.communicator = None
-        metadata = [(name, "int32", [8]) for name in TENSORS]
-        with pytest.raises(RuntimeError, match="no new weights came") if lost else nullcontext():
-            client.sync(TENSORS.items(), metadata, "cpu")
-        assert client.version == getattr(model, "qarl_version", None) == (None if lost else f"{client._run}-1")
-    assert [name for name, _ in sent] == list(TENSORS) and worker.seen == ([] if lost else [None])
-    assert order[0] == 0 and order[-1] == len(TENSORS)  # the device is waited for before and after (review F9)

@@ -18,7 +18,7 @@ class Engine:
     errored = False
 
     async def collective_rpc(self, method, args):
-        if "qarl_name" in args:
+        if "qarl_state" in args:
             self.errored = True
             await asyncio.Event().wait()
         return [method, *args]
@@ -80,7 +80,7 @@ def test_everybody_else_is_refused(ask, status, request_, headers):
 
 
 def test_a_call_of_an_engine_that_dies_is_answered(ask):
-    answer = ask("POST", "/qarl_name")
+    answer = ask("POST", "/qarl_state")
     assert answer.status_code == 500 and "The engine of this server died" in answer.text
 
 
@@ -93,7 +93,7 @@ def test_a_server_answers_by_its_addresses_and_its_names(ask, monkeypatch, host)
 def test_a_made_key_is_its_owners_alone_and_found_by_a_trainer_of_the_same_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv(KEY, raising=False)
     folder = str(tmp_path / "syncs")
-    assert find_key(folder) == find_key(None) == ""
+    assert find_key(folder) == ""
     key = make_key(folder)
     assert find_key(folder) == key and len(key) == 32 and key in capsys.readouterr().out
     assert stat.S_IMODE(key_file(folder).stat().st_mode) == 0o600

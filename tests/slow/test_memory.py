@@ -57,9 +57,9 @@ def _shards(model: str, folder: str) -> dict[str, int]:
     trainer.add_callback(gradients)
     trainer.train()
     state = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values()]
-    weights = [w for _, layer in quantized_modules(trainer.model) for w in layer.last_low_bits().values()]
+    weights = [w for _, layer in quantized_modules(trainer.model) for w in layer.low_bit_cache.last().values()]
     return {
-        "quantized values": sum(w.num_bytes() for w in weights),
+        "quantized values": sum(sum(t.nbytes for t in w.tensors.values()) for w in weights),
         "master weights": sum(p.to_local().nbytes for p in trainer.model.parameters()),
         "gradients": gradients.held,
         "optimizer state": sum(getattr(t, "_local_tensor", t).nbytes for t in state if isinstance(t, torch.Tensor)),

@@ -325,13 +325,13 @@ def _held(model: str, folder: str, adapter: Any) -> tuple[dict[str, int], dict[s
     trainer.train()
     held = trainer.deepspeed.optimizer
     state = [t for of_piece in held.optimizer.state.values() for t in of_piece.values() if isinstance(t, torch.Tensor)]
-    weights = [w for _, layer in quantized_modules(trainer._unwrapped) for w in layer.last_low_bits().values()]
+    weights = [w for _, layer in quantized_modules(trainer._unwrapped) for w in layer.low_bit_cache.last().values()]
     items = {
         "master weights": sum(t.nbytes for t in held.fp32_partitioned_groups_flat),
         "optimizer state": sum(t.nbytes for t in state),
         "weights to gather": sum(p.ds_tensor.nbytes for p in trainer._unwrapped.parameters()),
         "gradients": held.grad_partitions_flat_buffer.nbytes,
-        "quantized values": sum(w.num_bytes() for w in weights),
+        "quantized values": sum(sum(t.nbytes for t in w.tensors.values()) for w in weights),
     }
     together = sum(size for place, size in _storages().items() if place not in before)
     bucket = sum(bucket.buffer.nbytes for bucket in held.ipg_buckets.values())

@@ -12,10 +12,8 @@ import torch
 from ..._compat import installed_version, requirements, why_untested
 from ...quant.scheme import gpu_generation
 from ...rollout.cpu import cpu_flags, why_no_engine
+from ..plan.items import GIB
 from . import FAIL, OK, SKIPPED, WARN, Finding
-
-
-GIB = 2**30
 
 
 def versions() -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from ...quant import apply_quantization, remove_quantization
 from ...quant.experts import num_experts
 from ...quant.scheme import support_of
 from ...rollout.cpu import choose_arithmetic
-from ..evaluate.sample import prompt_seed, start_engine
+from ..evaluate.sample import generate, start_engine
 from . import FAIL, OK, SKIPPED, WARN, Finding
 
 
@@ -103,11 +103,8 @@ def sample(folder: str, settings: dict[str, Any], prompts: Sequence[list[int]], 
     llm = start_engine(folder, **settings)
     from vllm import SamplingParams
 
-    # One seed for all prompts would draw the same numbers for each.
-    seeds = [prompt_seed(ids, SEED) for ids in prompts]
-    params = [SamplingParams(temperature=temperature, max_tokens=TOKENS, logprobs=0, seed=seed) for seed in seeds]
-    outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
-    answers = [output.outputs[0] for output in outputs]
+    params = SamplingParams(temperature=temperature, max_tokens=TOKENS, logprobs=0)
+    answers = [output.outputs[0] for output in generate(llm, prompts, params, SEED)]
     return [
         (list(ids), list(a.token_ids), [s[t].logprob for s, t in zip(a.logprobs, a.token_ids, strict=True)])
         for ids, a in zip(prompts, answers, strict=True)

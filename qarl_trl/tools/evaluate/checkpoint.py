@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from ...export.card import scheme_name
 from ...export.files import READ_BY_ENGINE, tensor_shapes
-from ...quant.scheme import describe_scheme, support_of
+from ...quant.scheme import describe_scheme
 from ...quant.start import QuantizedSource
 from ...quant.state_dict import iter_low_bit_weights
 from ...rollout._vllm_cpu import is_cpu_engine
@@ -25,10 +26,7 @@ def find_checkpoint(name_or_path: str) -> Path:
         folder = Path(snapshot_download(name_or_path, allow_patterns=list(READ_BY_ENGINE)))
     for needed in ("config.json", "*.safetensors", "tokenizer*"):  # without the last transformers makes an empty one
         if not any(folder.glob(needed)):
-            raise FileNotFoundError(
-                f"{folder} is no model folder: it has no {needed}. Of an adapter evaluate the folder low_bit, or what "
-                "`qarl-trl export` writes."
-            )
+            raise FileNotFoundError(f"{folder} is no model: it has no {needed}. `qarl-trl export` an adapter first.")
     return folder
 
 
@@ -41,9 +39,7 @@ def check_complete(folder: Path, config: PretrainedConfig) -> None:
     index, found = folder / "model.safetensors.index.json", tensor_shapes(folder)
     listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
     if missing := sorted(listed.keys() - found):
-        raise ValueError(
-            f"{folder} lacks {len(missing)} tensors of {index.name} (first: {missing[0]}). Download it again."
-        )
+        raise ValueError(f"{folder} lacks {len(missing)} tensors of {index.name} ({missing[0]}). Download it again.")
     stored = getattr(config, "quantization_config", {"quant_method": None})
     if stored["quant_method"] != "compressed-tensors" or type(config) not in AutoModelForCausalLM._model_mapping:
         return
@@ -64,11 +60,5 @@ def precision(config: PretrainedConfig) -> str:
     stored = getattr(config, "quantization_config", {"quant_method": "not quantized"})
     if stored["quant_method"] != "compressed-tensors":
         return stored["quant_method"]
-    return ", ".join(map(_named, QuantizationConfig.model_validate(stored).config_groups.values()))
-
-
-def _named(scheme: QuantizationScheme) -> str:
-    try:
-        return f"{support_of(scheme).name} ({describe_scheme(scheme)})"
-    except ValueError:  # not one of ours; vLLM itself says whether it runs
-        return describe_scheme(scheme)
+    schemes = QuantizationConfig.model_validate(stored).config_groups.values()
+    return ", ".join(f"{scheme_name(scheme)} ({describe_scheme(scheme)})" for scheme in schemes)

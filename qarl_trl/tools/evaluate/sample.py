@@ -24,22 +24,14 @@ def start_engine(model: str, **settings: Any) -> Any:
     return LLM(model, **defaults | settings)
 
 
-def sample(engine: Any, problems: Sequence[dict[str, Any]], params: Any, seed: int) -> list[list[dict[str, Any]]]:
-    """
-    The completions of each problem, in order, by the `vllm.SamplingParams` `params`: `text` without special tokens, the number
-    of `tokens`, and whether the length limit `cut_off` the completion.
-
-    Each prompt draws from a seed made of `seed` and itself, whatever is sampled beside it. `RuntimeError` if the engine ends
-    a completion otherwise than at its end or at the length limit.
-    """
-    seeded = []
-    for problem in problems:
-        seeded.append(params.clone())
-        seeded[-1].seed = prompt_seed(problem["prompt_ids"], seed)
-    prompts = [{"prompt_token_ids": list(problem["prompt_ids"])} for problem in problems]
+def generate(engine: Any, prompts: Sequence[Sequence[int]], params: Any, seed: int) -> list[Any]:
+    """vLLM's outputs for `prompts` as token ids; each draws from a seed made of `seed` and itself, whatever is sampled beside it."""
+    seeded = [params.clone() for _ in prompts]
+    for one, ids in zip(seeded, prompts, strict=True):
+        one.seed = prompt_seed(ids, seed)
     # vLLM 0.31 divides by the time of a progress bar, which is 0 where the user has turned bars off.
-    outputs = engine.generate(prompts, seeded, use_tqdm="TQDM_DISABLE" not in os.environ)
-    return [[_completion(answer) for answer in output.outputs] for output in outputs]
+    bar = "TQDM_DISABLE" not in os.environ
+    return engine.generate([{"prompt_token_ids": list(ids)} for ids in prompts], seeded, use_tqdm=bar)
 
 
 def prompt_seed(prompt_ids: Sequence[int], seed: int) -> int:
@@ -47,9 +39,18 @@ def prompt_seed(prompt_ids: Sequence[int], seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {list(prompt_ids)}".encode()).digest()[:4]) >> 1
 
 
+def sample(engine: Any, problems: Sequence[dict[str, Any]], params: Any, seed: int) -> list[list[dict[str, Any]]]:
+    """
+    The completions of each problem, in order, by the `vllm.SamplingParams` `params`: `text` without special tokens, the number
+    of `tokens`, and whether the length limit `cut_off` the completion.
+
+    `RuntimeError` if the engine ends a completion otherwise than at its end or at the length limit.
+    """
+    outputs = generate(engine, [problem["prompt_ids"] for problem in problems], params, seed)
+    return [[_completion(answer) for answer in output.outputs] for output in outputs]
+
+
 def _completion(answer: Any) -> dict[str, Any]:
     if answer.finish_reason not in ("stop", "length"):
-        raise RuntimeError(
-            f"vLLM ended a completion with finish_reason={answer.finish_reason!r}; it cannot be scored."
-        )
+        raise RuntimeError(f"vLLM ended a completion by finish_reason={answer.finish_reason!r}; it cannot be scored.")
     return {"text": answer.text, "tokens": len(answer.token_ids), "cut_off": answer.finish_reason == "length"}

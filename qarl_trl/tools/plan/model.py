@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...quant import apply_quantization
-from ...quant.experts import PROJECTIONS, QuantExperts
+from ...quant.experts import PROJECTIONS, QuantExperts, num_experts
 from ...quant.gathers import gathers_quantized
 from ...quant.model import quantized_modules
 from ...quant.quantize import meta_tensors
@@ -59,7 +59,9 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
 
         adapter = get_peft_config(model_args)
     model = skeleton(config, dtype, adapter, plan)
-    frozen = getattr(settings, "lora_base", "merged") == "frozen"
+    frozen = settings.frozen
+    if frozen and (adapter is None or num_experts(config)):
+        raise ValueError("lora_base='frozen' needs an adapter (use_peft: true), and a model without experts.")
     optim = "muon" if settings.optim_muon else settings.optim.value
     fsdp2 = gpus > 1 and sharding != "ddp"
     gathers = fsdp2 and settings.quantize_learner and settings.quant_kernel != "engine"

@@ -77,7 +77,7 @@ def test_wrong_options_are_one_line(capsys, argv, field):
     ("model", "message"),
     [
         ("no_tokenizer", "it has no tokenizer*"),
-        ("cut", "lacks 1 tensors of model.safetensors.index.json (first: b)"),
+        ("cut", "lacks 1 tensors of model.safetensors.index.json (b)"),
     ],
 )
 def test_a_model_that_cannot_be_evaluated_is_refused_before_the_engine(capsys, models, sums, model, message):

@@ -30,8 +30,8 @@ def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme
     run = example_run(meta.skeleton(config, torch.float32, plan=scheme), config, False)
     stream = list(iter_low_bit_weights(model))
     assert items.synced_bytes(run) == nbytes(t for _, t in stream)
-    real = [w for _, m in quantized_modules(model) for w in m.last_low_bits().values()]
-    assert resident(run)["quantized values"] == sum(weight.num_bytes() for weight in real)
+    real = [w for _, m in quantized_modules(model) for w in m.low_bit_cache.last().values()]
+    assert resident(run)["quantized values"] == sum(sum(t.nbytes for t in weight.tensors.values()) for weight in real)
     assert resident(run)["master weights"] == nbytes(model.parameters())
 
 

@@ -26,11 +26,11 @@ def counted(trainer):
     """Bytes of the master weights, of the optimizer's state and of the quantized values of a real trainer."""
     model, state = trainer.model, trainer.optimizer.optimizer.state
     tensors = [t for of_parameter in state.values() for t in of_parameter.values() if isinstance(t, torch.Tensor)]
-    weights = [w for _, m in quantized_modules(model) for w in m.last_low_bits().values()]
+    weights = [w for _, m in quantized_modules(model) for w in m.low_bit_cache.last().values()]
     return {
         "master weights": sum(p.nbytes for p in model.parameters()),
         "optimizer state": sum(t.nbytes for t in tensors),
-        "quantized values": sum(w.num_bytes() for w in weights),
+        "quantized values": sum(sum(t.nbytes for t in w.tensors.values()) for w in weights),
     }
 
 

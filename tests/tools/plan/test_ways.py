@@ -77,7 +77,8 @@ def test_proposed_lines_are_accepted_as_they_stand_and_fit_as_they_say(path, gpu
         cli.main(["train", "--config", str(path), *line.split(), "--dry_run"])
         # Control: without a change that was proposed it does not fit.
         words = line.split()
-        for name in {"--optim", "--use_peft", "--vllm_gpu_memory_utilization", "--max_tokens_per_pass"} & {*words}:
+        needed = {"--optim", "--vllm_gpu_memory_utilization", "--max_tokens_per_pass"} & {*words}
+        for name in needed | ({"--use_peft"} & {*words} if "--lora_base" not in words else set()):
             at = words.index(name)
             assert not items.fits(plan_of(path, gpu, *words[:at], *words[at + 2 :]).run), name
     capsys.readouterr()
@@ -101,7 +102,8 @@ def test_each_way_alone_is_compared_and_what_is_refused_says_why():
     options, run = found.alone["Liger kernels"]
     assert run is None and "neither low-bit layers nor TBPO" in options
     smaller = {"sleep mode": "backward", "gradient checkpointing": "backward", "AdamW in 8 bits": "rollout"}
-    for name, moment in {**smaller, "the same, kept on the host": "rollout", "LoRA": "backward"}.items():
+    smaller |= {"LoRA": "backward", "LoRA, frozen base": "rollout"}
+    for name, moment in {**smaller, "the same, kept on the host": "rollout"}.items():
         options, run = found.alone[name]
         assert items.peaks(run)[moment] < items.peaks(found.run)[moment], name
         accepted(recipe, options)
@@ -137,3 +139,16 @@ def test_an_optimizer_of_bitsandbytes_needs_it(monkeypatch):
     with pytest.raises(ImportError, match="paged_adamw_8bit needs bitsandbytes: pip install bitsandbytes"):
         accepted(ROOT / "recipes/one_gpu/qwen2.5-1.5b.yaml", "")
     accepted(ROOT / "recipes/one_gpu/qwen2.5-0.5b.yaml", "")  # control
+
+
+def test_a_frozen_base_is_its_low_bits_and_syncs_its_adapter():
+    recipe = ROOT / "recipes/one_gpu/qwen2.5-7b_frozen.yaml"
+    frozen = plan_of(recipe, "a100", "--vllm_enable_sleep_mode", "false").run
+    merged = plan_of(recipe, "a100", "--vllm_enable_sleep_mode", "false", "--lora_base", "merged").run
+    layers = 28 * (3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944)
+    adapter = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert items.synced_bytes(frozen) == 2 * adapter
+    assert items.engine_bytes(frozen) == items.synced_bytes(merged) + 2 * adapter
+    weights = [items.moments(run)["rollout"]["master weights"] for run in (merged, frozen)]
+    assert weights[0] - weights[1] == 2 * layers
+    assert items.host_bytes(frozen) < 0.5 * items.host_bytes(merged)

@@ -1,0 +1,60 @@
+"""Every seam of vLLM for an engine that holds a frozen low-bit base and gets an adapter at each weight sync."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, get_args
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from . import _vllm
+
+
+ADAPTER = "policy", 1  # the name and number that vLLM knows it by
+
+
+def engine_rank(rank: int) -> int:
+    """The smallest rank of vLLM's engines that an adapter of `rank` fits into; `ValueError` where none is."""
+    from vllm.config.lora import MaxLoRARanks
+
+    fitting = [size for size in get_args(MaxLoRARanks) if size >= rank]
+    if not fitting:
+        raise ValueError(f"r must be at most {max(get_args(MaxLoRARanks))} for vLLM (lora_base='frozen'), got {rank}.")
+    return fitting[0]
+
+
+def lora_settings(model: Any) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` for the adapter of a `PeftModel`: layers without one stay as they are."""
+    (config,) = model.peft_config.values()
+    layers = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")})
+    sizes = {"max_lora_rank": engine_rank(config.r), "max_loras": 1, "lora_dtype": "bfloat16"}
+    return {"enable_lora": True, "lora_target_modules": layers, **sizes}
+
+
+def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """
+    Give an engine the factors of the adapter, which `weights` ends with, and before them the base, if it begins with that.
+
+    vLLM loads an adapter from a `folder`. Requests use it from then on. `RuntimeError` when the engine does not take all of it.
+    """
+    from vllm.lora.request import LoRARequest
+
+    factors: dict[str, Tensor] = {}
+    base = (pair for pair in weights if ".lora_" not in pair[0] or factors.update([pair]))
+    if (first := next(base, None)) is not None:
+        _vllm.reload_engine(llm, chain([first], base))
+    save_file({name: tensor.contiguous() for name, tensor in factors.items()}, folder / "adapter_model.safetensors")
+    rank = max(len(tensor) for name, tensor in factors.items() if name.endswith("lora_A.weight"))
+    config = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}  # the factors are scaled
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    added = llm.llm_engine.add_lora(LoRARequest(*ADAPTER, str(folder), load_inplace=True))
+    manager: Any = _vllm.engine_model(llm).lora_manager
+    if not added or (lost := manager.get_adapter(ADAPTER[1]).loras.keys() - manager.modules.keys()):
+        raise RuntimeError(f"vLLM took {'no adapter' if not added else f'none for {min(lost)}'}; its log may say why.")
+    if "generate" not in vars(llm):
+        llm.generate = partial(llm.generate, lora_request=LoRARequest(*ADAPTER, str(folder)))
