@@ -64,72 +64,72 @@ class QaRLConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
 
-    loss_type: LossType = HfArg(default=TBPO, help="'tbpo' (paper Sec. 3.2), or a loss of TRL's, as 'grpo' or 'dapo'.")
+    loss_type: LossType = HfArg(default=TBPO, help="'tbpo' (paper Sec. 3.2), or one of TRL's: 'grpo', 'dapo' ...")
     quant_scheme: str | None = HfArg(
         default="W4A16",
-        help="Low-bit format of the rollout engine and of the learner's forward (paper Sec. 3.1), one of `qarl-trl schemes`. "
-        "'checkpoint' is that of a quantized `model`, 'none' trains without quantization.",
+        help="Low-bit format of the weights in the rollout engine and in the learner's forward (paper Sec. 3.1): one of "
+        "`qarl-trl schemes`, 'checkpoint' for that of a quantized `model`, or 'none' to train without quantization.",
     )
     quant_group_size: int | None = HfArg(
         default=None,
-        help="Weights along the input dimension that share one scale: 32, 64, 128, or -1 for one scale per output channel. "
-        "Unset: the scheme's own (128 for W4A16).",
+        help="How many weights along the input dimension share one scale: 32, 64, 128, or -1 for one scale per output channel. "
+        "Unset: the scheme's own number (128 for W4A16).",
     )
     quant_ignore: list[str] = HfArg(
         default_factory=lambda: list(DEFAULT_IGNORE),
-        help="Linear layers left in high precision: class names, module names, or patterns starting with 're:'. Default: "
-        "lm_head and MoE routers.",
+        help="Linear layers that stay in high precision: class names, module names, or patterns that begin with 're:'. "
+        "Default: lm_head and MoE routers.",
     )
     quant_recipe: str | None = HfArg(
         default=None,
-        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give several "
-        "groups of layers schemes of their own.",
+        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give each group "
+        "of layers another scheme.",
     )
     lora_base: Literal["merged", "frozen"] = HfArg(
         default="merged",
-        help="With peft_config: 'merged' quantizes W + s B A anew at each step; 'frozen' keeps Q(W), without master weights, and adds "
-        "s B (A x) beside it: one weight sync of the base, then of the adapter alone (`model` is a name).",
+        help="With LoRA: 'merged' quantizes W + s B A at each step. 'frozen' keeps Q(W), without master weights, and adds s B (A x) "
+        "beside it; a weight sync sends the base once and then only the adapter. `model` must be a name.",
     )
     quantize_learner: bool = HfArg(
         default=True,
-        help="Run the learner's forward on the low-bit weights. False: in bfloat16, the paper's quantized-rollout baseline.",
+        help="Run the learner's forward on the low-bit weights. False: in bfloat16, as in the paper's quantized-rollout baseline.",
     )
     quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",
-        help="GEMM of the learner's forward: 'dequant' multiplies by the dequantized weight, 'engine' calls the rollout engine's "
-        "own kernel, 'auto' is 'engine' beside a CPU engine, otherwise torch's own product of the scheme.",
+        help="GEMM of the learner's forward. 'dequant' multiplies by the dequantized weight. 'engine' calls the rollout engine's "
+        "kernel. 'auto' is 'engine' beside a CPU engine, and otherwise torch's own product for the scheme.",
     )
     learner_ops: Literal["auto", "stock"] = HfArg(
         default="auto",
-        help="Norms, residual sums, rotary embedding and attention of the learner: transformers' ('stock'); 'auto' rounds where a "
-        "CPU engine rounds, so that log-probs are bitwise equal (Llama, Qwen2 and Qwen3), and warns where it cannot.",
+        help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'auto': rounded where a "
+        "CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2, Qwen3); it warns where it cannot.",
     )
     max_tokens_per_pass: int | None = HfArg(
         default=22528,
-        help="Tokens of one forward pass of the learner: rows of a micro-batch are packed, without padding, into passes of at most "
-        "this many. Unset (null): padded rows, as in TRL. Table 2, ppo_max_token_len_per_gpu.",
+        help="The most tokens of one forward pass of the learner. Rows of a micro-batch are packed into such passes without padding. "
+        "null: padded rows, as in TRL. Table 2, ppo_max_token_len_per_gpu.",
     )
-    tbpo_epsilon_high: float = HfArg(default=4e-4, help="Advantage > 0: sequence ratio <= 1 + this. eps_h (Table 2).")
-    tbpo_delta_low: float = HfArg(default=3e-4, help="Advantage < 0: sequence ratio >= 1 - this. delta_l (Table 2).")
-    tbpo_delta_high: float = HfArg(default=7e-4, help="Advantage < 0: sequence ratio <= 1 + this. delta_h (Table 2).")
-    tbpo_mismatch_cap: float = HfArg(default=2.0, help="The mismatch weight is in [1/c, c]. c (Eq. 5; Table 2).")
+    tbpo_epsilon_high: float = HfArg(default=4e-4, help="Clip ratios above 1 + this where A > 0 (eps_h, Table 2).")
+    tbpo_delta_low: float = HfArg(default=3e-4, help="Clip ratios below 1 - this where A < 0 (delta_l, Table 2).")
+    tbpo_delta_high: float = HfArg(default=7e-4, help="Clip ratios above 1 + this where A < 0 (delta_h, Table 2).")
+    tbpo_mismatch_cap: float = HfArg(default=2.0, help="Keep the mismatch weight in [1/c, c]: c (Eq. 5, Table 2).")
     advantage_filter: Literal["none", "positive"] = HfArg(
         default="none", help="'positive': negative advantages count as 0."
     )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
-        help="Stop when the mean absolute log-prob mismatch between engine and learner, in nats per token, exceeds this: for "
-        "instance three times the first logged mismatch/logp_diff_mean.",
+        help="Stop the run when the mean absolute log-prob mismatch between engine and learner exceeds this many nats per token: "
+        "for instance three times the first logged mismatch/logp_diff_mean.",
     )
-    optim_muon: bool = HfArg(default=False, help="Muon for matrices and experts, AdamW for the rest (Sec. 4).")
+    optim_muon: bool = HfArg(default=False, help="Train matrices and experts with Muon, the rest with AdamW (Sec. 4).")
     verify_sync: str = HfArg(
         default="first",
-        help="Compare engine and learner on a fixed prompt after a weight sync, and stop when the engine is stale or corrupted: "
-        "'first' sync, a number N (the first and every N-th after it), or 'off'.",
+        help="When to compare engine and learner on a fixed prompt, and stop if the engine is stale or corrupted: after the 'first' "
+        "weight sync, after the first and every N-th (a number N), or 'off'.",
     )
     sync_folder: str | None = HfArg(
         default=None,
-        help="vllm_mode='server': folder that trainer and server both mount, through which a weight sync goes.",
+        help="vllm_mode='server': a folder that trainer and server both mount. Weights go through it.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(default=None, help="More arguments for vllm.LLM.")
     export_low_bit: bool = HfArg(default=True, help="Also write low_bit/, for vLLM, into every training checkpoint.")
@@ -244,14 +244,14 @@ class QaRLConfig(GRPOConfig):
             _check_sampling(self)
             for name, why in UNFIT.items():
                 if getattr(self, name):
-                    raise ValueError(f"{name}=True must be off: {why}.")
+                    raise ValueError(f"{name} must be False: {why}.")
         if self.frozen and not (self.quantized and self.quantize_learner):
             raise ValueError("lora_base='frozen' needs quantization and quantize_learner: it has no other weights.")
         _check_engine(self)
         self.verify_sync = _checked_verify(self.verify_sync)
         _check_passes(self)
         if self.optim_muon and (self.deepspeed or getattr(self, "deepspeed_plugin", None)):
-            raise ValueError("optim_muon must be False with DeepSpeed: ZeRO leaves Muon no whole matrix.")
+            raise ValueError("optim_muon must be False with DeepSpeed: ZeRO cuts the matrices that Muon needs whole.")
 
 
 def _check_numbers(args: QaRLConfig) -> None:
@@ -275,7 +275,7 @@ def _check_tbpo(args: QaRLConfig) -> None:
     if changed.get("delta") == 1 + band.delta_high:  # set by a trainer that had this config
         del changed["delta"]
     if changed:
-        raise ValueError(f"loss_type='tbpo' does not use {changed}, but the fields that begin with tbpo_.")
+        raise ValueError(f"loss_type='tbpo' ignores {changed}. Remove them, and set the fields that begin with tbpo_.")
     updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     if updates <= 1:
         logger.warning_once(
@@ -299,7 +299,7 @@ def _check_one_source(args: QaRLConfig) -> None:
     own = "quant_recipe" if args.quant_recipe is not None else "quant_scheme"
     changed = [n for n in changed_fields(args, ("quant_scheme", "quant_group_size", "quant_ignore")) if n != own]
     if changed and (args.quant_recipe is not None or args.from_checkpoint):
-        raise ValueError(f"{own} says which layers are quantized and how, and so do {changed}. Leave one out.")
+        raise ValueError(f"{own} decides which layers are quantized and how, so {changed} must not be set.")
 
 
 def _check_sampling(args: QaRLConfig) -> None:

@@ -49,7 +49,7 @@ def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:
     for key in keys:
         if key not in known:
             near = next(iter(difflib.get_close_matches(str(key), known, 1)), None)
-            raise ValueError(f"{key} is no key of a recipe." + (f" Did you mean {near}?" if near else ""))
+            raise ValueError(f"{key} is not a key of a recipe." + (f" Did you mean {near}?" if near else ""))
 
 
 def checked(values: Mapping[str, Any], groups: Iterable[type]) -> dict[str, Any]:

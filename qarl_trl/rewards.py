@@ -42,7 +42,7 @@ def _load_reward(path: str) -> Callable[..., list[float | None]]:
         sys.path.append(os.getcwd())  # last: a file here must not stand in for an installed package
     try:
         if not callable(found := getattr(import_module(module), attribute)):
-            raise ImportError("it is no function")
+            raise ImportError("it is not a function")
         return found
     except (ImportError, AttributeError, ValueError) as error:  # ValueError: a name without a dot
         text = f"reward_funcs has {path!r}, which cannot be imported: {error}. Give math_reward, or package.function."

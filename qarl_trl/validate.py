@@ -129,7 +129,7 @@ def check_placement(args: QaRLConfig) -> None:
     if args.frozen and (fsdp or _compat.is_zero3(args) or (args.use_vllm and args.vllm_mode == "server")):
         raise ValueError("lora_base='frozen' runs on one process or DDP, with vllm_mode='colocate'. Or use 'merged'.")
     if fsdp and int(fsdp["fsdp_version"]) == 1:
-        raise ValueError("FSDP1 leaves a layer no matrix to quantize. Use FSDP2 (recipes/accelerate/fsdp2.yaml).")
+        raise ValueError("FSDP1 flattens the matrices to quantize. Use FSDP2 (recipes/accelerate/fsdp2.yaml).")
     if fsdp and fsdp.get("cpu_offload"):
         raise ValueError("fsdp_offload_params must be false: low-bit weights are made from shards on the GPU.")
     if (fsdp or _compat.is_zero3(args)) and plan is not None:

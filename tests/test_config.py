@@ -191,7 +191,7 @@ def test_a_recipe_replaces_the_scheme_fields(config, recipe):
     assert args.quantized
     assert args.quant_plan().ignore == ["lm_head"]
     for given in ({"quant_scheme": "FP8_DYNAMIC"}, {"quant_scheme": "none"}, {"quant_ignore": []}):
-        with pytest.raises(ValueError, match=f"quant_recipe says which.*{next(iter(given))}"):
+        with pytest.raises(ValueError, match=f"quant_recipe decides which.*{next(iter(given))}"):
             config(quant_recipe=recipe, **given)
 
 
@@ -201,5 +201,5 @@ def test_the_scheme_of_the_checkpoint_is_left_open(config):
     assert args.quant_plan() is None
     source = config().quant_plan()
     assert args.quant_plan(source) is source
-    with pytest.raises(ValueError, match=r"quant_scheme says which.*\['quant_group_size'\]"):
+    with pytest.raises(ValueError, match=r"quant_scheme decides which.*\['quant_group_size'\]"):
         config(quant_scheme="checkpoint", quant_group_size=32)

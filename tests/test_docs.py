@@ -1,6 +1,7 @@
 """What the pages say can be followed: links and anchors lead somewhere, commands, recipes and scripts are accepted."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tools.report.folders import log, write_run
 
 from qarl_trl import QaRLConfig, cli
 from qarl_trl.recipe import check_keys
@@ -103,6 +105,24 @@ def test_commands_have_options_that_exist(capsys):
     assert {words[1] for _, words in found if words[0] == "qarl-trl"} >= set(cli.COMMANDS)  # each is shown once
     assert [(page, wrong) for page, words in found if (wrong := wrong_options(words, capsys))] == []
     assert wrong_options(["qarl-trl", "eval", "m", "--suites", "gsm8k"], capsys) == ["--suites"]  # control
+
+
+def test_the_readmes_commands_run(tmp_path, monkeypatch, capsys):
+    """As they stand, in a folder with data and a run; of the training only what `--dry_run` does."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    rows = [json.dumps({"problem": f"What is {i} + 1?", "answer": str(i + 1)}) for i in range(64)]
+    (tmp_path / "my_problems.jsonl").write_text("\n".join(rows))
+    write_run(tmp_path / "runs" / "mine", log())
+    found = [words for page, words in commands() if page == "README.md"]
+    assert {words[1] for words in found} == {"plan", "doctor", "train", "report"}
+    for words in found:
+        cli.main([*words[1:], *(["--dry_run"] if words[1] == "train" else [])])
+    said = capsys.readouterr().out
+    assert "It fits: 21.8 GiB of 23.5" in said  # the README names both
+    assert "0 failed" in said and "told apart in 32 of 32 rows" in said
+    assert "QaRLConfig.hub_model_id: 'me/my-model'" in said and (tmp_path / "runs/mine/report.html").is_file()
 
 
 def test_recipes_have_keys_that_exist():

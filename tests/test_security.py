@@ -86,7 +86,7 @@ def test_a_recipe_of_aliases_is_refused_at_the_first(tmp_path):
 
 def test_a_recipe_sets_no_variable_of_the_environment(tmp_path):
     (tmp_path / "recipe.yaml").write_text("env:\n  HF_ENDPOINT: value-of-it\n")
-    with pytest.raises(ValueError, match="env is no key of a recipe") as refused:
+    with pytest.raises(ValueError, match="env is not a key of a recipe") as refused:
         parse(["--config", str(tmp_path / "recipe.yaml")])
     assert "value-of-it" not in str(refused.value)
 

@@ -59,7 +59,7 @@ def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
 def test_unknown_keys_are_refused_with_the_nearest_one(base, tmp_path, key, near):
     (tmp_path / "recipe.yaml").write_text(f"{key}: 1e-5\n")
     for argv in (["--config", str(tmp_path / "recipe.yaml"), *base], [*base, f"--{key}", "1"], [*base, f"--{key}=1"]):
-        with pytest.raises(ValueError, match=f"{key} is no key.* Did you mean {near}"):
+        with pytest.raises(ValueError, match=f"{key} is not a key.* Did you mean {near}"):
             parse(argv)
 
 

@@ -118,7 +118,7 @@ class CheckpointMixin:
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
                 shutil.rmtree(incoming, ignore_errors=True)
-            raise OSError(f"{name} could not be saved: {error}. Those before it are as they were.") from error
+            raise OSError(f"{name} could not be saved: {error}. Earlier checkpoints are unchanged.") from error
         finally:
             self._incoming = None
         self.accelerator.wait_for_everyone()

@@ -63,12 +63,12 @@ def _find(wish: str, output_dir: Path) -> str | None:
         return None
     if wish.lower() not in ("true", "auto"):
         if why := damage(Path(wish)):
-            raise ValueError(f"resume_from_checkpoint={wish!r} is no whole checkpoint of this trainer: {why}.")
+            raise ValueError(f"resume_from_checkpoint={wish!r} is not a complete checkpoint of this trainer: {why}.")
         return wish
     _put_back(output_dir)
     bad = [f"{folder} ({why})" for folder in sorted(steps(output_dir)) if (why := damage(folder))]
     for found in bad:
-        logger.warning("A damaged checkpoint is not resumed from and left alone: %s.", found)
+        logger.warning("Skipped a damaged checkpoint, which stays where it is: %s.", found)
     if done := finished(output_dir):
         return str(done[-1])
     if bad:

@@ -129,7 +129,7 @@ def check_target(path: str | os.PathLike) -> None:
         found += [file.name for file in sorted(path.glob("*.safetensors"))]
     if found:
         raise ValueError(
-            f"{path} holds a training checkpoint or an unquantized model ({found[:3]}), which low bits would replace. Use another."
+            f"{path} holds a training checkpoint or an unquantized model ({found[:3]}), which the low-bit model would overwrite. Use another."
         )
 
 

@@ -51,8 +51,8 @@ def _attention(
     if sequence_lengths is None:
         if mask is not attention_mask:
             raise LostSequences(
-                "Positions start anew within a row, but the attention did not get sequence_lengths: it would reach across "
-                "sequences."
+                "A row holds several sequences, but the attention did not get sequence_lengths: it would reach across "
+                "them."
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     # split, not slices: the backward of each slice would fill a gradient of the whole row, S sequences times T tokens.

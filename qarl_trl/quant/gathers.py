@@ -127,8 +127,8 @@ class GatheredWeight(Tensor):
         if func is _aten.zeros_like.default:
             return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         raise RuntimeError(
-            f"{func} wants the weight {tuple(weight.shape)}, of which FSDP2 has gathered the quantized values alone. Only the layer's "
-            "forward can use them; read parameters as `DTensor`s, outside of it."
+            f"{func} needs the weight {tuple(weight.shape)}, but FSDP2 gathered only its quantized values, for the layer's forward. "
+            "Read parameters as `DTensor`s, outside of the forward."
         )
 
 

@@ -151,8 +151,8 @@ def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and (id(module) not in quantized or type(module) is not lora.Linear):
             raise ValueError(
-                f"Layer {name!r} ({type(module).__name__}) carries an adapter but is not quantized, or no plain LoRA: the engine's "
-                "merged product is another. Take it out of the adapter's target_modules, or out of `quant_ignore`."
+                f"Layer {name!r} ({type(module).__name__}) carries an adapter, but it is not quantized or not plain LoRA: the "
+                "engine would compute something else. Take it out of the adapter's target_modules, or out of `quant_ignore`."
             )
         inside = [n for n in matched if n == name or n.startswith(f"{name}.")]
         if inside and isinstance(module, ModulesToSaveWrapper):

@@ -193,8 +193,8 @@ def _match_experts(
     scheme = schemes[weights["down_proj"][0]]
     if others := [layer for layer, other in schemes.items() if other is not scheme]:
         raise ValueError(
-            f"All {len(schemes)} expert layers of {name!r} must have one scheme, since an engine runs them in one kernel; that of "
-            f"{others[0]!r} is another. Quantize all of them alike, or ignore all of them with 're:.*experts.*'."
+            f"All {len(schemes)} expert layers of {name!r} must have one scheme, because an engine runs them in one kernel, but "
+            f"{others[0]!r} has another. Quantize them all alike, or ignore all of them with 're:.*experts.*'."
         )
     return scheme, weights
 

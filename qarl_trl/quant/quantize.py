@@ -111,7 +111,7 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
     """
     if weight.ndim != 2 or ("pack" in scheme.format and weight.shape[1] % 8):
         raise ValueError(
-            f"The weight must be a matrix (out, in), of a multiple of 8 columns to be packed, got shape {tuple(weight.shape)}."
+            f"The weight must be a matrix (out, in) whose columns are a multiple of 8, got shape {tuple(weight.shape)}."
         )
     if weight.is_meta:  # low bits without values, as of a model without weights
         stored = meta_tensors(scheme, *weight.shape)

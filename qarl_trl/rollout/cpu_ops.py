@@ -174,7 +174,7 @@ def _count_positions_without_padding(
     mask, kwargs, positions = kwargs.get("attention_mask"), dict(kwargs), kwargs.get("position_ids")
     if mask is None and positions is not None and "sequence_lengths" not in kwargs and (positions.diff() != 1).any():
         raise RuntimeError(
-            "Positions start anew within a row, but the attention was not told where (sequence_lengths): it would reach across."
+            "A row holds several sequences, but the attention did not get sequence_lengths: it would reach across them."
         )
     if isinstance(mask, Tensor) and mask.dim() == 2 and positions is None:
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -29,7 +29,7 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
     if cache not in ("auto", "bfloat16"):
         raise ValueError(
             f"vllm_engine_kwargs: kv_cache_dtype={cache!r} must be 'auto' or 'bfloat16': the learner does not quantize keys and "
-            "values, and what that does to the log-prob mismatch is not measured."
+            "values, and nobody has measured what that does to the log-prob mismatch."
         )
     for group in plan.config_groups.values():
         scheme = support_of(group)

@@ -233,8 +233,8 @@ def _logp_diffs(engine: Tensor, learner: Scores) -> tuple[float, float]:
 def diagnosis(reading: Reading, syncs: int) -> str:
     """What to tell the user about a failed check, of several processes about the worst."""
     cause = (
-        f"At most {reading.limit:.4f} is expected: the engine holds other weights than the synced ones in some layers, or "
-        "computes otherwise (scheme, rotary setting, attention variant)."
+        f"At most {reading.limit:.4f} is expected. In some layers the engine does not hold the synced weights, or it "
+        "computes something else (scheme, rotary setting, attention variant)."
     )
     if reading.stale:
         cause = f"The engine is stale: it followed {100 * reading.followed:.0f} % of the learner's movement since the last clear check."

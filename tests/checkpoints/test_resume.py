@@ -79,7 +79,9 @@ def test_a_path_must_be_a_whole_checkpoint_of_this_trainer(tmp_path, args):
         (bad, "config.json has 1 bytes, needs 2"),
         (tmp_path / "nowhere", "manifest.json is miss"),
     ):
-        with pytest.raises(ValueError, match=f"{folder.name}' is no whole checkpoint of this trainer: .*{words}"):
+        with pytest.raises(
+            ValueError, match=f"{folder.name}' is not a complete checkpoint of this trainer: .*{words}"
+        ):
             resume_path(str(folder), args)
 
 

@@ -263,5 +263,5 @@ def test_a_base_that_cannot_be_frozen_is_refused(tmp_path, scheme, kind, words):
 
 
 def test_an_adapter_on_a_layer_in_high_precision_is_refused(checkpoint):
-    with pytest.raises(ValueError, match="'lm_head'.*carries an adapter but is not quantized"):
+    with pytest.raises(ValueError, match="'lm_head'.*carries an adapter, but it is not quantized"):
         frozen(checkpoint(), target_modules=["lm_head", "q_proj"])

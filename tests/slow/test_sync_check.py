@@ -153,7 +153,7 @@ def test_every_fault_stops_the_run(readings):
 
 
 def test_one_layer_that_a_later_sync_left_out_stops_the_run(readings):
-    assert "the engine holds other weights than the synced ones" in readings["later"]["stale layer"]
+    assert "the engine does not hold the synced weights" in readings["later"]["stale layer"]
 
 
 def test_an_engine_that_did_not_follow_is_called_stale(readings):

@@ -50,7 +50,7 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
     config, source = read_config(name), quantized_source(name) if settings.from_checkpoint else None
     plan = settings.quant_plan(None if source is None else source.plan())
     if not hasattr(config.get_text_config(), "num_attention_heads"):
-        raise ValueError(f"The plan knows models with attention, and {name} ({config.model_type}) has none.")
+        raise ValueError(f"plan needs a model with attention, got {name} ({config.model_type}).")
     dtype = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
     dtype = (config.dtype or "float32") if dtype == "auto" else dtype
     adapter = None
@@ -94,7 +94,7 @@ def read_config(name: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model_name_or_path={name!r} is no folder with a config.json that transformers reads, and its sizes are not bundled "
+            f"model_name_or_path={name!r} is not a folder with a config.json that transformers reads, and its sizes are not bundled "
             f"({', '.join(BUNDLED)}). Download its config.json and give that folder. ({str(error).strip().splitlines()[0]})"
         ) from error
     vars(config).pop("quantization_config", None)

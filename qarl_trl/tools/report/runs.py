@@ -64,7 +64,7 @@ def read_run(folder: Path, name: str) -> Run:
     logs = [json.loads(file.read_text())["log_history"] for file in files]
     if not logs:
         raise ValueError(
-            f"{folder} is no run: it must hold a trainer_state.json (`trainer.save_state()` writes one), at the top or in a "
+            f"{folder} is not a run: it must hold a trainer_state.json (`trainer.save_state()` writes one), at the top or in a "
             "checkpoint-*."
         )
     log = max(logs, key=len)  # of several checkpoints the one that is furthest on

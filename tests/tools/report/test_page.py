@@ -76,7 +76,7 @@ def test_advice_leads_to_a_heading_of_the_docs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("runs", "message"), [(["nowhere"], "nowhere is no run"), (["a"] * (len(COLOURS) + 1), "7 runs fit")]
+    ("runs", "message"), [(["nowhere"], "nowhere is not a run"), (["a"] * (len(COLOURS) + 1), "7 runs fit")]
 )
 def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, capsys, runs, message):
     write_run(tmp_path / "a", log(1))
