@@ -16,6 +16,6 @@ qarl-trl export $out/start $out/start-w4a16 --scheme W4A16 --group_size 64
 accelerate launch --num_processes 1 --cpu -m qarl_trl.train --config "$here/qarl.yaml" $train
 for model in start start-w4a16 qarl; do
     rm -rf $out/eval-$model
-    qarl-trl eval $out/$model --suite $out/test.jsonl --temperature 1 --max_new_tokens 32 $score --output_dir $out/eval-$model
+    qarl-trl eval $out/$model --suite $out/test.jsonl --temperature 1 --max_new_tokens 24 $score --output_dir $out/eval-$model
 done
 python "$here/ask.py" $out/qarl "Anna has 23 apples. She gives 7 to Tom and buys 5 more. How many apples does Anna have?"

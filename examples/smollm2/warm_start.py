@@ -28,7 +28,7 @@ def demonstrations(file: Path) -> Dataset:
             "completion": [{"role": "assistant", "content": solution(row["equation"])}],
         }
         for row in rows
-    ])  # fmt: skip
+    ]).shuffle(seed=0)  # fmt: skip
 
 
 def main() -> None:
@@ -42,9 +42,9 @@ def main() -> None:
         num_train_epochs=1,
         max_steps=options.max_steps,
         per_device_train_batch_size=16,
-        learning_rate=4e-5,
+        learning_rate=1e-4,
         lr_scheduler_type="cosine",
-        warmup_steps=5,
+        warmup_steps=3,
         gradient_checkpointing=False,
         bf16=True,
         use_cpu=True,
