@@ -59,7 +59,7 @@ class QaRLConfig(GRPOConfig):
     Configuration of [`QaRLTrainer`]: the fields of [`~trl.GRPOConfig`] with TRL's meaning, and those below.
 
     `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source. With `push_to_hub` the model is
-    pushed at the end, also for `hub_strategy="every_save"`.
+    pushed once, at the end.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]

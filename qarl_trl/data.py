@@ -34,13 +34,13 @@ def load_math_dataset(
     max_samples: int | None = None,
 ) -> "Dataset":
     r"""
-    Problems with their reference answers, in row order, as a dataset with the columns `prompt` and `answer` (text; [`final_answer`]).
+    Load problems with their reference answers, in row order: the columns `prompt` and `answer` (text, by [`final_answer`]).
 
-    `name_or_path` is a Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file, which is whatever `split` is asked for
-    (`"train[:100]"`). Columns are by default the first of `PROBLEM_COLUMNS` and `ANSWER_COLUMNS` that exist. If the problem is chat
-    messages, the template goes around the last user message. The rest is as in `qarl_trl.train.QaRLScriptArguments`.
+    `name_or_path` is a Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file. A file has one split, of which slices work, too
+    (`"train[:100]"`). The columns are by default the first of `PROBLEM_COLUMNS` and `ANSWER_COLUMNS` that exist. If the problem is a
+    list of chat messages, the template goes around the last user message. The other arguments are those of `QaRLScriptArguments`.
 
-    Rows that lack a prompt or an answer are left out. `FileNotFoundError`, or `ValueError` if a column is missing, the template has
+    Rows without a prompt or an answer are left out. `FileNotFoundError`, or `ValueError` if a column is missing, the template has
     no `{problem}`, or no row has both.
     """
     from datasets import Features, List, Value
@@ -78,7 +78,7 @@ def load_math_dataset(
 
 def final_answer(reference: Any) -> str:
     r"""
-    The final answer in a reference: after GSM8K's `####`, in the last `\boxed{}`, or the whole text.
+    Read the final answer in a reference: what stands after GSM8K's `####` or in the last `\boxed{}`, else the whole text.
 
     A reference is text, a number, a list of texts (parts of one answer), or chat messages (of which the last is read).
     Without an answer it is `""`; whole floats lose their `.0`.

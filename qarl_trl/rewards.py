@@ -56,8 +56,8 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
     The answer is the last `\boxed{...}`, else the last expression announced as the answer ("the answer is 42"). A bare number
     somewhere in the text does not count. Boxes close to each other are one answer of several parts, so two guesses do not pay.
 
-    `answer` has the references: numbers, text or LaTeX, with or without `$...$` or `\boxed{}`. `None` where one cannot be read
-    leaves the sample out, and is named in a warning once.
+    `answer` has the references: numbers, text or LaTeX, with or without `$...$` or `\boxed{}`. If one cannot be read, the reward is
+    `None`, which leaves the sample out, and the first such reference is named in a warning.
 
     ```python
     >>> math_reward([r"So it is $\boxed{\frac{1}{2}}$.", "no idea"], answer=["0.5", "7"])

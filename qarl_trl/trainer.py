@@ -46,10 +46,10 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     """
     Reinforcement learning on low-bit rollouts with a learner that runs the same low-bit weights.
 
-    Takes what [`~trl.GRPOTrainer`] takes, with a [`QaRLConfig`]. The changes with respect to it: the linear layers of
-    the policy are quantized in place, the colocated vLLM engine runs in the same scheme and receives the packed tensors,
-    `loss_type="tbpo"` adds the trust-band objective, the learner computes real tokens only, and `save_model` writes the low-bit
-    checkpoint. With the scheme off, a stock loss and `max_tokens_per_pass=None` it is [`~trl.GRPOTrainer`], loss by loss.
+    It takes the arguments of [`~trl.GRPOTrainer`], with a [`QaRLConfig`], and differs from it in five ways. It quantizes the linear
+    layers of the policy in place. The vLLM engine runs in the same scheme and gets the packed tensors. `loss_type="tbpo"` is the
+    trust-band objective. The learner computes no padding. `save_model` writes the low-bit checkpoint. With the scheme off, a stock
+    loss and `max_tokens_per_pass=None` the losses are those of [`~trl.GRPOTrainer`], bit for bit.
     """
 
     _tag_names = ["trl", "grpo", "qarl"]

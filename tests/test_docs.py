@@ -78,7 +78,7 @@ def test_pages_that_the_code_names_exist():
 
 
 def commands():
-    lines = [(page, line) for page, text in blocks("bash") for line in text.splitlines()]
+    lines = [(page, line) for page, text in blocks("bash") for line in text.replace("\\\n", " ").splitlines()]
     found = [
         (page, shlex.split(line, comments=True))
         for page, line in lines

@@ -95,9 +95,9 @@ def save_low_bit(
     """
     Write the low-bit checkpoint of `model`; returns the folder.
 
-    `model` is quantized, and its master weights are not changed; of a `PeftModel` the base is written with the active adapter
-    merged. In `path` weights are replaced, and other files stay. `weights` are the checkpoint's tensors where `model` holds shards only.
-    `ValueError` when the model is not quantized, or when `path` holds high-precision weights.
+    `model` must be quantized; its master weights do not change. For a `PeftModel` this writes the base with the active adapter merged.
+    Weights in `path` are replaced, other files stay. Give the checkpoint's tensors as `weights` if `model` holds only shards.
+    `ValueError` if the model is not quantized, or if `path` holds high-precision weights.
     """
     path = Path(path)
     quant_config = quantization_config(model)

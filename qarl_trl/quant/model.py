@@ -67,8 +67,8 @@ def apply_quantization(
     """
     Give the matching linear layers of `model` a low-bit forward with straight-through gradients; returns `model`.
 
-    In a `PeftModel` a layer with a LoRA adapter computes with its quantized merged weight, one without as usual.
-    Experts count as one linear layer per expert and projection, under the names of the checkpoint.
+    In a `PeftModel` a layer with a LoRA adapter runs its merged weight, quantized. Experts count as one linear layer for each expert
+    and projection, under the names of the checkpoint.
 
     Args:
         model: Modified in place. Master weights keep their dtype. All names are those of the base model of a `PeftModel`.

@@ -107,7 +107,7 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
             engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
 
     Raises:
-        ValueError: for a weight that is no matrix, has no whole words where it is packed, or holds NaN or infinity.
+        ValueError: for a weight that is not a matrix, does not fill whole words when packed, or holds NaN or infinity.
     """
     if weight.ndim != 2 or ("pack" in scheme.format and weight.shape[1] % 8):
         raise ValueError(
@@ -148,7 +148,7 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     """
     The matrix `(out, in)` that the low-bit tensors stand for, bit for bit as compressed-tensors decompresses it.
 
-    Quantized values (minus the zero point) times scale, multiplied and rounded in the scale's dtype (bfloat16), then cast to `dtype`.
+    It multiplies the quantized values (minus the zero point) by the scale, rounds in the scale's dtype (bfloat16) and casts to `dtype`.
     """
     data, zero_point = weight.data, None
     if "weight_zero_point" in data:

@@ -149,13 +149,13 @@ def load_master_weights(
     **kwargs: Any,
 ) -> PreTrainedModel:
     """
-    The unquantized model, on the CPU, of a compressed-tensors checkpoint, by the checkpoint's folder or Hub id.
+    Load a compressed-tensors checkpoint, by its folder or Hub id, as an unquantized model on the CPU.
 
     `dtype` is that of the master weights (`"auto"`: the checkpoint's), `architecture` the model class (by default of `config.json`);
     `kwargs` are arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's config.
 
-    With `freeze` the layers of that plan are [`~qarl_trl.quant.frozen.FrozenLinear`]s with the checkpoint's tensors, of an unquantized one
-    quantized layer by layer, and all else is bfloat16. `ValueError` when it is not quantized, lacks a tensor, or cannot be frozen.
+    With `freeze`, a plan, its layers are [`~qarl_trl.quant.frozen.FrozenLinear`]s with the checkpoint's tensors, or quantized layer by
+    layer if it has none; all else is bfloat16. `ValueError` if the checkpoint is not quantized, lacks a tensor, or cannot be frozen.
     """
     source, frozen = quantized_source(name, freeze, **kwargs), set[str]()
     if source is None:

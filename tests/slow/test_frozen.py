@@ -175,6 +175,7 @@ def _rank(model: str, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.alone
 def test_two_processes_train_one_adapter_on_a_base_quantized_as_it_loads(tmp_path):
     model = save_model(tmp_path / "model", layers=1)
     one, two = isolated_group(_rank, 2, model, str(tmp_path / "run"))
