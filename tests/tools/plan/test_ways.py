@@ -141,6 +141,17 @@ def test_an_optimizer_of_bitsandbytes_needs_it(monkeypatch):
     accepted(ROOT / "recipes/one_gpu/qwen2.5-0.5b.yaml", "")  # control
 
 
+def test_a_frozen_base_is_not_proposed_where_a_run_refuses_it():
+    recipe = str(ROOT / "recipes/one_gpu/qwen2.5-7b_frozen.yaml")
+    server = ["--vllm_mode", "server", "--sync_folder", "s", "--vllm_enable_sleep_mode", "false"]
+    for gpus, sharding, more in ((8, None, []), (8, "fsdp2", []), (1, None, server)):
+        with pytest.raises(ValueError, match="vllm_mode='colocate', and one process or --sharding ddp"):
+            explore(["--config", recipe, *more], gpus, 80, sharding)
+        merged = explore(["--config", recipe, *more, "--lora_base", "merged"], gpus, 12, sharding)
+        assert not any("frozen" in line for line in merged[3])
+    assert explore(["--config", recipe], 8, 80, "ddp")[1].frozen  # control
+
+
 def test_a_frozen_base_is_its_low_bits_and_syncs_its_adapter():
     recipe = ROOT / "recipes/one_gpu/qwen2.5-7b_frozen.yaml"
     frozen = plan_of(recipe, "a100", "--vllm_enable_sleep_mode", "false").run
