@@ -69,7 +69,6 @@ REGIMES: dict[str, dict[str, Any]] = {
     "paper": G64 | {"band": 1e-4},
 }
 BEFORE = "before training"
-TIMES = {"rollout": "{:.1f}", "sync": "{:.1f}", "update": "{:.1f}"}  # seconds of an update, by column
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
     *("reward", "entropy", "grad_norm", "completions/mean_length", "completions/clipped_ratio", "step_time"),
@@ -255,29 +254,17 @@ def run_all(options: argparse.Namespace) -> None:
 
 def table(regime: str) -> str:
     """The arms of a regime, one a line."""
-    header = [
-        "arm",
-        "seeds",
-        "low bits, %",
-        "bfloat16, %",
-        "reward",
-        "mismatch, nats",
-        "rollout, s",
-        "sync, s",
-        "update, s",
-    ]
+    header = ["arm", "seeds", "low bits, %", "bfloat16, %", "reward", "mismatch, nats"]
     lines = [header, ["---"] * len(header)]
     for arm in (BEFORE, *ARMS):
         cells = cells_of(regime, arm)
         if not cells:
-            lines.append([arm, *["not run"] * 8])
+            lines.append([arm, *["not run"] * 5])
             continue
         lines.append([arm, str(len(cells)), *(percent(cells, name) for name in ("low_bit", "masters"))])
         lines[-1] += [mean(cells, "reward", "{:.2f}", 4), mean(cells, "mismatch/logp_diff_mean", "{:.2g}")]
-        lines[-1] += [mean(cells, f"time/{part}", form) for part, form in TIMES.items()]
         if any("gptq" in cell["scores"] for cell in cells):
-            name = "the same, GPTQ instead of rounding"
-            lines.append([name, str(len(cells)), percent(cells, "gptq"), *["-"] * 6])
+            lines.append(["the same, GPTQ", str(len(cells)), percent(cells, "gptq"), "-", "-", "-"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -1,0 +1,46 @@
+"""The comparison of arms on a real model: its settings, its errors, and its table in docs/results.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import real_arms  # noqa: E402
+
+
+def test_the_table_of_the_doc_is_what_the_script_prints():
+    text = (ROOT / "docs/results.md").read_text()
+    shown = text.split("<!-- real: g64 -->\n")[1].split("\n<!-- end -->")[0]
+    table = real_arms.table("g64")
+    assert shown == table
+    assert "not run" in table or all(real_arms.cells_of("g64", arm) for arm in real_arms.ARMS)
+
+
+def test_the_recipe_of_the_example_is_the_arm_qarl_tbpo():
+    recipe, arm = yaml.safe_load((ROOT / "examples/smollm2/qarl.yaml").read_text()), real_arms.G64
+    rows = arm["prompts"] * arm["answers"]
+    assert recipe["max_steps"] == arm["batches"] * arm["updates"]
+    assert recipe["per_device_train_batch_size"] * recipe["steps_per_generation"] == rows
+    assert recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] == rows // arm["updates"]
+    same = ("learning_rate", "max_completion_length")
+    assert {name: recipe[name] for name in same} == {name: arm[name] for name in same}
+    bounds = [recipe[f"tbpo_{name}"] for name in ("epsilon_high", "delta_low", "delta_high")]
+    assert bounds == pytest.approx([4 * arm["band"], 3 * arm["band"], 7 * arm["band"]])
+    assert {name: recipe[name] for name in arm["quantization"]} == arm["quantization"]
+
+
+def test_an_error_holds_the_choice_of_problems_and_of_seeds():
+    cells = [{"samples": 4, "scores": {"low_bit": right}} for right in ([4, 0, 2], [2, 0, 0])]
+    mean, error = real_arms.accuracy(cells, "low_bit")
+    assert mean == pytest.approx((50 + 50 / 3) / 2)
+    problems, seeds = [75.0, 0.0, 25.0], [50.0, 50 / 3]  # percent, by problem and by seed
+    by_problem = sum((p - 100 / 3) ** 2 for p in problems) / 2 / 3
+    by_seed = sum((s - mean) ** 2 for s in seeds) / 1 / 2
+    assert error == pytest.approx((by_problem + by_seed) ** 0.5)
+    assert real_arms.accuracy(cells[:1], "low_bit")[1] == pytest.approx((2500 / 3) ** 0.5)  # of 100, 0 and 50
