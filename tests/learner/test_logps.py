@@ -176,6 +176,6 @@ def test_an_attention_across_sequences_is_caught(make, monkeypatch, caplog, kind
     assert (run(make_passes(), model, **batch)[0] - expected).abs().max() > 0.1  # what is to be caught
     with caplog.at_level(logging.WARNING):
         assert passes.packs(model) is passes.packs(model) is False
-    (warning,) = (r.getMessage() for r in caplog.records if "padded rows, as in TRL" in r.getMessage())
+    (warning,) = (r.getMessage() for r in caplog.records if "runs on padded rows" in r.getMessage())
     assert "change by" in warning and "with its neighbour" in warning
     assert model.training
