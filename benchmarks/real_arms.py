@@ -1,5 +1,5 @@
 """
-The paper's comparison on a real model: SmolLM2-135M-Instruct on SVAMP, from the start that examples/smollm2 makes.
+The paper's comparison on a real model: SmolLM2-135M-Instruct on SVAMP, from a start as examples/smollm2 makes it.
 
     python examples/smollm2/prepare.py runs/smollm2 --data FOLDER; python examples/smollm2/warm_start.py runs/smollm2
     python benchmarks/real_arms.py                       runs the cells that have no file yet, one at a time
