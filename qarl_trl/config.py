@@ -1,7 +1,7 @@
 """`QaRLConfig`: the settings of the method, on top of TRL's `GRPOConfig` (paper Sec. 3 and Table 2).
 
-A setting that would silently bias the method is refused here, before a model loads. What depends on the model or the data is
-refused in `validate.py`.
+This module refuses settings that would silently bias the method, before a model loads. `validate.py` checks what depends on the
+model or the data.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ logger = get_logger(__name__)
 TBPO = "tbpo"
 LossType = Literal["tbpo", "grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 STOCK_LOSSES = get_args(LossType)[1:]
-# Whole numbers that a run would divide by, or train nothing with, at 0.
+# Whole numbers above 0: a run divides by them, or trains nothing if they are 0.
 POSITIVE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_iterations"),
     *("steps_per_generation", "max_completion_length", "max_tokens_per_pass"),
 )
-# Switches of TRL and transformers that do not go with low-bit layers or TBPO, each with the reason.
+# Switches of TRL and transformers that do not work with low-bit layers or TBPO, each with the reason.
 UNFIT = {
     "fp16": "the engine computes in bfloat16 and the learner must too, so set bf16: true",
     "bf16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
     "fp16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
     "use_transformers_continuous_batching": "it casts the master weights to bfloat16, which loses small updates",
-    "use_liger_kernel": "it computes with layers and a loss of its own, so neither low-bit layers nor TBPO would run",
+    "use_liger_kernel": "it has its own layers and loss, so neither low-bit layers nor TBPO would run",
     "enable_jit_checkpoint": "it saves within a step, which no resume continues exactly; SIGTERM saves at the end of a step",
 }
-# Set by TRL from its own fields, or by the rollout so that engine and learner agree.
+# TRL sets these from its own fields, or the trainer sets them so that engine and learner agree.
 OWNED_ENGINE_ARGUMENTS = (
     *("model", "load_format", "dtype", "hf_overrides", "quantization", "logprobs_mode", "seed", "max_model_len"),
     *("max_num_seqs", "tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode"),
     *("distributed_executor_backend", "trust_remote_code"),
 )
-# Of the engine's sampling parameters: those that leave the distribution of a token alone, and the values at which others do.
+# Sampling parameters that do not change the distribution of a token, and the values at which the others do not.
 HARMLESS_SAMPLING = "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens"
 NEUTRAL_SAMPLING = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 
@@ -56,7 +56,7 @@ NEUTRAL_SAMPLING = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_
 @dataclass
 class QaRLConfig(GRPOConfig):
     """
-    Configuration of [`QaRLTrainer`]: the fields of [`~trl.GRPOConfig`] with TRL's meaning, and those below.
+    Configuration of [`QaRLTrainer`]: the fields of [`~trl.GRPOConfig`], with TRL's meaning, and the fields below.
 
     `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source. With `push_to_hub` the model is
     pushed once, at the end.
@@ -67,8 +67,8 @@ class QaRLConfig(GRPOConfig):
     loss_type: LossType = HfArg(default=TBPO, help="'tbpo' (paper Sec. 3.2), or one of TRL's: 'grpo', 'dapo' ...")
     quant_scheme: str | None = HfArg(
         default="W4A16",
-        help="Low-bit format of the weights in the rollout engine and in the learner's forward (paper Sec. 3.1): one of "
-        "`qarl-trl schemes`, 'checkpoint' for that of a quantized `model`, or 'none' to train without quantization.",
+        help="Low-bit format of the weights in the rollout engine and in the learner's forward (paper Sec. 3.1): a name from "
+        "`qarl-trl schemes`, 'checkpoint' for the scheme of a quantized `model`, or 'none' for no quantization.",
     )
     quant_group_size: int | None = HfArg(
         default=None,
@@ -87,8 +87,8 @@ class QaRLConfig(GRPOConfig):
     )
     lora_base: Literal["merged", "frozen"] = HfArg(
         default="merged",
-        help="With LoRA: 'merged' quantizes W + s B A at each step. 'frozen' keeps Q(W), without master weights, and adds s B (A x) "
-        "beside it; a weight sync sends the base once and then only the adapter. `model` must be a name.",
+        help="With LoRA: 'merged' quantizes W + s B A at each step. 'frozen' quantizes W once, keeps no master weights, and adds s B (A x); "
+        "weight syncs send the base once and then only the adapter. `model` must be a name.",
     )
     quantize_learner: bool = HfArg(
         default=True,
@@ -101,20 +101,20 @@ class QaRLConfig(GRPOConfig):
     )
     learner_ops: Literal["auto", "stock"] = HfArg(
         default="auto",
-        help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'auto': rounded where a "
-        "CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2, Qwen3); it warns where it cannot.",
+        help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'auto': they round where a "
+        "CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2, Qwen3); it warns if it cannot.",
     )
     max_tokens_per_pass: int | None = HfArg(
         default=22528,
-        help="The most tokens of one forward pass of the learner. Rows of a micro-batch are packed into such passes without padding. "
-        "null: padded rows, as in TRL. Table 2, ppo_max_token_len_per_gpu.",
+        help="Maximum number of tokens in a forward pass of the learner. The rows of a micro-batch are packed into such passes without "
+        "padding. null: padded rows, as in TRL. (Table 2: ppo_max_token_len_per_gpu.)",
     )
     tbpo_epsilon_high: float = HfArg(default=4e-4, help="Clip ratios above 1 + this where A > 0 (eps_h, Table 2).")
     tbpo_delta_low: float = HfArg(default=3e-4, help="Clip ratios below 1 - this where A < 0 (delta_l, Table 2).")
     tbpo_delta_high: float = HfArg(default=7e-4, help="Clip ratios above 1 + this where A < 0 (delta_h, Table 2).")
-    tbpo_mismatch_cap: float = HfArg(default=2.0, help="Keep the mismatch weight in [1/c, c]: c (Eq. 5, Table 2).")
+    tbpo_mismatch_cap: float = HfArg(default=2.0, help="c: the mismatch weight stays in [1/c, c] (Eq. 5, Table 2).")
     advantage_filter: Literal["none", "positive"] = HfArg(
-        default="none", help="'positive': negative advantages count as 0."
+        default="none", help="'positive' sets negative advantages to 0."
     )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
@@ -124,12 +124,12 @@ class QaRLConfig(GRPOConfig):
     optim_muon: bool = HfArg(default=False, help="Train matrices and experts with Muon, the rest with AdamW (Sec. 4).")
     verify_sync: str = HfArg(
         default="first",
-        help="When to compare engine and learner on a fixed prompt, and stop if the engine is stale or corrupted: after the 'first' "
-        "weight sync, after the first and every N-th (a number N), or 'off'.",
+        help="When to compare engine and learner on a fixed prompt, and stop if the engine is stale or corrupted. 'first': after the "
+        "first weight sync. A number N: after the first and then every N syncs. 'off': never.",
     )
     sync_folder: str | None = HfArg(
         default=None,
-        help="vllm_mode='server': a folder that trainer and server both mount. Weights go through it.",
+        help="For vllm_mode='server': a folder that trainer and server both mount. Weight syncs go through it.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(default=None, help="More arguments for vllm.LLM.")
     export_low_bit: bool = HfArg(default=True, help="Also write low_bit/, for vLLM, into every training checkpoint.")
@@ -141,22 +141,22 @@ class QaRLConfig(GRPOConfig):
 
     @property
     def quant_name(self) -> str:
-        """What a person would call the quantization: the recipe's file or the scheme."""
+        """Name of the quantization: the recipe's file or the scheme."""
         return self.quant_recipe or self.quant_scheme or "none"
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
-        """`vllm_engine_kwargs`, which the parser of a command line leaves as text until `__post_init__`."""
+        """`vllm_engine_kwargs` as a dict; a command line leaves them as text until `__post_init__`."""
         return cast(dict[str, Any], self.vllm_engine_kwargs or {})
 
     @property
     def from_checkpoint(self) -> bool:
-        """Whether a quantized `model` decides what is quantized, and how."""
+        """Whether scheme and layers are those of a quantized `model`."""
         return self.quant_recipe is None and self.quant_scheme == "checkpoint"
 
     @property
     def frozen(self) -> bool:
-        """Whether the base of an adapter stays in low bits."""
+        """Whether the adapter's base is frozen in low bits."""
         return self.lora_base == "frozen"
 
     @property
@@ -181,8 +181,8 @@ class QaRLConfig(GRPOConfig):
         return self.use_vllm and self.device.type == "cpu"
 
     def engine_ops_for(self, config: PretrainedConfig) -> bool:
-        """Whether the learner runs a model of this `config` on the CPU engine's operations; a warning says why it cannot."""
-        # Without quantization, or with quantize_learner=False, the run is a baseline, whose learner is TRL's.
+        """Whether the learner runs a model with this `config` on the CPU engine's operations; warns if it cannot."""
+        # Without quantization, or with quantize_learner=False, the run is a baseline with TRL's learner.
         if self.learner_ops == "stock" or not (self._beside_cpu_engine and self.quantized and self.quantize_learner):
             return False
         reason = self._other_roundings() or unsupported(config)
@@ -191,7 +191,7 @@ class QaRLConfig(GRPOConfig):
         return reason is None
 
     def _other_roundings(self) -> str | None:
-        """Why, whatever the model, the engine's operations in the learner would not give the engine's log-probs."""
+        """The setting that makes learner and engine round differently for every model; `None` if there is none."""
         engine = self.engine_kwargs
         defaults = {"enforce_eager": True, "compilation_config": None, "kv_cache_dtype": "auto"}
         changed = [name for name, default in defaults.items() if engine.get(name, default) != default]
@@ -208,8 +208,8 @@ class QaRLConfig(GRPOConfig):
         """
         Which layers are quantized, and how: from the recipe, the checkpoint or the scheme fields.
 
-        `source` is the plan of the checkpoint that `model` names. `None` without quantization, and for
-        `quant_scheme="checkpoint"` as long as `source` is not known.
+        `source` is the plan of the checkpoint that `model` names. Returns `None` without quantization, and for
+        `quant_scheme="checkpoint"` without a `source`.
         """
         if not self.quantized:
             return None
@@ -230,9 +230,9 @@ class QaRLConfig(GRPOConfig):
             value = getattr(self, name, None)
             if get_origin(hint) is Literal and value not in get_args(hint):
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(hint)))}.")
-        _ = self.trust_band  # every loss is measured by it
+        _ = self.trust_band  # refuses bad bounds; the metrics of every loss use them
         if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
-            raise ValueError("metric_for_best_model and load_best_model_at_end must be off: last checkpoints stay.")
+            raise ValueError("metric_for_best_model and load_best_model_at_end must be off: the last ones are kept.")
         if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
             raise ValueError("hub_strategy must be 'end': training checkpoints are not pushed.")
         if self.loss_type == TBPO:
@@ -268,14 +268,14 @@ def _check_numbers(args: QaRLConfig) -> None:
 def _check_tbpo(args: QaRLConfig) -> None:
     band = args.trust_band
     if band.delta_high < band.epsilon_high:
-        # TRL's two-sided clip, which the loss runs as, keeps the gradient of negative samples up to the larger of the two.
+        # The loss runs as TRL's two-sided clip, which keeps the gradient of negative samples up to the larger of the two.
         raise ValueError(f"tbpo_delta_high={band.delta_high} must be at least tbpo_epsilon_high={band.epsilon_high}.")
     weight = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
     changed = changed_fields(args, ("epsilon", "epsilon_high", "delta", *weight))
     if changed.get("delta") == 1 + band.delta_high:  # set by a trainer that had this config
         del changed["delta"]
     if changed:
-        raise ValueError(f"loss_type='tbpo' ignores {changed}. Remove them, and set the fields that begin with tbpo_.")
+        raise ValueError(f"loss_type='tbpo' ignores {changed}. Remove them, and set the tbpo_* fields.")
     updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     if updates <= 1:
         logger.warning_once(
@@ -285,7 +285,7 @@ def _check_tbpo(args: QaRLConfig) -> None:
 
 
 def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass (of `names`, if given) that are not at their defaults, with their values."""
+    """The fields of a dataclass (only `names`, if given) that differ from their defaults, with their values."""
     found = {}
     for f in fields(args):
         default = f.default_factory() if callable(f.default_factory) else f.default
@@ -295,7 +295,7 @@ def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _check_one_source(args: QaRLConfig) -> None:
-    """A recipe, a checkpoint or the scheme fields: one of them says what is quantized."""
+    """Refuse (`ValueError`) scheme fields beside a recipe or a checkpoint, which already says what is quantized."""
     own = "quant_recipe" if args.quant_recipe is not None else "quant_scheme"
     changed = [n for n in changed_fields(args, ("quant_scheme", "quant_group_size", "quant_ignore")) if n != own]
     if changed and (args.quant_recipe is not None or args.from_checkpoint):
@@ -303,7 +303,7 @@ def _check_one_source(args: QaRLConfig) -> None:
 
 
 def _check_sampling(args: QaRLConfig) -> None:
-    """The engine's log-probs are those of the distribution it samples from; the learner's are not (trl issue 6789)."""
+    """Refuse (`ValueError`) truncation and penalties: they change the engine's log-probs, not the learner's (trl issue 6789)."""
     if not args.weighs_mismatch:
         return
     given = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
@@ -311,8 +311,8 @@ def _check_sampling(args: QaRLConfig) -> None:
     for name, value in given.items():
         if name not in HARMLESS_SAMPLING and value not in (None, *NEUTRAL_SAMPLING.get(name, ())):
             raise ValueError(
-                f"{name}={value!r} changes the distribution that is sampled from, and with it the mismatch weight. Leave it out "
-                "(temperature is a field of its own), or set vllm_importance_sampling_correction=False."
+                f"{name}={value!r} changes the engine's sampling distribution, so the mismatch weight would be wrong. Leave it out "
+                "(temperature is allowed), or set vllm_importance_sampling_correction=False."
             )
 
 
@@ -339,7 +339,7 @@ def _check_passes(args: QaRLConfig) -> None:
 
 
 def _checked_verify(value: Any) -> str:
-    """`"off"`, `"first"` or a number: YAML makes `False` of a bare `off`, a script may give an `int`."""
+    """`"off"`, `"first"` or a number: YAML reads a bare `off` as `False`, and a script may give an `int`."""
     text = "off" if value is False else str(value)
     if text not in ("off", "first") and (not text.isdecimal() or int(text) < 1):
         raise ValueError(f"verify_sync={value!r} must be 'off', 'first' or a number of syncs >= 1.")

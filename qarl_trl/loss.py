@@ -1,11 +1,11 @@
 """TBPO, the trust-band objective: its bounds and its weight, in float32 (paper Sec. 3.2, Eq. 5 and Appendix E; docs/paper_map.md).
 
-A completion counts only through the geometric mean `r` of its tokens' ratios, learner now over learner at rollout time:
+The loss uses only the geometric mean `r` of a completion's token ratios, learner now over learner at rollout time:
 
     loss = - mean_i( w_i * clip(r_i) * A_i )      A > 0: clip(r) = min(r, 1 + eps_h)
                                                   A < 0: clip(r) = clamp(r, 1 - delta_l, 1 + delta_h)
 
-Outside its band it is a constant, so the completion has no gradient at all. The run differentiates this by TRL's own
+Outside its band the clipped ratio is constant, so the completion gives no gradient. The run computes this loss by TRL's own
 `GRPOTrainer._compute_loss` with `loss_type="grpo"` and `importance_sampling_level="sequence"`, which computes
 
     - min( min(r, delta) * A, clamp(r, 1 - epsilon, 1 + epsilon_high) * A )
@@ -28,7 +28,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TrustBand:
-    """Where the sequence ratio may move, by the sign of the advantage; `ValueError` for bounds that leave no band."""
+    """Bounds of the sequence ratio, by the sign of the advantage; `ValueError` for bounds that leave no band."""
 
     epsilon_high: float  # advantage > 0: ratio at most `1 + epsilon_high`. The paper's eps_h, 4e-4
     delta_low: float  # advantage < 0: ratio at least `1 - delta_low`. The paper's delta_l, 3e-4
@@ -53,30 +53,30 @@ def clip_to(band: TrustBand, trainer: Any) -> None:
 
 
 def filter_advantages(advantages: Tensor, kind: str) -> Tensor:
-    """Advantages that the loss sees, same shape: all of them (`"none"`), or negative ones as 0 (`"positive"`)."""
+    """The advantages for the loss, same shape: unchanged (`"none"`), or with negative ones set to 0 (`"positive"`)."""
     return advantages.clamp(min=0.0) if kind == "positive" else advantages
 
 
 def loss_mask(inputs: dict[str, Any]) -> Tensor:
-    """Which tokens of TRL's batch count in its loss: completion mask times tool mask, `(B, T)`."""
+    """Mask of the tokens that count in TRL's loss, `(B, T)`: completion mask times tool mask."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def sequence_log_ratio(logps: Tensor, base_logps: Tensor, mask: Tensor) -> Tensor:
-    """Mean log-prob difference over the masked-in tokens of each completion, (B, T) -> (B,), 0 for an empty one; float32, as bands are 5e-4 wide."""
+    """Mean log-prob difference over the unmasked tokens of each completion, (B, T) -> (B,), 0 for an empty one; float32, as bands are 5e-4 wide."""
     mask = mask.bool()
-    # `where`, not a product: a NaN at a masked-out position would survive a multiplication by zero.
+    # `where`, not a product: a NaN at a masked position would survive a multiplication by zero.
     difference = torch.where(mask, logps.float() - base_logps.float(), 0.0)
     return difference.sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def mismatch_weight(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap: float) -> Tensor:
     """
-    Capped weight of the engine's samples under the learner, `exp(clamp(log w, -log c, log c))` (Eq. 5).
+    Capped weight of the engine's samples under the learner, `exp(clamp(log w, -log c, log c))` (Eq. 5): float32 `(B,)`, detached.
 
-    Of log-probs `(B, T)` of the learner at rollout time and of the engine, float32 `(B,)`, detached. Tokens that the engine
-    could not score (NaN) count as matched: their difference is zero.
+    The log-probs `(B, T)` are those of the learner at rollout time and of the engine. Tokens that the engine could not score (NaN)
+    count as matched: their difference is zero.
     """
     sampling_logps = torch.where(sampling_logps.isnan(), old_logps, sampling_logps)
     log_weight = sequence_log_ratio(old_logps, sampling_logps, mask)

@@ -1,6 +1,6 @@
 """`QaRLTrainer`: TRL's `GRPOTrainer` with low-bit rollouts, a low-bit learner and the TBPO loss (paper Sec. 3, Fig. 2).
 
-A table of contents: each override hands over to the module that holds the idea.
+Each override calls the module that does the work.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     """
     Reinforcement learning on low-bit rollouts with a learner that runs the same low-bit weights.
 
-    It takes the arguments of [`~trl.GRPOTrainer`], with a [`QaRLConfig`], and differs from it in five ways. It quantizes the linear
+    It takes the arguments of [`~trl.GRPOTrainer`], with a [`QaRLConfig`], and differs in five ways. It quantizes the linear
     layers of the policy in place. The vLLM engine runs in the same scheme and gets the packed tensors. `loss_type="tbpo"` is the
-    trust-band objective. The learner computes no padding. `save_model` writes the low-bit checkpoint. With the scheme off, a stock
+    trust-band objective. The learner skips padding. `save_model` writes the low-bit checkpoint. With the scheme off, a stock
     loss and `max_tokens_per_pass=None` the losses are those of [`~trl.GRPOTrainer`], bit for bit.
     """
 
@@ -81,7 +81,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         self._passes: PackedPasses | None = None
 
         def build_engine(model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
-            # The engine is started in the scheme of the layers, so they have to be quantized first.
+            # The engine starts in the scheme of the layers, so quantize them first.
             prepare(model, args, source)
             return LowBitVLLMGeneration(
                 model,
@@ -114,21 +114,21 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         self.add_callback(StepClock(engine, self._log_value, self._flips, self._check_layers_ran))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """TRL's; under FSDP2 with log-probs that stay float32 and gradients that stay sharded."""
+        """TRL's method; under FSDP2 log-probs stay float32 and gradients stay sharded."""
         super().create_accelerator_and_postprocess()
         _compat.keep_float32(self.accelerator)
         _compat.keep_gradients_sharded(self.accelerator, self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Muon for matrices and AdamW for the rest with `optim_muon`, otherwise TRL's."""
+        """With `optim_muon` Muon for matrices and AdamW for the rest, otherwise TRL's optimizer."""
         if self.optimizer is None and self.args.optim_muon:
             self.optimizer = optimizer = build_muon(self.model if model is None else model, self.args)
             return optimizer
         return super().create_optimizer(model)
 
     def _prepare_for_training(self, *args: Any) -> tuple:
-        """The Trainer's, in which FSDP2 cuts the model: it will gather quantized values of low-bit weights."""
-        # Without RAM-efficient loading torch moves each parameter to the GPU as it cuts it, by `param.data = ...`.
+        """The Trainer's method, in which FSDP2 shards the model; from then on it gathers quantized values of low-bit weights."""
+        # Without RAM-efficient loading torch moves each parameter to the GPU by `param.data = ...` when it shards it.
         if self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             layers = [layer for _, layer in quantized_modules(self._unwrapped)]
             mesh = self.accelerator.parallelism_config  # HSDP: the processes of a node share one copy of the weights
@@ -151,7 +151,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_value)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, with filtered advantages, the mismatch weight of TBPO in place of TRL's (Eq. 5), and the mismatch logged."""
+        """TRL's method, with filtered advantages, TBPO's mismatch weight (Eq. 5) in place of TRL's, and the mismatch logged."""
         if self._mode == "train":
             self._step_of_rollout = self.state.global_step
         output = super()._generate_and_score_completions(inputs)
@@ -166,7 +166,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return output
 
     def _tool_call_loop(self, *args: Any) -> tuple:
-        """TRL's, as long as there are tool calls in this process: its engine must not wait for the others."""
+        """TRL's method; its number of generations differs between processes, so the engine must not wait for the others."""
         if not self.use_vllm:
             return super()._tool_call_loop(*args)
         with patch.object(self.vllm_generation, "alone", True):
@@ -178,12 +178,12 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             self._log_value(f"mismatch/{name}", value)
         if self._tbpo and self.args.weighs_mismatch:
             logged = self._metrics[self._mode]
-            for name in ("min", "mean", "max"):  # TRL logged its own weight there, which this loss does not use
+            for name in ("min", "mean", "max"):  # TRL logged its own weight there; this loss does not use it
                 logged[f"sampling/importance_sampling_ratio/{name}"][-1] = metrics[f"seq_weight_{name}"]
         check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args.mismatch_abort_threshold)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
-        """TRL's, with one error for all processes."""
+        """TRL's method; an error in one process stops all of them."""
         calculate = partial(super()._calculate_rewards, inputs, *args)
         with _compat.ungathered_rewards():
             return guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
@@ -191,22 +191,22 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
     # Loss -----------------------------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-        """TRL's, by passes that hold real tokens only (`max_tokens_per_pass`) where the model's rows can be packed."""
+        """TRL's method, in passes without padding (`max_tokens_per_pass`) where the model's rows can be packed."""
         padded = super()._get_per_token_logps_and_entropies
         given = inspect.signature(padded).bind(*args, **kwargs).arguments
         if self._passes is not None and self._passes.packs(given["model"]) and _compat.is_text(given):
-            # A rollout batch comes with the size of its micro-batches. They must be those of the loss, or kernels would round
-            # `old` otherwise.
+            # Only a rollout batch has a `batch_size`. Its micro-batches must be those of the loss, or kernels would round `old`
+            # differently.
             rollout = self._mode == "train" and given.get("batch_size") is not None
             result = self._passes.run(given, self._row_order(len(given["input_ids"])) if rollout else None)
         else:
             result = padded(*args, **kwargs)
-        # `_compute_loss` calls this once and returns the loss alone: its metrics need the log-probs that it was made from.
+        # `_compute_loss` calls this once and returns only the loss; our metrics also need the log-probs.
         self._current_logps = result[0].detach()
         return result
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """TRL's, with its micro-batches cut from the order of rows in which `old` was computed."""
+        """TRL's method, with micro-batches in the order of rows in which `old` was computed."""
         if self._passes is None:
             return super()._prepare_inputs(generation_batch)
         with _compat.shuffled_in(self._row_order):
@@ -216,13 +216,13 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return row_order(rows, self.args.seed, self.state.global_step, self.accelerator.process_index)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """TRL's, which with the bounds of [`clip_to`] is TBPO, and the metrics of its ratios."""
+        """TRL's loss, which is TBPO with the bounds of [`clip_to`]; also logs the metrics of its ratios."""
         loss = super()._compute_loss(model, inputs)
         logps, self._current_logps = self._current_logps, None
         if logps is None:
             raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
         if self._tbpo and logps.dtype != torch.float32:
-            # A step of a smaller dtype is larger than the trust bands. FSDP's mixed precision casts what the model returns.
+            # One rounding step of a smaller dtype is wider than the trust bands. FSDP's mixed precision casts the model's outputs.
             raise RuntimeError(f"The learner's log-probs must be float32, got {logps.dtype}: something casts them.")
         self._measure(logps, inputs)
         return loss
@@ -236,13 +236,13 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         for name, value in measured.items():
             self._log_value(name, value)
         if self._compares_sampler and "old_per_token_logps" not in inputs:
-            # TRL computes no `old` where no update comes between it and the loss: `logps` is of the weights that sampled.
+            # TRL computes no `old` if no update comes before the loss: then `logps` belongs to the weights that sampled.
             mask = loss_mask(inputs)
             if self.accelerator.gather(mask.sum().view(1)).any():
                 self._log_mismatch(logps, inputs["sampling_per_token_logps"], mask)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
-        """The Trainer's, which asks before each update; it must be a number."""
+        """The Trainer's method, called before each update; a norm that is NaN or infinite stops the run."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
         guards.check_gradient(grad_norm)
         return grad_norm
@@ -259,11 +259,11 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
 
     @property
     def _compares_sampler(self) -> bool:
-        """Whether the sampler's log-probs are the engine's; what a `rollout_func` returns counts where the loss weighs with it."""
+        """Whether to log the mismatch: always with our engine, for a `rollout_func` only if the loss uses its log-probs."""
         return self.args.weighs_mismatch or (self.args.use_vllm and self.rollout_func is None)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, which averages over micro-batches, with the extremes kept extreme."""
+        """TRL's method, which averages over micro-batches; minima and maxima stay minima and maxima."""
         for name, values in self._metrics[self._mode].items():
             if name.endswith(("min", "max")) and name.startswith(("ratio/", "mismatch/")):
                 values[:] = [min(values) if name.endswith("min") else max(values)]
@@ -276,7 +276,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         self._metrics[self._mode][name].append(value)
 
     def _check_layers_ran(self) -> None:
-        """After the first step: every low-bit layer of every process must have computed something."""
+        """After the first step: every low-bit layer of every process must have run."""
         bypassed = bypassed_layers(self._unwrapped)
         numbers = self.accelerator.gather(torch.tensor([len(bypassed)], device=self.accelerator.device))
         if numbers.any():  # on any process, so that all of them stop

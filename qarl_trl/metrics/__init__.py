@@ -1,1 +1,1 @@
-"""What is logged, whatever the loss and the learner; the names are in docs/metrics.md."""
+"""The metrics of every run, whatever its loss and learner; docs/metrics.md explains each."""

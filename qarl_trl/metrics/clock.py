@@ -18,7 +18,7 @@ class WeightFlips:
     """
     Share of quantized values that changed between two syncs.
 
-    Exact for weights of up to `most` stored bytes, beyond them of so many, evenly strided; of the rows that this process holds.
+    Exact for weights of up to `most` stored bytes; of larger ones an evenly strided sample. Only rows that this process holds.
     """
 
     def __init__(self, most: int = 524_288) -> None:
@@ -35,7 +35,7 @@ class WeightFlips:
                 sample = stored[:: max(1, math.ceil(len(stored) / self._most))].clone()
                 last = self._last.get(f"{module_name}.{name}")
                 self._last[f"{module_name}.{name}"] = sample
-                if last is None or not name:  # "": the reference model, which is LoRA's base and does not change
+                if last is None or not name:  # "": LoRA's base as the reference model, which does not change
                     continue
                 holds_pairs = "weight_packed" in weight.data and weight.scheme.weights.num_bits == 4
                 differing = last ^ sample
@@ -50,9 +50,9 @@ class StepClock(TrainerCallback):
 
     def __init__(
         self,
-        engine: Any,  # a `LowBitVLLMGeneration`, if there is one: it counts the seconds of rollouts and weight syncs
+        engine: Any,  # a `LowBitVLLMGeneration`, which counts the seconds of rollouts and weight syncs, or `None`
         log: Callable[[str, float], None],  # takes a metric's name and value
-        flips: Callable[[], dict[str, float]],  # the metrics of the quantized values that a sync changed
+        flips: Callable[[], dict[str, float]],  # returns the share of quantized values that a sync changed
         after_first: Callable[[], None],  # called after the first step
     ) -> None:
         self._engine, self._log, self._flips, self._after_first = engine, log, flips, after_first
@@ -60,13 +60,13 @@ class StepClock(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start = time.perf_counter()
-        if self._engine is not None:  # what an evaluation generated does not belong to this step
+        if self._engine is not None:  # leave out what an evaluation generated before this step
             self._engine.reset_clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         total, engine = time.perf_counter() - self._start, self._engine
         rollout, sync = (0.0, 0.0) if engine is None else (engine.rollout_seconds, engine.sync_seconds)
-        if rollout and engine.num_syncs:  # of this step, or of an evaluation just before it
+        if rollout and engine.num_syncs:  # in this step, or in an evaluation just before it
             self._log("sync/bytes", float(engine.synced_bytes))
             for name, share in self._flips().items():
                 self._log(name, share)

@@ -1,6 +1,6 @@
 """The mismatch between engine and learner at rollout time (paper Fig. 4).
 
-Every statistic of it counts only tokens that are masked in and that the engine could score.
+Every statistic counts only unmasked tokens that the engine could score.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..loss import mismatch_weight
 
 
-# Share of tokens without a log-prob of the engine. TRL gives them weight 1, which is meant for single ones.
+# Maximum share of tokens without a log-prob of the engine. TRL gives them weight 1, which is meant for a few of them.
 MOST_UNSCORED = 0.5
 
 
@@ -23,17 +23,17 @@ def mismatch_metrics(
     old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap: float, gather: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
     """
-    What is logged as `mismatch/*` of one rollout batch, over all processes in one collective; see docs/metrics.md.
+    The metrics `mismatch/*` of one rollout batch, over all processes in one collective; see docs/metrics.md.
 
-    From log-probs `(B, T)` of the learner at rollout time and of the engine (NaN where it has none).
+    The log-probs `(B, T)` are those of the learner at rollout time and of the engine (NaN where it has none).
     """
     counted = mask.bool() & ~sampling_logps.isnan()
     difference = torch.where(counted, old_logps.float() - sampling_logps.float(), 0.0)
     columns = [
         difference.abs().sum(1),
         difference.abs().amax(1),
-        # Its mean estimates KL(engine || learner). expm1: a mismatch of 1e-3 has a term of 5e-7, of which exp(d) - 1 keeps one
-        # digit in float32.
+        # Its mean estimates KL(engine || learner). expm1, because for a mismatch of 1e-3 the term is 5e-7, of which exp(d) - 1
+        # keeps one digit in float32.
         (difference.expm1() - difference).sum(1),
         counted.sum(1),
         mask.bool().sum(1),
@@ -59,7 +59,7 @@ def mismatch_metrics(
 
 def check_mismatch(logp_diff: float, unscored: float, threshold: float | None) -> None:
     """
-    Stop (`RuntimeError`) at log-probs that are no numbers, and at a mismatch above the `threshold` (`mismatch_abort_threshold`).
+    Stop (`RuntimeError`) at log-probs that are NaN or infinite, and at a mismatch above the `threshold` (`mismatch_abort_threshold`).
 
     `logp_diff` is the mean over all tokens in nats, `unscored` the share that the engine could not score in the worst process.
     """

@@ -1,4 +1,4 @@
-"""How far the policy has moved from the one that sampled: shares beyond TBPO's bounds, extremes, quantiles (paper Figs. 4 and 5)."""
+"""How far the policy moved since it sampled: shares beyond TBPO's bounds, extremes, quantiles (paper Figs. 4 and 5)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = get_logger(__name__)
 def measure_ratios(
     logps: Tensor,  # `(B, T)` of the current policy
     batch: dict[str, Any],  # TRL's micro-batch
-    errors: Tensor,  # its error tokens, bool `(B, T)`
-    band: TrustBand,  # TBPO's, also where the loss is another
-    prefix: str,  # of the shares beyond the band where it is: TRL logs those beyond the loss's own bounds (`clip_ratio/*`)
+    errors: Tensor,  # mask of its error tokens, bool `(B, T)`
+    band: TrustBand,  # TBPO's, also with another loss
+    prefix: str,  # for the shares beyond the band with another loss, whose own shares TRL logs (`clip_ratio/*`)
     gather: Callable[[Tensor], Tensor],  # puts the rows of all processes one after the other
-    fresh: bool,  # whether no optimizer step came since the rollout, so that every ratio must be 1
+    fresh: bool,  # whether there was no optimizer step since the rollout, so that every ratio must be 1
 ) -> dict[str, float]:
     """`ratio/*` and `error_tokens/*` of a micro-batch over all processes, in one collective; see docs/metrics.md."""
     old = batch.get("old_per_token_logps", logps)
@@ -45,7 +45,7 @@ def measure_ratios(
 def completion_columns(
     logps: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, errors: Tensor
 ) -> dict[str, Tensor]:
-    """What each completion adds to the metrics: from `(B, T)`, with `(B,)` advantages, to numbers `(B,)`."""
+    """Numbers `(B,)` that the metrics need of each completion, from tensors `(B, T)` and advantages `(B,)`."""
     counted = mask.bool()
     difference = torch.where(counted, logps.float() - old.float(), 0.0)
     return {
@@ -58,7 +58,7 @@ def completion_columns(
 
 
 def ratio_metrics(columns: dict[str, Tensor], band: TrustBand, prefix: str) -> dict[str, float]:
-    """The metrics of the completions of all processes, `(N,)` a column; what has no value is left out."""
+    """The metrics, from columns `(N,)` of the completions of all processes; metrics without a value are left out."""
     ratio, advantages, tokens = columns["ratio"], columns["advantage"], columns["tokens"].double().sum()
     positive, negative = advantages > 0, advantages < 0
     metrics = {
