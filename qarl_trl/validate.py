@@ -23,7 +23,7 @@ from . import _compat
 from .checkpoints.lock import LOCK, holding
 from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target, check_writable
-from .export.files import tensor_shapes
+from .export.files import BASE_FOLDER, tensor_shapes
 from .export.push import repository_of
 from .quant.experts import QuantExperts, num_experts
 from .quant.linear import LowBitLayer
@@ -98,7 +98,7 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
         check_adapter(config, args)
     check_target(args.output_dir)
     if any(adapters):
-        check_target(Path(args.output_dir) / LOW_BIT_FOLDER)
+        check_target(Path(args.output_dir, BASE_FOLDER if args.frozen else LOW_BIT_FOLDER))
     if (plan := args.quant_plan()) is not None:
         check_plan(plan, args)
 

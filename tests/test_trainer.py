@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, _compat
+from qarl_trl.export.files import base_of
 from qarl_trl.export.push import model_files
 from qarl_trl.loss import loss_mask
 from qarl_trl.metrics import ratios
@@ -533,15 +534,24 @@ def test_a_frozen_base_resumes_bit_for_bit(gptq, tmp_path):
 
 
 def test_an_adapter_beside_what_its_run_quantized_names_that(model, tmp_path):
-    trainer = make(model, tmp_path / "run", adapter(), lora_base="frozen", max_steps=1)
+    run = tmp_path / "run"
+    trainer = make(model, run, adapter(), lora_base="frozen", max_steps=2, save_strategy="steps", save_steps=1)
     trainer.train()
+    base, written = stored_tensors(run / "base"), (run / "base" / "model.safetensors").stat().st_mtime_ns
+    expected = dict(iter_low_bit_weights(trainer.model))
+    assert base.keys() == expected.keys() and all(torch.equal(base[name], t) for name, t in expected.items())
     trainer.save_model()
-    config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "low_bit"
-    card = (tmp_path / "run" / "low_bit" / "README.md").read_text()
+    assert (run / "base" / "model.safetensors").stat().st_mtime_ns == written  # once, by the first checkpoint
+    assert not (run / "checkpoint-1" / "base").exists() and not (run / "checkpoint-1" / "low_bit").exists()
+    for folder in (run, run / "checkpoint-1"):
+        assert Path(base_of(folder)).resolve() == (run / "base").resolve()
+    card = (run / "base" / "README.md").read_text()
     assert "Quantized by rounding to nearest" in card and "trained by reinforcement" not in card
-    with pytest.raises(ValueError, match="low_bit is quantized already"):
-        export([str(tmp_path / "run" / "low_bit"), str(tmp_path / "low")])
+    with pytest.raises(ValueError, match="base is quantized already"):
+        export([str(run / "base"), str(tmp_path / "low")])
+    trainer.save_model(tmp_path / "final")
+    assert base_of(tmp_path / "final") == str(tmp_path / "final" / "base")
+    assert stored_tensors(tmp_path / "final" / "base").keys() == base.keys()
 
 
 def test_an_export_merges_an_adapter_into_its_frozen_base_and_says_how_far_that_is(gptq, tmp_path, capsys):
@@ -560,6 +570,18 @@ def test_an_export_merges_an_adapter_into_its_frozen_base_and_says_how_far_that_
     assert found.keys() == expected.keys() and all(torch.equal(found[name], t) for name, t in expected.items())
     print(nats)
     assert nats[0] < nats[1] < nats[2]  # of a base in 8 bits, as it was, and with an adapter that is rounded
+
+
+def test_an_export_takes_the_scheme_of_the_frozen_base(model, tmp_path):
+    ignore = ["lm_head", "re:.*down_proj$"]
+    lora = LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer = make(model, tmp_path / "run", lora, lora_base="frozen", quant_scheme="W8A16", quant_ignore=ignore)
+    trainer.save_model()
+    for given, bits, dense in (([], 8, True), (["--scheme", "W4A16"], 4, False)):  # the second a control
+        export([str(tmp_path / "run"), str(tmp_path / f"{bits}"), *given])
+        config = json.loads((tmp_path / f"{bits}" / "config.json").read_text())["quantization_config"]
+        assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == {bits}
+        assert any("down_proj" in name for name in config["ignore"]) == dense
 
 
 def test_the_reference_of_a_frozen_base_is_the_base(gptq, tmp_path):

@@ -1,5 +1,7 @@
 """`qarl_trl.validate.check_adapter`: adapters that can be trained, and the words for those that cannot."""
 
+from types import SimpleNamespace
+
 import pytest
 from configs import config
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
@@ -102,12 +104,15 @@ def test_what_a_frozen_base_does_not_take_is_one_line_before_a_model_loads(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("version", ["1", "2"])
+@pytest.mark.parametrize("version", ["1", "2", "zero3"])
 def test_a_frozen_base_has_no_shards(tmp_path, monkeypatch, version):
     args = config(tmp_path, lora_base="frozen")
     check_arguments("model", args, {"peft_config": lora()})  # control: DDP looks no other
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch` does
-    monkeypatch.setenv("FSDP_VERSION", version)
+    if version == "zero3":
+        args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+    else:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch` does
+        monkeypatch.setenv("FSDP_VERSION", version)
     with pytest.raises(ValueError, match="lora_base='frozen' runs on one process or DDP"):
         check_arguments("model", args, {"peft_config": lora()})
 

@@ -17,7 +17,7 @@ from trl.trainer.utils import RepeatSampler
 from .. import _compat
 from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..export.card import training_facts, write_card
-from ..export.files import share
+from ..export.files import ADAPTER_CONFIG, BASE_FOLDER, share
 from ..quant.experts import expert_modules
 from ..quant.model import quantized_modules
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
@@ -37,6 +37,7 @@ class CheckpointMixin:
     _incoming: Path | None = None  # while a checkpoint is written
     _identity: dict[str, Any]  # what the run is of, for manifests
     _sampler: Any = None
+    _base_folders: frozenset[Path] = frozenset()  # with the frozen base
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -69,20 +70,29 @@ class CheckpointMixin:
         """
         Write the low-bit checkpoint (with quantization off: what TRL writes) into `output_dir`, by default `args.output_dir`.
 
-        With LoRA: the adapter, and in its sub-folder `low_bit/` the merged low-bit checkpoint, or the frozen base that a run quantized.
+        With LoRA: the adapter, and in its sub-folder `low_bit/` the merged low-bit checkpoint. An adapter beside a frozen base names
+        that: the checkpoint it started from, or what the run quantized, which is in `base/`, for all training checkpoints in one.
         """
         path, args = Path(output_dir or self.args.output_dir), self.args
         beside = self._incoming is not None or is_peft_model(self._unwrapped)  # of master weights, an adapter
         if beside or not args.quantized:
             super().save_model(str(path), _internal_call=True)
             share(path)
-        if args.frozen and not args.from_checkpoint and args.should_save:
-            file = path / "adapter_config.json"  # peft's names the model that was quantized: another policy
-            named = json.loads(file.read_text()) | {"base_model_name_or_path": self._frozen_base}
-            file.write_text(json.dumps(named, indent=2, sort_keys=True))
-        stored = args.frozen and (args.from_checkpoint or self._incoming)  # what stays is written once
-        if args.quantized and not stored and (args.export_low_bit or not self._incoming):
+        if args.frozen and not args.from_checkpoint:
+            self._save_base(path)
+        elif args.quantized and not args.frozen and (args.export_low_bit or not self._incoming):
             self._save_low_bit(path / LOW_BIT_FOLDER if beside else path)
+
+    def _save_base(self, path: Path) -> None:
+        """Let the adapter in `path` name the frozen base that this run quantized, and write that once."""
+        folder = (Path(self.args.output_dir) if self._incoming else path) / BASE_FOLDER
+        if folder not in self._base_folders:
+            self._save_low_bit(folder)
+            self._base_folders |= {folder}
+        if self.args.should_save:
+            file = path / ADAPTER_CONFIG  # peft's names the model before it was quantized: another policy
+            name = str(Path("..", BASE_FOLDER)) if self._incoming else BASE_FOLDER
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}, indent=2))
 
     def _save_low_bit(self, path: Path) -> None:
         weights = iter_low_bit_weights(self._unwrapped, readable_parameters(self._unwrapped, self._dist))

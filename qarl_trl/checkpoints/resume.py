@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
 # Settings that give a rollout or an update another meaning, and those that cut a rollout batch into micro-batches.
 _MEANING = ("quantize_learner", "lora_base", "loss_type", "optim_muon", "world_size")
+_ADAPTER = ("r", "lora_alpha", "use_rslora", "target_modules")
 BATCH = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
 
 logger = get_logger(__name__)
@@ -114,6 +115,7 @@ def identity_of(
     Hub it is the id and the revision. Of an adapter the base counts. `given` are the trainer's arguments.
     """
     module = None if isinstance(model, str) else base_model(model)
+    adapters = [given.get("peft_config"), *(getattr(model, "peft_config", None) or {}).values()]
     name: Any = model if module is None else module.config._name_or_path
     loading = args.model_init_kwargs or {}
     folder = Path(name, loading.get("subfolder") or "")
@@ -129,9 +131,14 @@ def identity_of(
         "weights": weights,
         "tokenizer": _digest(tokens) if tokens else "the model's",
         "scheme": f"{layers} without {plan.ignore}" if plan else "none",
-        "adapter": given.get("peft_config") is not None or module not in (None, model),
+        "adapter": [_adapter_facts(config) for config in adapters if config],
         **{field: getattr(args, field) for field in (*_MEANING, *BATCH)},
     }
+
+
+def _adapter_facts(config: Any) -> dict[str, Any]:
+    facts = {name: getattr(config, name, None) for name in _ADAPTER}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in facts.items()}
 
 
 def _sample(file: Path) -> bytes:

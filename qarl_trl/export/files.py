@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -11,6 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 # What vLLM reads: on the Hub there may be a second copy of the weights in another format.
 READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+ADAPTER_CONFIG = "adapter_config.json"
+LOW_BIT_FOLDER = "low_bit"  # the trained low-bit model, beside its master weights or its adapter
+BASE_FOLDER = "base"  # the frozen low-bit model that an adapter was trained beside
 
 
 def check_writable(folder: str | os.PathLike[str], field: str) -> None:
@@ -33,6 +37,12 @@ def tensor_shapes(folder: str | os.PathLike) -> dict[str, tuple[int, ...]]:
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}. Copy or download it again.") from error
     return shapes
+
+
+def base_of(adapter: Path) -> str:
+    """The base of the LoRA adapter in a folder: a folder, whose name may be relative to the adapter's, or a Hub id."""
+    name = json.loads((adapter / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    return str(adapter / name) if (adapter / name).is_dir() else name
 
 
 def share(folder: Path) -> None:

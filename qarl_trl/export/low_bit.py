@@ -33,7 +33,6 @@ from ..quant.state_dict import iter_low_bit_weights
 from .files import flush, share
 
 
-LOW_BIT_FOLDER = "low_bit"  # beside master weights or an adapter
 # As compressed-tensors names them (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 SCRATCH = ".incoming-"

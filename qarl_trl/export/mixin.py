@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from huggingface_hub import CommitInfo
 
 from ..quant.names import base_model
 from .card import ADDRESS, CARD, base_facts, training_facts, write_card
-from .low_bit import LOW_BIT_FOLDER
+from .files import ADAPTER_CONFIG, BASE_FOLDER, LOW_BIT_FOLDER
 from .push import open_repo, push, repository_of
 
 
@@ -43,11 +44,16 @@ class SharingMixin:
             return None
         self.hub_model_id = self.hub_model_id or repository_of(self.args)
         self.create_model_card(**{"model_name": self.hub_model_id} | kwargs)
-        args = self.args
+        args, replaced = self.args, dict[str, bytes]()
         if args.frozen and not args.from_checkpoint:
+            folder = Path(args.output_dir, BASE_FOLDER)
             base = open_repo(self._frozen_base, args.hub_token, args.hub_private_repo, args.hub_revision)
-            push(Path(args.output_dir, LOW_BIT_FOLDER), base, commit_message, args.hub_token, args.hub_revision)
-        return push(self._model_output, self.hub_model_id, commit_message, args.hub_token, args.hub_revision)
+            write_card(folder, base, **training_facts(self))
+            push(folder, base, commit_message, args.hub_token, args.hub_revision)
+            config = json.loads(Path(args.output_dir, ADAPTER_CONFIG).read_text())
+            config |= {"base_model_name_or_path": base, "revision": args.hub_revision}
+            replaced[ADAPTER_CONFIG] = json.dumps(config, indent=2).encode()
+        return push(self._model_output, self.hub_model_id, commit_message, args.hub_token, args.hub_revision, replaced)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Nothing: the model is pushed at the end."""
@@ -57,7 +63,7 @@ class SharingMixin:
         """Where others find the frozen base: the checkpoint of the run, or what it quantized, in a repository or beside the adapter."""
         if self.args.from_checkpoint:
             return base_facts(base_model(self._unwrapped).config._name_or_path)["base"]
-        return f"{self.hub_model_id}-base" if self.hub_model_id else LOW_BIT_FOLDER
+        return f"{self.hub_model_id}-base" if self.hub_model_id else BASE_FOLDER
 
     @property
     def _model_output(self) -> Path:

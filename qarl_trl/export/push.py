@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -45,9 +45,16 @@ def repository_of(args: Any) -> str:
     return open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
 
 
-def push(folder: Path, name: str, message: str, token: str | None = None, revision: str | None = None) -> CommitInfo:
-    """Make the model of `folder` the content of the repository `name`."""
-    api, files = HfApi(token=token), model_files(folder)
+def push(
+    folder: Path,
+    name: str,
+    message: str,
+    token: str | None = None,
+    revision: str | None = None,
+    replaced: Mapping[str, bytes] | None = None,
+) -> CommitInfo:
+    """Make the model of `folder` the content of the repository `name`, some files with other bytes than they have locally."""
+    api, files = HfApi(token=token), model_files(folder) | (replaced or {})
     command = f"qarl-trl push {folder} {name}" + (f" --revision {revision}" if revision else "")
     with _errors_named(name, api, f"Nothing is lost: the model is in {folder}; `{command}` tries again."):
         present = api.list_repo_files(name, revision=revision)

@@ -82,17 +82,23 @@ class QuantizedSource:
                 yield name, self._read(name)
 
     def low_bit(self, layer: str, meta: LowBitWeight) -> LowBitWeight:
-        """A layer's tensors as they are stored, which must be those of `meta`; of an unquantized checkpoint its quantized weight."""
-        if layer not in self.layers:
+        """A layer's tensors as they are stored; of an unquantized checkpoint its quantized weight."""
+        if not self.layers:
             return quantize_weight(self._read(f"{layer}.weight"), meta.scheme)
-        stored = {local: self._read(f"{layer}.{local}") for local in meta.data}
-        found, needed = ({n: (t.dtype, *t.shape) for n, t in data.items()} for data in (stored, meta.data))
+        return LowBitWeight({local: self._read(f"{layer}.{local}") for local in meta.data}, meta.scheme)
+
+    def check_stored(self, layer: str, meta: LowBitWeight) -> None:
+        """Refuse (`ValueError`) a layer whose stored tensors are not those of `meta`. Reads headers alone."""
+        if not self.layers:
+            return
+        parts = {local: self._file(f"{layer}.{local}").get_slice(f"{layer}.{local}") for local in meta.data}
+        found = {local: (part[:0].dtype, *part.get_shape()) for local, part in parts.items()}
+        needed = {local: (tensor.dtype, *tensor.shape) for local, tensor in meta.data.items()}
         if found != needed or f"{layer}.weight_g_idx" in self.tensors:
             raise ValueError(
                 f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, got {found}, or actorder: group. Use 'merged', "
                 "or quantize it again (dtype bfloat16, actorder: static)."
             )
-        return LowBitWeight(stored, meta.scheme)
 
     def _decompressed(self, layer: str) -> dict[str, Tensor]:
         scheme = self.layers[layer]
@@ -107,9 +113,12 @@ class QuantizedSource:
         return compressor.decompress(stored, scheme)
 
     def _read(self, name: str) -> Tensor:
+        return self._file(name).get_tensor(name)
+
+    def _file(self, name: str) -> Any:
         if name not in self.tensors:
             raise self._broken(f"{name} is missing")
-        return self.tensors[name].get_tensor(name)
+        return self.tensors[name]
 
     def _broken(self, what: str) -> ValueError:
         return ValueError(f"The quantized checkpoint {self.name} is incomplete or damaged: {what}. Download it again.")
@@ -172,7 +181,10 @@ def load_master_weights(
                 apply_quantization(self, freeze, gemm=gemm, frozen=True)
 
         with torch.device("meta"):
-            frozen = {layer for layer, _ in quantized_modules(Frozen(config))}
+            layers: dict[str, Any] = dict(quantized_modules(Frozen(config)))
+        for layer_name, layer in layers.items():
+            source.check_stored(layer_name, layer.held)
+        frozen = set(layers)
     model, report = (Frozen if frozen else architecture).from_pretrained(
         None,
         config=config,

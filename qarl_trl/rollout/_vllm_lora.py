@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,12 +30,24 @@ def engine_rank(rank: int) -> int:
     return fitting[0]
 
 
-def lora_settings(model: Any) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` for the adapter of a `PeftModel`: layers without one stay as they are."""
-    (config,) = model.peft_config.values()
-    layers = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")})
-    sizes = {"max_lora_rank": engine_rank(config.r), "max_loras": 1, "lora_dtype": "bfloat16"}
-    return {"enable_lora": True, "lora_target_modules": layers, **sizes}
+def lora_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` for an adapter with these tensors in its file: layers without one stay as they are."""
+    ranks = {name.split(".")[-3]: shape[0] for name, shape in shapes.items() if name.endswith("lora_A.weight")}
+    sizes = {"max_lora_rank": engine_rank(max(ranks.values())), "max_loras": 1, "lora_dtype": "bfloat16"}
+    return {"enable_lora": True, "lora_target_modules": sorted(ranks), **sizes}
+
+
+def sample_with(llm: Any, adapter: Path) -> None:
+    """Let all requests of an engine use the adapter in a folder."""
+    from vllm.lora.request import LoRARequest
+
+    llm.generate = partial(llm.generate, lora_request=LoRARequest(*ADAPTER, str(adapter)))
+
+
+def adapter_place(model: Any) -> str | None:
+    """Memory, where twice the bfloat16 adapter of a `PeftModel` has room there (Docker gives 64 MB), else `None`: a disk."""
+    needed = 2 * 2 * sum(param.numel() for name, param in model.named_parameters() if ".lora_" in name)
+    return "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > needed else None
 
 
 def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -57,4 +71,4 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     if not added or (lost := manager.get_adapter(ADAPTER[1]).loras.keys() - manager.modules.keys()):
         raise RuntimeError(f"vLLM took {'no adapter' if not added else f'none for {min(lost)}'}; its log may say why.")
     if "generate" not in vars(llm):
-        llm.generate = partial(llm.generate, lora_request=LoRARequest(*ADAPTER, str(folder)))
+        sample_with(llm, folder)

@@ -54,7 +54,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.quantization_config = quantization_config
         self.engine_kwargs = engine_kwargs or {}
         if frozen:
-            self._adapter_folder = TemporaryDirectory(dir="/dev/shm")  # in memory
+            self._adapter_folder = TemporaryDirectory(dir=_vllm_lora.adapter_place(args[0]))
         self.sync_folder = sync_folder
         self.sync_check = sync_check
         self.synced_bytes = self.num_syncs = self._checked = 0
@@ -77,7 +77,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
         # TRL puts the engine to sleep as soon as it is built, so the sync check looks at its random weights before that.
         look = None if self.sync_check is None else self.sync_check.look_before
         settings = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
-        settings |= _vllm_lora.lora_settings(self.model) if self._adapter_folder else {}
+        if self._adapter_folder:
+            from ..quant.frozen import adapter_tensors  # imports peft
+
+            settings |= _vllm_lora.lora_settings({name: t.shape for name, t in adapter_tensors(self.model)})
         with _vllm.llm_arguments(look, **self.engine_kwargs | settings):
             super()._init_vllm()
         _vllm_layer.use_settings_of(self.llm)

@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("qarl-trl export", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
     parser.add_argument("output", help="folder to write")
-    parser.add_argument("--scheme", default="W4A16", help="a scheme of `qarl-trl schemes` (default: W4A16)")
+    parser.add_argument("--scheme", help="a scheme of `qarl-trl schemes` (default: W4A16, or all of the frozen base)")
     parser.add_argument("--group_size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
     parser.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
     parser.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")
@@ -24,21 +24,19 @@ def main(argv: Sequence[str]) -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..export import check_target, check_writable, save_low_bit
+    from ..export import LOW_BIT_FOLDER, check_target, check_writable, save_low_bit
     from ..export.card import base_facts, write_card
-    from ..export.files import tensor_shapes
+    from ..export.files import ADAPTER_CONFIG, base_of, tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from ..quant.start import load_master_weights, quantized_source
 
-    resolve_scheme(args.scheme, args.group_size)  # before the weights are read
+    resolve_scheme(args.scheme or "W4A16", args.group_size)  # before the weights are read
     load, weights = AutoModelForCausalLM.from_pretrained, args.checkpoint
-    if adapter := (Path(weights) / "adapter_config.json").is_file():
-        from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+    if adapter := Path(weights, ADAPTER_CONFIG).is_file():
+        from peft import AutoPeftModelForCausalLM, PeftModel
 
-        load = AutoPeftModelForCausalLM.from_pretrained
-        weights = PeftConfig.from_pretrained(weights).base_model_name_or_path
-        weights = str(beside) if (beside := Path(args.checkpoint, weights)).is_dir() else weights
+        load, weights = AutoPeftModelForCausalLM.from_pretrained, base_of(Path(weights))
     if (source := quantized_source(weights)) and not adapter:
         raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
     tensor_shapes(args.checkpoint)
@@ -50,13 +48,19 @@ def main(argv: Sequence[str]) -> None:
         model = PeftModel.from_pretrained(load_master_weights(weights, dtype="auto"), args.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
-    apply_quantization(model, args.scheme, args.targets, ignore, group_size=args.group_size)
+    given = args.scheme or args.group_size or args.targets != ["Linear"] or args.ignore is not None
+    scheme = source.plan() if source and not given else args.scheme or "W4A16"
+    apply_quantization(model, scheme, args.targets, ignore, group_size=args.group_size)
     folder = save_low_bit(model, tokenizer, args.output)
     write_card(folder, **base_facts(weights))
-    if source is not None:
+    if (
+        source is not None and not Path(args.checkpoint, LOW_BIT_FOLDER).exists()
+    ):  # which is of an adapter that was merged
         distance = _distance(model, source, args.checkpoint, tokenizer.eos_token_id)
         print(f"{args.output} is {distance:.4f} nats per token from base and adapter, in what these sample.")
-    print(f"{args.scheme} checkpoint written to {args.output}. `qarl-trl push` shares it.")
+    print(
+        f"{scheme if isinstance(scheme, str) else 'The low-bit'} checkpoint written to {args.output}. `qarl-trl push` shares it."
+    )
 
 
 def _distance(model: Any, source: Any, adapter: str, start: int) -> float:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from configs import config
+from peft import LoraConfig
 from slow.toys import forge
 from test_train import base, problems  # noqa: F401
 
 from qarl_trl import cli
-from qarl_trl.checkpoints.resume import resume_path
+from qarl_trl.checkpoints.resume import identity_of, resume_path
 from qarl_trl.train import parse
 
 from .test_folder import write
@@ -95,6 +96,20 @@ def test_what_cannot_be_continued_exactly_is_refused(tmp_path, args):
     forge(folder)
     with pytest.raises(ValueError, match="weights without the optimizer"):
         resume_path("true", args)
+
+
+def test_an_adapter_of_another_scale_is_another_run(tmp_path, args):
+    def of(**changes):
+        settings = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]} | changes
+        return identity_of("a", args, None, {"peft_config": LoraConfig(**settings)})
+
+    write(tmp_path, 1, **of())
+    assert resume_path("true", args, of(target_modules=["up_proj", "q_proj"]))  # control
+    for changes in ({"r": 8}, {"lora_alpha": 64}, {"use_rslora": True}, {"target_modules": "all-linear"}):
+        with pytest.raises(ValueError, match=f"another run: adapter was .*{next(iter(changes))}"):
+            resume_path("true", args, of(**changes))
+    with pytest.raises(ValueError, match="another run: adapter was"):
+        resume_path("true", args, identity_of("a", args, None, {}))
 
 
 def test_a_recipe_is_refused_before_anything_loads(base, tmp_path, capsys):  # noqa: F811

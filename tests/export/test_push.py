@@ -132,15 +132,18 @@ def test_an_adapter_is_pushed_with_the_base_that_its_run_quantized(hub, model, t
     trainer = pushing(model, tmp_path / "run", **frozen)
     trainer.train()
     trainer.push_to_hub()
-    assert same(hub.files("me/toy"), tmp_path / "run") and same(hub.files("me/toy-base"), tmp_path / "run" / "low_bit")
-    assert "model.safetensors" not in hub.files("me/toy")
-    assert json.loads(hub.files("me/toy")["adapter_config.json"])["base_model_name_or_path"] == "me/toy-base"
+    assert same(hub.files("me/toy-base"), tmp_path / "run" / "base")
+    files, here = hub.files("me/toy"), json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert "model.safetensors" not in files and "adapter_model.safetensors" in files
+    # Each names its own base, so that neither needs the other.
+    assert here["base_model_name_or_path"] == "base"
+    assert json.loads(files["adapter_config.json"]) == here | {"base_model_name_or_path": "me/toy-base"}
     card = hub.files("me/toy")["README.md"].decode()
     assert "vllm serve me/toy-base --enable-lora --max-lora-rank 8 --lora-modules policy=me/toy" in card
     assert "vllm serve me/toy-base" in hub.files("me/toy-base")["README.md"].decode()
     # Beside a checkpoint that was there before, the adapter alone.
     other = {"hub_model_id": "me/other", "quant_scheme": "checkpoint"}
-    trainer = pushing(str(tmp_path / "run" / "low_bit"), tmp_path / "other", **frozen | other)
+    trainer = pushing(str(tmp_path / "run" / "base"), tmp_path / "other", **frozen | other)
     trainer.train()
     trainer.push_to_hub()
     assert {"me/toy", "me/toy-base", "me/other"} == hub.branches.keys()

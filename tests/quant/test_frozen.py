@@ -240,6 +240,13 @@ def test_base_and_adapter_are_two_streams(checkpoint):
             "stored as .*bfloat16.* got .*float32",
         ),
         (lambda t: t.pop(f"{LAYER}.weight_scale"), "weight_scale is missing"),
+        (  # it must not be quantized in silence
+            lambda t: (
+                [t.pop(name) for name in list(t) if name.startswith(f"{LAYER}.weight")]
+                and t.update({f"{LAYER}.weight": torch.ones(256, 128)})
+            ),
+            "weight_scale is missing",
+        ),
         (lambda t: t.pop("model.norm.weight"), "model.norm.weight.*are missing"),
     ],
 )

@@ -10,6 +10,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from qarl_trl import QaRLTrainer
 from qarl_trl.rollout import engine as rollout_engine
+from qarl_trl.rollout._vllm_lora import adapter_place
 from qarl_trl.rollout.engine import LowBitVLLMGeneration
 
 
@@ -130,3 +131,13 @@ def test_only_stop_strings_need_text(monkeypatch, given, text):
     monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, **kwargs: vars(self).update(kwargs))
     engine = LowBitVLLMGeneration(quantization_config=None, generation_kwargs=given)
     assert engine.generation_kwargs == given | {"detokenize": text}
+
+
+def test_an_adapter_goes_to_memory_where_it_fits_and_else_to_disk(monkeypatch):
+    model = SimpleNamespace(
+        named_parameters=lambda: [("q.lora_A.weight", torch.empty(1000)), ("q.weight", torch.empty(9**6))]
+    )
+    monkeypatch.setattr("os.path.isdir", lambda path: True)
+    for free, place in ((4001, "/dev/shm"), (4000, None)):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert adapter_place(model) == place

@@ -141,6 +141,15 @@ def _served(base: str, adapter: str) -> Any:
     return engine_logprobs(llm)
 
 
+def _evaluated(base: str, adapter: str | None) -> Any:
+    """Answers of the engine that `qarl-trl eval` starts."""
+    from qarl_trl.tools.evaluate.sample import start_engine
+
+    shapes = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 4096}
+    engine = start_engine(base, adapter and Path(adapter), logprobs_mode="processed_logprobs", **shapes)
+    return engine_logprobs(engine)
+
+
 def test_engine_learner_and_files_are_one_base_and_one_adapter(checkpoint, tmp_path):
     found = isolated(_run, checkpoint, str(tmp_path))
     assert found["base"] == {True}
@@ -157,7 +166,8 @@ def test_engine_learner_and_files_are_one_base_and_one_adapter(checkpoint, tmp_p
     assert found["other adapter"]["mean"] > 0.1
     assert found["merged"]["mean"] > 0.01
     assert isolated(_served, checkpoint, str(tmp_path)) == found["trained"]
-    assert found["trained"] != found["untrained"]
+    assert isolated(_evaluated, checkpoint, str(tmp_path)) == found["trained"]
+    assert isolated(_evaluated, checkpoint, None) == found["untrained"] != found["trained"]  # control
 
 
 def _rank(model: str, folder: str) -> dict[str, Any]:
@@ -185,6 +195,6 @@ def test_two_processes_train_one_adapter_on_a_base_quantized_as_it_loads(tmp_pat
         assert all((one[part][name] == tensor).all() for name, tensor in two[part].items())
     assert all(".lora_" in name for name in one["adapter"])
     assert any(one["adapter"][name].any() for name in one["adapter"] if "lora_B" in name)  # control: it has moved
-    stored = stored_tensors(tmp_path / "run" / "low_bit")
+    stored = stored_tensors(tmp_path / "run" / "base")
     assert stored.keys() == one["base"].keys()
     assert all((stored[name].view(torch.uint8).numpy() == tensor).all() for name, tensor in one["base"].items())

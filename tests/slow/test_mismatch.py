@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slow.isolated import isolated
-from slow.toys import make_trainer, save_model
+from slow.toys import make_trainer, random_adapter, randomize_adapter, save_model
 
 
 pytestmark = pytest.mark.slow
@@ -19,9 +19,15 @@ def _logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, fl
     import numpy as np
     import torch
 
+    adapter = [random_adapter()] if "lora_base" in changes else []
+
     torch.manual_seed(0)
     size = {"per_device_train_batch_size": 128, "steps_per_generation": 2, "max_steps": 2, "num_generations": 8}
-    trainer = make_trainer(model, Path(folder), max_completion_length=48, learning_rate=0.0, **size, **changes)
+    trainer = make_trainer(
+        model, Path(folder), *adapter, max_completion_length=48, learning_rate=0.0, **size, **changes
+    )
+    if adapter:
+        randomize_adapter(trainer.model)
     trainer.train()
     rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
     return {
@@ -39,6 +45,7 @@ def logp_diffs(tmp_path_factory):
         "bf16": {"quant_scheme": "none"},
         "w4a16": {"quant_scheme": "W4A16"},
         "w4a16_stock": {"quant_scheme": "W4A16", "learner_ops": "stock"},
+        "frozen_stock": {"quant_scheme": "W4A16", "learner_ops": "stock", "lora_base": "frozen"},
         # Its mismatch is measured though nothing corrects it.
         "w4a16_rollout_only": {
             "quant_scheme": "W4A16",
@@ -57,6 +64,11 @@ def test_the_logged_logp_diff_is_the_last_bit_of_float32(logp_diffs):
 
 def test_on_transformers_operations_the_aligned_logp_diff_is_the_bf16_floor(logp_diffs):
     assert logp_diffs["w4a16_stock"]["logp_diff"] <= 1.1 * logp_diffs["bf16"]["logp_diff"]
+
+
+def test_so_it_is_of_an_adapter_beside_a_frozen_base(logp_diffs):
+    """Its control, another adapter or a merged base in the engine, is in test_frozen.py."""
+    assert 0 < logp_diffs["frozen_stock"]["logp_diff"] <= 1.05 * logp_diffs["bf16"]["logp_diff"]
 
 
 def test_without_the_quantized_learner_the_logp_diff_is_at_least_five_times_larger(logp_diffs):

@@ -36,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
         params = SamplingParams(**settings, max_tokens=options.max_new_tokens)
     except VLLMValidationError as error:
         raise ValueError(str(error)) from error
-    folder = find_checkpoint(options.model)
-    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    folder, adapter = find_checkpoint(options.model)
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(adapter or folder)
     check_complete(folder, config)
     head = {
         "model": options.model,
-        "precision": precision(config),
+        "precision": precision(config) + (", with an adapter beside it" if adapter else ""),
         "settings": redact(vars(options)),
         "versions": {name: installed_version(name) for name in VERSIONS},
     }
@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
         raise FileExistsError(f"--output_dir {output} must be new or empty: existing results are not overwritten.")
     output.mkdir(parents=True, exist_ok=True)  # before the engine starts
     # The length last, so that an engine with fewer positions cannot cut completions off. vLLM refuses more than the model has.
-    engine = start_engine(str(folder), **{"seed": options.seed} | options.engine_kwargs | {"max_model_len": length})
+    engine = start_engine(
+        folder, adapter, **{"seed": options.seed} | options.engine_kwargs | {"max_model_len": length}
+    )
     return lambda: evaluate(engine, params, problems, output, head, options)
 
 
@@ -67,7 +69,10 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", help="model folder as `save_model` and `qarl-trl export` write it, or Hub id")
+    add(
+        "model",
+        help="model folder as `save_model` and `qarl-trl export` write it, adapter of a frozen base, or Hub id",
+    )
     add("--suite", nargs="+", required=True, help="math (the paper's six), names of docs/after_training.md, or files")
     add("--k", type=int, default=4, help="completions per problem (default: 4; the paper does not give its k)")
     add("--pass_at", type=int, nargs="+", help="the k of the pass@k to report, each at most --k (default: k)")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ...export.files import tensor_shapes
 from ...rollout._vllm_cpu import is_cpu_engine
+from ...rollout._vllm_lora import lora_settings, sample_with
 from ...rollout.cpu import choose_arithmetic
 
 
-def start_engine(model: str, **settings: Any) -> Any:
-    """A `vllm.LLM` in bfloat16 beside the low-bit layers, as in training; `settings` come on top."""
+def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any) -> Any:
+    """A `vllm.LLM` in bfloat16 beside the low-bit layers, as in training, with the `adapter` beside; `settings` come on top."""
     defaults: dict[str, Any] = {"dtype": "bfloat16"}
     if is_cpu_engine():
         choose_arithmetic()
@@ -21,7 +24,11 @@ def start_engine(model: str, **settings: Any) -> Any:
         defaults["enable_chunked_prefill"] = False
     from vllm import LLM
 
-    return LLM(model, **defaults | settings)
+    if adapter is None:
+        return LLM(str(model), **defaults | settings)
+    engine = LLM(str(model), **defaults | lora_settings(tensor_shapes(adapter)) | settings)
+    sample_with(engine, adapter)
+    return engine
 
 
 def generate(engine: Any, prompts: Sequence[Sequence[int]], params: Any, seed: int) -> list[Any]:

@@ -5,6 +5,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -82,6 +83,29 @@ def test_wrong_options_are_one_line(capsys, argv, field):
 )
 def test_a_model_that_cannot_be_evaluated_is_refused_before_the_engine(capsys, models, sums, model, message):
     assert message in stopped(capsys, str(models / model), "--suite", sums)
+
+
+def test_an_adapter_is_evaluated_beside_its_frozen_base_alone(capsys, models, sums, tmp_path, answering):
+    """Beside another model it is another policy, which nobody trained."""
+    adapter, tensors = (
+        tmp_path / "run",
+        {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 8)},
+    )
+    shutil.copytree(models / "plain", adapter, ignore=lambda _, names: [n for n in names if "tokenizer" not in n])
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    for base, merged, words in (
+        ("plain", False, "merged into"),
+        ("w4a16", True, "Give its low_bit/ folder"),
+        ("w4a16", False, None),
+    ):
+        config = {"base_model_name_or_path": str(models / base)}
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        (adapter / "low_bit").mkdir() if merged else shutil.rmtree(adapter / "low_bit", ignore_errors=True)
+        if words:
+            assert words in stopped(capsys, str(adapter), "--suite", sums)
+    cli.main(["eval", str(adapter), "--suite", sums, "--max_new_tokens", "16", "--output_dir", "out"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["precision"] == "W4A16 (weights int4 per group 128), with an adapter beside it"
 
 
 @pytest.mark.parametrize(
