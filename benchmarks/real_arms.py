@@ -50,7 +50,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "QaRL GRPO": TIS,
     "QaRL TBPO": {},
     "QaRL GSPO": TIS | {"importance_sampling_level": "sequence"},
+    # As a user with one GPU would train; the rate was not tuned.
+    "QaRL TBPO, LoRA merged": {"lora_base": "merged", "learning_rate": 2e-4},
+    "QaRL TBPO, LoRA beside a frozen base": {"lora_base": "frozen", "learning_rate": 2e-4},
 }
+RANK = 16  # of the adapters, on all quantized layers; lora_alpha is twice that
 # Chosen on bf16 GRPO alone, before any other arm ran (dev/log.md).
 G64: dict[str, Any] = {
     "quantization": {"quant_scheme": "W4A16", "quant_group_size": 64},
@@ -72,7 +76,16 @@ BEFORE = "before training"
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
     *("reward", "entropy", "grad_norm", "completions/mean_length", "completions/clipped_ratio", "step_time"),
-    *("mismatch/", "ratio/", "error_tokens/", "quant/", "clip_ratio/", "time/", "sampling/importance_sampling_ratio/"),
+    *(
+        "mismatch/",
+        "ratio/",
+        "error_tokens/",
+        "quant/",
+        "clip_ratio/",
+        "time/",
+        "sampling/importance_sampling_ratio/",
+        "sync/bytes",
+    ),
 )
 
 
@@ -80,10 +93,11 @@ KEPT = (
 
 
 def train(start: Path, regime: dict[str, Any], arm: dict[str, Any], seed: int, folder: Path) -> dict[str, list]:
-    """Train; write `folder`/masters in bfloat16 and, for low-bit engines, `folder`/low_bit. Returns the log by column."""
+    """Train; write `folder`/masters in bfloat16 (not of an adapter) and, for low-bit engines, `folder`/low_bit. Returns the log by column."""
     import common  # noqa: F401  # sets what torch and vLLM read when they load
     import torch
     from datasets import load_dataset
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from qarl_trl import QaRLConfig, QaRLTrainer
@@ -122,12 +136,24 @@ def train(start: Path, regime: dict[str, Any], arm: dict[str, Any], seed: int, f
         settings = {name: value for name, value in settings.items() if not name.startswith("quant_")}
     if "importance_sampling_level" in arm:  # Table 2: GSPO's bounds are delta_low and epsilon_high of TBPO
         arm = arm | {"epsilon": 3 * band, "epsilon_high": 4 * band}
+    adapter = None
+    if "lora_base" in arm:
+        layers = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+        adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers)
+        settings["model_init_kwargs"] = {"dtype": "bfloat16"}
     data = load_dataset("json", data_files=str(start / "train.jsonl"), split="train")
     data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["problem"]}]})
-    trainer = QaRLTrainer(str(start / "start"), math_reward, QaRLConfig(**settings | arm), train_dataset=data)
+    trainer = QaRLTrainer(
+        str(start / "start"), math_reward, QaRLConfig(**settings | arm), train_dataset=data, peft_config=adapter
+    )
     trainer.train()
     if "quant_scheme" not in arm:
         trainer.save_model()
+    log = [row for row in trainer.state.log_history if "reward" in row]
+    names = sorted({name for row in log for name in row if name.startswith(KEPT)})
+    columns = {name: [_short(row.get(name)) for row in log] for name in names}
+    if adapter is not None:
+        return columns
     masters = AutoModelForCausalLM.from_pretrained(start / "start", dtype=torch.bfloat16)
     trained = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
     for name, weight in masters.named_parameters():  # tied ones once
@@ -135,9 +161,7 @@ def train(start: Path, regime: dict[str, Any], arm: dict[str, Any], seed: int, f
     assert not trained, f"The trained model has weights that the start has not: {list(trained)}"
     masters.save_pretrained(folder / "masters")
     AutoTokenizer.from_pretrained(start / "start").save_pretrained(folder / "masters")
-    log = [row for row in trainer.state.log_history if "reward" in row]
-    names = sorted({name for row in log for name in row if name.startswith(KEPT)})
-    return {name: [_short(row.get(name)) for row in log] for name in names}
+    return columns
 
 
 def score(model: Path, regime: dict[str, Any], start: Path, seed: int) -> list[int]:
@@ -162,13 +186,15 @@ def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:
             (out / "masters").symlink_to((start / "start").resolve())
         else:
             log = train(start, settings, chosen, seed, out)
-        models = ["masters", "low_bit"]
+        models = ["low_bit"] if "lora_base" in chosen else ["masters", "low_bit"]
+        if chosen.get("lora_base") == "merged":
+            models = ["low_bit/low_bit"]
         if arm == BEFORE or "quant_scheme" in chosen:
             export(out / "masters", out / "low_bit", settings["quantization"])
             if settings["quantization"]["quant_scheme"].startswith("W4"):
                 gptq(out / "masters", out / "gptq", settings["quantization"], start)
                 models.append("gptq")
-        scores = {name: score(out / name, settings, start, seed) for name in models}
+        scores = {Path(name).name: score(out / name, settings, start, seed) for name in models}
     result = {
         "regime": regime,
         "arm": arm,
@@ -274,7 +300,8 @@ def cells_of(regime: str, arm: str) -> list[dict[str, Any]]:
 
 
 def percent(cells: list[dict[str, Any]], model: str) -> str:
-    return "{:.1f} ± {:.1f}".format(*accuracy(cells, model))
+    found = [cell for cell in cells if model in cell["scores"]]
+    return "{:.1f} ± {:.1f}".format(*accuracy(found, model)) if found else "-"
 
 
 def accuracy(cells: list[dict[str, Any]], model: str) -> tuple[float, float]:
@@ -284,9 +311,7 @@ def accuracy(cells: list[dict[str, Any]], model: str) -> tuple[float, float]:
     It holds the choice of the held-out problems (the spread of the problems' means) and, of several seeds, that of training
     and sampling (the spread of the seeds' means). The first contains part of the second: the error is rather too large.
     """
-    shares = [
-        [100 * right / cell["samples"] for right in cell["scores"][model]] for cell in cells if model in cell["scores"]
-    ]
+    shares = [[100 * right / cell["samples"] for right in cell["scores"][model]] for cell in cells]
     problems, seeds = (
         [statistics.fmean(values) for values in zip(*shares, strict=True)],
         list(map(statistics.fmean, shares)),
