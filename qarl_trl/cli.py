@@ -81,7 +81,15 @@ def _files(values: Iterable[Any]) -> Iterator[str]:
 
 def run(argv: Sequence[str]) -> Callable[[], None] | None:
     """Run one command and raise what it raises; of a command that trains, return the training."""
-    name = _parser().parse_args(argv[:1]).command
+    parser = argparse.ArgumentParser(
+        prog="qarl-trl",
+        description="Reinforcement learning with low-bit rollouts on TRL.",
+        epilog="Every command takes --traceback: a traceback where bad input is otherwise one line.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    name = parser.parse_args(argv[:1]).command
     module, _, function = COMMANDS[name][0].partition(":")
     return getattr(import_module(module, __package__), function)(argv[1:])
 
@@ -102,18 +110,6 @@ def schemes(argv: Sequence[str]) -> None:
     for cells in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
     print("\nA GPU: W4A16 first. NVFP4A16 has no LoRA and no experts. More: docs/schemes.md")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="qarl-trl",
-        description="Reinforcement learning with low-bit rollouts on TRL.",
-        epilog="Every command takes --traceback: a traceback where bad input is otherwise one line.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (_, text) in COMMANDS.items():
-        commands.add_parser(name, help=text, add_help=False)
-    return parser
 
 
 if __name__ == "__main__":

@@ -134,9 +134,8 @@ def describe_options() -> str:
             default = "" if one.default in (None, MISSING) else f" (default: {one.default})"
             lines.append(f"  --{one.name}\n{indent(fill(one.metadata['help'] + default, 110), ' ' * 8)}")
         lines.append("")
-    return "\n".join(
-        [*lines, "TRL's options: the fields of GRPOConfig and ModelConfig, https://huggingface.co/docs/trl"]
-    )
+    lines.append("TRL's options: the fields of GRPOConfig and ModelConfig, https://huggingface.co/docs/trl")
+    return "\n".join(lines)
 
 
 def make_trainer(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: Any) -> "QaRLTrainer":

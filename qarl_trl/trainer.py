@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from . import _compat
+from . import _compat, guards
 from .checkpoints.mixin import CheckpointMixin
-from .checkpoints.resume import identity_of, on_first, resume_path
+from .checkpoints.resume import identity_of, resume_path
 from .config import TBPO, QaRLConfig
 from .export import quantization_config
 from .export.mixin import SharingMixin
-from .learner import guards
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .loss import clip_to, filter_advantages, loss_mask, mismatch_weight
@@ -72,7 +71,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *rest, **kwargs)
         source = check_run(model, args, given.arguments)
         plan = args.quant_plan(None if source is None else source.plan())
-        self._identity = on_first(args, lambda: identity_of(model, args, plan, given.arguments))
+        self._identity = guards.on_first(args, lambda: identity_of(model, args, plan, given.arguments))
         if args.resume_from_checkpoint:  # a checkpoint of another run is refused before anything loads
             resume_path(args.resume_from_checkpoint, args, self._identity)
         self._weight_flips = WeightFlips()

@@ -14,11 +14,11 @@ PACKAGE = Path(qarl_trl.__file__).parent
 # What each folder may import of this package, also for annotations; the files at the top may import everything but tools.
 MAY_IMPORT = {
     "quant": {"quant"},
-    "rollout": {"rollout", "quant", "_compat"},
+    "rollout": {"rollout", "quant", "_compat", "guards"},
     "learner": {"learner", "quant", "_compat"},
     "metrics": {"metrics", "loss", "quant"},
     "export": {"export", "quant", "config", "redact"},
-    "checkpoints": {"checkpoints", "quant", "export", "config", "_compat"},
+    "checkpoints": {"checkpoints", "quant", "export", "config", "_compat", "guards"},
 }
 # A class whose instances are passed in, named in annotations below the module that builds them.
 FOR_ANNOTATIONS = {"config"}

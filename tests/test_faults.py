@@ -13,8 +13,7 @@ from learner.test_features import rollout
 from slow.toys import distinct_characters, prompts, save_model, settings
 from transformers import TrainerCallback
 
-from qarl_trl import QaRLConfig, QaRLTrainer
-from qarl_trl.learner import guards
+from qarl_trl import QaRLConfig, QaRLTrainer, guards
 
 
 NAN, INF = math.nan, math.inf

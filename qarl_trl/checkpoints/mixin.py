@@ -18,12 +18,13 @@ from .. import _compat
 from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..export.card import training_facts, write_card
 from ..export.files import ADAPTER_CONFIG, BASE_FOLDER, share
+from ..guards import on_first
 from ..quant.experts import expert_modules
 from ..quant.model import quantized_modules
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from .folder import INCOMING, commit, rotate
 from .lock import holding
-from .resume import BATCH, on_first, resume_path
+from .resume import BATCH, resume_path
 from .signals import StopOnSignal
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
+from ..guards import on_first
 from ..quant.names import base_model
 from ..quant.scheme import describe_scheme
 from .folder import INCOMING, damage, finished, read_manifest, steps
@@ -42,21 +42,6 @@ def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str
     tells, where it is known. `ValueError` or `OSError` when there is none, or when it is damaged, of another run, or cannot be resumed.
     """
     return on_first(args, lambda: _checked(_find(str(wish or "false"), Path(args.output_dir)), args, identity or {}))
-
-
-def on_first(args: QaRLConfig, decide: Callable[[], Any]) -> Any:
-    """What `decide` returns in the first process, on all of them; also its `ValueError` or `OSError`."""
-    found: list[Any] = [None, None]
-    if args.process_index == 0:
-        try:
-            found[0] = decide()
-        except (ValueError, OSError) as error:
-            found[1] = error
-    if args.world_size > 1:
-        broadcast_object_list(found)
-    if found[1]:
-        raise found[1]
-    return found[0]
 
 
 def _find(wish: str, output_dir: Path) -> str | None:

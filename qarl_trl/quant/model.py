@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from accelerate.utils import is_peft_model
@@ -95,10 +95,12 @@ def apply_quantization(
         _low_bit_class(layer.module, frozen).convert(layer.module, layer.scheme, gemm, quantize_forward)
     if not isinstance(scheme, QuantizationConfig):
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
-    for merged in _merged_by_engines(model):
-        for member in merged:
-            if isinstance(member, LowBitLayer) and has_global_scale(member.scheme):
-                member.merged_with = tuple(other for other in merged if other is not member)
+    for parent in model.modules():
+        for names in MERGED_BY_ENGINES:
+            merged: list[Any] = [getattr(parent, name, None) for name in names]
+            for member in [] if None in merged else merged:
+                if isinstance(member, LowBitLayer) and has_global_scale(member.scheme):
+                    member.merged_with = tuple(other for other in merged if other is not member)
     return model
 
 
@@ -117,15 +119,6 @@ def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
 def bypassed_layers(model: nn.Module) -> list[str]:
     """Names of the layers whose low-bit forward was never used, though they have one."""
     return [name for name, layer in quantized_modules(model) if layer.quantized_forward and layer.gemm is None]
-
-
-def _merged_by_engines(model: nn.Module) -> Iterator[list[Any]]:
-    """Layers that vLLM loads into one matrix."""
-    for parent in model.modules():
-        for names in MERGED_BY_ENGINES:
-            layers = [getattr(parent, name, None) for name in names]
-            if None not in layers:
-                yield layers
 
 
 def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:

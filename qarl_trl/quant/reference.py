@@ -7,6 +7,7 @@ it would flip about one quantized value in a hundred and cost alignment with the
 from __future__ import annotations
 
 import torch
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
@@ -21,8 +22,6 @@ from .scheme import effective_group_size
 
 # Scale, bfloat16 or, below a global scale, float8_e4m3fn, and zero point, int8, or `None` with symmetric quantized values.
 QParams = tuple[Tensor, Tensor | None]
-
-_FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 # In [128, 256) neighbouring bfloat16 numbers are 1 apart, so adding 136 rounds a small number to the nearest integer, ties
 # to even, and leaves that integer plus 8 in the low bits of the mantissa.
@@ -84,7 +83,7 @@ def decode(
     """
     scale, zero_point = qparams
     if global_scale is not None:
-        values = unpack_fp4(quantized)
+        values = unpack_fp4_from_uint8(quantized, quantized.shape[0], 2 * quantized.shape[1], torch.float32)
         product = as_tiles(values, scheme) * per_tile(scale.float() / global_scale)
         return product.reshape(values.shape).to(torch.bfloat16).to(dtype)
     if scheme.format == "pack-quantized":
@@ -164,9 +163,3 @@ def fp8_quantized(quotient: Tensor) -> Tensor:
     """Round to float8_e4m3fn of the same shape; overwrites `quotient`."""
     # Adding zero turns -0.0 into 0.0, as the zero point of compressed-tensors does.
     return quotient.add_(0.0).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
-
-
-def unpack_fp4(quantized: Tensor) -> Tensor:
-    """The numbers of 4-bit floats, two to a byte (uint8 `(out, in / 2)`), the first in the lower bits: float32 `(out, in)`."""
-    numbers = torch.tensor(_FP4_NUMBERS, device=quantized.device)
-    return torch.cat((numbers, -numbers))[torch.stack((quantized & 0xF, quantized >> 4), dim=-1).flatten(-2).int()]

@@ -69,12 +69,8 @@ def _without_onednn(gemm: Callable[..., Any]) -> Callable[..., Any]:
         # A compiler cannot trace the change of a flag.
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return gemm(x, *args, **kwargs)
-        mkldnn: Any = torch.backends.mkldnn
-        enabled, mkldnn.enabled = mkldnn.enabled, False
-        try:
+        with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # which it would set, with a warning
             return gemm(x, *args, **kwargs)
-        finally:
-            mkldnn.enabled = enabled
 
     return scaled_mm
 

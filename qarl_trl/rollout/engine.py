@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import is_peft_model
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..guards import all_or_none, on_first
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from . import _vllm, _vllm_layer, _vllm_lora
 from .server import ServerClient, engine_facts
@@ -95,26 +96,12 @@ class LowBitVLLMGeneration(VLLMGeneration):
             self.vllm_client = ServerClient(self.sync_folder, base_url=url, connection_timeout=self.server_timeout)
             return self.vllm_client.check(needed)
 
-        if self._from_main(connect) and self.sync_check is not None:
+        if on_first(self.accelerator, connect) and self.sync_check is not None:
             self.sync_check.look_before(self)
-
-    def _from_main(self, ask: Callable[[], Any]) -> Any:
-        """What the main process, which alone talks to the server, gets from `ask`; all processes raise when it does."""
-        answer, failure = list[Any]([None, False]), None
-        if self.accelerator.is_main_process:
-            try:
-                answer = [ask(), True]
-            except Exception as error:
-                answer, failure = [str(error), False], error
-        broadcast_object_list(answer)
-        if not answer[1]:
-            # An `OSError`: at the start of a run it is one line, as what the main process raises.
-            raise failure or ConnectionError(f"The main process could not ask the server, and says why: {answer[0]}")
-        return answer[0]
 
     def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:
         """Log-probs `(T - 1,)`, float32, of a prompt by the server; all processes have to ask."""
-        return torch.tensor(self._from_main(lambda: self.vllm_client.prompt_logps(token_ids)))
+        return torch.tensor(on_first(self.accelerator, lambda: self.vllm_client.prompt_logps(token_ids)))
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         if self.quantization_config is None and is_peft_model(self.model):
@@ -173,31 +160,22 @@ class LowBitVLLMGeneration(VLLMGeneration):
     @contextmanager
     def _all_or_none(self, what: str) -> Iterator[None]:
         """
-        Raise on every process what failed on any: one that stops alone leaves the others waiting in a collective.
+        As [`all_or_none`], but an engine in which something failed is refused from then on.
 
-        An engine in which something failed is refused from then on. A weight sync would leave it with old and new weights (vLLM's
-        reload goes on with what the last one had buffered), a generation with requests whose completions the next one returns.
+        A weight sync would leave it with old and new weights (vLLM's reload goes on with what the last one had buffered), a
+        generation with requests whose completions the next one returns.
         """
         if self._failed:
             raise RuntimeError(
                 f"A {self._failed} of this engine failed earlier, so nothing may be sampled from it. Start the process again, and "
                 "resume from the last checkpoint."
             )
-        failure = None
         try:
-            yield
-        except BaseException as error:
-            failure, self._failed = error, what
-            if not isinstance(error, Exception):  # Ctrl-C
-                raise
-        failed = torch.tensor([failure is not None], device=self.accelerator.device)
-        together = self.accelerator.num_processes > 1 and not self.alone
-        failed = self.accelerator.gather(failed) if together else failed
-        if failure is not None:
-            raise failure
-        if failed.any():
+            with nullcontext() if self.alone else all_or_none(what, self.accelerator):
+                yield
+        except BaseException:  # Ctrl-C, too
             self._failed = what
-            raise RuntimeError(f"The {what} failed in {int(failed.sum())} of {len(failed)} processes, which say why.")
+            raise
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """TRL's `generate` on a checked sync, timed without the syncs inside it."""
@@ -209,7 +187,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             with _vllm.same_draws(self.tp_group) if several else nullcontext():
                 result = super().generate(prompts, *args, **kwargs)
             if self.mode == "server":
-                self._from_main(lambda: self.vllm_client.raise_failure())
+                on_first(self.accelerator, lambda: self.vllm_client.raise_failure())
             lengths = [len(tokens) for tokens in result[1]]
             if len(lengths) != len(prompts) or 0 in lengths:
                 raise RuntimeError(
@@ -232,7 +210,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
         if self.mode == "server":  # one in which a rank lacks weights never answers
-            self._from_main(lambda: self.vllm_client.require_synced())
+            on_first(self.accelerator, lambda: self.vllm_client.require_synced())
         sync_check.check(self.llm if self.mode == "colocate" else self, self.num_syncs)
         self.sync_seconds += time.perf_counter() - start
 

@@ -104,13 +104,10 @@ def rounding_noise(model: nn.Module) -> Iterator[None]:
         u = torch.rand(output.shape, generator=generator) * (2 * ROUNDING) - ROUNDING
         return (output.float() * (1 + u).to(output.device)).to(output.dtype)
 
-    layers = (m for m in model.modules() if isinstance(m, (nn.Linear, LowBitLayer)))
-    handles = [layer.register_forward_hook(disturb) for layer in layers]
-    try:
+    with ExitStack() as stack:
+        for layer in (m for m in model.modules() if isinstance(m, (nn.Linear, LowBitLayer))):
+            stack.enter_context(layer.register_forward_hook(disturb))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # The verdict -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def generation(order, due=lambda number: True, sleep=False):
     engine.mode, engine.sync_check, engine.num_syncs, engine._checked = "colocate", None, 1, 0
     engine.tensor_parallel_size = 1
     engine._failed = None
-    engine.accelerator = SimpleNamespace(num_processes=1, device="cpu")
+    engine.accelerator = SimpleNamespace(num_processes=1, device="cpu", gather=lambda own: own)
     engine.reset_clock()
     engine.llm = SimpleNamespace(wake_up=lambda tags: order.append(f"wake {tags}"))
 
@@ -102,7 +102,7 @@ def test_what_failed_in_another_process_is_raised_in_this_one_too(monkeypatch):
         num_processes=2, device="cpu", gather=lambda own: torch.tensor([own[0], True])
     )
     monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: (prompts, prompts))
-    with pytest.raises(RuntimeError, match="The generation failed in 1 of 2 processes, which say why"):
+    with pytest.raises(RuntimeError, match="The generation failed in process 1, which says why"):
         engine.generate([])
     with pytest.raises(RuntimeError, match="failed earlier"):
         engine.generate([])

@@ -346,7 +346,7 @@ def _stopped(model: str, folder: str, how: str) -> str:
         (  # without the word of the other, the first would wait in its next collective for ever
             "incomplete sync",
             (
-                "The sync failed in 1 of 2 processes",
+                "The sync failed in process ",
                 "kept old values for 1 tensors, first ['model.layers.1.mlp.down_proj",
             ),
         ),

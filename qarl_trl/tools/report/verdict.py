@@ -18,20 +18,14 @@ NEVER = math.inf
 COLLAPSED, NOTHING = "troubleshooting.md#the-reward-collapsed", "troubleshooting.md#nothing-is-learned"
 MISMATCH = "troubleshooting.md#the-mismatch-is-too-large"
 CLIPPED = "Lower learning_rate, or use fewer updates per rollout batch (steps_per_generation).", "metrics.md#ratios"
+SLOWER = "Lower learning_rate.", COLLAPSED
 LONG = "Raise max_completion_length.", "metrics.md#trls-names-to-watch"
 LOOPS = "Read some answers (log_completions), then look at the mismatch.", "metrics.md#error-tokens"
 # A share in the last quarter of a run: above which values it is to be looked at and is wrong, what it is, what to do, and where
 # docs/ says more.
 LIMITS = (
     ("frac_reward_zero_std", 0.8, NEVER, "{:.0%} of the prompts have equal rewards", "Use other problems.", NOTHING),
-    (
-        "quant/flip_frac",
-        NEVER,
-        0.3,
-        "each sync changes {:.2%} of the quantized values",
-        "Lower learning_rate.",
-        COLLAPSED,
-    ),
+    ("quant/flip_frac", NEVER, 0.3, "each sync changes {:.2%} of the quantized values", *SLOWER),
     ("ratio/pos_high_frac", 0.3, 0.7, "{:.0%} of the answers are clipped (A > 0, above)", *CLIPPED),
     ("ratio/neg_low_frac", 0.3, 0.7, "{:.0%} of the answers are clipped (A < 0, below)", *CLIPPED),
     ("ratio/neg_high_frac", 0.3, 0.7, "{:.0%} of the answers are clipped (A < 0, above)", *CLIPPED),
@@ -91,9 +85,8 @@ def _mismatch(run: Run) -> Finding:
     start, *_, end = quarters(run, "mismatch/logp_diff_mean")
     kl, floor = quarters(run, "mismatch/kl_k3")[-1], quarters(run, "sync/verify_noise_floor")[0]
     if math.isnan(end):
-        return Finding(
-            "unknown", "no log-prob mismatch was logged", "It needs a vLLM engine: use_vllm=True.", MISMATCH
-        )
+        advice = "It needs a vLLM engine: use_vllm=True."
+        return Finding("unknown", "no log-prob mismatch was logged", advice, MISMATCH)
     text = f"mismatch {end:.2g} nats per token"
     if kl > LARGEST_KL:
         advice = "Engine and learner are two policies: set quantize_learner=True, and one scheme in both."

@@ -1,12 +1,14 @@
-"""Stop a run in every process before it steps on NaN, and when a user's function failed in one of them."""
+"""Stop a run in every process, also when only one of them failed: the others would wait for it in a collective."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,11 +23,12 @@ def check_gradient(norm: Tensor | float | None) -> None:
         )
 
 
-def of_all(what: str, calculate: Callable[[], Any], accelerator: Any) -> Any:
-    """`calculate()`; its error where it raised, and on the other processes a `RuntimeError` instead of a wait."""
+@contextmanager
+def all_or_none(what: str, accelerator: Any) -> Iterator[None]:
+    """Raise what failed inside, and on the other processes a `RuntimeError`."""
     failure = None
     try:
-        result = calculate()
+        yield
     except Exception as error:  # raised again below, after the other processes were told
         failure = error
     failed = accelerator.gather(torch.tensor([failure is not None], device=accelerator.device))
@@ -33,12 +36,31 @@ def of_all(what: str, calculate: Callable[[], Any], accelerator: Any) -> Any:
         raise failure
     if failed.any():
         raise RuntimeError(f"The {what} failed in process {int(failed.nonzero()[0])}, which says why.")
-    return result
+
+
+def on_first(state: Any, decide: Callable[[], Any]) -> Any:
+    """
+    What `decide` returns in the first process, on all of them; `state` has `process_index`.
+
+    Its error is raised there, and on the others an `OSError`: at the start of a run one line, too.
+    """
+    answer, failure = list[Any]([None, None]), None
+    if state.process_index == 0:
+        try:
+            answer[0] = decide()
+        except Exception as error:
+            answer[1], failure = str(error), error
+    broadcast_object_list(answer)  # the text, since not every error can be pickled
+    if answer[1] is not None:
+        raise failure or OSError(f"The first process failed, and says why: {answer[1]}")
+    return answer[0]
 
 
 def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accelerator: Any) -> Tensor:
-    """The rewards of all processes `(processes * rows, functions)`. Raises as [`of_all`], and `ValueError` for infinity; NaN is TRL's `None`."""
-    rewards = accelerator.gather(of_all("rewards", calculate, accelerator))
+    """The rewards of all processes `(processes * rows, functions)`. Raises as [`all_or_none`], and `ValueError` for infinity; NaN is TRL's `None`."""
+    with all_or_none("rewards", accelerator):
+        own = calculate()
+    rewards = accelerator.gather(own)
     if infinite := rewards.isinf().any(0).nonzero().flatten().tolist():
         raise ValueError(
             f"The reward function {names[infinite[0]]!r} gave an infinite reward. It must be a finite number, or None where it "
@@ -48,13 +70,10 @@ def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accele
 
 
 def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], trainer: Any) -> Any:
-    """What TRL's `rollout_func` returns for `prompts`, checked; errors as of [`of_all`]."""
-
-    def checked() -> Any:
+    """What TRL's `rollout_func` returns for `prompts`, checked; errors as of [`all_or_none`]."""
+    with all_or_none("rollout_func", trainer.accelerator):
         check_rollout(output := rollout_func(prompts, trainer), len(prompts))
-        return output
-
-    return of_all("rollout_func", checked, trainer.accelerator)
+    return output
 
 
 def check_rollout(output: Mapping[str, Any], rows: int) -> None:
