@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer, _compat
-from qarl_trl.export.files import base_of
+from qarl_trl.export.files import base_of, check_base
 from qarl_trl.export.push import model_files
 from qarl_trl.loss import loss_mask
 from qarl_trl.metrics import ratios
@@ -30,6 +31,7 @@ from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.linear import QuantLinear
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.rollout._vllm_lora import engine_rank
+from qarl_trl.tools.evaluate.checkpoint import find_checkpoint
 from qarl_trl.tools.export import main as export
 from qarl_trl.train import train
 
@@ -544,14 +546,23 @@ def test_an_adapter_beside_what_its_run_quantized_names_that(model, tmp_path):
     assert (run / "base" / "model.safetensors").stat().st_mtime_ns == written  # once, by the first checkpoint
     assert not (run / "checkpoint-1" / "base").exists() and not (run / "checkpoint-1" / "low_bit").exists()
     for folder in (run, run / "checkpoint-1"):
-        assert Path(base_of(folder)).resolve() == (run / "base").resolve()
+        assert Path(base_of(folder)[0]).resolve() == (run / "base").resolve()
+        check_base(folder, run / "base")
     card = (run / "base" / "README.md").read_text()
     assert "Quantized by rounding to nearest" in card and "trained by reinforcement" not in card
     with pytest.raises(ValueError, match="base is quantized already"):
         export([str(run / "base"), str(tmp_path / "low")])
     trainer.save_model(tmp_path / "final")
-    assert base_of(tmp_path / "final") == str(tmp_path / "final" / "base")
+    assert base_of(tmp_path / "final") == (str(tmp_path / "final" / "base"), None)
     assert stored_tensors(tmp_path / "final" / "base").keys() == base.keys()
+    # An adapter keeps to its base: another run may write its own into the same folder.
+    make(model, run, adapter(), lora_base="frozen", quant_scheme="W8A16").save_model()
+    check_base(run, run / "base")
+    with pytest.raises(ValueError, match="other weights than the base beside which .*checkpoint-1"):
+        export([str(run / "checkpoint-1"), str(tmp_path / "low")])
+    shutil.rmtree(run / "base")
+    with pytest.raises(FileNotFoundError, match="the base of the adapter in .*run, is missing"):
+        export([str(run), str(tmp_path / "low")])
 
 
 def test_an_export_merges_an_adapter_into_its_frozen_base_and_says_how_far_that_is(gptq, tmp_path, capsys):
@@ -572,7 +583,7 @@ def test_an_export_merges_an_adapter_into_its_frozen_base_and_says_how_far_that_
     assert nats[0] < nats[1] < nats[2]  # of a base in 8 bits, as it was, and with an adapter that is rounded
 
 
-def test_an_export_takes_the_scheme_of_the_frozen_base(model, tmp_path):
+def test_an_export_takes_the_scheme_of_the_frozen_base(model, tmp_path, capsys):
     ignore = ["lm_head", "re:.*down_proj$"]
     lora = LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj"], task_type="CAUSAL_LM")
     trainer = make(model, tmp_path / "run", lora, lora_base="frozen", quant_scheme="W8A16", quant_ignore=ignore)
@@ -582,6 +593,9 @@ def test_an_export_takes_the_scheme_of_the_frozen_base(model, tmp_path):
         config = json.loads((tmp_path / f"{bits}" / "config.json").read_text())["quantization_config"]
         assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == {bits}
         assert any("down_proj" in name for name in config["ignore"]) == dense
+        assert "nats per token from base and adapter" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="need --scheme"):
+        export([str(tmp_path / "run"), str(tmp_path / "other"), "--group_size", "64"])
 
 
 def test_the_reference_of_a_frozen_base_is_the_base(gptq, tmp_path):
@@ -603,13 +617,19 @@ def test_a_quantized_start_with_free_scales_resumes_bit_for_bit(gptq, tmp_path):
     assert stored_tensors(tmp_path / "a" / "checkpoint-2" / "low_bit").keys() == stored_tensors(gptq).keys()
 
 
-def test_a_merged_adapter_starts_from_a_quantized_checkpoint(gptq, tmp_path):
-    trainer = make(gptq, tmp_path, adapter(), quant_scheme="checkpoint", learning_rate=2e-2, max_steps=2)
+def test_a_merged_adapter_starts_from_a_quantized_checkpoint(gptq, tmp_path, capsys):
+    trainer = make(gptq, tmp_path / "run", adapter(), quant_scheme="checkpoint", learning_rate=2e-2, max_steps=2)
     first = dict(iter_low_bit_weights(trainer.model))
     assert first.keys() == stored_tensors(gptq).keys()
     trainer.train()
     changed = {n.split(".", 3)[-1] for n, t in iter_low_bit_weights(trainer.model) if not torch.equal(t, first[n])}
     assert {name.rpartition(".")[0] for name in changed} == {"self_attn.q_proj", "mlp.down_proj"}
+    trainer.save_model()
+    shutil.rmtree(tmp_path / "run" / "low_bit")
+    export([str(tmp_path / "run"), str(tmp_path / "low"), "--scheme", "W4A16"])
+    assert "base and adapter" not in capsys.readouterr().out  # they never were the policy
+    with pytest.raises(ValueError, match="got another adapter"):
+        find_checkpoint(str(tmp_path / "run"))
 
 
 def test_the_reference_model_is_the_decompressed_checkpoint(gptq, tmp_path):

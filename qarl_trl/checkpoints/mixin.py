@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,10 +16,11 @@ from trl.trainer.utils import RepeatSampler
 from .. import _compat
 from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..export.card import training_facts, write_card
-from ..export.files import ADAPTER_CONFIG, BASE_FOLDER, share
+from ..export.files import BASE_FOLDER, name_base, share
 from ..guards import on_first
 from ..quant.experts import expert_modules
 from ..quant.model import quantized_modules
+from ..quant.names import base_model
 from ..quant.state_dict import iter_low_bit_weights, readable_parameters
 from .folder import INCOMING, commit, rotate
 from .lock import holding
@@ -79,21 +79,27 @@ class CheckpointMixin:
         if beside or not args.quantized:
             super().save_model(str(path), _internal_call=True)
             share(path)
-        if args.frozen and not args.from_checkpoint:
+        if args.frozen:
             self._save_base(path)
-        elif args.quantized and not args.frozen and (args.export_low_bit or not self._incoming):
+        elif args.quantized and (args.export_low_bit or not self._incoming):
             self._save_low_bit(path / LOW_BIT_FOLDER if beside else path)
 
     def _save_base(self, path: Path) -> None:
-        """Let the adapter in `path` name the frozen base that this run quantized, and write that once."""
-        folder = (Path(self.args.output_dir) if self._incoming else path) / BASE_FOLDER
-        if folder not in self._base_folders:
-            self._save_low_bit(folder)
-            self._base_folders |= {folder}
+        """Let the adapter in `path` name its frozen base; write one that this run quantized, once."""
+        revision = None
+        if self.args.from_checkpoint:
+            revision = (self.args.model_init_kwargs or {}).get("revision")
+            name = base_model(self._unwrapped).config._name_or_path
+            folder = Path(name).absolute()
+            name = str(folder) if folder.is_dir() else name
+        else:
+            name = str(Path(".." if self._incoming else "", BASE_FOLDER))
+            folder = (Path(self.args.output_dir) if self._incoming else path) / BASE_FOLDER
+            if folder not in self._base_folders:
+                self._save_low_bit(folder)
+                self._base_folders |= {folder}
         if self.args.should_save:
-            file = path / ADAPTER_CONFIG  # peft's names the model before it was quantized: another policy
-            name = str(Path("..", BASE_FOLDER)) if self._incoming else BASE_FOLDER
-            file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}, indent=2))
+            name_base(path, name, revision, folder)
 
     def _save_low_bit(self, path: Path) -> None:
         weights = iter_low_bit_weights(self._unwrapped, readable_parameters(self._unwrapped, self._dist))

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
+from ..export.files import digest
 from ..guards import on_first
 from ..quant.names import base_model
 from ..quant.scheme import describe_scheme
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
 # Settings that give a rollout or an update another meaning, and those that cut a rollout batch into micro-batches.
 _MEANING = ("quantize_learner", "lora_base", "loss_type", "optim_muon", "world_size")
-_ADAPTER = ("r", "lora_alpha", "use_rslora", "target_modules")
+_ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
 BATCH = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
 
 logger = get_logger(__name__)
@@ -106,15 +106,14 @@ def identity_of(
     folder = Path(name, loading.get("subfolder") or "")
     weights = f"{name}@{loading.get('revision') or 'main'}"
     if name and folder.is_dir():
-        files = sorted(path for kind in _MODEL for path in folder.glob(kind))
-        weights = _digest([(path.name, _sample(path)) for path in files])
+        weights = digest(sorted(path for kind in _MODEL for path in folder.glob(kind)))
     tokenizer = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
     tokens = tokenizer and [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token, tokenizer.chat_template]
     layers = plan and {describe_scheme(group): group.targets for group in plan.config_groups.values()}
     return {
         "model": name,
         "weights": weights,
-        "tokenizer": _digest(tokens) if tokens else "the model's",
+        "tokenizer": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16] if tokens else "the model's",
         "scheme": f"{layers} without {plan.ignore}" if plan else "none",
         "adapter": [_adapter_facts(config) for config in adapters if config],
         **{field: getattr(args, field) for field in (*_MEANING, *BATCH)},
@@ -123,17 +122,4 @@ def identity_of(
 
 def _adapter_facts(config: Any) -> dict[str, Any]:
     facts = {name: getattr(config, name, None) for name in _ADAPTER}
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in facts.items()}
-
-
-def _sample(file: Path) -> bytes:
-    """The content of a file; of weights 256 bytes at each of some 256 places, which any training changes."""
-    if file.suffix != ".safetensors":
-        return file.read_bytes()
-    data = np.memmap(file, mode="r")
-    step = max(256, len(data) // 256)
-    return data[: len(data) // step * step].reshape(-1, step)[:, :256].tobytes()
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+    return {name: sorted(value) if isinstance(value, (set, tuple, list)) else value for name, value in facts.items()}

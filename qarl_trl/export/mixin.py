@@ -63,7 +63,7 @@ class SharingMixin:
         """Where others find the frozen base: the checkpoint of the run, or what it quantized, in a repository or beside the adapter."""
         if self.args.from_checkpoint:
             return base_facts(base_model(self._unwrapped).config._name_or_path)["base"]
-        return f"{self.hub_model_id}-base" if self.hub_model_id else BASE_FOLDER
+        return f"{self.hub_model_id}-base" if self.hub_model_id else f"{ADDRESS}/{BASE_FOLDER}"
 
     @property
     def _model_output(self) -> Path:

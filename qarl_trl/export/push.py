@@ -56,6 +56,7 @@ def push(
     """Make the model of `folder` the content of the repository `name`, some files with other bytes than they have locally."""
     api, files = HfApi(token=token), model_files(folder) | (replaced or {})
     command = f"qarl-trl push {folder} {name}" + (f" --revision {revision}" if revision else "")
+    command = "trainer.push_to_hub()" if replaced else command  # the command takes no adapters
     with _errors_named(name, api, f"Nothing is lost: the model is in {folder}; `{command}` tries again."):
         present = api.list_repo_files(name, revision=revision)
         stale = [file for file in present if "/" not in file and _any(file, WEIGHTS) and file not in files]

@@ -24,43 +24,43 @@ def main(argv: Sequence[str]) -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..export import LOW_BIT_FOLDER, check_target, check_writable, save_low_bit
+    from ..export import check_target, check_writable, save_low_bit
     from ..export.card import base_facts, write_card
-    from ..export.files import ADAPTER_CONFIG, base_of, tensor_shapes
+    from ..export.files import ADAPTER_CONFIG, BASE_CONFIG, base_of, check_base, tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from ..quant.start import load_master_weights, quantized_source
 
     resolve_scheme(args.scheme or "W4A16", args.group_size)  # before the weights are read
-    load, weights = AutoModelForCausalLM.from_pretrained, args.checkpoint
+    load, weights, hub = AutoModelForCausalLM.from_pretrained, args.checkpoint, dict[str, Any]()
     if adapter := Path(weights, ADAPTER_CONFIG).is_file():
         from peft import AutoPeftModelForCausalLM, PeftModel
 
-        load, weights = AutoPeftModelForCausalLM.from_pretrained, base_of(Path(weights))
-    if (source := quantized_source(weights)) and not adapter:
+        load, (weights, revision) = AutoPeftModelForCausalLM.from_pretrained, base_of(Path(weights))
+        hub = {"revision": revision} if revision else {}
+    if (source := quantized_source(weights, **hub)) and not adapter:
         raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
+    if source and (args.group_size or args.targets != ["Linear"] or args.ignore is not None) and not args.scheme:
+        raise ValueError("--group_size, --targets and --ignore need --scheme: without it those of the base are taken.")
+    if frozen := source and Path(args.checkpoint, BASE_CONFIG).is_file():
+        check_base(Path(args.checkpoint), source.folder)
     tensor_shapes(args.checkpoint)
     check_writable(args.output, "output")
     check_target(args.output)
     if source is None:
         model = load(args.checkpoint, dtype="auto")
     else:
-        model = PeftModel.from_pretrained(load_master_weights(weights, dtype="auto"), args.checkpoint)
+        model = PeftModel.from_pretrained(load_master_weights(weights, dtype="auto", **hub), args.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
-    given = args.scheme or args.group_size or args.targets != ["Linear"] or args.ignore is not None
-    scheme = source.plan() if source and not given else args.scheme or "W4A16"
+    scheme = args.scheme or (source.plan() if source else "W4A16")
     apply_quantization(model, scheme, args.targets, ignore, group_size=args.group_size)
     folder = save_low_bit(model, tokenizer, args.output)
     write_card(folder, **base_facts(weights))
-    if (
-        source is not None and not Path(args.checkpoint, LOW_BIT_FOLDER).exists()
-    ):  # which is of an adapter that was merged
+    if frozen:
         distance = _distance(model, source, args.checkpoint, tokenizer.eos_token_id)
         print(f"{args.output} is {distance:.4f} nats per token from base and adapter, in what these sample.")
-    print(
-        f"{scheme if isinstance(scheme, str) else 'The low-bit'} checkpoint written to {args.output}. `qarl-trl push` shares it."
-    )
+    print(f"The low-bit checkpoint is in {args.output}. `qarl-trl push` shares it.")
 
 
 def _distance(model: Any, source: Any, adapter: str, start: int) -> float:
@@ -72,7 +72,7 @@ def _distance(model: Any, source: Any, adapter: str, start: int) -> float:
     from ..quant.start import load_master_weights
     from ..rollout.sync_check import learner_logps
 
-    frozen: Any = PeftModel.from_pretrained(load_master_weights(source.name, freeze=source.plan()), adapter)
+    frozen: Any = PeftModel.from_pretrained(load_master_weights(str(source.folder), freeze=source.plan()), adapter)
     align_adapters(frozen)
     torch.manual_seed(0)
     (tokens,) = frozen.generate(

@@ -7,10 +7,18 @@ from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ...export.card import scheme_name
-from ...export.files import ADAPTER_CONFIG, LOW_BIT_FOLDER, READ_BY_ENGINE, base_of, tensor_shapes
+from ...export.files import (
+    ADAPTER_CONFIG,
+    BASE_CONFIG,
+    LOW_BIT_FOLDER,
+    READ_BY_ENGINE,
+    base_of,
+    check_base,
+    tensor_shapes,
+)
 from ...quant.scheme import describe_scheme
 from ...quant.start import QuantizedSource
 from ...quant.state_dict import iter_low_bit_weights
@@ -19,28 +27,28 @@ from ...rollout.cpu import check_engine_cpu
 from ..plan.model import read_config, skeleton
 
 
-def find_checkpoint(name_or_path: str) -> tuple[Path, Path | None]:
+def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Path, Path | None]:
     """
     The folders of a checkpoint, and of the LoRA adapter beside it if `name_or_path` is one; a Hub id is downloaded.
 
-    `FileNotFoundError` if it holds no model, `ValueError` for an adapter that does not belong beside a low-bit base.
+    `FileNotFoundError` if it holds no model, `ValueError` for an adapter of another kind or beside another base.
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
-        folder = Path(snapshot_download(name_or_path, allow_patterns=list(READ_BY_ENGINE)))
+        folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(READ_BY_ENGINE)))
     adapter = (folder / ADAPTER_CONFIG).is_file()
     for needed in (ADAPTER_CONFIG if adapter else "config.json", "*.safetensors", "tokenizer*"):
         if not any(folder.glob(needed)):  # without the last transformers makes an empty one
             raise FileNotFoundError(f"{folder} is no model: it has no {needed}.")
     if not adapter:
         return folder, None
-    base, _ = find_checkpoint(base_of(folder))
-    merged = (folder / LOW_BIT_FOLDER).exists() or not hasattr(AutoConfig.from_pretrained(base), "quantization_config")
-    if merged:
+    if not (folder / BASE_CONFIG).is_file() or (folder / "config.json").is_file():
         raise ValueError(
-            f"{folder} must be the adapter of a frozen low-bit base, got one that is merged into {base}. Give its "
+            f"{folder} must be a model, or an adapter that was trained beside a frozen base, got another adapter. Give its "
             f"{LOW_BIT_FOLDER}/ folder, or what `qarl-trl export` makes of it."
         )
+    base, _ = find_checkpoint(*base_of(folder))
+    check_base(folder, base)
     return base, folder
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from qarl_trl import cli
 from qarl_trl.export import save_low_bit
+from qarl_trl.export.files import name_base
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.tools.evaluate import sample
@@ -93,19 +94,18 @@ def test_an_adapter_is_evaluated_beside_its_frozen_base_alone(capsys, models, su
     )
     shutil.copytree(models / "plain", adapter, ignore=lambda _, names: [n for n in names if "tokenizer" not in n])
     save_file(tensors, adapter / "adapter_model.safetensors")
-    for base, merged, words in (
-        ("plain", False, "merged into"),
-        ("w4a16", True, "Give its low_bit/ folder"),
-        ("w4a16", False, None),
-    ):
-        config = {"base_model_name_or_path": str(models / base)}
-        (adapter / "adapter_config.json").write_text(json.dumps(config))
-        (adapter / "low_bit").mkdir() if merged else shutil.rmtree(adapter / "low_bit", ignore_errors=True)
-        if words:
-            assert words in stopped(capsys, str(adapter), "--suite", sums)
-    cli.main(["eval", str(adapter), "--suite", sums, "--max_new_tokens", "16", "--output_dir", "out"])
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(models / "w4a16")}))
+    assert "got another adapter" in stopped(capsys, str(adapter), "--suite", sums)
+    name_base(adapter, str(models / "w4a16"), None, models / "plain")
+    assert "w4a16 has other weights than the base" in stopped(capsys, str(adapter), "--suite", sums)
+    name_base(adapter, str(models / "w4a16"), None, models / "w4a16")
+    argv = ["eval", str(adapter), "--suite", sums, "--max_new_tokens", "16", "--output_dir", "out"]
+    cli.main(argv)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["precision"] == "W4A16 (weights int4 per group 128), with an adapter beside it"
+    assert answering.started == (models / "w4a16", adapter)
+    (adapter / "config.json").write_text("{}")  # of a later run with all weights
+    assert "got another adapter" in stopped(capsys, *argv[1:])
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,14 @@ def test_a_tensor_that_the_config_implies_must_be_there_in_its_shape(tmp_path, k
             check_complete(tmp_path, config)
 
 
+class Asked(list):
+    started = ()
+
+
 @pytest.fixture
 def answering(monkeypatch):
     """In place of the engine, half of whose answers are right, half cut off; what it was started and asked with."""
-    asked = []
+    asked = Asked()
 
     def generate(prompts, params, use_tqdm):
         asked.append(params)
@@ -150,6 +154,7 @@ def answering(monkeypatch):
         return [SimpleNamespace(outputs=[r] * 2 + [cut] * 2) for r, _ in zip(right, prompts, strict=False)]
 
     def start(*args, **settings):
+        asked.started = args
         asked.append(settings)
         return SimpleNamespace(generate=generate)
 
