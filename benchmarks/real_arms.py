@@ -279,19 +279,20 @@ def run_all(options: argparse.Namespace) -> None:
 
 
 def table(regime: str) -> str:
-    """The arms of a regime, one a line."""
+    """The arms of a regime, one a line, and which were not run."""
     header = ["arm", "seeds", "low bits, %", "bfloat16, %", "reward", "mismatch, nats"]
     lines = [header, ["---"] * len(header)]
     for arm in (BEFORE, *ARMS):
         cells = cells_of(regime, arm)
         if not cells:
-            lines.append([arm, *["not run"] * 5])
             continue
         lines.append([arm, str(len(cells)), *(percent(cells, name) for name in ("low_bit", "masters"))])
         lines[-1] += [mean(cells, "reward", "{:.2f}", 4), mean(cells, "mismatch/logp_diff_mean", "{:.2g}")]
         if any("gptq" in cell["scores"] for cell in cells):
             lines.append(["the same, GPTQ", str(len(cells)), percent(cells, "gptq"), "-", "-", "-"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    missing = [arm for arm in (BEFORE, *ARMS) if not cells_of(regime, arm)]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return text + (f"\n\nNot run: {'; '.join(missing)}." if missing else "")
 
 
 def cells_of(regime: str, arm: str) -> list[dict[str, Any]]:
