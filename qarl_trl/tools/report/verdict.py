@@ -98,7 +98,7 @@ def _mismatch(run: Run) -> Finding:
         advice = "Engine and learner differ in a kernel, in attention or in the scheme."
         return Finding("look", f"{text}, {end / floor:.1f} noise floors", advice, MISMATCH)
     if end <= NEAR_FLOOR * floor:
-        return Finding("good", f"{text}: at the noise floor ({floor:.2g}) or below")
+        return Finding("good", f"{text}; rounding alone moves the sync check's tokens by {floor:.2g}")
     if kl <= LARGEST_KL:
         return Finding("good", f"{text}: a KL of {kl:.2g}, below {LARGEST_KL}")
     return Finding("unknown", f"{text}; no noise floor was logged", "verify_sync measures it.", MISMATCH)

@@ -21,7 +21,7 @@ def levels(rows):
 def test_a_healthy_run():
     findings = verdict(Run("a", log()))
     assert headline(findings) == "healthy" and [finding.level for finding in findings] == ["good"] * 3
-    assert any("at the noise floor" in finding.text for finding in findings)
+    assert any("rounding alone moves" in finding.text for finding in findings)
     assert (
         "6% of the answers are clipped (A < 0, below)" in findings[-1].text
     )  # what is within bounds, with its figure
