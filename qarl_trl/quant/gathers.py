@@ -58,7 +58,7 @@ class MasterShard(Tensor):
     def _same_memory(self) -> Tensor:
         if self.data_ptr() != self.plain.data_ptr():
             raise RuntimeError(
-                f"The master weight {self.parameter!r}, of which FSDP2 gathers quantized values, was given other memory "
+                f"The master weight {self.parameter!r}, whose quantized values FSDP2 gathers, was given other memory "
                 "(`param.data = ...`). Write to it in place, or load it with `load_state_dict(assign=True)`."
             )
         return self.plain
