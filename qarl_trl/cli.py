@@ -1,4 +1,4 @@
-"""The command `qarl-trl`. Only the standard library is imported until a command runs, so `--help` is instant."""
+"""The command `qarl-trl`. It imports only the standard library until a command runs, so `--help` is instant."""
 
 import argparse
 import os
@@ -13,8 +13,8 @@ from typing import Any
 from .redact import redact
 
 
-# The module and function that get the other arguments, `--help` included. A function may return another one: the long work, whose
-# errors keep their traceback.
+# The module and function that get the other arguments, also `--help`. It may return a function for the long work, whose errors
+# keep their traceback.
 COMMANDS = {
     "train": (".train:main", "train from a recipe; on several GPUs: accelerate launch -m qarl_trl.train"),
     "serve": (".tools.serve:main", "run the engine of a recipe as a server, for a trainer with vllm_mode=server"),
@@ -26,18 +26,18 @@ COMMANDS = {
     "push": (".tools.export:push", "push a low-bit model with its card to the Hub"),
     "schemes": (".cli:schemes", "list the schemes: when to take which, and where they run"),
 }
-# What a user can mend by another setting, file or package.
+# Errors that a user can fix by another setting, file or package.
 _USER_ERRORS = (ValueError, OSError, ImportError, OverflowError)
-# Of these what is said about a file that was read, mostly without its name. By name, because their packages load late.
+# Errors about a file, whose messages mostly lack its name. As names of classes, because their packages load late.
 _OF_A_FILE = {"YAMLError", "SafetensorError", "StrictDataclassError", "ValidationError"}
 _OF_A_FILE |= {"JSONDecodeError", "UnicodeDecodeError"}
-# transformers takes any JSON for a config, and fails where it first uses a value of it.
+# transformers accepts any JSON as a config, and fails where it first uses a value.
 _OF_A_CONFIG = re.compile(r"(configuration_utils|loading_report|modeling_\w+)\.py$")
 _OTHERS_SPEAK_AFTER_S = 10
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command; `argv` is by default the process's. Bad input is one line on stderr and exit code 2, with `--traceback` a traceback."""
+    """Run one command (default: of the process's arguments). Bad input gives one line on stderr and exit code 2, with `--traceback` a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if shows_all := "--traceback" in argv:
         argv.remove("--traceback")
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:
         if shows_all or not (isinstance(error, _USER_ERRORS) or _is_of_a_file(error)):
             raise
-        # torchrun ends the other processes when one has failed: what all of them found is said once.
+        # torchrun ends the other processes when one fails, so an error of all of them is printed once.
         time.sleep(_OTHERS_SPEAK_AFTER_S if int(os.environ.get("LOCAL_RANK", "0")) else 0)
         print(f"qarl-trl {argv[0]}: {_in_one_line(error)} (--traceback: where)", file=sys.stderr)
         raise SystemExit(2) from error
@@ -61,9 +61,9 @@ def _is_of_a_file(error: Exception) -> bool:
 
 
 def _in_one_line(error: Exception) -> str:
-    """The message, with the name of the file that was read, or of the model's config, where the message does not have it."""
+    """The message, preceded by the file that was read, or the model's config, if it does not name the file."""
     text = " ".join(str(error).split())
-    if found := re.match(r"Repo id must .*?: '([^']*)'\.", text):  # huggingface_hub's, of a folder that is not there
+    if found := re.match(r"Repo id must .*?: '([^']*)'\.", text):  # huggingface_hub's message for a missing folder
         return f"{found[1]!r} is neither a folder here nor a Hub id (user/name)."
     if _is_of_a_file(error):
         values = [value for frame, _ in walk_tb(error.__traceback__) for value in frame.f_locals.values()]
@@ -80,11 +80,11 @@ def _files(values: Iterable[Any]) -> Iterator[str]:
 
 
 def run(argv: Sequence[str]) -> Callable[[], None] | None:
-    """Run one command and raise what it raises; of a command that trains, return the training."""
+    """Run one command and return its long work, if it has one; raises its errors."""
     parser = argparse.ArgumentParser(
         prog="qarl-trl",
         description="Reinforcement learning with low-bit rollouts on TRL.",
-        epilog="Every command takes --traceback: a traceback where bad input is otherwise one line.",
+        epilog="Every command takes --traceback: bad input then gives a traceback instead of one line.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, text) in COMMANDS.items():
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> Callable[[], None] | None:
 
 
 def schemes(argv: Sequence[str]) -> None:
-    """Print the schemes, when to take which, and where vLLM samples in them, tested or untested; learner and export run on any CPU."""
+    """Print the schemes, when to take which, and where vLLM can sample with them; learner and export run on any CPU."""
     argparse.ArgumentParser("qarl-trl schemes", description=schemes.__doc__).parse_args(argv)
     from .quant.scheme import GPU_GENERATIONS, SUPPORTED
 
@@ -113,6 +113,6 @@ def schemes(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path:  # `python -m` has the current folder first: no file there stands in for a package
+    if not sys.flags.safe_path:  # `python -m` puts the current folder first: no file there may replace a package
         sys.path.append(sys.path.pop(0))
     main()

@@ -1,4 +1,4 @@
-"""Math datasets, from the Hub or from a file, as the two columns that training reads: `prompt` and `answer`."""
+"""Load math datasets, from the Hub or a file, with the columns `prompt` and `answer` for training."""
 
 import logging
 from pathlib import Path
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# First match wins. A dot reaches into a nested column: verl's files keep the reference in `reward_model.ground_truth`,
-# and their `target` is a whole worked solution.
+# The first match wins. A dot names a nested column: verl's files have the reference in `reward_model.ground_truth`, and a whole
+# solution in `target`.
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model.ground_truth", "solution", "target")
 
@@ -36,12 +36,12 @@ def load_math_dataset(
     r"""
     Load problems with their reference answers, in row order: the columns `prompt` and `answer` (text, by [`final_answer`]).
 
-    `name_or_path` is a Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file. A file has one split, of which slices work, too
-    (`"train[:100]"`). The columns are by default the first of `PROBLEM_COLUMNS` and `ANSWER_COLUMNS` that exist. If the problem is a
-    list of chat messages, the template goes around the last user message. The other arguments are those of `QaRLScriptArguments`.
+    `name_or_path` is a Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file. A file has one split; slices work (`"train[:100]"`).
+    By default the columns are the first of `PROBLEM_COLUMNS` and `ANSWER_COLUMNS` that exist. If the problem is a list of chat
+    messages, the template applies to the last user message. The other arguments are those of `QaRLScriptArguments`.
 
-    Rows without a prompt or an answer are left out. `FileNotFoundError`, or `ValueError` if a column is missing, the template has
-    no `{problem}`, or no row has both.
+    Leaves out rows without a prompt or an answer. `FileNotFoundError`, or `ValueError` if a column is missing, the template has no
+    `{problem}`, or no row has both.
     """
     from datasets import Features, List, Value
 
@@ -49,7 +49,7 @@ def load_math_dataset(
         raise ValueError(f"prompt_template={prompt_template!r} must have {_SLOT} where the problem belongs.")
     if system_prompt is not None and not conversational:
         raise ValueError("system_prompt needs conversational=True. For plain text put it into prompt_template.")
-    dataset = load_rows(name_or_path, split, config_name).flatten()  # nested columns by their dotted names
+    dataset = load_rows(name_or_path, split, config_name).flatten()  # nested columns get dotted names
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
     problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
@@ -60,7 +60,7 @@ def load_math_dataset(
         prompt = _prompt(problem, prompt_template, system_prompt, conversational) if problem else None
         return {"prompt": prompt, "answer": final_answer(row[answer_column])}
 
-    # Spelled out: without it a column that keeps its name keeps its type, and AMC's answer "27" turns back into 27.0.
+    # Without explicit features a column that keeps its name keeps its type, and AMC's answer "27" turns back into 27.0.
     text = Value("string")
     features = Features({"prompt": List({"role": text, "content": text}) if conversational else text, "answer": text})
     converted = dataset.map(convert, remove_columns=dataset.column_names, features=features, desc="Reading problems")
@@ -78,10 +78,10 @@ def load_math_dataset(
 
 def final_answer(reference: Any) -> str:
     r"""
-    Read the final answer in a reference: what stands after GSM8K's `####` or in the last `\boxed{}`, else the whole text.
+    Read the final answer in a reference: the text after GSM8K's `####` or in the last `\boxed{}`, else the whole text.
 
-    A reference is text, a number, a list of texts (parts of one answer), or chat messages (of which the last is read).
-    Without an answer it is `""`; whole floats lose their `.0`.
+    A reference is a text, a number, a list of texts (parts of one answer), or chat messages (it reads the last one).
+    Returns `""` without an answer; whole floats lose their `.0`.
     """
     if isinstance(reference, float) and reference.is_integer():
         reference = int(reference)
@@ -94,7 +94,7 @@ def final_answer(reference: Any) -> str:
 
 
 def local_path(name_or_path: str) -> Path | None:
-    """The existing file or folder that `name_or_path` means, or `None` for a Hub id. `ValueError` for a file of an unknown kind."""
+    """The existing file or folder `name_or_path`, or `None` for a Hub id. `ValueError` for a file of an unknown kind."""
     path = Path(name_or_path).expanduser()
     if path.suffix in BUILDERS and not path.exists():
         raise FileNotFoundError(f"The dataset {name_or_path!r} was not found at {path.absolute()}.")
@@ -104,7 +104,7 @@ def local_path(name_or_path: str) -> Path | None:
 
 
 def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> "Dataset":
-    """A dataset as it is; a single local file is whatever split is asked for. Errors: [`local_path`]'s."""
+    """Load a dataset unchanged; a single local file is used for any split. Errors: [`local_path`]'s, and `ValueError`."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
@@ -113,7 +113,7 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
         if path is not None and path.is_file():
             return load_dataset(BUILDERS[path.suffix], data_files={split.partition("[")[0]: str(path)}, split=split)
         return load_dataset(str(path or name_or_path), name=config_name, split=split)
-    except (DatasetGenerationError, ValueError) as error:  # their texts name neither the file nor the cause
+    except (DatasetGenerationError, ValueError) as error:  # their messages name neither the file nor the cause
         cause = error.__cause__ or error
         raise ValueError(f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {cause}") from error
 
@@ -127,7 +127,7 @@ def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argum
 
 
 def _prompt(problem: Any, template: str | None, system_prompt: str | None, conversational: bool) -> Any:
-    """The prompt of a row, messages or text; `None` without a text of the user."""
+    """The prompt of a row, as messages or text; `None` if the user's message is empty."""
     messages = problem if isinstance(problem, list) else [{"role": "user", "content": str(problem)}]
     if not all(isinstance(message, dict) and message.keys() >= {"role", "content"} for message in messages):
         raise ValueError(f"A prompt must be text, or messages that each have role and content, got {messages!r:.200}.")

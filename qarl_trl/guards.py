@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 
 def check_gradient(norm: Tensor | float | None) -> None:
-    """Stop all processes (`RuntimeError`) at a gradient norm that is NaN or infinite, before the optimizer writes it into the weights."""
+    """Stop all processes (`RuntimeError`) if the gradient norm is NaN or infinite, before the optimizer changes the weights."""
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if norm is not None and not math.isfinite(norm):
         raise RuntimeError(
@@ -25,11 +25,11 @@ def check_gradient(norm: Tensor | float | None) -> None:
 
 @contextmanager
 def all_or_none(what: str, accelerator: Any) -> Iterator[None]:
-    """Raise what failed inside, and on the other processes a `RuntimeError`."""
+    """Raise the error of the block in this process, and a `RuntimeError` in the others."""
     failure = None
     try:
         yield
-    except Exception as error:  # raised again below, after the other processes were told
+    except Exception as error:  # raised again below, after the other processes know
         failure = error
     failed = accelerator.gather(torch.tensor([failure is not None], device=accelerator.device))
     if failure is not None:
@@ -40,9 +40,9 @@ def all_or_none(what: str, accelerator: Any) -> Iterator[None]:
 
 def on_first(state: Any, decide: Callable[[], Any]) -> Any:
     """
-    What `decide` returns in the first process, on all of them; `state` has `process_index`.
+    Call `decide` in the first process, and return its result in all processes; `state` has `process_index`.
 
-    Its error is raised there, and on the others an `OSError`: at the start of a run one line, too.
+    Its error is raised there, and an `OSError` in the others, so that at the start of a run they too print one line.
     """
     answer, failure = list[Any]([None, None]), None
     if state.process_index == 0:
@@ -50,14 +50,14 @@ def on_first(state: Any, decide: Callable[[], Any]) -> Any:
             answer[0] = decide()
         except Exception as error:
             answer[1], failure = str(error), error
-    broadcast_object_list(answer)  # the text, since not every error can be pickled
+    broadcast_object_list(answer)  # as text, because not every error can be pickled
     if answer[1] is not None:
         raise failure or OSError(f"The first process failed, and says why: {answer[1]}")
     return answer[0]
 
 
 def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accelerator: Any) -> Tensor:
-    """The rewards of all processes `(processes * rows, functions)`. Raises as [`all_or_none`], and `ValueError` for infinity; NaN is TRL's `None`."""
+    """The rewards of all processes `(processes * rows, functions)`. Errors as in [`all_or_none`], and `ValueError` for infinity; NaN is TRL's `None`."""
     with all_or_none("rewards", accelerator):
         own = calculate()
     rewards = accelerator.gather(own)
@@ -70,14 +70,14 @@ def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accele
 
 
 def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], trainer: Any) -> Any:
-    """What TRL's `rollout_func` returns for `prompts`, checked; errors as of [`all_or_none`]."""
+    """The result of TRL's `rollout_func` for `prompts`, checked; errors as in [`all_or_none`]."""
     with all_or_none("rollout_func", trainer.accelerator):
         check_rollout(output := rollout_func(prompts, trainer), len(prompts))
     return output
 
 
 def check_rollout(output: Mapping[str, Any], rows: int) -> None:
-    """Refuse (`ValueError`) what TRL would train on in silence: other rows than prompts, and log-probs of other tokens."""
+    """Refuse (`ValueError`) results that TRL would train on silently: wrong numbers of rows or log-probs, empty answers."""
     prompts = len(output["prompt_ids"])
     tokens, logps = ([len(row) for row in output[name] or ()] for name in ("completion_ids", "logprobs"))
     scored = output["logprobs"] is None or logps == tokens

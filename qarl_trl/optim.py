@@ -1,8 +1,8 @@
 """The paper's optimizer (Sec. 4 and Table 2): Muon for the hidden matrices and the experts, torch's AdamW for the rest.
 
-Muon's step has the same size whatever the gradient's, so with momentum in store it moves even where TBPO drops every
-response. At the paper's rate of 1e-6 the master weights must be float32: a bfloat16 master of normal(0, 0.02) weights changed in
-0.2% of its entries in one step.
+The size of Muon's step does not depend on the gradient's, so its momentum moves weights even if TBPO drops every response. At the
+paper's rate of 1e-6 master weights must be float32: one step changed only 0.2 % of the entries of a bfloat16 weight drawn from
+normal(0, 0.02).
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from .quant.model import EXPERTS_LAYOUT
 
 logger = logging.getLogger(__name__)
 
-# Jordan et al. (2024): Nesterov momentum and Newton-Schulz iterations, as the defaults of torch's Muon.
+# Jordan et al. (2024): Nesterov momentum and Newton-Schulz iterations, the defaults of torch's Muon.
 MOMENTUM, NS_STEPS = 0.95, 5
-# Moonshot AI's scaling by a matrix's shape (Liu et al., 2025): the update is as large as AdamW's, so that rates of AdamW for RL,
-# as the paper's 1e-6, carry over.
+# Moonshot AI's scaling by a matrix's shape (Liu et al., 2025): updates are as large as AdamW's, so rates for AdamW in RL, such as
+# the paper's 1e-6, carry over.
 ADJUST_LR = "match_rms_adamw"
-# `gate_proj`, an ordinary hidden matrix, is not meant.
+# Does not match `gate_proj`, an ordinary hidden matrix.
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)\.")
 
 
 def _own_matrices(tensor: Any, projections: int) -> list[Tensor]:
-    """Views of the matrices of the experts that this process holds."""
+    """Views of the experts' matrices in this process."""
     sharded = isinstance(tensor, DTensor)
     if sharded and not all(placement.is_replicate() or placement.is_shard(0) for placement in tensor.placements):
         raise RuntimeError(
@@ -40,21 +40,21 @@ def _own_matrices(tensor: Any, projections: int) -> list[Tensor]:
             "Shard with FSDP2's default placement, or set optim_muon=False."
         )
     own = tensor.to_local() if sharded else tensor
-    # `unflatten`, since some parameters are transposed in memory, and `view` would refuse them.
+    # `unflatten`, because `view` refuses parameters that are transposed in memory.
     return [matrix for expert in own.unflatten(1, (projections, -1)) for matrix in expert]
 
 
 class ExpertMuon(torch.optim.Optimizer):
     """
-    [`torch.optim.Muon`] for parameters `(experts, projections * rows, columns)`, each `(rows, columns)` a matrix of its own.
+    [`torch.optim.Muon`] for parameters `(experts, projections * rows, columns)`; each `(rows, columns)` part is one matrix.
 
-    Args: groups with `params` and `projections`; `defaults` of torch's Muon, whose own function steps one matrix after the other.
+    Args: groups with `params` and `projections`; `defaults` of torch's Muon, whose function updates one matrix after the other.
     A DTensor (FSDP2) must be sharded by experts: each process updates its own, without communication.
     """
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step. Raises `RuntimeError` for a DTensor that is sharded within a matrix."""
+        """One step. `RuntimeError` if a DTensor is sharded within a matrix."""
         for group in self.param_groups:
             settings = {name: group[name] for name in self.defaults}
             for param in group["params"]:
@@ -70,11 +70,11 @@ class ExpertMuon(torch.optim.Optimizer):
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """
-    A [`torch.optim.Muon`], an [`ExpertMuon`] and a [`torch.optim.AdamW`], which share its groups and its state.
+    A [`torch.optim.Muon`], an [`ExpertMuon`] and a [`torch.optim.AdamW`] that share its groups and its state.
 
-    `param_groups` holds Muon's groups first, so a logged learning rate is Muon's, then those of experts; `part` says whose a group
-    is. One step equals, bit for bit, a step of the parts side by side. It fires torch's *global* step hooks for each part and
-    last for this optimizer, when all weights are new.
+    `param_groups` has Muon's groups first, so that the logged learning rate is Muon's; then those of the experts. `part` names a
+    group's optimizer. One step equals a step of each part, bit for bit. It calls torch's *global* step hooks for each part, and at
+    the end for this optimizer, when all weights are new.
     """
 
     def __init__(self, muon: torch.optim.Muon, experts: ExpertMuon | None, adamw: torch.optim.AdamW) -> None:
@@ -86,25 +86,25 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """One step of all parts; accelerate passes `closure=None`."""
         for part, inner in self._parts.items():
-            # Linked at every step, because `load_state_dict` replaces both attributes on this object only.
+            # Set at every step, because `load_state_dict` replaces both attributes only on this object.
             inner.state = self.state
             inner.param_groups = [group for group in self.param_groups if group["part"] == part]
             inner.step()
 
 
 def _embedding_and_head_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of embeddings and output heads; submodules are asked too, so a wrapped model gives the same answer."""
+    """Parameters of embeddings and output heads; also asks submodules, so a wrapped model gives the same result."""
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     module: Any
     for module in model.modules():
         if hasattr(module, "get_input_embeddings") and hasattr(module, "get_output_embeddings"):
-            with contextlib.suppress(NotImplementedError):  # transformers' answer for a backbone without tokens
+            with contextlib.suppress(NotImplementedError):  # raised by transformers for a backbone without embeddings
                 modules += [module.get_input_embeddings(), module.get_output_embeddings()]
     return {param for module in modules if module is not None for param in module.parameters()}
 
 
 def _expert_projections(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Weights `(experts, out, in)` of routed experts, with the number of projections in the rows of an expert."""
+    """Weights `(experts, out, in)` of routed experts, with the number of projections in an expert's rows."""
     return {
         param: len(PROJECTIONS[name])
         for _, module in expert_modules(model)
@@ -116,12 +116,12 @@ def _expert_projections(model: nn.Module) -> dict[nn.Parameter, int]:
 
 def split_parameters(model: nn.Module) -> tuple[list[str], dict[str, int], list[str]]:
     """
-    Names, as in `named_parameters()`, of Muon's matrices, of its experts with their number of projections, and of the rest.
+    Names, as in `named_parameters()`, of Muon's matrices, of its experts with their numbers of projections, and of the rest.
 
-    Muon gets the fused weights of routed experts and the 2-D weights, except embeddings, output heads, routers and whatever
-    the Trainer would not decay (norms, and biases of any shape). The rest of what is trained is AdamW's.
+    Muon gets the fused weights of routed experts and the 2-D weights, except embeddings, output heads, routers and parameters
+    that the Trainer would not decay (norms, and biases of any shape). AdamW trains the rest.
     """
-    decay = Trainer.get_decay_parameter_names(None, model)  # which reads nothing of a trainer
+    decay = Trainer.get_decay_parameter_names(None, model)  # a method that does not use the trainer
     excluded, projections = _embedding_and_head_parameters(model), _expert_projections(model)
     matrices, experts, others = list[str](), dict[str, int](), list[str]()
     for name, param in model.named_parameters():
@@ -137,10 +137,10 @@ def build_muon(model: nn.Module, args: TrainingArguments) -> MuonWithAdamW:
     """
     The optimizer of `optim_muon=True`: groups of Muon and of its experts, then AdamW with and without weight decay.
 
-    Under FSDP2 torch's Muon sees a DTensor as the whole matrix. In each Newton-Schulz iteration it gathers a matrix twice and its
-    Gram matrix once, or for `rows > columns` sums the Gram matrix twice, in bfloat16: 20 to 30 bytes an entry in five
-    iterations, or up to 20. DeepSpeed, whose stages 1 to 3 hand out flat pieces, is refused by [`QaRLConfig`]. `ValueError` when there is
-    neither a hidden matrix nor an expert to train.
+    Under FSDP2 torch's Muon sees a DTensor as the whole matrix. Each Newton-Schulz iteration gathers a matrix twice and its Gram
+    matrix once, or for `rows > columns` sums the Gram matrix twice, in bfloat16: in five iterations 20 to 30 bytes per entry, or up
+    to 20. [`QaRLConfig`] refuses DeepSpeed, whose stages 1 to 3 use flat pieces. `ValueError` if there is neither a hidden matrix nor
+    an expert to train.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     matrices, experts, others = split_parameters(model)

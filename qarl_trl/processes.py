@@ -1,7 +1,7 @@
-"""Run a function in a subprocess with clear failures: one that crashes, is killed or hangs is one error that names the step.
+"""Run a function in a subprocess with clear failures: if it crashes, is killed or hangs, one error names the step.
 
 The subprocess does not run the caller's `__main__` again, as `multiprocessing` does with "spawn", so a script needs no
-guard. Functions are pickled by name: they stand in a module, not in `__main__`.
+guard. Functions are pickled by name: define them in a module, not in `__main__`.
 """
 
 import os
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-# `-c` and not `-m`: the modules are found where the caller finds them, and in no other folder.
+# `-c` and not `-m`: Python must search modules only where the caller does.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import _serve; _serve({fd}, {caller})"
 
 
@@ -28,7 +28,7 @@ class ProcessDied(RuntimeError):
 
 
 def ending(exitcode: int) -> str:
-    """How a process ended, by its exit code (negative: a signal, as `subprocess` has it)."""
+    """Describe how a process ended, by its exit code (negative: a signal, as in `subprocess`)."""
     if exitcode == -signal.SIGKILL:
         return "died of SIGKILL. Most often the machine ran out of memory (`dmesg` says so): make the run smaller."
     how = f"ended with exit code {exitcode}" if exitcode >= 0 else f"died of {signal.Signals(-exitcode).name}"
@@ -37,9 +37,9 @@ def ending(exitcode: int) -> str:
 
 def in_fresh_process(step: str, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
     """
-    `function(*args)`, all pickled, in a new process, which is gone afterwards with all that it started.
+    Call `function(*args)`, all pickled, in a new process; afterwards kill it and all processes that it started.
 
-    Errors name `step`: `ProcessDied`, `TimeoutError` after `limit_s` seconds, `RuntimeError` for what the function raised.
+    Errors name `step`: `ProcessDied`, `TimeoutError` after `limit_s` seconds, `RuntimeError` for errors of the function.
     """
     with closing(Worker()) as worker:
         return worker.call(step, function, *args, limit_s=limit_s)
@@ -47,18 +47,18 @@ def in_fresh_process(step: str, function: Callable[..., Any], *args: Any, limit_
 
 class Worker:
     """
-    A process kept for many calls, from any thread: started by the first, and again after it died or was killed.
+    A process for many calls, from any thread. The first call starts it, as does the next one after it died.
 
-    A function runs in its main thread, where SIGALRM works. Ctrl-C reaches only the caller, with whose end the process ends too.
+    Functions run in its main thread, where SIGALRM works. Ctrl-C reaches only the caller; the process ends with the caller.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.process: Any = None  # while started and not closed a `subprocess.Popen`, and a `Connection` to it
+        self.process: Any = None  # a `subprocess.Popen` while it runs, and a `Connection` to it
         self._pipe: Any = None
 
     def call(self, step: str, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
-        """`function(*args)` in the process; arguments and errors are those of [`in_fresh_process`]."""
+        """Call `function(*args)` in the process; arguments and errors as for [`in_fresh_process`]."""
         with self._lock:
             if self.process is None or self.process.poll() is not None:  # it may have died between two calls
                 self.close()
@@ -66,7 +66,7 @@ class Worker:
             process, end = self.process, time.monotonic() + limit_s
             try:
                 self._pipe.send((function, args))
-                # Its end of the pipe may be held open by a fork of it (vLLM's engine is one), so look at the process, too.
+                # A fork of it (vLLM's engine is one) may keep its end of the pipe open, so also poll the process.
                 while not self._pipe.poll(min(1.0, limit_s)):
                     if process.poll() is not None:
                         raise EOFError
@@ -86,7 +86,7 @@ class Worker:
         return result
 
     def close(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all processes that it started."""
         if self.process is not None:
             _kill_group(self.process.pid)
             self.process.wait()
@@ -96,14 +96,14 @@ class Worker:
     def _start(self) -> None:
         self._pipe, theirs = Pipe()
         program = _PROGRAM.format(path=sys.path, module=__name__, fd=theirs.fileno(), caller=os.getpid())
-        # A session of its own: Ctrl-C does not reach it, and it can be killed with all that it starts.
+        # A new session, so that Ctrl-C does not reach it, and it can be killed with all processes that it starts.
         how: Any = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "start_new_session": True}
         self.process = subprocess.Popen([sys.executable, "-c", program], **how)
         theirs.close()
 
 
 def _serve(fd: int, caller: int) -> None:
-    """In the process: run what is asked for until the caller is gone."""
+    """Runs in the process: serve requests until the caller is gone."""
 
     def watch() -> None:
         while os.getppid() == caller:

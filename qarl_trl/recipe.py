@@ -1,6 +1,6 @@
-"""Read a recipe, and give its values and those of the command line the types of their fields.
+"""Read a recipe, and convert its values and those of the command line to the types of their fields.
 
-A recipe is data that people share, so it is read as data: no tags, and no setting outside of the run's own fields.
+People share recipes, so we read them as plain data: no YAML tags, and only fields of the run.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ from typing import Any, get_type_hints
 from .redact import redact
 
 
-# Negative numbers are mistakes, but in fields with a negative default and in these.
+# Negative numbers are mistakes, except in these fields and in fields with a negative default.
 MAY_BE_NEGATIVE = ("quant_group_size", "top_k", "save_total_limit", "entropy_coef")
-# Text fields for which YAML's words for booleans (on, off, yes, no) also stand.
+# Text fields that accept YAML's words for booleans (on, off, yes, no).
 _WORDS = ("verify_sync", "resume_from_checkpoint", "scale_rewards")
 
 
 def read_recipe(recipe: Path) -> dict[str, Any]:
-    """The recipe, on top of the one that its `base:` names (a path from its own folder); `ValueError` if that has a base, too."""
+    """The recipe, merged over the one that its `base:` names (relative to its folder); `ValueError` if the base has a base."""
     content = _load(recipe)
     if "base" in content:
         path = recipe.parent / str(content.pop("base"))
@@ -35,7 +35,7 @@ def _load(recipe: Path) -> dict[str, Any]:
 
     text = recipe.read_text()
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-        # A few hundred, each of a list of others, would be worked on for minutes.
+        # A few hundred nested aliases would take minutes.
         raise ValueError(f"--config {recipe} must have no aliases (*name): a recipe is flat.")
     content = yaml.safe_load(text)
     if not isinstance(content, dict):
@@ -44,7 +44,7 @@ def _load(recipe: Path) -> dict[str, Any]:
 
 
 def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:
-    """Refuse (`ValueError`) keys that are no fields, each with the nearest one that is."""
+    """Refuse (`ValueError`) unknown keys, and suggest the closest known one."""
     known = list(known)
     for key in keys:
         if key not in known:
@@ -54,9 +54,9 @@ def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:
 
 def checked(values: Mapping[str, Any], groups: Iterable[type]) -> dict[str, Any]:
     """
-    `values` by field as the types of these dataclasses have them: "1e-5", which YAML reads as text, is a number.
+    Convert `values` to the types of these dataclasses' fields: "1e-5", which YAML reads as text, becomes a number.
 
-    `ValueError` names the field: of a wrong type, of NaN or infinity, and of a negative number where none can be meant.
+    `ValueError` names the field if a value has a wrong type, is NaN or infinite, or is negative where that makes no sense.
     """
     found = {}
     for group in groups:
@@ -80,7 +80,7 @@ def _checked(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     if isinstance(value, bool) and "bool" not in types:
         if name in _WORDS:
             return value
-        value = [value]  # pydantic takes it for a number
+        value = [value]  # else pydantic takes it for a number
     if isinstance(value, str) and "list[" in types and "str |" not in types:  # `reward_funcs: math_reward`
         value = [value]
     config = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
@@ -99,12 +99,12 @@ def _checked(field: dataclasses.Field, value: Any, hint: Any) -> Any:
 
 
 def construct(group: type, values: Mapping[str, Any]) -> Any:
-    """A `group` of its fields in `values`. What its `__post_init__` raises is a `ValueError` that names the field."""
+    """Make a `group` from its fields in `values`. Errors of its `__post_init__` become a `ValueError` that names the field."""
     given = {field.name: values[field.name] for field in dataclasses.fields(group) if field.name in values}
     try:
         return group(**given)
     except Exception as error:
-        # transformers' messages do not always name the field, so find the one without which there is no error.
+        # Messages of transformers may not name the field, so find the one without which there is no error.
         guilty = [name for name in given if _constructs(group, {k: v for k, v in given.items() if k != name})]
         named = "" if not guilty or any(name in str(error) for name in guilty) else f"{' or '.join(guilty)}: "
         raise ValueError(f"{named}{error}") from error

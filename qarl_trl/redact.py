@@ -1,4 +1,4 @@
-"""One redaction of secrets, for all that is printed, logged or written beside a run."""
+"""The one redaction of secrets, for everything that we print, log or write beside a run."""
 
 import os
 import re
@@ -7,22 +7,22 @@ from typing import Any
 
 
 HIDDEN = "<hidden>"
-# "token" and "key" as whole words, so that `max_tokens` and `num_key_value_heads` stay; the other words anywhere.
+# "token" and "key" only as whole words, so that `max_tokens` and `num_key_value_heads` stay; the other words anywhere.
 _NAME = re.compile(r"(?<![a-z])(api_?)?(token|key)(?![a-z])|secret|passw|authorization|credential|header")
-_SHORTEST = 6  # of a value of the environment: "1" or "true" of a variable with such a name stands in other texts, too
+_SHORTEST = 6  # characters of a variable's value: shorter ones ("1", "true") also occur in other texts
 
 
 def is_secret(name: str) -> bool:
-    """Whether something of this name, a field, an option, a header or a variable, holds a secret."""
+    """Whether a field, option, header or variable of this name holds a secret."""
     return bool(_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))  # accessToken
 
 
 def redact(value: Any, name: str = "") -> Any:
     """
-    A copy of `value`, as deep as its mappings and lists go, without its secrets.
+    Return a deep copy of `value` without secrets.
 
-    A text is hidden if its `name` or key is a secret's. A value of an environment variable of such a name is hidden wherever
-    it stands in a text. Numbers and booleans are no secrets (`token: true` is "the one I am logged in with").
+    Hides a text whose `name` or key is that of a secret. Hides the value of an environment variable with such a name wherever it
+    occurs in a text. Numbers and booleans are no secrets (`token: true` means "the one I am logged in with").
     """
     if isinstance(value, Mapping):
         return {redact(key): redact(content, f"{name} {key}") for key, content in value.items()}

@@ -1,6 +1,6 @@
 """Verifiable rewards for math: is the final answer of a completion equal to the reference?
 
-A completion, however broken, gets a number and never an exception; `None` ("not scored") if its *reference* cannot be read.
+Every completion, however broken, gets a number, never an exception; `None` ("not scored") if its *reference* is unreadable.
 """
 
 import logging
@@ -17,20 +17,20 @@ from .processes import Worker
 
 logger = logging.getLogger(__name__)
 
-# The answer stands at the end; regular expressions over 60 kB of reasoning would cost more than the comparison.
+# The answer is at the end; regular expressions over 60 kB of reasoning would cost more than the comparison.
 _TAIL_CHARS = 4000
 _ALARM_S = 5  # math-verify's own limit, for parsing and again for comparing
-_START_S = 120  # for the imports of a new process
-_LIMIT_S = 30  # for what the alarm does not stop: one long call into C code
+_START_S = 120  # limit for the imports of a new process
+_LIMIT_S = 30  # limit for a long call into C code, which the alarm does not stop
 
-# math-verify guards itself against endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may
-# use. The worker has one whatever thread asks, and what the alarm does not stop is killed with the worker.
+# math-verify stops endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may use. The worker runs in a
+# main thread, whatever thread asks. If the alarm does not stop the work, the worker is killed.
 _WORKER = Worker()
-os.register_at_fork(after_in_child=_WORKER.__init__)  # type: ignore[misc]  # a fork leaves the process to its parent
+os.register_at_fork(after_in_child=_WORKER.__init__)  # type: ignore[misc]  # in a fork: the worker belongs to the parent
 
 
 def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
-    """Reward functions, `math_reward` or dotted paths, in order; `ValueError` for none and for a name that is not found."""
+    """Load reward functions (`math_reward` or dotted paths), in order; `ValueError` if there is none, or a name is not found."""
     if not names:
         raise ValueError("reward_funcs must name a function, got none: nothing would be learned.")
     return [math_reward if name == "math_reward" else _load_reward(name) for name in names]
@@ -39,7 +39,7 @@ def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]
 def _load_reward(path: str) -> Callable[..., list[float | None]]:
     module, _, attribute = path.rpartition(".")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: a file here must not stand in for an installed package
+        sys.path.append(os.getcwd())  # last: a file here must not replace an installed package
     try:
         if not callable(found := getattr(import_module(module), attribute)):
             raise ImportError("it is not a function")
@@ -54,10 +54,10 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
     Reward 1.0 for a completion whose final answer equals the reference, else 0.0, judged by math-verify.
 
     The answer is the last `\boxed{...}`, else the last expression announced as the answer ("the answer is 42"). A bare number
-    somewhere in the text does not count. Boxes close to each other are one answer of several parts, so two guesses do not pay.
+    somewhere in the text does not count. Boxes close to each other count as one answer of several parts, so two guesses do not pay.
 
-    `answer` has the references: numbers, text or LaTeX, with or without `$...$` or `\boxed{}`. If one cannot be read, the reward is
-    `None`, which leaves the sample out, and the first such reference is named in a warning.
+    `answer` has the references: numbers, text or LaTeX, with or without `$...$` or `\boxed{}`. If a reference is unreadable, the
+    reward is `None`, which leaves the sample out; a warning names the first such reference.
 
     ```python
     >>> math_reward([r"So it is $\boxed{\frac{1}{2}}$.", "no idea"], answer=["0.5", "7"])
@@ -74,7 +74,7 @@ def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` or `\fbox{...}`, braces balanced; `None` without one or if it is open."""
+    r"""Content of the last `\boxed{...}` or `\fbox{...}`, braces balanced; `None` if there is none or it is not closed."""
     start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
     if start < 0:
         return None
@@ -95,7 +95,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, dict):
         return text_of(value.get("content", value.get("text")))
     if isinstance(value, list | tuple):
-        # Parts of one message, {"type": "text", "text": ...}, belong together; of several messages the last counts.
+        # Join the parts of one message, {"type": "text", "text": ...}; of several messages the last counts.
         parts = all(isinstance(part, dict) and "type" in part for part in value)
         return "".join(text_of(part) for part in value) if parts else text_of(value[-1])
     return "" if value is None else str(value)
@@ -111,7 +111,7 @@ def _warn_once(about: str, message: str, argument: Any) -> None:
 
 
 def _judge(completion: str, reference: str) -> float | None:
-    if _WORKER.process is None:  # what fails here fails always, and must not look like a model that is always wrong
+    if _WORKER.process is None:  # a failure here would repeat in every call, and must not look like wrong answers
         _WORKER.call("math_reward", _grade, "", "", limit_s=_START_S)
     try:
         return _WORKER.call("math_reward", _grade, completion, reference, limit_s=_LIMIT_S)

@@ -1,7 +1,7 @@
 """Train from a recipe, a flat YAML file: qarl-trl train --config recipe.yaml [--key value ...]
 
-Its keys are the options below and those of TRL. The command line overrides it. `base: other.yaml` in it names a recipe to start
-from. On several GPUs: accelerate launch -m qarl_trl.train --config recipe.yaml
+Its keys are the options below and TRL's. The command line overrides it. `base: other.yaml` names a recipe that it extends.
+On several GPUs: accelerate launch -m qarl_trl.train --config recipe.yaml
 """
 
 import sys
@@ -32,37 +32,37 @@ def _arg(*, help: str, **default: Any) -> Any:
 
 @dataclass
 class QaRLScriptArguments:
-    """What a recipe says beyond the trainer and the model: the data and the rewards."""
+    """The fields of a recipe for data and rewards; the others belong to the trainer and the model."""
 
     dataset_name_or_path: str | None = _arg(
         default=None, help="Hub id, folder, or .jsonl, .json or .parquet. Required."
     )
-    dataset_config: str | None = _arg(default=None, help="Configuration of a Hub dataset, as openai/gsm8k's main.")
-    dataset_split: str = _arg(default="train", help="Split to train on; slices as train[:1000] work.")
+    dataset_config: str | None = _arg(default=None, help="Configuration of a Hub dataset, e.g. main of openai/gsm8k.")
+    dataset_split: str = _arg(default="train", help="Split to train on; slices such as train[:1000] work.")
     eval_dataset_name_or_path: str | None = _arg(default=None, help="Dataset to evaluate on, for eval_strategy.")
-    eval_dataset_split: str = _arg(default="test", help="Split to evaluate on; a local file has one.")
+    eval_dataset_split: str = _arg(default="test", help="Split to evaluate on; a local file has only one.")
     problem_column: str | None = _arg(default=None, help="Column of the problems. Unset: problem, question or prompt.")
-    answer_column: str | None = _arg(default=None, help="Column of the answers, a.b if nested. Unset: by its name.")
-    prompt_template: str | None = _arg(default=None, help="Text with {problem} in it. Unset: the problem alone.")
-    system_prompt: str | None = _arg(default=None, help="System message, in place of one in the data.")
-    conversational: bool = _arg(default=True, help="Prompts as chat messages. False: as text, without a template.")
+    answer_column: str | None = _arg(
+        default=None, help="Column of the answers (a.b: nested). Unset: answer, solution ..."
+    )
+    prompt_template: str | None = _arg(default=None, help="Text that contains {problem}. Unset: the problem alone.")
+    system_prompt: str | None = _arg(default=None, help="System message; replaces one in the data.")
+    conversational: bool = _arg(default=True, help="Prompts as chat messages. False: as text, without chat template.")
     reward_funcs: list[str] = field(
         default_factory=lambda: ["math_reward"],
-        metadata={
-            "help": "math_reward, or import paths as my_rewards.my_reward; the current folder is searched, too."
-        },
+        metadata={"help": "math_reward, or import paths such as my_rewards.my_reward, also from the current folder."},
     )
-    dry_run: bool = _arg(default=False, help="Check and print the settings, and load nothing.")
+    dry_run: bool = _arg(default=False, help="Only check and print the settings; load nothing.")
 
 
 def parse(
     argv: Sequence[str], any_device: bool = False, engine_only: bool = False
 ) -> tuple[QaRLScriptArguments, "QaRLConfig", "ModelConfig"]:
     """
-    Read and check the command line (without the program's name) and the recipe it names.
+    Read and check the command line (without the program's name) and the recipe that it names.
 
-    With `any_device`, and for a dry run, a recipe for GPUs is also read where there is none. With `engine_only` data and the
-    checkpoint to resume from, which an engine's machine may lack, are not looked at. `FileNotFoundError`, or `ValueError`.
+    `any_device`, or a dry run, accepts a recipe for GPUs on a machine without one. `engine_only` ignores the data and the
+    checkpoint to resume from, which a server's machine may lack. `FileNotFoundError`, or `ValueError`.
     """
     import torch
 
@@ -98,7 +98,7 @@ def _groups() -> tuple[type, ...]:
 
 
 def _given(argv: Sequence[str]) -> dict[str, Any]:
-    """The options by key, as a text, a list of texts, or `True` without a value; [`checked`] gives them the types of their fields."""
+    """The options by key: a text, a list of texts, or `True` without a value; [`checked`] converts them to their types."""
     given: dict[str, list[str]] = {}
     values: list[str] | None = None
     for word in argv:
@@ -112,7 +112,7 @@ def _given(argv: Sequence[str]) -> dict[str, Any]:
     return {key: words[0] if len(words) == 1 else words or True for key, words in given.items()}
 
 
-# Our fields by how their names begin.
+# Groups of our fields, by the beginnings of their names.
 GROUPS = {
     "Data and rewards": tuple(field.name for field in fields(QaRLScriptArguments)),
     "Loss": ("loss_type", "tbpo_", "advantage_", "optim_muon"),
@@ -171,7 +171,7 @@ def train(trainer: "QaRLTrainer", dataset: str | None) -> None:
     args = trainer.args
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    except NoUpdateError as error:  # of the data, so one line
+    except NoUpdateError as error:  # an error of the data, so print one line
         raise SystemExit(f"qarl-trl train: {error}") from error
     if args.push_to_hub:  # saves first
         trainer.push_to_hub(dataset_name=dataset if dataset and local_path(dataset) is None else None)
@@ -192,7 +192,7 @@ def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["D
 
 
 def describe(script_args: QaRLScriptArguments, args: "QaRLConfig", model_args: Any) -> str:
-    """The settings to print: the method, the batch arithmetic, every field off its default."""
+    """The settings to print: method, batch sizes, and every field that differs from its default."""
     import torch
 
     from .config import changed_fields
@@ -228,7 +228,7 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path:  # `python -m` has the current folder first: no file there stands in for a package
+    if not sys.flags.safe_path:  # `python -m` puts the current folder first: no file there may replace a package
         sys.path.append(sys.path.pop(0))
     from .cli import main as cli_main
 

@@ -1,1 +1,1 @@
-"""Training checkpoints: in their place only when complete, and resumed bit for bit (dev/reliability.md)."""
+"""Training checkpoints: complete or absent, and resumed bit for bit (dev/reliability.md)."""

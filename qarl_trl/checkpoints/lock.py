@@ -1,4 +1,4 @@
-"""One run at a time in an `output_dir`: two would delete each other's checkpoints while they are written."""
+"""Allow one run at a time in an `output_dir`: two would delete each other's checkpoints during a save."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ logger = get_logger(__name__)
 @contextmanager
 def holding(output_dir: Path) -> Iterator[None]:
     """
-    Hold the lock of `output_dir`, which is created; `ValueError` that names the process which has it. In one process blocks may nest.
+    Create `output_dir` and hold its lock; `ValueError` that names the process which has it. A process may nest such blocks.
 
-    The kernel releases it when the process ends, however it does; filelock closes it in forks, which may live longer.
+    The kernel releases the lock when the process ends, also after a kill; filelock closes it in forks, which may live longer.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / LOCK

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, decided before a model loads."""
+"""Choose and check the checkpoint to resume from, before a model loads."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .lock import holding
 if TYPE_CHECKING:
     from ..config import QaRLConfig
 
-# Of a model's folder: what gives its tokens, its weights and its outputs.
+# The files of a model's folder that determine its tokens, weights and outputs.
 _MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
-# Settings that give a rollout or an update another meaning, and those that cut a rollout batch into micro-batches.
+# Settings that change the meaning of a rollout or an update; and those that divide a rollout batch into micro-batches.
 _MEANING = ("quantize_learner", "lora_base", "loss_type", "optim_muon", "world_size")
 _ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
 BATCH = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
@@ -35,11 +35,11 @@ logger = get_logger(__name__)
 
 def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str, Any] | None = None) -> str | None:
     """
-    The checkpoint to resume from, checked; decided by the first process for all.
+    Return the checked checkpoint to resume from; the first process decides for all.
 
-    `wish` is `True` or `"true"`: the newest complete one of `args.output_dir`; `"auto"`: the same, and without any `None`, a start
-    from the beginning; a path; `None` or `False`: none. The checkpoint must be of the run that `identity`, as of [`identity_of`],
-    tells, where it is known. `ValueError` or `OSError` when there is none, or when it is damaged, of another run, or cannot be resumed.
+    `wish`: `True` or `"true"` means the newest complete one of `args.output_dir`; `"auto"` the same, or `None` if there is no
+    checkpoint at all; a path means that checkpoint; `None` or `False` no checkpoint. It must match `identity` (see [`identity_of`]),
+    if given. `ValueError` or `OSError` if it is missing, damaged, of another run, or cannot be resumed.
     """
     return on_first(args, lambda: _checked(_find(str(wish or "false"), Path(args.output_dir)), args, identity or {}))
 
@@ -58,7 +58,7 @@ def _find(wish: str, output_dir: Path) -> str | None:
     if done := finished(output_dir):
         return str(done[-1])
     if bad:
-        # To start over by oneself would in the end write over what may still be saved by hand.
+        # A start from the beginning would overwrite checkpoints that a user may still repair.
         raise ValueError(f"{output_dir} has only damaged checkpoints. To start over, move them: {'; '.join(bad)}.")
     if wish.lower() == "true":
         raise ValueError(f"resume_from_checkpoint={wish} found no checkpoint in {output_dir}. Give a path, or 'auto'.")
@@ -66,7 +66,7 @@ def _find(wish: str, output_dir: Path) -> str | None:
 
 
 def _put_back(output_dir: Path) -> None:
-    """A whole checkpoint that a kill left between the two renames of `commit`, unless a run is writing there."""
+    """Restore a complete checkpoint that a kill left between the two renames of `commit`, unless a run is writing there."""
     for folder in output_dir.glob(f"{INCOMING}/checkpoint-*"):
         with suppress(ValueError), holding(output_dir):
             if not (output_dir / folder.name).exists() and damage(folder) is None:
@@ -80,7 +80,7 @@ def _checked(found: str | None, args: QaRLConfig, identity: Mapping[str, Any]) -
         raise ValueError("sync_ref_model=True cannot be resumed: its reference is in no checkpoint. Set it to False.")
     stored = read_manifest(Path(found))
     if "scheduler.pt" not in stored["files"] and args.deepspeed_plugin is None:
-        raise ValueError(f"{found} holds weights without the optimizer (save_only_model). Give it as the model.")
+        raise ValueError(f"{found} has weights without the optimizer (save_only_model). Give it as the model.")
     for name, value in identity.items():
         if name != "model" and stored.get(name, value) != value:
             raise ValueError(
@@ -94,10 +94,10 @@ def identity_of(
     model: str | nn.Module, args: QaRLConfig, plan: QuantizationConfig | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """
-    What a run is of, as a manifest holds it, before anything loads.
+    Facts that identify a run in its manifests, found before anything loads.
 
-    `weights` is a digest of the model's files: a folder may move, and another model may have its name and shapes. Of a model of the
-    Hub it is the id and the revision. Of an adapter the base counts. `given` are the trainer's arguments.
+    `weights` is a digest of the model's files, because a folder may move, and another model may have its name and shapes. For a Hub
+    model it is id and revision. With an adapter these are the base's. `given` are the trainer's arguments.
     """
     module = None if isinstance(model, str) else base_model(model)
     adapters = [given.get("peft_config"), *(getattr(model, "peft_config", None) or {}).values()]

@@ -1,4 +1,4 @@
-"""What a scheduler's signal does to a run: the step ends, a checkpoint is saved, the process leaves."""
+"""Handle a scheduler's signal: finish the step, save a checkpoint, and exit."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 
-# EX_TEMPFAIL of sysexits.h: start it again.
+# EX_TEMPFAIL of sysexits.h: the caller should start the run again.
 EXIT_CODE = 75
 
 logger = get_logger(__name__)
 
 
 class StopOnSignal(TrainerCallback):
-    """After SIGTERM or SIGUSR1 to any process (`agree` asks all of them): end the step, save, and leave with `EXIT_CODE`."""
+    """After SIGTERM or SIGUSR1 to any process (`agree` asks all of them): finish the step, save, and exit with `EXIT_CODE`."""
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:
         self.received, self._agree, self._process = False, agree, os.getpid()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals inside the block; Python lets only the main thread do that."""
+        """Handle the signals inside the block; Python allows that only in the main thread."""
         main = threading.current_thread() is threading.main_thread()
         free = [n for n in (signal.SIGTERM, signal.SIGUSR1) if main and signal.getsignal(n) is signal.SIG_DFL]
         for number in free:
@@ -39,7 +39,7 @@ class StopOnSignal(TrainerCallback):
                 signal.signal(number, signal.SIG_DFL)
 
     def _receive(self, number: int, _: Any) -> None:
-        if os.getpid() != self._process:  # a fork of a reward function, which must end when it is told to
+        if os.getpid() != self._process:  # a fork of a reward function, which the signal must end
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received = True
@@ -52,7 +52,7 @@ class StopOnSignal(TrainerCallback):
     on_evaluate = on_step_end  # a signal may come during an evaluation
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave, also after the last step."""
+        """Exit, also after the last step."""
         if self._agree(self.received):
             logger.warning("Stopped by a signal at step %d, saved; exit code %d.", state.global_step, EXIT_CODE)
             raise SystemExit(EXIT_CODE)

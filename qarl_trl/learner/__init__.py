@@ -1,1 +1,1 @@
-"""Passes through the learner that hold real tokens only."""
+"""Forward passes of the learner without padding."""

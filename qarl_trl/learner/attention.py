@@ -22,16 +22,16 @@ class LostSequences(RuntimeError):
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Let a `model` on transformers' sdpa attend within each sequence of a packed row; with a mask it stays stock sdpa."""
+    """Make a `model` with transformers' sdpa attend within each sequence of a packed row; with a mask it is stock sdpa."""
     causal_lm = base_model(model)
     if causal_lm.config._attn_implementation == "sdpa":
         causal_lm.set_attn_implementation(ATTENTION)
 
 
 def sequence_arguments(model: nn.Module, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the forward that tell the attention of `model` where the sequences of a packed row lie."""
+    """Keyword arguments of the forward that give the attention of `model` the lengths of the sequences in a packed row."""
     if "flash" not in (base_model(model).config._attn_implementation or ""):
-        return {"sequence_lengths": tuple(lengths)}  # numbers: a tensor would be read back in every layer
+        return {"sequence_lengths": tuple(lengths)}  # numbers: every layer would have to read back a tensor
     starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
     return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
@@ -46,7 +46,7 @@ def _attention(
     sequence_lengths: tuple[int, ...] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stock sdpa on `(batch, heads, tokens, head_dim)`, with `sequence_lengths` on each sequence alone."""
+    """Stock sdpa on `(batch, heads, tokens, head_dim)`; with `sequence_lengths` on each sequence separately."""
     mask = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
     if sequence_lengths is None:
         if mask is not attention_mask:
@@ -55,7 +55,7 @@ def _attention(
                 "them."
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    # split, not slices: the backward of each slice would fill a gradient of the whole row, S sequences times T tokens.
+    # `split` instead of slices: the backward of each slice would make a gradient of the whole row, S sequences times T tokens.
     parts = zip(*(t.split(sequence_lengths, dim=2) for t in (query, key, value)), strict=True)
     outputs, start = [], 0
     for (q, k, v), length in zip(parts, sequence_lengths, strict=True):
@@ -68,10 +68,10 @@ def _attention(
 
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
     """
-    Stock sdpa's, without the square of a packed row: an empty mask stands for "causal within each sequence".
+    Stock sdpa's mask, but for a packed row an empty one, which means "causal within each sequence" and needs no quadratic memory.
 
-    transformers asks for a mask that it cannot leave out, though there is no padding, when positions start anew; a
-    sliding window comes with `local_size`, a form of the model's own with `use_vmap`.
+    When positions restart, transformers asks for a mask that it cannot leave out, although there is no padding. A sliding
+    window sets `local_size`, a model's own mask `use_vmap`.
     """
     kept = kwargs.get("attention_mask") is None and not kwargs.get("allow_is_causal_skip", True)
     if kept and q_length == kv_length > 1 and kwargs.get("local_size") is None and not kwargs.get("use_vmap"):

@@ -1,4 +1,4 @@
-"""Log-probs of a padded batch by passes of real tokens, called and answered as TRL's method for them."""
+"""Log-probs of a padded batch in passes without padding, with the arguments and results of TRL's method."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Result = tuple[Tensor, Tensor | None, Tensor | None]
 
 @dataclass
 class PackedPasses:
-    """The passes of one trainer, through models that `packs`."""
+    """The passes of one trainer, for models for which `packs` is true."""
 
-    budget: int  # tokens that a pass may hold
-    autocast: Callable[[], AbstractContextManager[Any]]  # in which the model is called
-    gather: Callable[[Tensor], Tensor]  # puts the 1-D tensors of all processes one after the other
-    unwrap: Callable[[nn.Module], nn.Module]  # takes the wrappers of accelerate off a model
+    budget: int  # maximum number of tokens in a pass
+    autocast: Callable[[], AbstractContextManager[Any]]  # context for the model's forward
+    gather: Callable[[Tensor], Tensor]  # concatenates the 1-D tensors of all processes
+    unwrap: Callable[[nn.Module], nn.Module]  # removes accelerate's wrappers from a model
     _why_padded: WeakKeyDictionary[nn.Module, str | None] = field(default_factory=WeakKeyDictionary)
 
     def run(self, given: Mapping[str, Any], order: Tensor | None = None) -> Result:
         """
-        What TRL's method returns for its arguments `given`, of text; the balancing loss is the mean over passes.
+        The result of TRL's method for its arguments `given` (text only); the balancing loss is the mean over passes.
 
-        Micro-batches of `batch_size` rows, cut in `order` (int64 `(B,)`), go through one after the other, split into several
-        passes where they are over the budget. `ValueError` for a sequence over the budget.
+        Runs micro-batches of `batch_size` rows, taken in `order` (int64 `(B,)`), one after the other, in several passes if they
+        exceed the budget. `ValueError` if a sequence exceeds the budget.
         """
         ids, mask, keep = given["input_ids"], given["attention_mask"], given["logits_to_keep"]
         order = torch.arange(len(ids)) if order is None else order
@@ -52,8 +52,8 @@ class PackedPasses:
         return logps, entropies, torch.stack([o.aux_loss for o in outputs]).mean() if router else None
 
     def _split(self, lengths: Tensor, chunks: Sequence[list[int]]) -> list[list[int]]:
-        """Rows of each pass of the micro-batches, by the `lengths` of all rows. All processes have as many passes: wrappers wait for each other."""
-        # On any process, so that all of them stop: one alone would leave the others waiting.
+        """Rows of each pass of the micro-batches, by the `lengths` of all rows. All processes need equally many passes: wrappers wait for each other."""
+        # The longest of all processes, so that all of them stop: the others would wait for one that stops alone.
         longest = int(self.gather(lengths.amax().view(1)).max())
         if longest > self.budget:
             raise ValueError(
@@ -76,7 +76,7 @@ class PackedPasses:
             return model(input_ids=ids, position_ids=positions, labels=labels, fused_lm_head=True, **more)
 
     def packs(self, model: nn.Module) -> bool:
-        """Whether packed rows of `model` are right; asked once, by passes of all processes, and answered alike on them."""
+        """Whether packed rows of `model` give correct results; all processes test it together, once, and agree."""
         bare = self.unwrap(model)
         if bare not in self._why_padded:
             reason = unfit(bare) or self._crossing(model, bare)

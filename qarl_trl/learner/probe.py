@@ -1,4 +1,4 @@
-"""Whether a model computes the sequences of a packed row apart: what its config says, then a measurement."""
+"""Whether a model keeps the sequences of a packed row apart, by its config and by a measurement."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..quant.names import base_model
 
 
 LENGTH = 12
-# Layers whose attention transformers masks by the positions of a row; state spaces and convolutions run through it,
-# chunks are counted from its start.
+# Layers whose attention transformers masks by the positions of a row. State spaces and convolutions run across sequences;
+# chunked attention counts from the start of the row.
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")
-# Of a mixture, whose experts get other numbers of tokens when a neighbour changes: rounding against what a neighbour would
-# change if it were seen. Measured on toys: 2e-6 in float32, 0 in bfloat16; 1 where attention reaches across.
+# Tolerance for rounding, relative to the change when attention sees the neighbour. A mixture needs it, because its experts get other
+# numbers of tokens when a neighbour changes. Measured on toys: 2e-6 in float32, 0 in bfloat16; 1 if attention reaches across.
 NOISE = 0.25
 
 
 def unfit(model: nn.Module) -> str | None:
-    """Why the packed rows of a `model` cannot be right, by its config and signature; `None` when nothing speaks against it."""
+    """Why packed rows of `model` would be wrong, by its config and signature; `None` if nothing is wrong."""
     causal_lm = base_model(model)
     config = causal_lm.config
     if config.get_text_config() is not config:
@@ -42,9 +42,9 @@ def unfit(model: nn.Module) -> str | None:
 
 def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], config: PretrainedConfig) -> str | None:
     """
-    What was seen when packing is wrong: a sequence that changes with its neighbour, or with being packed. Otherwise `None`.
+    Describe the error if packing is wrong: a sequence's log-probs change with its neighbour, or when it is packed. Otherwise `None`.
 
-    `score` gives of ids `(B, L)` the log-probs `(B, n)` of the last `n`, in one packed pass; evaluation mode, no gradients.
+    `score` returns, for ids `(B, L)`, the log-probs `(B, n)` of the last `n`, in one packed pass; evaluation mode, no gradients.
     """
     generator = torch.Generator().manual_seed(0)
     first, other, last = torch.randint(config.get_text_config().vocab_size, (3, 1, LENGTH), generator=generator)
@@ -56,7 +56,7 @@ def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], config: P
             beside_first = score(torch.cat((first, last)), keep)[1]
             beside_other = score(torch.cat((other, last)), keep)[1]
             alone = score(last, keep)[0]
-            continued = score(torch.cat((first, last), dim=1), keep)[0]  # what it is when it sees the first
+            continued = score(torch.cat((first, last), dim=1), keep)[0]  # its log-probs if it sees the first
     finally:
         model.train(training)
     seen = (continued - alone).abs().mean() * NOISE

@@ -1,4 +1,4 @@
-"""Low-bit weights: one producer, three readers (forward, sync, export)."""
+"""Low-bit weights: one function makes them; forward, sync and export read them."""
 
 from .model import apply_quantization, quantized_modules, remove_quantization
 from .quantize import quantize_weight

@@ -1,10 +1,10 @@
 """Run the quantizer's plain operations through `torch.compile` on a CUDA device, where that gives the same bytes.
 
-Invariant: a compiled form is used only after it gave, in this process, the bytes of the eager one for the first tensors of
-this device, scheme and dtypes. Otherwise eager runs, and one warning says why.
+Invariant: a process uses a compiled form only after it gave the bytes of the eager form for the first tensors of this device,
+scheme and dtypes. Otherwise the eager form runs, and one warning says why.
 
-On a CPU eager runs always: inductor is no faster there, and there is no hand-written kernel, because all quantizing is at most 2 %
-of a step. Measured on SmolLM2-135M: quantizing and dequantizing 106 M weights five times takes 1.6 s of a step of 85 s.
+On a CPU the eager form always runs, because inductor is no faster. There is no hand-written kernel, because quantizing takes at most
+2 % of a step. Measured on SmolLM2-135M: quantizing and dequantizing 106 M weights five times takes 1.6 s of a step of 85 s.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from .scheme import quantized_key
 
 
-# Where the compiled form is tried.
+# Devices on which to try the compiled form.
 DEVICES = ("cuda",)
-# What makes a fused kernel round as the eager operations do: to bfloat16 after each of them and no fused multiply-add (the first),
-# IEEE division instead of an approximate one, and no flushing of float32 denormals, which a bfloat16 denormal is.
+# These make a fused kernel round as the eager operations do: to bfloat16 after each operation, without fused multiply-add; by IEEE
+# division instead of an approximate one; and without flushing float32 denormals, because bfloat16 denormals are among them.
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
@@ -35,7 +35,7 @@ _CHOSEN: dict[tuple[Any, ...], Function] = {}
 
 
 def compiled_on_cuda(plain: Function) -> Function:
-    """Decorate a function of tensors, which leaves its arguments as they are, so that it runs compiled on CUDA."""
+    """Decorator: run a function of tensors, which must not write to its arguments, compiled on CUDA."""
 
     @functools.wraps(plain)
     def function(*args: Any) -> Any:
@@ -51,7 +51,7 @@ def compiled_on_cuda(plain: Function) -> Function:
 
 
 def _static(arg: Any) -> Any:
-    """What a kernel is compiled for: dtypes and scheme, but no sizes."""
+    """The part of an argument that a kernel is compiled for: device, dtype and scheme, but no sizes."""
     if isinstance(arg, Tensor):
         return arg.device, arg.dtype
     if isinstance(arg, tuple):
@@ -68,7 +68,7 @@ def _choose(plain: Function, args: tuple[Any, ...]) -> Function:
         if _same_bytes(compiled(*args), plain(*args)):
             return compiled
         problem = "gives other bytes than eager operations; please report this with the versions of torch and triton"
-    except Exception as error:  # of whatever compiler there is
+    except Exception as error:  # of any compiler
         problem = f"does not run ({type(error).__name__}: {str(error)[:500]})"
     warnings.warn(f"torch.compile of {plain.__name__} {problem}. Eager operations run instead: slower.", stacklevel=3)
     return plain

@@ -1,7 +1,7 @@
 """`QuantExperts`: mixture-of-experts weights whose forward multiplies by low-bit matrices, all experts at once.
 
-transformers keeps the experts of a layer as two 3-D parameters. Checkpoints, llm-compressor and vLLM know them as one
-linear layer per expert and projection, whose rows are quantized independently: a parameter is one low-bit weight.
+transformers keeps the experts of a layer as two 3-D parameters. Checkpoints, llm-compressor and vLLM have one linear layer per
+expert and projection instead. Its rows are quantized independently, so each parameter can be one low-bit weight.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .scheme import MASTER_CAST_DTYPE
 from .shards import shape_of, whole
 
 
-# The projections that the rows of each parameter hold, by the names llm-compressor writes for every architecture. vLLM
-# reads them, also where the original checkpoint has others (Mixtral's w1, w3, w2).
+# The projections in the rows of each parameter, with the names that llm-compressor writes for every architecture. vLLM reads
+# these names, even if the original checkpoint has others (Mixtral's w1, w3, w2).
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def num_experts(config: PretrainedConfig) -> int:
-    """Experts of a layer, 0 for a dense model; every family has a name of its own for it."""
+    """Number of experts in a layer, 0 for a dense model; each model family names it differently."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     text = config.get_text_config()
     return max(getattr(text, name, None) or 0 for name in names)
@@ -37,18 +37,18 @@ def num_experts(config: PretrainedConfig) -> int:
 
 def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """
-    The (token, choice) pairs of a batch, sorted by expert, from the router's choices `(tokens, top_k)`.
+    Sort the (token, choice) pairs of a batch by expert, from the router's choices `(tokens, top_k)`.
 
-    Returns each pair's number `token * top_k + choice`, int64 `(pairs,)`, those of one expert in rising order; where in it each
-    number is, int64 `(pairs,)`; and for each expert the place behind its last pair, int32 `(experts,)`. No host sync.
+    Returns each pair's number `token * top_k + choice`, int64 `(pairs,)`, ascending for each expert; the position of each number in
+    it, int64 `(pairs,)`; and the end of each expert's pairs, int32 `(experts,)`. It does not wait for the device.
     """
     chosen, pairs = top_k_index.reshape(-1).sort(stable=True)
     experts = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
     offsets = torch.searchsorted(chosen, experts, right=True, out_int32=True)
-    # The gemms would leave the rows of an expert that is not there as they found the memory.
+    # The gemms would not write the rows of an expert that does not exist.
     torch._assert_async(
         (offsets[-1] == len(chosen)) & (chosen[:1] >= 0).all(),
-        f"The router chose an expert that is none of the {num_experts} there are.",
+        f"The router chose an expert outside the {num_experts} that exist.",
     )
     places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
     return pairs, places, offsets
@@ -56,10 +56,10 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
 
 class QuantExperts(LowBitLayer, nn.Module):
     """
-    A module of experts of transformers after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
+    A transformers module of experts after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
-    Its parameters, names and `state_dict` are those it had. While a parameter multiplies, all its experts are dequantized, and nothing
-    is kept.
+    It keeps its parameters, names and `state_dict`. A multiplication dequantizes all experts of a parameter, and keeps
+    nothing.
     """
 
     gate_up_proj: Tensor
@@ -68,7 +68,7 @@ class QuantExperts(LowBitLayer, nn.Module):
     low_bit = LowBitLayer.low_bit_of  # `(experts * out, in)`, by the parameter's name
 
     def low_bit_layers(self, name: str, weight: Tensor | None = None) -> list[LowBitWeight]:
-        """`low_bit` as a checkpoint has it, views of the same storage: per expert those of `PROJECTIONS[name]`."""
+        """`low_bit` split as in a checkpoint, into views: for each expert the projections `PROJECTIONS[name]`."""
         low_bit = self.low_bit(name, weight)
         return low_bit.split(low_bit.shape[0] // (len(getattr(self, name)) * len(PROJECTIONS[name])))
 
@@ -76,8 +76,8 @@ class QuantExperts(LowBitLayer, nn.Module):
         """
         transformers' `grouped_mm` forward with low-bit gemms, in the same order of operations.
 
-        Of `(tokens, hidden)`, chosen experts int64 `(tokens, top_k)` and their weights. A token's choices are summed in the
-        router's order, by a reduction: no atomics, so a GPU gives the same sum again.
+        Takes `(tokens, hidden)`, chosen experts int64 `(tokens, top_k)` and their weights. It sums a token's choices in the router's
+        order, by a reduction without atomics, so that a GPU always gives the same sum.
         """
         if not self.quantized_forward:
             with whole_weights(self):
@@ -89,7 +89,7 @@ class QuantExperts(LowBitLayer, nn.Module):
         return weighted[places].view(*top_k_index.shape, hidden_states.shape[1]).sum(dim=1).to(hidden_states.dtype)
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        return self.high_precision_class._apply_gate(self, gate_up)  # which its own forward calls on `self`, too
+        return self.high_precision_class._apply_gate(self, gate_up)  # that class's forward also calls it on `self`
 
     def _matmul(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
         gemm = ExpertsGemm(self._get_gemm(x.device), offsets)
@@ -100,7 +100,7 @@ class QuantExperts(LowBitLayer, nn.Module):
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `model` that hold experts as 3-D parameters, quantized or not."""
+    """The modules of `model` with experts as 3-D parameters, quantized or not."""
     for name, module in checkpoint_modules(model):
         own = module.parameters(recurse=False)
         if not isinstance(module, _ConvNd) and any(len(shape_of(p)) == 3 and p.is_floating_point() for p in own):
@@ -108,7 +108,7 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def layer_names(name: str, module: nn.Module, parameter: str) -> list[str]:
-    """Names of the layers of a parameter in a checkpoint, in the order of the rows: `name.0.gate_proj`, ..."""
+    """Checkpoint names of the layers in a parameter, in the order of its rows: `name.0.gate_proj`, ..."""
     experts = range(shape_of(getattr(module, parameter))[0])
     return [f"{name}.{expert}.{projection}" for expert in experts for projection in PROJECTIONS[parameter]]
 
@@ -116,7 +116,7 @@ def layer_names(name: str, module: nn.Module, parameter: str) -> list[str]:
 def checkpoint_tensors(
     name: str, module: nn.Module, parameter: str, rename: Callable[[str], str], weight: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a `weight` `(experts, out, in)` by checkpoint names: low-bit, or bfloat16 of plain experts."""
+    """Checkpoint names and tensors of a `weight` `(experts, out, in)`: low-bit, or bfloat16 for plain experts."""
     layers = layer_names(name, module, parameter)
     if isinstance(module, QuantExperts):
         for layer, low_bit in zip(layers, module.low_bit_layers(parameter, weight), strict=True):

@@ -1,8 +1,8 @@
 """FSDP2 gathers the quantized values of a weight instead of the weight, and no process keeps those of the others.
 
-torch asks a shard that has `fsdp_pre_all_gather` what to gather, and its `fsdp_post_all_gather` what to make of it
-(`torch.distributed.fsdp._fully_shard._fsdp_param`: "extensions", as torchao's float8 weights use them). The two are methods of
-a class, because FSDP2 makes new tensors of a parameter (`new_zeros`, `narrow`, `detach`), which lose attributes and keep their class.
+torch calls a shard's `fsdp_pre_all_gather` for the tensors to gather, and its `fsdp_post_all_gather` for the parameter to build
+(`torch.distributed.fsdp._fully_shard._fsdp_param`: "extensions", which torchao's float8 weights also use). Both are methods of
+a class, because FSDP2 makes new tensors from a parameter (`new_zeros`, `narrow`, `detach`), which keep its class but not attributes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .shards import own_rows, unit_of, whole
 
 
 _aten = torch.ops.aten
-# What FSDP2 and `nn.Parameter` make of a tensor that has to be one of its kind again.
+# Operations of FSDP2 and `nn.Parameter` whose result must again be a `MasterShard`.
 _SAME_KIND = {op.default for op in (_aten.detach, _aten.alias, _aten.view, _aten.new_zeros)} | {_aten.slice.Tensor}
 
 
 def gathers_quantized(shape: Sequence[int], ranks: int, scheme: QuantizationScheme) -> bool:
-    """Whether `ranks` processes have equally many rows of a weight of `shape`, none of which depend on those of another."""
+    """Whether `ranks` processes have equal numbers of rows of a weight of `shape`, independent of each other's."""
     return ranks > 1 and shape[0] % ranks == 0 and unit_of(shape, ranks, scheme) is not None
 
 
 class MasterShard(Tensor):
     """
-    A master weight, whole or the rows of this process, of which FSDP2 gathers quantized values; otherwise the tensor it was made of.
+    A master weight (whole, or the rows of this process) whose quantized values FSDP2 gathers; otherwise it behaves as `plain`.
     """
 
-    plain: Tensor  # that tensor, in the same memory
+    plain: Tensor  # the ordinary tensor in the same memory
     parameter: str  # its name in its module, a `LowBitLayer`
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -50,7 +50,7 @@ class MasterShard(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         plain_args, plain_kwargs = tree_map_only(cls, cls._same_memory, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
-        # accelerate shards what it has moved to the meta device.
+        # accelerate moves parameters to the meta device before it shards them.
         if func in _SAME_KIND or (func is _aten._to_copy.default and result.is_meta):
             return cls(result, args[0].parameter)
         return result
@@ -58,7 +58,7 @@ class MasterShard(Tensor):
     def _same_memory(self) -> Tensor:
         if self.data_ptr() != self.plain.data_ptr():
             raise RuntimeError(
-                f"The master weight {self.parameter!r}, of which FSDP2 gathers quantized values, was given other memory "
+                f"The master weight {self.parameter!r}, whose quantized values FSDP2 gathers, was given other memory "
                 "(`param.data = ...`). Write to it in place, or load it with `load_state_dict(assign=True)`."
             )
         return self.plain
@@ -70,11 +70,11 @@ class MasterShard(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """
-        What FSDP2 sends of these rows: their low-bit tensors. And what `fsdp_post_all_gather` needs to know of them.
+        Return the tensors that FSDP2 sends for these rows, the low-bit ones, and the metadata for `fsdp_post_all_gather`.
 
-        Called before every forward and backward of `module`, the `LowBitLayer` that holds the parameter; the rows are quantized
-        at the first call of a step. What is gathered must have the same sizes in every process and every call, because FSDP2
-        keeps the buffers: so uneven rows cannot be sent.
+        FSDP2 calls it before every forward and backward of `module`, the `LowBitLayer` with the parameter; the first call of a
+        step quantizes the rows. The tensors must have the same sizes in every process and every call, because FSDP2 keeps the
+        buffers: so processes with unequal numbers of rows cannot use it.
         """
         if not gathers_quantized(outer_size, mesh.size(), module.scheme):
             raise RuntimeError(
@@ -82,16 +82,16 @@ class MasterShard(Tensor):
                 "with as many as `gather_quantized` was told."
             )
         own = module.own_low_bit(self.parameter)
-        # Before the gather the module's parameter is the `DTensor` of all shards, which `whole_weights` may want later.
+        # Before the gather the module's parameter is the `DTensor` of all shards, which `whole_weights` may need later.
         return tuple(own.data.values()), (own, outer_size, getattr(module, self.parameter))
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: GatheredWeight | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
         """
-        The parameter of the forward: a new `GatheredWeight`, or `out`, the one from last time, which is given the values again.
+        Return the parameter for the forward: a new `GatheredWeight`; or fill `out`, the one from last time.
 
-        The memory of `outputs` is FSDP2's, which frees it after each forward and backward; so it is told of no tensors of our own.
+        FSDP2 owns the memory of `outputs` and frees it after each forward and backward; so we return no inner tensors to free.
         """
         own, size, shard = metadata
         weight = LowBitWeight(dict(zip(own.data, outputs, strict=True)), own.scheme)
@@ -103,13 +103,13 @@ class MasterShard(Tensor):
 
 class GatheredWeight(Tensor):
     """
-    Placeholder parameter that holds packed weights: the leaf that receives the gradient of a whole weight that is nowhere.
+    Placeholder parameter that holds packed weights: the leaf for the gradient of the whole weight, which no process has.
 
-    Any operation on it is an error. A plain tensor without memory would crash, or compute with garbage.
+    Any operation on it is an error. An ordinary tensor without memory would crash, or compute with garbage.
     """
 
-    # The low-bit weight, and the `DTensor` of the master weights that it was made of. A list, so that what autograd and FSDP2 detach
-    # of the parameter holds what the parameter holds.
+    # The low-bit weight, and the `DTensor` of its master weights. A list, so that tensors which autograd and FSDP2 detach from the
+    # parameter share its content.
     held: list[Any]
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -132,24 +132,24 @@ class GatheredWeight(Tensor):
         )
 
 
-@torch.no_grad()  # or `to_local` gives a view
+@torch.no_grad()  # else `to_local` returns a view
 def is_packed(weight: Tensor) -> bool:
-    """Whether FSDP2 has cut `weight` and gathers quantized values of it."""
+    """Whether FSDP2 shards `weight` and gathers its quantized values."""
     return isinstance(weight, DTensor) and isinstance(weight.to_local(), MasterShard)
 
 
 def gather_quantized(layers: Iterable[Any], ranks: int, device: torch.device) -> None:
     """
-    Let FSDP2, which is about to cut the parameters of `layers` (`LowBitLayer`s) for `ranks` processes, gather quantized values of them.
+    Make FSDP2 gather quantized values for `layers` (`LowBitLayer`s). Call it before FSDP2 shards them for `ranks` processes.
 
-    Not of adapted layers, of master weights that are not float32, where rows are uneven or depend on those of another process, or
-    where the gemm on `device` keeps something made of the quantized values: those weights it gathers, as ever.
+    FSDP2 still gathers whole weights for layers with an adapter, for master weights that are not float32, where processes have unequal
+    or dependent rows, and where the gemm on `device` keeps its own form of the quantized values.
     """
     for layer in layers:
         if not layer.quantized_forward or layer.gemm_for(layer.scheme, device).prepares:
             continue
         for name, weight in list(layer.named_parameters(recurse=False)):
-            # accelerate writes master weights of another dtype anew, by `param.data = ...`.
+            # accelerate replaces master weights of another dtype, by `param.data = ...`.
             plain = type(weight) is nn.Parameter and weight.dtype == torch.float32
             if name in layer.packed_parameters and plain and gathers_quantized(weight.shape, ranks, layer.scheme):
                 master = MasterShard(weight.detach(), name)
@@ -159,7 +159,7 @@ def gather_quantized(layers: Iterable[Any], ranks: int, device: torch.device) ->
 
 @torch.no_grad()
 def _load_packed(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Shards that take the place of a `MasterShard` (`assign=True`, as accelerate loads) become one."""
+    """Make a `MasterShard` of each shard that replaces one (`assign=True`, as accelerate loads)."""
     for name, own in module.named_parameters(recurse=False):
         given = state_dict.get(prefix + name)
         if isinstance(given, DTensor) and is_packed(own):
@@ -171,9 +171,9 @@ def _load_packed(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, 
 @contextmanager
 def whole_weights(module: nn.Module) -> Iterator[None]:
     """
-    Inside, weights of which FSDP2 has gathered the quantized values alone are whole, in bfloat16: for the sync check's forward in high precision.
+    Inside this context, weights whose quantized values FSDP2 gathered are whole, in bfloat16: for forwards in high precision.
 
-    Collective. They give no gradient to the master weights.
+    Collective. The master weights get no gradient from them.
     """
     gathered = {name: w for name, w in module.named_parameters(recurse=False) if isinstance(w, GatheredWeight)}
     vars(module).update({name: whole(weight.held[1]) for name, weight in gathered.items()})  # found before parameters

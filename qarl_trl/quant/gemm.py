@@ -1,4 +1,4 @@
-"""The low-bit gemms in torch, one class per scheme family, and which of them a scheme takes on a device."""
+"""The low-bit gemms in torch, one class per scheme family, and the choice of one by scheme and device."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from .scheme import effective_group_size, support_of
 
 
 Bias = Tensor | None  # `(out,)`
-# What a gemm keeps of its input for the backward.
+# What a gemm saves of its input for the backward.
 Saved = tuple[Tensor, ...]
 
 
 class Gemm:
     """
-    `y = x @ W_low_bit^T + b` as the rollout engine computes it, and what the backward needs of it.
+    `y = x @ W_low_bit^T + b` as the rollout engine computes it, and its gradients.
 
-    A bias is added where the engine adds it: to the float32 sums, or to the rounded output.
+    It adds the bias where the engine does: to the float32 sums, or to the rounded output.
     """
 
-    # Whether it keeps a form of its own of the quantized values, beside them (`LowBitWeight.prepared`).
+    # Whether it keeps its own form of the quantized values in addition (`LowBitWeight.prepared`).
     prepares = False
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
-        """`y` `(..., out)` in the dtype of `x` `(..., in)` and of the bias `(out,)`, and what `input_from` takes."""
+        """Return `y` `(..., out)` in the dtype of `x` `(..., in)` and the bias `(out,)`, and the tensors for `input_from`."""
         raise NotImplementedError
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
-        """The input that was multiplied, `(..., in)` in `dtype`."""
+        """The input of the multiplication, `(..., in)` in `dtype`."""
         return saved[0].to(dtype)
 
     def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
-        """The weight that it was multiplied by, `(out, in)` in `dtype`."""
+        """The weight of the multiplication, `(out, in)` in `dtype`."""
         return dequantize(weight, dtype)
 
     def grad_input(self, grad: Tensor, weight: LowBitWeight) -> Tensor:
         """The gradient of the input, `(..., in)`, from that of `y` `(..., out)`."""
-        # Dequantized again: a matrix kept for each layer would be a second copy of the model.
+        # Dequantizes again: keeping each layer's matrix would need memory for a second model.
         return grad @ self.matrix_from(weight, grad.dtype)
 
     def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -52,15 +52,15 @@ class Gemm:
         return grad.t() @ x
 
 
-# Chooses the gemm of a scheme on a device, or raises ValueError.
+# Returns the gemm of a scheme on a device, or raises ValueError.
 GemmChoice = Callable[[QuantizationScheme, torch.device], Gemm]
 
 
 class DequantGemm(Gemm):
     """
-    Weight-only schemes: the quantized values are dequantized layer by layer into a GEMM in the compute dtype.
+    For weight-only schemes: dequantize the weight of a layer, and multiply in the compute dtype.
 
-    The bias is added to the rounded output, as Marlin and Machete do.
+    It adds the bias to the rounded output, as Marlin and Machete do.
     """
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
@@ -69,9 +69,9 @@ class DequantGemm(Gemm):
 
 
 class ActivationGemm(Gemm):
-    """Base of the gemms that quantize activations: they keep the quantized values of the input instead of the input."""
+    """Base of the gemms that quantize activations: they save the quantized input instead of the input."""
 
-    # `(..., in)` to quantized values `(..., in)` and scale `(..., groups)`
+    # maps `(..., in)` to quantized values `(..., in)` and scale `(..., groups)`
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
@@ -94,13 +94,13 @@ class Fp8Gemm(ActivationGemm):
     quantize = staticmethod(activations.quantize_tokens_fp8)
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
-        """What is multiplied, float8 `(out, in)`, and its scale, float32 `(out, 1)`."""
+        """The float8 operand `(out, in)` and its scale, float32 `(out, 1)`."""
         return weight.quantized, weight.scale.float()
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         w, w_scale = self.operand(weight)
         if x.device.type == "cuda":
-            # As vLLM's kernels for Ada and Hopper do, whose sums keep fewer bits than float32.
+            # As vLLM's kernels for Ada and Hopper, whose sums keep fewer bits than float32.
             return torch._scaled_mm(
                 x, w.t(), scale, w_scale.t().contiguous(), bias, out_dtype=dtype, use_fast_accum=True
             )
@@ -113,13 +113,13 @@ class Int4Fp8Gemm(Fp8Gemm):
     """
     INT4 weights and per-token FP8 activations, as vLLM's kernel for Hopper multiplies them.
 
-    For each group that kernel has a table of sixteen products `quantized value * scale`, rounded to float8, where the scale itself is
-    rounded to float8 below a float32 scale of the channel. So it does not multiply by what the checkpoint decompresses to.
+    For each group the kernel has a table of sixteen products `quantized value * scale`, rounded to float8. The scale is also rounded
+    to float8, under a float32 scale per channel. So the kernel's weight differs from the one that the checkpoint decompresses to.
     """
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
         scale, channel_scale = activations.quantize_tokens_fp8(weight.scale)
-        # An eighth of it, so that the largest entry, 8 scales, is a float8 number.
+        # Divided by 8, so that the largest entry, 8 times the scale, is a float8 number.
         scale, channel_scale = (scale.float() / 8).to(FP8), channel_scale * 8
         quantized = reference.unpacked(weight.quantized, 4)
         groups = quantized.unflatten(-1, (scale.shape[-1], -1))
@@ -159,7 +159,7 @@ class Int8Gemm(ActivationGemm):
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         tokens = x.shape[0]
-        if x.device.type == "cuda" and tokens <= 16:  # cuBLAS wants more rows
+        if x.device.type == "cuda" and tokens <= 16:  # cuBLAS needs more rows
             x = F.pad(x, (0, 0, 0, 17 - tokens))
         sums = torch._int_mm(x, weight.quantized.t())[:tokens]
         return add_bias(sums.float().mul_(weight.scale.float().t()).mul_(scale), bias).to(dtype)
@@ -172,16 +172,16 @@ class CpuInt4Int8Gemm(ActivationGemm):
     quantize = staticmethod(activations.quantize_tokens_int8_asymmetric)
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
-        cast = memoize_last(Tensor.to, x, torch.bfloat16)  # as the activations and the bias of the engine are
+        cast = memoize_last(Tensor.to, x, torch.bfloat16)  # the engine's dtype of activations and bias
         y = self._multiply(cast.reshape(-1, x.shape[-1]), weight, None if bias is None else bias.to(torch.bfloat16))
         return y.to(x.dtype).reshape(*x.shape[:-1], -1), memoize_last(self.quantize, cast)
 
     def _multiply(self, x: Tensor, weight: LowBitWeight, bias: Bias) -> Tensor:
         out_features, in_features = weight.quantized.shape
         group_size = effective_group_size(weight.scheme) or in_features
-        # A single group is one scale a channel also to vLLM, and then the kernel sums, scales and rounds otherwise.
+        # vLLM also treats a single group as one scale per channel; then the kernel sums, scales and rounds differently.
         one_group = group_size == in_features
-        # The kernel keeps its bias among the packed values. With groups it gives float32, to which the bias is added afterwards.
+        # The kernel packs the bias with the values. With groups it returns float32, and we add the bias afterwards.
         inside = bias.detach().float() if one_group and bias is not None else torch.empty(0)
         packed, packed_bias = weight.prepared.get("dyn_quant_4bit", (None, None))
         if packed is None or not torch.equal(packed_bias, inside):
@@ -191,7 +191,7 @@ class CpuInt4Int8Gemm(ActivationGemm):
             kernel_bias, sizes = inside if len(inside) else None, (group_size, in_features, out_features)
             packed = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale, kernel_bias, *sizes)
             weight.prepared["dyn_quant_4bit"] = packed, inside
-        x = x if one_group else x.float()  # which the kernel demands with groups
+        x = x if one_group else x.float()  # the kernel requires float32 with groups
         y = torch.ops.aten._dyn_quant_matmul_4bit(x, packed, group_size, in_features, out_features)
         return (y if one_group else add_bias(y, bias)).to(torch.bfloat16)
 
@@ -207,12 +207,12 @@ _GEMMS: dict[str, type[Gemm]] = {
 
 
 def plain_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
-    """Torch's own gemm for `scheme`. Where a device has none, torch says so in the first forward."""
+    """Torch's own gemm for `scheme`. If the device has none, torch raises in the first forward."""
     return _GEMMS[support_of(scheme).name]()
 
 
 def dequant_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
-    """[`plain_gemm`] of a scheme that leaves activations alone; `ValueError` for another."""
+    """[`plain_gemm`] of a scheme that does not quantize activations; `ValueError` for others."""
     support = support_of(scheme)
     if support.activations != "none":
         raise ValueError(
@@ -223,5 +223,5 @@ def dequant_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
 
 
 def add_bias(sums: Tensor, bias: Bias) -> Tensor:
-    """The bias on float32 sums, before they are rounded."""
+    """Add the bias to float32 sums, before they are rounded."""
     return sums if bias is None else sums + bias.float()

@@ -1,7 +1,7 @@
-"""The gemm of all experts: their matrices lie one above the other in one low-bit weight, the rows are sorted by expert.
+"""The gemm of all experts: one low-bit weight stacks their matrices, and the rows are sorted by expert.
 
-Dequantized weights, and float8 on GPUs that can, go through one grouped GEMM; other schemes expert by expert. On a CPU the result
-has the bits that `Gemm.forward` gives for each expert by itself.
+Dequantized weights use one grouped GEMM, as does float8 on GPUs that support it; other schemes run one expert after the other. On
+a CPU the result equals, bit for bit, `Gemm.forward` of each expert.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """
     The matrix product of each expert, by the GEMM of transformers' `grouped_mm` experts; `offsets` as in `ExpertsGemm`.
 
-    Of rows `(pairs, k)` with matrices `(experts, k, n)`: `(pairs, n)`. Of columns `(m, pairs)` with rows `(pairs, n)`, the gradient
-    of the matrices: `(experts, m, n)`, zero for an expert without rows.
+    Rows `(pairs, k)` times matrices `(experts, k, n)` give `(pairs, n)`. Columns `(m, pairs)` times rows `(pairs, n)` give the
+    gradient of the matrices, `(experts, m, n)`, zero for an expert without rows.
     """
     in_rows = b.ndim == 3
     whole = all(step == 1 or step * t.element_size() % 16 == 0 for t in (a, b) for step in t.stride())
     if not whole or not a.shape[0 if in_rows else 1]:
-        # torch takes only rows of whole 16 bytes, and on a GPU at least one. Here are the same bits, but it waits for the device.
+        # torch needs rows of multiples of 16 bytes, and on a GPU at least one. This gives the same bits, but waits for the device.
         ends = offsets.tolist()
         pieces = list(zip([0, *ends], ends, strict=False))
         if in_rows:
@@ -34,13 +34,13 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return torch.stack([a[:, start:end] @ b[start:end] for start, end in pieces])
     product = F.grouped_mm(a, b, offs=offsets)
     if in_rows:
-        return product  # every row is an expert's (`experts.route`), so every row is written
-    # On some GPUs garbage is left where an expert has no rows (pytorch issue 172439, B200).
+        return product  # every row belongs to an expert (`experts.route`), so every row is written
+    # On some GPUs the result of an expert without rows is garbage (pytorch issue 172439, B200).
     return product.masked_fill_((offsets.diff(prepend=offsets.new_zeros(1)) == 0).view(-1, 1, 1), 0)
 
 
 def stacked(matrix: Tensor, offsets: Tensor) -> Tensor:
-    """`(experts * rows, n)` as `(experts, rows, n)`."""
+    """View `(experts * rows, n)` as `(experts, rows, n)`."""
     return matrix.unflatten(0, (len(offsets), -1))
 
 
@@ -48,7 +48,7 @@ class ExpertsGemm(Gemm):
     """
     `gemm` for all experts: `y[rows of e] = x[rows of e] @ W_low_bit[e]^T` for every expert `e`, forward and backward.
 
-    Of `x` `(pairs, in)`, sorted by expert, and a weight `(experts * out, in)`; `offsets`, int32 `(experts,)`: rows behind the last ones.
+    `x` is `(pairs, in)`, sorted by expert, the weight `(experts * out, in)`; `offsets`, int32 `(experts,)`, is the end of each expert's rows.
     """
 
     def __init__(self, gemm: Gemm, offsets: Tensor) -> None:
@@ -86,9 +86,9 @@ class ExpertsGemm(Gemm):
         return multiply(x, matrices, scale_a=scale.squeeze(-1), scale_b=w_scale)
 
     def _expert_by_expert(self, x: Tensor, weight: LowBitWeight) -> Tensor:
-        """The gemm of each expert that has rows; waits for the device to know which."""
+        """The gemm of each expert that has rows; waits for the device to find them."""
         rows = weight.shape[0] // len(self.offsets)
-        if "experts" not in weight.prepared:  # kept, because a kernel keeps its own form of each expert with it
+        if "experts" not in weight.prepared:  # kept, because a kernel stores its own form of each expert in it
             weight.prepared["experts"] = weight.split(rows)
         start, outputs = 0, [x.new_zeros((0, rows))]
         for end, part in zip(self.offsets.tolist(), weight.prepared["experts"], strict=True):

@@ -1,7 +1,7 @@
 """`QuantLinear`: a linear layer whose forward multiplies by its low-bit weight.
 
-Invariant: the low-bit tensors are computed once per optimizer step and shared by the forward, the sync and the
-export; the layer has exactly the parameters, names and `state_dict` of the `nn.Linear` it was (paper Sec. 3.1).
+Invariant: the layer quantizes once per optimizer step; forward, sync and export share the result. The layer keeps the
+parameters, names and `state_dict` of its `nn.Linear` (paper Sec. 3.1).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .shards import quantize_own, quantize_shards
 
 
-# From the gradient of the output `(tokens, out)`, the input `(tokens, in)` and the sources of the weight to their gradients.
+# Maps the gradient of the output `(tokens, out)`, the input `(tokens, in)` and the sources of the weight to the sources' gradients.
 Chain = Callable[..., tuple[Tensor, ...]] | None
 
 
 class LowBitMatmul(torch.autograd.Function):
     """
-    `y = x @ Q(W)^T + b` with the straight-through estimator: the gradient of `Q(W)` is given to `W` unchanged.
+    `y = x @ Q(W)^T + b` with the straight-through estimator: `W` gets the gradient of `Q(W)` unchanged.
 
-    `sources` are what `W` is made of: the master weight alone, or with a `chain` what that gives gradients to (LoRA's factors);
-    none of a frozen weight.
-    `x` is cast to `dtype` in here, where layers with the same input can share the cast.
+    `sources` get the gradients: the master weight, or LoRA's factors, whose gradients `chain` computes; a frozen weight has
+    none.
+    The cast of `x` to `dtype` happens here, so that layers with the same input can share it.
     """
 
     @staticmethod
@@ -42,17 +42,17 @@ class LowBitMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.input_dtype, x = x.dtype, memoize_last(Tensor.to, x, dtype)
         y, saved = gemm.forward(x, w, None if b is None else b.to(x.dtype))
-        saved = saved if sources else ()  # frozen: no gradient wants the input
+        saved = saved if sources else ()  # frozen: no gradient needs the input
         ctx.weight, ctx.gemm, ctx.chain, ctx.num_saved = w, gemm, chain, len(saved)
         ctx.bias_dtype = None if b is None else b.dtype
         ctx.master_dtype = sources[0].dtype if sources else None
-        # The master weight is not saved: its gradient does not need it, and it may be written to before the backward.
+        # Does not save the master weight: its gradient does not need it, and it may be written to before the backward.
         ctx.save_for_backward(*saved, *(sources if chain else ()))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # asked for once: under checkpointing each time would compute the forward again
+        tensors = ctx.saved_tensors  # read once: under checkpointing each read computes the forward again
         saved, sources = tensors[: ctx.num_saved], tensors[ctx.num_saved :]
         grad_x = grad_bias = None
         grads: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 6)
@@ -70,19 +70,19 @@ class LowBitMatmul(torch.autograd.Function):
 
 
 class LowBitLayer:
-    """What every low-bit layer shares: its scheme, its low-bit weights and its gemm. A copy gets a new cache and a new gemm."""
+    """Base of the low-bit layers: scheme, low-bit weights and gemm. A copy of a layer gets a new cache and a new gemm."""
 
     scheme: QuantizationScheme
     gemm_for: GemmChoice  # chooses the gemm at the first forward
-    # `False` leaves the forward in high precision while `low_bit` still serves the sync and the export: the quantized-rollout
-    # baseline of the paper.
+    # `False`: the forward runs in high precision, while sync and export still use `low_bit`. This is the paper's quantized-rollout
+    # baseline.
     quantized_forward: bool
-    # The other layers that an engine merges with this one, where the scheme has a global scale that they must share.
+    # Layers that an engine merges with this one and that must share its global scale, if the scheme has one.
     merged_with: tuple[QuantLinear, ...]
-    high_precision_class: type[Any]  # that the module had
-    low_bit_cache: LowBitCache  # by parameter, of LoRA by adapter ("": none)
+    high_precision_class: type[Any]  # the module's class before
+    low_bit_cache: LowBitCache  # by parameter; for LoRA by adapter ("": none)
     gemm: Gemm | None  # chosen in the first low-bit forward
-    packed_parameters = tuple[str, ...]()  # of which FSDP2 may gather quantized values
+    packed_parameters = tuple[str, ...]()  # those whose quantized values FSDP2 may gather
 
     @classmethod
     def convert(cls, module: Any, scheme: QuantizationScheme, gemm: GemmChoice, quantized_forward: bool) -> None:
@@ -100,21 +100,21 @@ class LowBitLayer:
             del self.__dict__[attribute]
 
     def sources(self) -> tuple[str, ...]:
-        """Names, below this module, of the parameters that `low_bit` makes one weight of, in its order; none of experts."""
+        """Names, in this module, of the parameters that `low_bit` takes, in its order; none for experts."""
         return ()
 
     @torch.no_grad()
     def low_bit_of(self, parameter: str, weight: Tensor | None = None) -> LowBitWeight:
         """
-        The low-bit weight of one of its parameters, or of `weight` in the place of that, whole or a `DTensor`.
+        The low-bit weight of a parameter, or of `weight` instead (whole or a `DTensor`).
 
-        `ValueError` when it holds NaN or infinity.
+        `ValueError` if it holds NaN or infinity.
         """
         own = getattr(self, parameter)
         source = own if weight is None else weight
         if isinstance(source, GatheredWeight):  # in a forward under FSDP2
             return source.held[0]
-        if is_packed(own) and isinstance(source, DTensor):  # outside of one: only this process's rows are kept
+        if is_packed(own) and isinstance(source, DTensor):  # outside a forward: this process keeps only its own rows
             rows = None
             if source.to_local().data_ptr() == own.to_local().data_ptr():
                 rows = self.own_low_bit(parameter, anew=weight is not None)
@@ -126,10 +126,10 @@ class LowBitLayer:
     @torch.no_grad()
     def own_low_bit(self, parameter: str, anew: bool = False) -> LowBitWeight:
         """
-        The low-bit rows of this process, of a parameter that FSDP2 has cut; made once per optimizer step, or `anew`.
+        The low-bit rows of this process, for a parameter that FSDP2 shards; made once per optimizer step, or `anew`.
 
-        `anew` for what leaves the learner, since not every write to a shard moves a version: `weight.detach().to_local()` has
-        its own, and a checkpoint is loaded through it.
+        Syncs and exports ask for `anew`, because a write to a shard may leave its version unchanged: a checkpoint loads through
+        `weight.detach().to_local()`, which has a version of its own.
         """
         weight = getattr(self, parameter)
         own = weight.to_local()
@@ -160,7 +160,7 @@ class LowBitLayer:
         bias: Bias = None,
         chain: Chain = None,
     ) -> Tensor:
-        """`LowBitMatmul` in the dtype that autocast asks for; what autocast would cast in `low_bit` and `gemm` it leaves alone."""
+        """`LowBitMatmul` in autocast's dtype; autocast is off inside `low_bit` and `gemm`."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
@@ -179,7 +179,7 @@ class QuantLinear(LowBitLayer, nn.Linear):
         return ("weight",)
 
     def low_bit(self, weight: Tensor | None = None) -> LowBitWeight:
-        """The low-bit weight of the master weight, or of `weight` `(out, in)` in its place, whole or a `DTensor`."""
+        """The low-bit weight of the master weight, or of `weight` `(out, in)` instead (whole or a `DTensor`)."""
         return self.low_bit_of("weight", weight)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """`LoraQuantLinear`: a peft LoRA layer whose forward multiplies by its quantized merged weight, `Q(W + s B A)`.
 
-Invariant: the base weight is only ever read. The merged weight exists for as long as it takes to quantize it, so there
-is no merge to undo and nothing that drifts (paper Sec. 3.1, step 2, with `theta = W + s B A`).
+Invariant: nothing writes to the base weight. The merged weight exists only while it is quantized, so there is no merge to
+undo and no drift (paper Sec. 3.1, step 2, with `theta = W + s B A`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
 
 
-# Whatever else a LoraConfig sets changes what the layer computes, or where it is; a field of a later peft does until read.
+# Any other field of a LoraConfig may change what the layer computes. Fields of later peft versions count as such until we check them.
 _PLAIN_LORA = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "inference_mode"),
@@ -37,8 +37,8 @@ def merged_weight(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float
     """
     `W + scaling * B A`, float32 `(out, in)`, from the bfloat16 casts of weight `(out, in)`, A `(r, in)` and B `(out, r)`.
 
-    The casts make every path agree: an FSDP2 forward sees bfloat16 copies, sync and export the float32 master weights.
-    On such values this is peft's own merge, bit for bit, whatever autocast says.
+    With the casts every path agrees: an FSDP2 forward sees bfloat16 copies, sync and export see float32 master weights.
+    For bfloat16 values this is peft's own merge, bit for bit, with or without autocast.
     """
     weight, lora_A, lora_B = (t.detach().to(MASTER_CAST_DTYPE) for t in (weight, lora_A, lora_B))
     with torch.autocast(weight.device.type, enabled=False):
@@ -47,13 +47,13 @@ def merged_weight(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float
 
 def factor_gradients(scaling: float, grad: Tensor, x: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor]:
     """
-    The gradients of `lora_A` and `lora_B` from that of the output `(tokens, out)` and the input `(tokens, in)`.
+    The gradients of `lora_A` and `lora_B`, from the gradient of the output `(tokens, out)` and the input `(tokens, in)`.
 
-    Straight through: the gradient of `Q(W + s B A)` is given to `W + s B A` unchanged, hence by the chain rule to A and B. It goes
-    through the rank, so the `(out, in)` gradient itself is never made.
+    Straight-through: `W + s B A` gets the gradient of `Q(W + s B A)` unchanged; the chain rule gives those of A and B. It multiplies
+    by the factors first, so it never makes an `(out, in)` gradient.
     """
     scaled = grad * scaling
-    # The values that were merged, not the master weights they were rounded from.
+    # The bfloat16 values that were merged, not the master weights.
     used_A, used_B = (t.to(MASTER_CAST_DTYPE).to(grad.dtype) for t in (lora_A, lora_B))
     return ((scaled @ used_B).t() @ x).to(lora_A.dtype), (scaled.t() @ (x @ used_A.t())).to(lora_B.dtype)
 
@@ -62,13 +62,13 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
     """
     `peft.tuners.lora.Linear` after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
-    With the adapter disabled, or another one active, it computes with `Q(W)`, or that adapter's merged weight.
+    It computes with the merged weight of the active adapter, or with `Q(W)` without one.
     """
 
-    _z3_leaf = True  # as `deepspeed.utils.set_z3_leaf_modules`: ZeRO-3 gathers W, A and B together
+    _z3_leaf = True  # as `deepspeed.utils.set_z3_leaf_modules` sets it: ZeRO-3 gathers W, A and B together
 
     def sources(self) -> tuple[str, ...]:
-        """Of the active adapter; an error while adapters are disabled."""
+        """Names for the active adapter; `RuntimeError` while adapters are disabled."""
         if self.disable_adapters:
             raise RuntimeError(
                 "The adapters are disabled: a weight sync or an export would hold the base model instead of the policy. "
@@ -78,9 +78,9 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
 
     def low_bit(self, *given: Tensor) -> LowBitWeight:
         """
-        The low-bit merged weight of the active adapter, or that of the base where none is active.
+        The low-bit merged weight of the active adapter, or of the base if none is active.
 
-        `given` are read instead of its own `sources`: base weight `(out, in)`, A `(r, in)` and B `(out, r)`, each whole or a `DTensor`.
+        `given` replace its own `sources`: base weight `(out, in)`, A `(r, in)` and B `(out, r)`, each whole or a `DTensor`.
         `RuntimeError` when peft has merged an adapter into the base weight, `ValueError` when several adapters are active.
         """
         if self.merged:
@@ -100,7 +100,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
 
     @property
     def adapter(self) -> str:
-        """The active adapter of this layer, "" where the base alone computes."""
+        """The active adapter of this layer, "" if there is none."""
         if self.disable_adapters:
             return ""
         active = [name for name in self.active_adapters if name in self.lora_A]
@@ -110,7 +110,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
 
     @staticmethod
     def _names(adapter: str) -> tuple[str, ...]:
-        """The base weight and the two factors of an adapter, if it is one."""
+        """Names of the base weight and, if there is an adapter, its two factors."""
         return ("base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight")[: 3 if adapter else 1]
 
     # Without peft's other arguments: adapters chosen per sample have no single merged weight.
@@ -132,7 +132,7 @@ def check_lora_config(config: Any) -> None:
             "Use peft.LoraConfig, or set quant_scheme='none'."
         )
     plain = LoraConfig()
-    unset: tuple[Any, ...] = None, (), [], set(), {}  # peft itself leaves empty containers in fields that were not set
+    unset: tuple[Any, ...] = None, (), [], set(), {}  # peft leaves empty containers in fields that nobody set
     names = [field.name for field in fields(config) if field.name not in _PLAIN_LORA]
     changed = [name for name in names if getattr(config, name) not in (getattr(plain, name, None), *unset)]
     if config.init_lora_weights not in _PLAIN_INIT:  # others may rewrite the base weights
@@ -140,13 +140,13 @@ def check_lora_config(config: Any) -> None:
     if changed:
         settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
         raise ValueError(
-            f"The adapter sets {settings}, with which the learner's layer is not the engine's weight Q(W + s B A). Leave it out "
+            f"The adapter sets {settings}, so the learner's layer would differ from the engine's weight Q(W + s B A). Leave it out "
             "(lora_dropout: 0.0; TRL's ModelConfig has 0.05)."
         )
 
 
 def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:
-    """Refuse adapters in the base `model` that do not merge into the layers to quantize, which are given by checkpoint name."""
+    """Refuse (`ValueError`) adapters in the base `model` that do not merge into the layers to quantize (`matched`, by checkpoint name)."""
     quantized = {id(module) for module in matched.values()}
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and (id(module) not in quantized or type(module) is not lora.Linear):

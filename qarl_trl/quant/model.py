@@ -1,7 +1,7 @@
 """`apply_quantization`: find the linear layers and experts of a model and make them low-bit layers, in place, and back.
 
-Invariant: a layer that matches the targets is quantized or the call fails; parameter names, `state_dict` and the
-module tree stay as they were, because only `module.__class__` changes.
+Invariant: every layer that matches the targets is quantized, or the call fails. Parameter names, `state_dict` and the
+module tree do not change, because only `module.__class__` changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .scheme import (
 from .shards import shape_of
 
 
-# What transformers' `use_experts_implementation` says of a layout that `QuantExperts.forward` computes.
+# Attributes by transformers' `use_experts_implementation` of the layout that `QuantExperts.forward` computes.
 EXPERTS_LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 # Layers that vLLM loads into one matrix.
 MERGED_BY_ENGINES = (
@@ -48,9 +48,9 @@ class Matched(NamedTuple):
 
     name: str  # in a checkpoint
     module: nn.Module  # a linear layer, peft's layer around one, or a module of experts
-    base: nn.Module  # owns the parameters: below an adapter, if there is one
+    base: nn.Module  # owns the parameters: the layer under the adapter, if there is one
     scheme: QuantizationScheme
-    weights: dict[str, list[str]]  # of each parameter: names of the linear layers that a checkpoint has for it
+    weights: dict[str, list[str]]  # for each parameter the names of its linear layers in a checkpoint
 
 
 def apply_quantization(
@@ -67,22 +67,22 @@ def apply_quantization(
     """
     Give the matching linear layers of `model` a low-bit forward with straight-through gradients; returns `model`.
 
-    In a `PeftModel` a layer with a LoRA adapter runs its merged weight, quantized. Experts count as one linear layer for each expert
-    and projection, under the names of the checkpoint.
+    In a `PeftModel` a layer with a LoRA adapter quantizes its merged weight. Experts count as one linear layer per expert and
+    projection, with the names of the checkpoint.
 
     Args:
         model: Modified in place. Master weights keep their dtype. All names are those of the base model of a `PeftModel`.
         scheme: Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a scheme, or a configuration of several groups
             ([`~qarl_trl.quant.recipe.read_recipe`]), which has its own targets, ignore list and group sizes.
         targets: Class names, module names, or `re:` patterns, as in compressed-tensors.
-        ignore: Modules left alone, same syntax. Defaults to `lm_head` and routers, as in `QaRLConfig`.
+        ignore: Modules that are not quantized, same syntax. Defaults to `lm_head` and routers, as in `QaRLConfig`.
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
-        gemm: From scheme and device to what multiplies; the engine's are in `qarl_trl.rollout.gemm`.
+        gemm: Function from scheme and device to a gemm; `qarl_trl.rollout.gemm` has the engine's.
         quantize_forward: `False` keeps the forward in high precision.
-        frozen: Make the layers [`~qarl_trl.quant.frozen.FrozenLinear`]s, which drop their weights and wait for low-bit tensors.
+        frozen: Make the layers [`~qarl_trl.quant.frozen.FrozenLinear`]s, which drop their weights and get low-bit tensors later.
 
     Raises:
-        ValueError: for a model, a layer, experts or an adapter that cannot be quantized; when nothing matches.
+        ValueError: if a model, a layer, experts or an adapter cannot be quantized, or if nothing matches.
     """
     if isinstance(scheme, QuantizationConfig):
         plan = resolve_config(scheme)
@@ -105,7 +105,7 @@ def apply_quantization(
 
 
 def remove_quantization(model: nn.Module) -> nn.Module:
-    """Turn every low-bit layer of `model` back into the class it had. Master weights are untouched."""
+    """Give every low-bit layer of `model` its former class. Master weights do not change."""
     for _, module in quantized_modules(model):
         module.restore()
     return model
@@ -117,7 +117,7 @@ def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
 
 
 def bypassed_layers(model: nn.Module) -> list[str]:
-    """Names of the layers whose low-bit forward was never used, though they have one."""
+    """Names of the layers whose low-bit forward never ran."""
     return [name for name, layer in quantized_modules(model) if layer.quantized_forward and layer.gemm is None]
 
 
@@ -127,7 +127,7 @@ def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:
 
         return FrozenLinear
     if hasattr(module, "base_layer"):
-        from .lora import LoraQuantLinear  # imports peft, which nothing else needs
+        from .lora import LoraQuantLinear  # imports peft, which is optional
 
         return LoraQuantLinear
     return QuantLinear if isinstance(module, nn.Linear) else QuantExperts
@@ -138,9 +138,9 @@ def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:
 
 def _match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
     """
-    The modules that `plan` quantizes, in module order; every group must have one.
+    The modules that `plan` quantizes, in module order; every group must match one.
 
-    Containers, norms and activations that a wide pattern matches are passed over.
+    Ignores containers, norms and activations that a wide pattern matches.
     """
     experts, matched = dict(expert_modules(model)), []
     for name, module in checkpoint_modules(model):
@@ -167,9 +167,9 @@ def _match_experts(
     name: str, module: nn.Module, plan: QuantizationConfig
 ) -> tuple[QuantizationScheme | None, dict[str, list[str]]]:
     """
-    The one scheme of a module of experts, which is matched as the linear layers that a checkpoint has in its place.
+    The scheme of a module of experts. Patterns match the linear layers that a checkpoint has instead of it.
 
-    As in llm-compressor; in addition, an ignore pattern that names the module or its class means all of it.
+    llm-compressor matches them too; in addition, an ignore pattern for the module or its class means all of it.
     """
     layout = {key: getattr(module, key, None) for key in EXPERTS_LAYOUT}
     params = [name for name, _ in module.named_parameters(recurse=False)]
@@ -196,7 +196,7 @@ def _match_experts(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse (`ValueError`) a model whose weights or layers are in the hands of another library, or quantized already."""
+    """Refuse (`ValueError`) a model that is quantized already, or whose LoRA layers have no PeftModel."""
     if any(quantized_modules(model)):
         raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
     foreign = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -233,18 +233,18 @@ def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
 
 
 def _check_layer(layer: Matched, owners: Counter[int]) -> None:
-    """A plain linear layer or experts, whose weights have one owner, in matrices that groups or blocks divide."""
-    # A subclass may compute something else in its forward, which the swap would silently drop.
+    """Refuse (`ValueError`) other layers than linear ones and experts, tied weights, and sizes that groups or blocks do not divide."""
+    # A subclass may have another forward, which the new class would silently drop.
     if len(layer.weights) == 1 and type(layer.base) is not nn.Linear:
         raise ValueError(
             f"Layer {layer.name!r} must be a torch.nn.Linear to be quantized, got {type(layer.base)}. Add it to "
             "`quant_ignore` if it may stay in high precision."
         )
-    # Blocks padded at the edge are stored alike, but engines that merge layers (q, k, v) cannot load them.
+    # Checkpoints can store blocks padded at the edge, but engines that merge layers (q, k, v) cannot load them.
     height, width = layer.scheme.weights.block_structure or (1, effective_group_size(layer.scheme) or 1)
     for parameter, names in layer.weights.items():
         weight = getattr(layer.base, parameter)
-        if owners[id(weight)] > 1:  # a checkpoint stores it once: it cannot be both quantized values and an embedding
+        if owners[id(weight)] > 1:  # a checkpoint stores it once, either quantized or as an embedding
             raise ValueError(f"Layer {layer.name!r} has a weight that is tied to another. Add it to `quant_ignore`.")
         *stack, columns = shape_of(weight)
         rows = math.prod(stack) // len(names)
@@ -257,9 +257,9 @@ def _check_layer(layer: Matched, owners: Counter[int]) -> None:
 
 
 def check_shardable(plan: QuantizationConfig) -> None:
-    """Refuse (`ValueError`) a `plan` whose layers no process may hold in parts."""
+    """Refuse (`ValueError`) a `plan` with layers that cannot be sharded."""
     if any(map(has_global_scale, plan.config_groups.values())):
         raise ValueError(
-            "A scheme with a global scale (NVFP4A16) needs q, k, v (and gate, up) whole at once, and FSDP and ZeRO-3 cut them. "
+            "A scheme with a global scale (NVFP4A16) needs whole q, k, v (and gate, up) at once, and FSDP and ZeRO-3 shard them. "
             "Use DDP, or a scheme without a global scale."
         )

@@ -1,4 +1,4 @@
-"""Names of modules and parameters as the checkpoint knows them, below activation checkpointing and peft."""
+"""Checkpoint names of modules and parameters, without the parts that activation checkpointing and peft add."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def checkpoint_names(model: nn.Module) -> Callable[[str], str | None]:
-    """From a name in `model` to that in the base model (of `modules_to_save` the active copy); `None` for what its checkpoint does not have."""
+    """Return a function from names in `model` to names in the base model (`modules_to_save`: the active copy), or `None` if its checkpoint lacks them."""
     if not is_peft_model(model):
         return plain_name
     adapter = model.active_adapter
@@ -52,17 +52,17 @@ def checkpoint_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def checkpoint_renaming(model: nn.Module) -> Callable[[str], str]:
     """
-    From a module's or parameter's name to the one that transformers saves it under.
+    Return a function from a module's or parameter's name to the name that transformers saves it under.
 
-    transformers renames some modules on load (Mixtral's `block_sparse_moe` becomes `mlp`) and back in `save_pretrained`;
-    llm-compressor's checkpoints and vLLM have the saved names.
+    transformers renames some modules when it loads (Mixtral's `block_sparse_moe` becomes `mlp`) and renames them back in
+    `save_pretrained`; llm-compressor's checkpoints and vLLM use the saved names.
     """
     model = base_model(model)
     if not isinstance(model, PreTrainedModel):
         return str
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
-        # As in `save_pretrained` of a model that was not loaded from a file.
+        # `save_pretrained` does the same for a model that was not loaded from a file.
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
     renamings = [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightRenaming)]

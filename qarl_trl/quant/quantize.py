@@ -1,7 +1,7 @@
-"""The one quantizer: a weight to the tensors that are computed with, synced and saved; and the matrix that they stand for.
+"""The one quantizer: from a weight to the tensors for forward, sync and checkpoint, and back to a matrix.
 
-Invariant: every low-bit tensor in this package comes out of `quantize_weight`, from the bfloat16 cast of the master
-weight, as compressed-tensors would round it (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
+Invariant: `quantize_weight` makes every low-bit tensor in this package, from the bfloat16 cast of the master
+weight, with the rounding of compressed-tensors (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ class LowBitWeight:
     A quantized weight.
 
     Attributes:
-        data (`dict[str, Tensor]`): What a compressed-tensors checkpoint stores for the layer, by local name, without the shape.
-            Packed schemes (W4A16, W8A16): `weight_packed` int32 `(out, in * bits / 32)`, `weight_scale` bfloat16 `(out,
-            groups)`, and with asymmetric quantized values `weight_zero_point` int32 `(out / 8, groups)`.
-            The others: `weight` float8_e4m3fn or int8 `(out, in)`, `weight_scale` bfloat16 `(out, groups)`,
+        data (`dict[str, Tensor]`): The tensors that a compressed-tensors checkpoint stores for the layer, by local name, without the
+            shape. Packed schemes (W4A16, W8A16): `weight_packed` int32 `(out, in * bits / 32)`, `weight_scale` bfloat16 `(out,
+            groups)`, and for asymmetric schemes `weight_zero_point` int32 `(out / 8, groups)`.
+            Others: `weight` float8_e4m3fn or int8 `(out, in)`, `weight_scale` bfloat16 `(out, groups)`,
             or `(out / 128, in / 128)` for blocks. NVFP4A16: `weight_packed` uint8 `(out, in / 2)`, `weight_scale`
             float8_e4m3fn `(out, in / 16)`, `weight_global_scale` float32 `(1,)`.
     """
 
     data: dict[str, Tensor]
     scheme: QuantizationScheme
-    # Where a kernel keeps a repacked form for as long as these quantized values live.
+    # Kernels keep repacked forms here, for as long as these quantized values live.
     prepared: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint stores, sorted: `data`, and of packed schemes `weight_shape` int64 `(2,)`."""
+        """All tensors that a checkpoint stores, sorted: `data`, and for packed schemes `weight_shape` int64 `(2,)`."""
         shape = {"weight_shape": torch.tensor(self.shape)} if self.scheme.format == "pack-quantized" else {}
         return dict(sorted((self.data | shape).items()))
 
     @property
     def quantized(self) -> Tensor:
-        """The tensor that holds the quantized values: `weight_packed` (words of several) or `weight` (one each)."""
+        """The tensor with the quantized values: `weight_packed` (several to a word) or `weight`."""
         return self.data["weight_packed"] if "weight_packed" in self.data else self.data["weight"]
 
     @property
@@ -66,9 +66,9 @@ class LowBitWeight:
 
     def split(self, rows: int) -> list[LowBitWeight]:
         """
-        The weights of `rows` rows each, as if each had been quantized by itself; views.
+        Split into weights of `rows` rows each, equal to weights quantized one by one; views.
 
-        `ValueError` when rows of two of them share a scale (blocks), a word of zero points (of 8) or a global scale.
+        `ValueError` when two of them would share a scale (blocks), a word of 8 zero points or a global scale.
         """
         total = self.shape[0]
         if total % rows or rows % rows_together(self.scheme) or has_global_scale(self.scheme):
@@ -78,18 +78,18 @@ class LowBitWeight:
 
 
 def rows_together(scheme: QuantizationScheme) -> int:
-    """Rows that share a scale (blocks) or a word of zero points, without a global scale."""
+    """Number of rows that share a scale (blocks) or a word of zero points; ignores a global scale."""
     blocks = scheme.weights.block_structure
     return blocks[0] if blocks is not None else 1 if scheme.weights.symmetric else 8
 
 
 def meta_tensors(scheme: QuantizationScheme, rows: int, columns: int) -> dict[str, Tensor]:
-    """What a checkpoint stores of a weight `(rows, columns)`, on the meta device: compressed-tensors' compression of a layer without values."""
+    """The tensors that a checkpoint stores for a weight `(rows, columns)`, on the meta device: compressed-tensors compresses an empty layer."""
     layer = nn.Linear(columns, rows, bias=False, dtype=MASTER_CAST_DTYPE, device="meta")
     initialize_module_for_quantization(layer, scheme.model_copy(), force_zero_point=False)
     compress_module(layer)
     tensors = layer.state_dict()
-    if "weight_packed" in tensors and "weight_zero_point" in tensors:  # which it packs only where it has values
+    if "weight_packed" in tensors and "weight_zero_point" in tensors:  # packed only if it has values
         size = math.ceil(rows * scheme.weights.num_bits / 32), tensors["weight_scale"].shape[1]
         tensors["weight_zero_point"] = torch.empty(size, dtype=torch.int32, device="meta")
     return tensors
@@ -101,19 +101,19 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
     Quantize a weight matrix by round-to-nearest with min-max scales.
 
     Args:
-        weight: Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first, and never aliased.
+        weight: Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first; the result shares no memory with it.
         scheme: A scheme of `qarl_trl.quant.scheme`, with `format` set.
-        largest: For schemes with a global scale, the largest magnitude of all weights that share it, bfloat16 scalar: an
-            engine that merges layers (q, k, v) has one global scale for them. Default: of `weight`.
+        largest: For schemes with a global scale, the largest magnitude of all weights that share it (an engine that merges
+            q, k, v has one global scale for them), bfloat16 scalar. Default: that of `weight`.
 
     Raises:
-        ValueError: for a weight that is not a matrix, does not fill whole words when packed, or holds NaN or infinity.
+        ValueError: if the weight is not a matrix, does not fill whole words when packed, or holds NaN or infinity.
     """
     if weight.ndim != 2 or ("pack" in scheme.format and weight.shape[1] % 8):
         raise ValueError(
             f"The weight must be a matrix (out, in) whose columns are a multiple of 8, got shape {tuple(weight.shape)}."
         )
-    if weight.is_meta:  # low bits without values, as of a model without weights
+    if weight.is_meta:  # a model without weights
         stored = meta_tensors(scheme, *weight.shape)
         return LowBitWeight({name: stored[name] for name in stored if name != "weight_shape"}, scheme)
     weight, data, global_scale = _cast(weight), {}, None
@@ -123,7 +123,7 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
         own = high.max() if high.numel() else high.new_zeros(())
         largest = ranges = (own if largest is None else torch.maximum(own, largest)).reshape(1)
         global_scale = data["weight_global_scale"] = generate_gparam(-largest, largest)
-    if ranges.numel() and not math.isfinite(ranges.max().item()):  # which is NaN if one of them is
+    if ranges.numel() and not math.isfinite(ranges.max().item()):  # the maximum is NaN if one of them is
         raise ValueError(
             f"A weight of shape {tuple(weight.shape)} holds NaN or infinity: the update before it diverged. Lower the learning rate or "
             "max_grad_norm, and resume from the last checkpoint."
@@ -132,13 +132,13 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
     if global_scale is None:
         encoded = reference.encode(weight, qparams, scheme)
         data["weight_packed" if "pack" in scheme.format else "weight"] = encoded
-    else:  # 4-bit floats: compressed-tensors' own rounding, for which the zero point takes the sign of zero away
+    else:  # 4-bit floats: compressed-tensors rounds; the zero point makes -0.0 a 0.0
         scale = qparams[0].float()
         given = {"weight": weight, "weight_scale": scale, "weight_zero_point": torch.zeros_like(scale)}
         data = NVFP4PackedCompressor.compress(data | given, scheme)
     if zero_point is not None:
         words = pack_to_int32(zero_point, 4, packed_dim=0)
-        # It is transposed, which `contiguous` overlooks in a single column.
+        # It is transposed; with a single column `contiguous` would not copy it.
         data["weight_zero_point"] = words.clone(memory_format=torch.contiguous_format)
     return LowBitWeight({name: tensor.contiguous() for name, tensor in data.items()}, scheme)
 
@@ -146,7 +146,7 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
 @torch.no_grad()
 def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """
-    The matrix `(out, in)` that the low-bit tensors stand for, bit for bit as compressed-tensors decompresses it.
+    Return the matrix `(out, in)` of a low-bit weight, bit for bit as compressed-tensors decompresses it.
 
     It multiplies the quantized values (minus the zero point) by the scale, rounds in the scale's dtype (bfloat16) and casts to `dtype`.
     """
@@ -158,10 +158,10 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
 
 
 def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
-    """Largest magnitude of the bfloat16 cast of `weight`, a bfloat16 scalar; `scheme` has symmetric quantized values."""
+    """Largest magnitude of the bfloat16 cast of `weight`, a bfloat16 scalar; `scheme` must be symmetric."""
     return reference.extremes(_cast(weight), scheme)[1].max()
 
 
 def _cast(weight: Tensor) -> Tensor:
-    """What is quantized: the same rounding on every path, or quantized values flip."""
+    """The one cast before quantization: with another rounding on some path, quantized values would flip."""
     return weight.detach().to(MASTER_CAST_DTYPE).contiguous()

@@ -16,17 +16,17 @@ FIELDS = ("targets", "ignore", "scheme", "config_groups")
 
 
 def read_recipe(path: str | os.PathLike[str]) -> QuantizationConfig:
-    """What an llm-compressor recipe with one `QuantizationModifier` quantizes; `ValueError` for what would make another model than `oneshot`."""
+    """Read the plan of an llm-compressor recipe with one `QuantizationModifier`; `ValueError` if the result could differ from `oneshot`'s."""
     text = Path(path).read_text()
     try:
         return _config_of(yaml.safe_load(text))
-    # A layout that is no mapping, an unknown preset, a wrong value.
+    # The layout is not a mapping, a preset is unknown, or a value is wrong.
     except (AttributeError, KeyError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"The recipe {path} cannot be used: {error}") from error
 
 
 def _config_of(content: dict[str, Any]) -> QuantizationConfig:
-    """As llm-compressor resolves `<name>_stage: <name>_modifiers: QuantizationModifier: fields`; other names it passes over."""
+    """Resolve `<name>_stage: <name>_modifiers: QuantizationModifier: fields` as llm-compressor does, which ignores other names."""
     stages = [groups for stage, groups in content.items() if stage.endswith("_stage")]
     found = [modifiers for groups in stages for group, modifiers in groups.items() if group.endswith("_modifiers")]
     modifiers = [modifier for group in found for modifier in group.items()]

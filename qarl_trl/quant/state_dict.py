@@ -1,7 +1,7 @@
 """The low-bit model as a stream of tensors in checkpoint names.
 
-Invariant: the sync and the export read this one stream; a quantized layer's tensors are those its forward
-multiplies with (of experts: views of them), everything else is a fresh bfloat16 copy (paper Sec. 3.1, step 3).
+Invariant: sync and export read this one stream. It has the tensors that a quantized layer's forward uses (for experts: views
+of them), and a new bfloat16 copy of everything else (paper Sec. 3.1, step 3).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
 
 
-# Names of parameters, and what makes other tensors of the checkpoint of all of them.
+# Names of parameters, and a function that makes checkpoint tensors from all of them.
 _Producer = tuple[tuple[str, ...], Callable[..., Iterable[tuple[str, Tensor]]]]
 
 
@@ -27,15 +27,15 @@ def iter_low_bit_weights(
     model: nn.Module, named_params: Iterable[tuple[str, Tensor]] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """
-    Yield every tensor of the low-bit checkpoint of `model`, by the name that transformers saves it under.
+    Yield every tensor of the low-bit checkpoint of `model`, with the name that transformers saves it under.
 
-    `X.weight_packed`, `X.weight_scale`, `X.weight_shape` of a W4A16 layer `X`, `X.weight` (float8) and `X.weight_scale` of an FP8
-    layer, otherwise the parameter in bfloat16. The experts of a quantized model come as one layer per expert and projection,
-    quantized or not. Persistent buffers follow, in their own dtype.
+    A W4A16 layer `X` gives `X.weight_packed`, `X.weight_scale`, `X.weight_shape`; an FP8 layer `X.weight` (float8) and
+    `X.weight_scale`; other parameters come in bfloat16. The experts of a quantized model come as one layer per expert and
+    projection, quantized or not. Persistent buffers come last, in their own dtype.
 
-    Of a `PeftModel` it is the base model with the active adapter merged, without `apply_quantization` plain bfloat16 tensors.
-    `named_params` (by default of `model`) are in module order, whole or as FSDP2's `DTensor`, of which the quantized values are gathered:
-    every process has to iterate. `RuntimeError` when they lack parameters of a quantized layer or of experts.
+    A `PeftModel` gives its base model with the active adapter merged; a model without low-bit layers gives bfloat16 tensors.
+    `named_params` (default: those of `model`) are in module order, whole or as FSDP2's `DTensor`s. Their quantized values are
+    gathered, so every process must iterate. `RuntimeError` if parameters of a quantized layer or of experts are missing.
     """
     name_of = checkpoint_names(model)
     quantized = any(isinstance(module, LowBitLayer) for module in model.modules())
@@ -53,7 +53,7 @@ def iter_low_bit_weights(
             if seen.keys() >= set(sources):
                 yield from tensors_of(*(seen.pop(source) for source in sources))
         elif name is not None:
-            # A copy even when the dtype fits: the engine keeps references until a layer is complete.
+            # Always a copy: the engine keeps references until a layer is complete.
             tensor = whole(param.detach())
             copied = tensor.to(MASTER_CAST_DTYPE, copy=True) if tensor.is_floating_point() else tensor.clone()
             yield rename(name), copied
@@ -70,9 +70,9 @@ def iter_low_bit_weights(
 
 def readable_parameters(model: nn.Module, dist: Any) -> Iterator[tuple[str, Tensor]]:
     """
-    Every parameter of the unwrapped `model` under its plain name, one at a time: gathered under ZeRO-3, as it is otherwise.
+    Yield every parameter of the unwrapped `model` with its plain name: gathered under ZeRO-3, unchanged otherwise.
 
-    `dist` is TRL's `DistributedBackend`. Gathering is collective: every process has to iterate.
+    `dist` is TRL's `DistributedBackend`. Gathering is collective, so every process must iterate.
     """
     for name, param in model.named_parameters():
         with dist.gather_params([param]):

@@ -1,1 +1,1 @@
-"""The rollout engine: started in a scheme, fed with the learner's low-bit tensors, and checked."""
+"""The rollout engine: start it in a scheme, sync the learner's low-bit tensors to it, and check it."""

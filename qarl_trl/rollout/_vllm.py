@@ -1,4 +1,4 @@
-"""Every private seam of vLLM that a weight sync and a start go through, each with its reason."""
+"""Every private part of vLLM that starts and weight syncs use, each with its reason."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .._compat import installed_version
 from . import _vllm_cpu
 
 
-# Parameters of attention layers for checkpoints with a quantized KV cache, which a sync never has.
+# Parameters of attention layers for checkpoints with a quantized KV cache; our syncs never have them.
 _CACHE_SCALES = re.compile(r"(^|\.)(q|k|v|prob)_(scale|zero_point)$")
-# vLLM's switch for scales of float8 blocks that are powers of two, on wherever DeepGEMM is installed (`vllm.utils.deep_gemm`).
+# vLLM's switch that rounds scales of float8 blocks to powers of two; on if DeepGEMM is installed (`vllm.utils.deep_gemm`).
 BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
 
 
 def keep_block_scales() -> None:
-    """Have the engine multiply by the block scales that were synced; by default a Hopper engine rounds them up first."""
+    """Make the engine use the synced block scales; by default a Hopper engine rounds them up first."""
     os.environ[BLOCK_SCALES] = "0"
 
 
@@ -54,11 +54,11 @@ def engine_model(llm: Any) -> torch.nn.Module:
 
 def keep_cache_scales() -> None:
     """
-    Start engines of random weights with scales of 1 for KV cache, queries and attention probabilities.
+    Start engines with random weights, but with scales of 1 for KV cache, queries and attention probabilities.
 
-    vLLM's loader of random weights (`load_format="dummy"`) draws these scales as well, a reload of weights leaves attention
-    layers alone, and FlashInfer's kernels and CUDA graphs keep the numbers that they see in the first forward. So the scales
-    have to be right before that: vLLM's loader is replaced, once, for the whole process.
+    vLLM's loader of random weights (`load_format="dummy"`) also draws these scales. A reload does not touch attention layers, and
+    FlashInfer's kernels and CUDA graphs keep the numbers of the first forward. So the scales must be right before that: this
+    replaces vLLM's loader, once, for the whole process.
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -76,13 +76,13 @@ def keep_cache_scales() -> None:
 
 @torch.no_grad()
 def reset_cache_scales(model: torch.nn.Module) -> None:
-    """Set the scales of KV cache, queries and attention probabilities to 1 in every attention layer, copies on the host included."""
+    """Set the scales of KV cache, queries and attention probabilities to 1 in every attention layer, also their copies on the host."""
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 
     for layer in model.modules():
         if not hasattr(layer, "_k_scale"):
             continue
-        # What a checkpoint would fill, from which vLLM makes the scales as soon as weights are loaded; gone afterwards.
+        # A checkpoint would fill these; vLLM makes the scales from them after it loads weights, and removes them.
         for name, parameter in layer.named_parameters(recurse=False):
             if _CACHE_SCALES.search(name):
                 parameter.fill_(1)
@@ -92,12 +92,12 @@ def reset_cache_scales(model: torch.nn.Module) -> None:
 @contextmanager
 def same_draws(group: Any) -> Iterator[None]:
     """
-    Let numpy's global generator draw the same numbers in all processes of `group`, a torch group, and put it back afterwards.
+    Make numpy's global generator draw the same numbers in all processes of `group` (a torch group); restore it afterwards.
 
-    vLLM's model runner V2, which GPUs use, takes the seeds of requests from it (`SamplingStates.add_request`). The ranks of one
-    engine sample each for itself: after a reward function that drew on one of them their tokens would differ.
+    vLLM's model runner V2, which GPUs use, takes the seeds of requests from it (`SamplingStates.add_request`). Each rank of an
+    engine samples for itself: if a reward function drew a number in one of them, their tokens would differ.
     """
-    seed = [int(np.random.randint(2**32, dtype=np.uint64))]  # drawn by all, so that the next seed is another one
+    seed = [int(np.random.randint(2**32, dtype=np.uint64))]  # all draw, so that the next seed differs
     torch.distributed.broadcast_object_list(seed, group=group, group_src=0)
     state = np.random.get_state()
     np.random.seed(seed[0])
@@ -109,9 +109,9 @@ def same_draws(group: Any) -> Iterator[None]:
 
 def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """
-    Stream tensors of a checkpoint into a colocated engine; one call must carry all of them.
+    Stream tensors of a checkpoint into a colocated engine; one call must have all of them.
 
-    vLLM restores each layer's checkpoint layout, loads, processes and copies into the storage its kernels already hold, so
+    vLLM restores each layer's checkpoint layout, loads, processes, and copies into the memory that its kernels already use, so
     CUDA graphs stay valid.
     """
     worker = llm.llm_engine.model_executor.driver_worker
@@ -120,14 +120,14 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     """
-    Run vLLM's `reload` of an engine's model, and check that every parameter came whole.
+    Run vLLM's `reload` of an engine's model, and check that every parameter was loaded completely.
 
-    Around it this mends what vLLM 0.31's reload leaves out: loaders and storage of biases, layouts of CPU kernels
+    It also handles what vLLM 0.31's reload leaves out: loaders and storage of biases, layouts of CPU kernels
     (`_vllm_cpu.complete_reload`) and scales of attention layers.
 
     Raises:
-        RuntimeError: when the engine did not get every element it has a place for, which it only logs, or not even that: what a
-            merged layer (q, k, v; gate, up; all experts) lacks it takes for padding, and computes with what was in the memory.
+        RuntimeError: if the stream lacks elements of a parameter. vLLM only logs that, or takes the missing part of a merged layer
+            (q, k, v; gate, up; all experts) for padding, and computes with old memory.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -136,11 +136,11 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     came: Counter[int] = Counter()
 
     def counted(loader: Callable[..., Any], call: inspect.BoundArguments) -> tuple[int, Any]:
-        # The first call comes after vLLM has put the parameters of the checkpoint into the place of the kernels'.
+        # At the first call vLLM has already replaced the kernels' parameters by those of the checkpoint.
         if not expected:
             expected.update(_places(model))
         number, result = count(loader, call)
-        came[id(call.arguments["param"])] += max(number, 1)  # scalars are filled, and vLLM counts what is copied
+        came[id(call.arguments["param"])] += max(number, 1)  # vLLM counts copied elements, and it fills scalars
         return number, result
 
     with patch.object(layerwise, "get_numel_loaded", counted), _vllm_cpu.complete_reload(model):
@@ -150,7 +150,7 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     if not expected:
         raise RuntimeError(f"vLLM {installed_version('vllm')} reloaded without its loaders. Use a tested version.")
     whole = {name for name, (parameter, number) in expected.items() if came[id(parameter)] >= number}
-    # A tied parameter is one storage again after the reload: loaded under one name it is loaded under all.
+    # After the reload a tied parameter is one storage again: loaded under one name, it is loaded under all.
     missing = sorted(name for name in expected.keys() - whole if not tied.get(name, set()) & whole)
     if missing:
         raise RuntimeError(
@@ -160,7 +160,7 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
 
 
 def _places(model: torch.nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """By name, each parameter that vLLM's loaders fill, and how many elements a checkpoint has for it."""
+    """Each parameter that vLLM's loaders fill, by name, and its number of elements in a checkpoint."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
     from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
@@ -170,7 +170,7 @@ def _places(model: torch.nn.Module) -> dict[str, tuple[Tensor, int]]:
         for name, parameter in layer.named_parameters(prefix, recurse=False):
             if _CACHE_SCALES.search(name) or name.rpartition(".")[2] in SKIP_LOAD_TENSORS:
                 continue
-            # The last rows of a vocabulary are padding, which never comes; of the shapes of experts vLLM counts the calls.
+            # The last rows of a vocabulary are padding, which no checkpoint has; for the shapes of experts vLLM counts calls.
             uncounted = isinstance(layer, VocabParallelEmbedding) or name.endswith("_weight_shape")
             places[name] = parameter, 1 if uncounted else get_tensor_load_numel(parameter)
     return places
@@ -178,10 +178,10 @@ def _places(model: torch.nn.Module) -> dict[str, tuple[Tensor, int]]:
 
 def _prepare_biases(model: torch.nn.Module) -> dict[str, Tensor]:
     """
-    Let every bias of the engine be loaded, and return the storage of each by name, for [`_keep_biases`].
+    Make every bias of the engine loadable, and return the storage of each by name, for [`_keep_biases`].
 
-    Kernels that permute or cast a bias (Marlin for NVFP4 and FP8, W4A8 on a CPU) put a plain parameter in its place, without the loader
-    that vLLM's stream of a merged layer calls, or without the dimension along which it cuts; the layer itself still has the loader.
+    Kernels that permute or cast a bias (Marlin for NVFP4 and FP8, W4A8 on a CPU) replace it by an ordinary parameter. That lacks the
+    loader that vLLM calls for merged layers, or the dimension along which it splits; the layer itself still has the loader.
     """
     for layer in model.modules():
         bias: Any = getattr(layer, "bias", None)
@@ -193,10 +193,10 @@ def _prepare_biases(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def _keep_biases(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
     """
-    Put every bias back into the storage that CUDA graphs were captured with.
+    Copy every bias back into the storage that CUDA graphs were captured with.
 
-    vLLM's reload copies what a kernel has prepared into the old storage, but leaves biases out of that (`SKIP_TENSORS`), and
-    Marlin's layers permute theirs into a new tensor: a graph would go on reading the loaded one, not permuted.
+    vLLM's reload copies a kernel's prepared tensors into the old storage, except biases (`SKIP_TENSORS`). Marlin's layers permute
+    theirs into a new tensor: a graph would continue to read the old storage, where the bias is not permuted.
     """
     for name, old in before.items():
         bias = model.get_parameter(name)
@@ -206,7 +206,7 @@ def _keep_biases(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
 
 
 def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
-    """For each parameter that the engine holds under several names, all of them."""
+    """All names of each parameter that the engine holds under several names."""
     names: dict[int, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), set()).add(name)
@@ -214,7 +214,7 @@ def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Forget cached keys, values and features of images, which belong to the old weights; an engine that refuses raises."""
+    """Clear cached keys, values and image features of the old weights; `RuntimeError` if the engine refuses."""
     llm.llm_engine.reset_encoder_cache()
     if llm.reset_prefix_cache() is False:
         raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a weight sync.")

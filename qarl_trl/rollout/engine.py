@@ -1,7 +1,7 @@
 """The low-bit vLLM engine: started from a scheme, fed with synced tensors.
 
-Invariant: the engine never reads weights from disk and never quantizes; every byte it computes with came through a weight sync
-of the learner's own low-bit tensors (paper Sec. 3.1, steps 1 and 3).
+Invariant: the engine never reads weights from disk and never quantizes. All its weights come from weight syncs of the learner's
+low-bit tensors (paper Sec. 3.1, steps 1 and 3).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .sync_check import SyncCheck
 
 class LowBitVLLMGeneration(VLLMGeneration):
     """
-    TRL's vLLM, started in a low-bit scheme and fed with packed tensors; in mode "server" it was started by `qarl-trl serve`.
+    TRL's vLLM, started in a low-bit scheme and fed with packed tensors; in mode "server" `qarl-trl serve` started it.
 
-    `quantization_config` is compressed-tensors' for the engine, which runs in bfloat16 without one. With `frozen` the base is sent
-    once, and then the adapter alone. A server gets its weights through `sync_folder`, which it sees too.
+    `quantization_config` is compressed-tensors' config for the engine; without it the engine runs in bfloat16. With `frozen` the
+    first sync sends the base, later ones only the adapter. A server gets its weights through `sync_folder`, which both mount.
 
-    `rollout_seconds` and `sync_seconds` count, since `reset_clock`, generating, and syncing and checking; `synced_bytes` are of the
-    sync that the engine samples with.
+    `rollout_seconds` counts generation and `sync_seconds` syncs and their checks, since `reset_clock`; `synced_bytes` is the size of
+    the last sync.
     """
 
-    alone = False  # whether this process generates when the others may not
+    alone = False  # whether this process generates while others may not
     _adapter_folder: TemporaryDirectory[str] | None = None
 
     def __init__(
@@ -62,7 +62,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self._failed: str | None = None
         self.reset_clock()
         super().__init__(*args, **kwargs)
-        # The trainer decodes token ids itself: text, a fifth of the engine's CPU time, is for stop strings alone.
+        # The trainer decodes token ids itself. Text takes a fifth of the engine's CPU time, and only stop strings need it.
         self.generation_kwargs = {"detokenize": bool(self.generation_kwargs.get("stop"))} | self.generation_kwargs
 
     def _init_vllm(self) -> None:
@@ -74,8 +74,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if self.accelerator.num_processes == 1:
             from vllm.utils.network_utils import get_open_port
 
-            os.environ.setdefault("MASTER_PORT", str(get_open_port()))  # two runs race for TRL's four
-        # TRL puts the engine to sleep as soon as it is built, so the sync check looks at its random weights before that.
+            os.environ.setdefault("MASTER_PORT", str(get_open_port()))  # two runs would race for TRL's four ports
+        # TRL puts the engine to sleep right after it builds it, so the sync check must score the random weights before that.
         look = None if self.sync_check is None else self.sync_check.look_before
         settings = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
         if self._adapter_folder:
@@ -87,8 +87,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         _vllm_layer.use_settings_of(self.llm)
 
     def _connect(self) -> None:
-        """Find the server, refuse one that is not the engine of this run, and let the sync check see random weights."""
-        self.enable_sleep_mode = False  # there is nothing to make room for
+        """Find the server, refuse one that does not match this run, and let the sync check score random weights."""
+        self.enable_sleep_mode = False  # the server has GPUs of its own
         needed = engine_facts(self.model.config, self.quantization_config)
 
         def connect() -> bool:
@@ -100,16 +100,16 @@ class LowBitVLLMGeneration(VLLMGeneration):
             self.sync_check.look_before(self)
 
     def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:
-        """Log-probs `(T - 1,)`, float32, of a prompt by the server; all processes have to ask."""
+        """The server's log-probs `(T - 1,)`, float32, of a prompt; all processes must call this."""
         return torch.tensor(on_first(self.accelerator, lambda: self.vllm_client.prompt_logps(token_ids)))
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         if self.quantization_config is None and is_peft_model(self.model):
-            # Merges the adapter into the base weights and back, which changes them.
+            # TRL's merges the adapter into the base weights and back, which changes them.
             named_params = super()._iter_named_params()
         else:
-            named_params = readable_parameters(self.model, self._dist)  # TRL's would gather whole master weights
-        if not (self._adapter_folder and self.num_syncs) or self.enable_sleep_mode:  # which drops a frozen base
+            named_params = readable_parameters(self.model, self._dist)  # TRL's gathers whole master weights
+        if not (self._adapter_folder and self.num_syncs) or self.enable_sleep_mode:  # sleep drops a frozen base
             yield from iter_low_bit_weights(self.model, named_params)
         if self._adapter_folder:
             from ..quant.frozen import adapter_tensors  # imports peft
@@ -117,7 +117,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             yield from adapter_tensors(self.model)
 
     def sync_weights(self) -> None:
-        """Send the learner's current low-bit tensors to the engine and forget cached keys and values."""
+        """Send the learner's current low-bit tensors to the engine, and clear its cached keys and values."""
         start = time.perf_counter()
         if self.enable_sleep_mode:
             clear_device_cache()
@@ -136,7 +136,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             try:
                 self._send(stream)
             except Exception:
-                for _ in stream:  # sharded weights are gathered with the other processes, which do not know of this
+                for _ in stream:  # the other processes still gather sharded weights with this one
                     pass
                 raise
         self.synced_bytes = size
@@ -154,16 +154,16 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if self.accelerator.is_main_process:
             self.vllm_client.sync(stream)
         else:
-            for _ in stream:  # gathered together
+            for _ in stream:  # take part in the gathers
                 pass
 
     @contextmanager
     def _all_or_none(self, what: str) -> Iterator[None]:
         """
-        As [`all_or_none`], but an engine in which something failed is refused from then on.
+        Like [`all_or_none`]; in addition, after a failure the engine is refused.
 
-        A weight sync would leave it with old and new weights (vLLM's reload goes on with what the last one had buffered), a
-        generation with requests whose completions the next one returns.
+        A failed sync leaves old and new weights in it (vLLM's next reload continues with buffered tensors), a failed generation
+        leaves requests whose completions the next one would return.
         """
         if self._failed:
             raise RuntimeError(
@@ -178,7 +178,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             raise
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """TRL's `generate` on a checked sync, timed without the syncs inside it."""
+        """TRL's `generate` after the sync check, timed without the syncs inside it."""
         with self._all_or_none("generation"):
             if self.sync_check is not None:
                 self._check_sync(self.sync_check)
@@ -198,10 +198,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
         return result
 
     def _check_sync(self, sync_check: SyncCheck) -> None:
-        """Let the sync check look at a weight sync it has not seen, and count the time as syncing."""
+        """Run the sync check if a new weight sync is due, and count its time as syncing."""
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
-        # More than one when nothing was sampled in between.
+        # Several, if nothing was sampled between them.
         new = range(self._checked + 1, self.num_syncs + 1)
         self._checked = self.num_syncs
         if not any(sync_check.due(number) for number in new):
@@ -209,7 +209,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         start = time.perf_counter()
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
-        if self.mode == "server":  # one in which a rank lacks weights never answers
+        if self.mode == "server":  # a server never answers if a rank lacks weights
             on_first(self.accelerator, lambda: self.vllm_client.require_synced())
         sync_check.check(self.llm if self.mode == "colocate" else self, self.num_syncs)
         self.sync_seconds += time.perf_counter() - start
@@ -220,9 +220,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
 def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trust_remote_code: bool) -> dict[str, Any]:
     """
-    The arguments of `vllm.LLM` that make an engine that of a `model`, as `apply_quantization` left it.
+    The arguments of `vllm.LLM` for an engine that matches a `model` after `apply_quantization`.
 
-    Random weights are safe: TRL syncs before the first generation, also after a resume.
+    Random weights are safe, because TRL syncs before the first generation, also after a resume.
     """
     overrides = changed_positions(model.config, trust_remote_code)
     if quantization is not None:
@@ -232,9 +232,9 @@ def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trus
 
 def changed_positions(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, Any]:
     """
-    Position settings in which the learner's config differs from the file that the engine reads.
+    Position settings of the learner that differ from the config file that the engine reads.
 
-    `model_init_kwargs` may stretch the context; the engine would otherwise run with another rotary embedding.
+    `model_init_kwargs` may extend the context; without these the engine would use another rotary embedding.
     """
     on_disk = AutoConfig.from_pretrained(config._name_or_path, trust_remote_code=trust_remote_code)
     names = ("max_position_embeddings", "rope_parameters")

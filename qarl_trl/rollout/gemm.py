@@ -1,4 +1,4 @@
-"""The rollout engine's own gemms in the learner, and what `quant_kernel` chooses."""
+"""The rollout engine's gemms for the learner, and the choices of `quant_kernel`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ._vllm_cpu import is_cpu_engine
 
 class EngineGemm(Gemm):
     """
-    The gemm by the engine's own layer, on the tensors that are synced; the backward is that of `plain`, torch's.
+    The gemm of the engine's own layer, on the synced tensors; the backward is that of `plain`, torch's gemm.
 
-    On GPUs that layer is Marlin, Machete or CUTLASS, on a CPU `cpu_gemm_wna16` or oneDNN: the engine decides.
+    The engine chooses the kernel: on GPUs Marlin, Machete or CUTLASS, on a CPU `cpu_gemm_wna16` or oneDNN.
     """
 
     prepares = True
@@ -31,18 +31,18 @@ class EngineGemm(Gemm):
         from ._vllm_layer import multiply  # vLLM is optional
 
         quantizes = isinstance(self.plain, ActivationGemm)
-        # Marlin and Machete add a bias to the rounded output, and Marlin would want it permuted; the others add it to the sums.
+        # Marlin and Machete add a bias to the rounded output, and Marlin needs it permuted; the others add it to the sums.
         inside = quantizes or x.device.type == "cpu"
         cast = memoize_last(Tensor.to, x, torch.bfloat16)
         own_bias = bias.to(torch.bfloat16) if inside and bias is not None else None
         y = multiply(cast.reshape(-1, x.shape[-1]), weight, own_bias).to(x.dtype).reshape(*x.shape[:-1], -1)
-        # The engine keeps the quantized values of its input to itself: they are computed again.
+        # The engine does not return the quantized values of its input, so compute them again.
         saved = memoize_last(self.plain.quantize, cast) if isinstance(self.plain, ActivationGemm) else (x,)
         return y if inside or bias is None else y + bias, saved
 
 
 def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
-    """The engine's own gemm for `scheme` on `device`; `ValueError` when the engine there has none, or is missing."""
+    """The engine's gemm for `scheme` on `device`; `ValueError` if the engine has none there, or is not installed."""
     support, plain = support_of(scheme), plain_gemm(scheme, device)
     if not {"cpu": support.cpu_engine, "cuda": bool(support.gpus)}.get(device.type, False):
         raise ValueError(
@@ -59,5 +59,5 @@ def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
     return EngineGemm(plain)
 
 
-# By the values of `quant_kernel`.
+# Keys: the values of `quant_kernel`.
 GEMMS: dict[str, GemmChoice] = {"auto": plain_gemm, "dequant": dequant_gemm, "engine": engine_gemm}

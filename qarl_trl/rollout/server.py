@@ -1,4 +1,4 @@
-"""The trainer's side of a vLLM server: what the server must run, weight syncs, and proof that its answers are of the last one."""
+"""The trainer's side of a vLLM server: check what it runs, sync weights, and verify that it answers with the last sync."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .server_guard import find_key
 
 PART_BYTES = 2 << 30
 TIMEOUT = 2 * 60 * 60  # seconds for one answer, which may be a batch of long completions
-# What a text model computes by; a learner and an engine that read other files differ in one of these.
+# Config fields that determine a text model; a learner and an engine with different files differ in one of these.
 _OF_THE_MODEL = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "sliding_window",
@@ -38,9 +38,9 @@ _OF_THE_MODEL = (
 
 class ServerClient(VLLMClient):
     """
-    TRL's client, for a server of `qarl-trl serve`: with its key, without retries, and with versions of the weights.
+    TRL's client for a server of `qarl-trl serve`: with its key, without retries, and with versions of the weights.
 
-    Weights go through `sync_folder`. `version` is that of the last sync: unique to this run, and counted.
+    Weights go through `sync_folder`. `version` names the last sync: an id of this run and a number.
     """
 
     def __init__(self, sync_folder: Any, **kwargs: Any) -> None:
@@ -51,16 +51,16 @@ class ServerClient(VLLMClient):
         super().__init__(**kwargs)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server is well, `total_timeout` seconds at most; TRL's waits for ever where something else answers."""
+        """Wait until the server is ready, at most `total_timeout` seconds; TRL's waits forever if another program answers."""
         self.base_url = self.base_url.rstrip("/")
-        adapter = HTTPAdapter()  # no retries: what was lost may have been sampled
-        # Keepalive packets: a machine that vanishes during a request is noticed after two minutes (milliseconds in the last).
+        adapter = HTTPAdapter()  # no retries: the server may have sampled a lost answer
+        # Keepalive packets: notice a machine that vanishes during a request after two minutes (the last value is in ms).
         probes = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_USER_TIMEOUT: 120_000}
         options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [(socket.IPPROTO_TCP, *p) for p in probes.items()]
         adapter.init_poolmanager(1, 1, socket_options=HTTPConnection.default_socket_options + options)
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, adapter)
-        # Else a connection that the server closes in the meantime would look like a server that died.
+        # Else a connection that the server closes between requests would look like a dead server.
         self.session.headers["Connection"] = "close"
         self.session.headers["Authorization"] = f"Bearer {find_key(self.sync_folder)}"
         end = time.monotonic() + total_timeout
@@ -78,7 +78,7 @@ class ServerClient(VLLMClient):
     def _ask(self, method: str, url: str, **kwargs: Any) -> dict[str, Any]:
         path = url.removeprefix(self.base_url)
         try:
-            body: dict[str, Any] = {"json": {}} if method == "POST" else {}  # the server takes JSON alone
+            body: dict[str, Any] = {"json": {}} if method == "POST" else {}  # the server accepts only JSON
             response = self.session.request(method, url, timeout=TIMEOUT, **body | kwargs)
         except requests.RequestException as error:
             raise ConnectionError(
@@ -106,9 +106,9 @@ class ServerClient(VLLMClient):
 
     def check(self, needed: dict[str, Any]) -> bool:
         """
-        Refuse (`ValueError`) a server that does not run what is `needed` ([`engine_facts`]).
+        Refuse (`ValueError`) a server whose facts differ from `needed` ([`engine_facts`]).
 
-        Returns whether its weights are random; an earlier run may have left others.
+        Returns whether its weights are random; otherwise they are those of an earlier run.
         """
         try:
             states = self.ask_workers("qarl_state")
@@ -128,7 +128,7 @@ class ServerClient(VLLMClient):
         """
         Send checkpoint tensors, and mark them with the next version.
 
-        `RuntimeError` when the server did not take all it has a place for.
+        `RuntimeError` if a parameter of the server got no values.
         """
         self._count += 1
         version, self.version = f"{self._run}-{self._count}", None
@@ -153,7 +153,7 @@ class ServerClient(VLLMClient):
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """TRL's, of the synced weights. What fails is raised by `raise_failure`: other processes wait for an answer."""
+        """TRL's method, on the synced weights. `raise_failure` raises its errors later, because other processes wait for an answer."""
         try:
             self.require_synced()
             answer = super().generate(*args, **kwargs)
@@ -164,7 +164,7 @@ class ServerClient(VLLMClient):
             return {"prompt_ids": [], "completion_ids": [], "logprobs": None, "logprob_token_ids": None}
 
     def raise_failure(self) -> None:
-        """Raise what the last `generate` ran into."""
+        """Raise the error of the last `generate`, if there was one."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -179,7 +179,7 @@ class ServerClient(VLLMClient):
 
 
 def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) -> dict[str, Any]:
-    """What learner and server must have in common, by dotted name."""
+    """Facts that learner and server must share, by dotted name."""
     text = config.get_text_config()
     facts = {
         "config": {name: getattr(text, name, None) for name in _OF_THE_MODEL},
@@ -191,9 +191,9 @@ def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) 
 
 def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = PART_BYTES) -> int:
     """
-    Write the tensors of a stream into `0.safetensors`, `1.safetensors`..., each ended when it has `limit` bytes.
+    Write the tensors of a stream into `0.safetensors`, `1.safetensors`...; a file ends when it has `limit` bytes.
 
-    Returns the number of files. `RuntimeError` when the folder is full.
+    Returns the number of files. `RuntimeError` if they cannot be written.
     """
     number, size, part = 0, 0, dict[str, Tensor]()
 
@@ -203,7 +203,7 @@ def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = 
             path.touch()
             mode = path.stat().st_mode
             save_file(part, path)
-            path.chmod(mode)  # safetensors 0.8 lets nobody else read it, and the server may be another user's
+            path.chmod(mode)  # safetensors 0.8 makes it private, but the server may run as another user
         except (OSError, SafetensorError) as error:
             raise RuntimeError(
                 f"The sync could not be written below sync_folder {str(folder.parent)!r}: {error}. The server was not touched. "
@@ -211,7 +211,7 @@ def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = 
             ) from error
 
     for name, tensor in stream:
-        # A copy: safetensors refuses tensors that share a storage, as the experts of a layer do.
+        # A copy, because safetensors refuses tensors that share storage, and the experts of a layer do.
         part[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += tensor.nbytes
         if size >= limit:

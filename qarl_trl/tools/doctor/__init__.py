@@ -1,4 +1,4 @@
-"""`qarl-trl doctor`: what can be known of a run before it costs anything, section by section."""
+"""`qarl-trl doctor`: check a run before it costs anything, section by section."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OK, WARN, FAIL, SKIPPED = "ok", "warn", "FAIL", "-"
 
 
 class Finding(NamedTuple):
-    """One line: what was looked at, and what was found or is to be done. `SKIPPED` says why something was not looked at."""
+    """One line: what was checked, and the result or what to do. `SKIPPED` gives the reason why it was not checked."""
 
     status: str
     name: str

@@ -1,4 +1,4 @@
-"""The command `qarl-trl doctor`: sections one after the other. One that fails does not stop the next."""
+"""The command `qarl-trl doctor`: print sections one after the other. A failure does not stop the next section."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import FAIL, WARN, Finding
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print all sections; exit code 1 when a check failed. `ValueError`, `OSError` or `ImportError` for bad use."""
+    """Print all sections; exit code 1 if a check failed. `ValueError`, `OSError` or `ImportError` for bad use."""
     parser = argparse.ArgumentParser(
         "qarl-trl doctor",
         "qarl-trl doctor [--config FILE] [--key value ...]",
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="recipe; any of its keys may also be given here, as for `qarl-trl train`")
-    parser.add_argument("--gpu", choices=GPUS, help="check the run for such a GPU, which may be elsewhere")
+    parser.add_argument("--gpu", choices=GPUS, help="check the run for such a GPU, which this machine need not have")
     parser.add_argument("--probe_prompts", type=int, default=8, help="prompts to measure the mismatch with (8)")
     own, others = parser.parse_known_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def caught(title: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """The findings of a section; what ends it, such as a setting that the trainer refuses, is the last."""
+    """The findings of a section; an error that ends it, such as a refused setting, is the last one."""
     try:
         yield from findings
     except Exception as error:
@@ -47,7 +47,7 @@ def caught(title: str, findings: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def sections(own: argparse.Namespace, others: list[str]) -> Iterator[tuple[str, Iterator[Finding]]]:
-    """Titles and checks, cheap ones first; those of a recipe only if there is one."""
+    """Titles and checks, cheap ones first; without a recipe only the machine's."""
     from .machine import devices, versions
 
     yield "Machine", chain(versions(), devices())

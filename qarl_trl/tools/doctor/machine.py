@@ -1,4 +1,4 @@
-"""Versions, devices and the arithmetic chosen on them."""
+"""Check versions and devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import FAIL, OK, SKIPPED, WARN, Finding
 
 
 def versions() -> Iterator[Finding]:
-    """Installed packages in one line, and a line for each outside of the window that the package declares."""
+    """One line with the installed packages, and one for each whose version is outside the tested window."""
     found = {name: version for name in requirements() if (version := installed_version(name))}
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     yield Finding(OK, "versions", f"Python {platform.python_version()}, {text}")
@@ -27,7 +27,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """GPUs, or the CPU with the arithmetic that engine and learner would have on it."""
+    """One line per GPU; without GPUs the CPU, and whether the engine runs on it."""
     for i in range(torch.cuda.device_count()):
         free, total = (size / GIB for size in torch.cuda.mem_get_info(i))
         generation = gpu_generation(torch.cuda.get_device_capability(i))
@@ -36,10 +36,10 @@ def devices() -> Iterator[Finding]:
     if torch.cuda.device_count():
         return
     flags, cores = cpu_flags(), len(os.sched_getaffinity(0))
-    yield Finding(SKIPPED, "GPU", "no CUDA device: a recipe for GPUs too is checked as a run on this CPU")
+    yield Finding(SKIPPED, "GPU", "no CUDA device: also a recipe for GPUs is checked as a run on this CPU")
     memory = f"{psutil.virtual_memory().available / GIB:.0f} GiB available"
     yield Finding(OK, "CPU", f"{platform.machine()}, {cores} cores, {memory}")
-    # No failure: a recipe for GPUs is looked at on laptops. The settings refuse a run that needs this engine.
+    # Not a failure, because users check recipes for GPUs on laptops. The settings refuse a run that needs this engine.
     if (reason := why_no_engine(flags, platform.machine())) is None and "avx512_vnni" not in flags:
         reason = "without VNNI W8A8 sums saturate in oneDNN (docs/numerics.md); other schemes are exact"
     if reason:

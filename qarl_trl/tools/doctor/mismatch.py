@@ -25,12 +25,12 @@ from . import FAIL, OK, SKIPPED, WARN, Finding
 
 
 TOKENS = 64  # sampled after each prompt
-LIMIT_S = 1800  # of an engine's process: start, prompts, end
+LIMIT_S = 1800  # for an engine's process, from start to end
 SEED = 0
 
 
 class Mismatch(NamedTuple):
-    """Mean absolute differences of log-probs of sampled tokens, nats per token. Without a scheme engines and learners are all bf16."""
+    """Mean absolute differences of log-probs of sampled tokens, nats per token. Without a scheme all engines and learners are bf16."""
 
     floor: float  # bf16 engine and bf16 learner
     rollout_only: float  # low-bit engine and bf16 learner
@@ -39,7 +39,7 @@ class Mismatch(NamedTuple):
 
 
 def check_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> Iterator[Finding]:
-    """Measure with all prompts of `dataset`, or say why not."""
+    """Measure the mismatch with all prompts of `dataset`, or give the reason why not."""
     trust = {"trust_remote_code": args.trust_remote_code}
     config = folder and AutoConfig.from_pretrained(folder, **trust)
     reasons = {
@@ -68,7 +68,7 @@ def check_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
 
 
 def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mismatch:
-    """Measure with the model in `folder` and `prompts` as token ids."""
+    """Measure the mismatch with the model in `folder` and `prompts` of token ids."""
     from ...trainer import prepare
 
     choose_arithmetic()
@@ -99,7 +99,7 @@ Sample = tuple[list[int], list[int], list[float]]
 
 
 def sample(folder: str, settings: dict[str, Any], prompts: Sequence[list[int]], temperature: float) -> list[Sample]:
-    """Answers of a fresh engine; run it in a process of its own."""
+    """Sample answers from a new engine; call it in a separate process."""
     llm = start_engine(folder, **settings)
     from vllm import SamplingParams
 
@@ -125,7 +125,7 @@ def logp_diff(model: PreTrainedModel, samples: list[Sample], temperature: float,
 
 
 def verdict(found: Mismatch, args: QaRLConfig) -> Finding:
-    """What to make of the numbers. A mismatch of the learner that is no floor of kernels is a failure or, if expected, a warning."""
+    """Judge the numbers: a learner's mismatch above the kernel floor is a failure, or a warning if the scheme explains it."""
     if found.learner <= 1.5 * found.floor:
         return Finding(OK, "verdict", "engine and learner agree as far as kernels let them")
     times = f"{found.learner / max(found.floor, 1e-9):.1f} times the floor"
@@ -134,12 +134,12 @@ def verdict(found: Mismatch, args: QaRLConfig) -> Finding:
     if found.weight_only and found.learner > 0.5 * found.rollout_only and found.rollout_only > 2 * found.floor:
         text = "the low-bit learner is hardly nearer to the engine than a bf16 one: it does not compute what the engine does. "
         return Finding(FAIL, "verdict", text + "Compare versions above; report model and scheme")
-    text = f"{times}. With quantized activations that is expected where engine and learner round at different places "
+    text = f"{times}. With quantized activations this is expected if engine and learner round at different places "
     return Finding(WARN, "verdict", text + "(docs/numerics.md); a weight-only scheme (W4A16) reaches the floor")
 
 
 def rule(mismatch: float) -> Finding:
-    """What docs/do_i_need_qarl.md says of a low-bit engine with this mismatch from a bf16 learner."""
+    """The advice of docs/do_i_need_qarl.md for this mismatch between a low-bit engine and a bf16 learner."""
     rows = json.loads(Path(__file__).with_name("rule.json").read_text())
     advice = [row["advice"] for row in rows if mismatch >= row["from"]][-1]
     return Finding(OK, "do I need QaRL?", f"at {mismatch:.2g} nats per token: {advice} (docs/do_i_need_qarl.md)")

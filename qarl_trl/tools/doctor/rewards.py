@@ -1,4 +1,4 @@
-"""Does a reward tell right answers from wrong ones? Asked with the data's own answers, and with those of other rows."""
+"""Does a reward tell right answers from wrong ones? Test it with each row's own answer and with that of another row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 32
 
 
 def check_reward(reward: Callable[..., Any], dataset: Sequence[dict[str, Any]]) -> Finding:
-    """Mean reward of right and of wrong boxed answers to the first rows, with the columns `prompt` and `answer`."""
+    """Compare the rewards of right and wrong boxed answers to the first rows, which have the columns `prompt` and `answer`."""
     name = getattr(reward, "__name__", str(reward))
     first = [dataset[i] for i in range(min(ROWS, len(dataset)))]
     # The answer of the next row is wrong, and looks like the right one.
@@ -28,7 +28,7 @@ def check_reward(reward: Callable[..., Any], dataset: Sequence[dict[str, Any]]) 
     rows = [row for row, _ in pairs]
     try:
         right, wrong = (_score(reward, rows, [pair[i]["answer"] for pair in pairs]) for i in (0, 1))
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # any error of a user's function
         return Finding(FAIL, name, f"raised {type(error).__name__}: {error}")
     told, inverted = int((right > wrong).sum()), int((right < wrong).sum())
     means = f"right answers {right.nanmean():.2f}, wrong ones {wrong.nanmean():.2f}"
@@ -41,7 +41,7 @@ def check_reward(reward: Callable[..., Any], dataset: Sequence[dict[str, Any]]) 
 
 
 def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], answers: Sequence[str]) -> Tensor:
-    """Rewards `(rows,)`, asked for as TRL does; NaN, which is neither more nor less than another, for none (`None`)."""
+    """Call the reward as TRL does: `(rows,)`, with NaN for `None`, because NaN is neither above nor below another reward."""
     texts = [rf"The answer is $\boxed{{{answer}}}$." for answer in answers]
     conversational = not isinstance(rows[0]["prompt"], str)
     completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]

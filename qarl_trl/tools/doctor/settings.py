@@ -1,4 +1,4 @@
-"""What the trainer would refuse on this machine."""
+"""Check the settings that the trainer would refuse on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from . import FAIL, OK, SKIPPED, Finding
 
 
 def local_folder(name: str) -> str | None:
-    """The folder of a model that is on this machine, in the Hub's cache too. Nothing is downloaded."""
+    """The folder of a model on this machine, also in the Hub's cache; `None` if there is none. Downloads nothing."""
     if Path(name).expanduser().is_dir():
         return str(Path(name).expanduser())
     try:
@@ -31,13 +31,13 @@ def local_folder(name: str) -> str | None:
 
 
 def check_settings(folder: str | None, args: QaRLConfig, model_args: Any, dataset: Dataset) -> Iterator[Finding]:
-    """Check what the trainer checks before it loads the model, and raise what it raises."""
+    """Run the trainer's checks before it loads the model, and raise its errors."""
     args = copy.copy(args)
-    args.push_to_hub = False  # that check creates the repository
+    args.push_to_hub = False  # the trainer's check creates the repository
     given = {"peft_config": get_peft_config(model_args), "train_dataset": dataset}
     if folder is None:
         name = model_args.model_name_or_path
-        yield Finding(SKIPPED, "model", f"{name} is not on this machine: its layers were not looked at")
+        yield Finding(SKIPPED, "model", f"{name} is not on this machine: its layers were not checked")
         check_arguments(name, args, given)
         check_data(given, args)
     else:
@@ -48,7 +48,7 @@ def check_settings(folder: str | None, args: QaRLConfig, model_args: Any, datase
 
 
 def check_elsewhere(gpu: str, argv: Sequence[str], args: QaRLConfig, dataset: Dataset) -> Iterator[Finding]:
-    """What stops the run of `argv` on one `gpu` that is not here: its schemes, its memory, too few prompts."""
+    """Check the run of `argv` for one `gpu` that is not here: schemes, memory, number of prompts."""
     memory, capability = GPUS[gpu]
     generation, scheme = gpu_generation(capability), args.quant_plan()
     for row in [] if scheme is None else map(support_of, scheme.config_groups.values()):

@@ -1,1 +1,1 @@
-"""What a run needs of a GPU's memory, before it starts: `qarl-trl plan`."""
+"""`qarl-trl plan`: estimate the GPU memory of a run before it starts."""

@@ -1,11 +1,11 @@
-"""The command `qarl-trl plan`: what a recipe needs of each GPU, whether that fits, and what would."""
+"""The command `qarl-trl plan`: how much memory a recipe needs on each GPU, whether that fits, and which options would."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from . import items  # has the standard library alone, so that --help is instant
+from . import items  # imports only the standard library, so that --help is instant
 from .items import GIB, Run
 
 
@@ -14,17 +14,17 @@ GPUS = {"4090": (23.5, (8, 9)), "a10": (22, (8, 6)), "l4": (22, (8, 9)), "a100":
 
 
 def main(argv: Sequence[str]) -> None:
-    """`qarl-trl plan`: what it does not know goes to the recipe. A run that does not fit exits with 1, `ValueError` if it cannot run."""
+    """`qarl-trl plan`: other options go to the recipe. Exits with 1 if the run does not fit; `ValueError` if it cannot run."""
     parser = argparse.ArgumentParser(
         prog="qarl-trl plan",
         description="Estimate the memory of each GPU from a recipe, without loading a model. Other options override the recipe.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, help="recipe (.yaml), as of qarl-trl train")
+    parser.add_argument("--config", required=True, help="recipe (.yaml), as for qarl-trl train")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each (default: 1)")
-    parser.add_argument("--gpu", default="h100", choices=GPUS, help="A100 and H100 of 80 GB (default: h100)")
-    parser.add_argument("--memory", type=float, help="GiB of each GPU, if it is another")
-    parser.add_argument("--sharding", choices=("fsdp2", "ddp"), help="of several GPUs (default: fsdp2)")
+    parser.add_argument("--gpu", default="h100", choices=GPUS, help="GPU; A100 and H100 have 80 GB (default: h100)")
+    parser.add_argument("--memory", type=float, help="GiB of each GPU, for another type")
+    parser.add_argument("--sharding", choices=("fsdp2", "ddp"), help="for several GPUs (default: fsdp2)")
     args, overrides = parser.parse_known_args(argv)  # `--help` ends here
     from .ways import explore
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def table(name: str, run: Run, alone: Mapping[str, tuple[str, Run | None]]) -> Iterator[str]:
-    """What each GPU holds, and what each way to save memory makes of it, in GiB."""
+    """The memory of each GPU, and with each option that saves memory, in GiB."""
     moments = items.moments(run)
     yield f"{name}: {sum(p.entries for p in run.parameters) / 1e9:.2f} billion parameters"
     yield f"{run.ranks} x {run.memory / GIB:g} GiB, {'FSDP2' if run.fsdp2 else 'DDP' if run.ranks > 1 else 'one GPU'}"
@@ -60,13 +60,13 @@ def table(name: str, run: Run, alone: Mapping[str, tuple[str, Run | None]]) -> I
 
 
 def cells(name: str, values: Iterable[int | str]) -> str:
-    """A row: words, and bytes in GiB."""
+    """A row of the table: texts, and bytes in GiB."""
     texts = (value if isinstance(value, str) else f"{value / GIB:.1f}" for value in values)
     return f"{name:30}" + "".join(f"{text:>16}" for text in texts)
 
 
 def verdict(run: Run, together: Mapping[str, Run]) -> Iterator[str]:
-    """Whether it fits, in lines, and if not, which options make it fit."""
+    """Lines that say whether it fits and, if not, which options make it fit."""
     if items.fits(run):
         yield f"It fits: {max(items.peaks(run).values()) / GIB:.1f} GiB of {run.memory / GIB:g}."
         return

@@ -1,7 +1,7 @@
 """
-What each GPU of a run holds: a formula for each kind of memory, and `moments`, the two at which most is held.
+The memory of each GPU in a run: a formula for each kind of memory, and `moments`, the two with the highest peaks.
 
-A weight sync takes less than a rollout, the optimizer's step about what a backward takes or less. Every formula is compared with real tensors in tests/tools/plan and tests/slow.
+A weight sync takes less than a rollout, and an optimizer step at most about as much as a backward. tests/tools/plan and tests/slow compare the formulas with real tensors.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 GIB = 2**30
 # CUDA context, NCCL, fragments of torch's allocator, and the CUDA graphs of a sleeping engine. Assumed, not measured.
 RESERVE = 4 * GIB
-# Of an awake engine beside weights and cache: its own passes of 4096 tokens and CUDA graphs. Assumed, not measured.
+# An awake engine's memory beside weights and cache: passes of 4096 tokens and CUDA graphs. Assumed, not measured.
 ENGINE_WORK = 3 * GIB
-# Logits exist as one tile: TRL's `kernels/chunked_logprob.py` multiplies this many tokens by this much of the vocabulary.
+# Size of the one tile of logits in memory, tokens by vocabulary, in TRL's `kernels/chunked_logprob.py`.
 TILE = (4096, 32768)
-# GPUs of a machine, whose processes share its memory.
+# GPUs per machine; their processes share its memory.
 MACHINE = 8
 
 
@@ -28,12 +28,12 @@ class Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
     size: int  # bytes per entry of the master weight
-    layer: str  # the decoder layer that FSDP2 gathers it with, "" outside of them
-    optimizer: str  # "muon", "experts" (Muon in place), otherwise TRL's `optim`; "" for a frozen one
+    layer: str  # its decoder layer, which FSDP2 gathers at once; "" outside the layers
+    optimizer: str  # "muon", "experts" (Muon in place), or TRL's `optim`; "" if it is frozen
     quantized: int = 0  # bytes of its quantized values on each GPU
-    gathered: bool = False  # FSDP2 gathers them instead of it, and each GPU has those of its own rows
+    gathered: bool = False  # FSDP2 gathers quantized values instead, and each GPU keeps those of its own rows
     stored: int = 0  # bytes of its low-bit tensors in a checkpoint
-    rounds_inputs: bool = False  # the scheme quantizes what is multiplied by it
+    rounds_inputs: bool = False  # the scheme quantizes the inputs of the multiplication
 
     @property
     def entries(self) -> int:
@@ -42,24 +42,24 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run in numbers, bytes where nothing else is said."""
+    """A run in numbers, in bytes unless noted."""
 
     parameters: tuple[Parameter, ...]
     config: Any  # of the language model, as transformers has it
     low_bit_forward: bool  # `quantize_learner`, with a scheme
     memory: int  # of each GPU, also of a server's
-    rows: int  # of a micro-batch
-    tokens: int  # of the longest row
+    rows: int  # in a micro-batch
+    tokens: int  # in the longest row
     budget: int | None  # `max_tokens_per_pass`
     checkpointing: bool  # of gradients
-    compute: int  # bytes of an entry in forward and backward
-    engine: str  # "colocate" (on these GPUs), "server" (on GPUs of its own), "" without one
+    compute: int  # bytes per entry in forward and backward
+    engine: str  # "colocate" (on these GPUs), "server" (on its own GPUs), "" without an engine
     utilization: float  # `vllm_gpu_memory_utilization`
     sleep: bool
-    frozen: bool = False  # `lora_base: frozen`: the base is its quantized values
+    frozen: bool = False  # `lora_base: frozen`: the base has only quantized values
     engine_ranks: int = 1
     ranks: int = 1  # GPUs
-    fsdp2: bool = False  # that hold shards of one model; otherwise each has the whole
+    fsdp2: bool = False  # the GPUs hold shards of one model; otherwise each holds the whole
     reference: bool = False  # a frozen second model
 
     @property
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def residual(self) -> int:
-        """Bytes of an entry between layers: autocast leaves them as the weights are, FSDP2 casts the weights."""
+        """Bytes per entry between layers: autocast keeps the dtype of the weights, FSDP2 casts the weights."""
         size = self.parameters[0].size
         return min(self.compute, size) if self.fsdp2 else size
 
@@ -82,12 +82,12 @@ class Run:
 
 
 def trained_bytes(run: Run) -> int:
-    """As many as the gradients have, and each moment."""
+    """Bytes of the gradients, and of each moment of the optimizer."""
     return sum(run.own(p) * p.size for p in run.parameters if p.optimizer)
 
 
 def state_bytes(run: Run, p: Parameter) -> int:
-    """Of Muon a momentum, of AdamW two and a float32 count; bitsandbytes: float32, or 8 bits and a scale for 256, not of embeddings."""
+    """Muon: one momentum. AdamW: two and a float32 count. bitsandbytes: 8 bits and a scale per 256 entries; embeddings in float32."""
     own = run.own(p)
     if p.optimizer in ("muon", "experts", ""):
         return own * p.size * bool(p.optimizer)
@@ -97,18 +97,18 @@ def state_bytes(run: Run, p: Parameter) -> int:
 
 
 def optimizer_state(run: Run, paged: bool = False) -> int:
-    """What the optimizer keeps between its steps on the GPU, or (`paged_adamw_*`) in the machine's memory."""
+    """The optimizer's state between steps on the GPU, or in the machine's memory (`paged_adamw_*`)."""
     return sum(state_bytes(run, p) for p in run.parameters if p.optimizer.startswith("paged") == paged)
 
 
 def layer_saved(run: Run) -> int:
     """
-    What a decoder layer saves of a token for its backward, without checkpointing, to about a tenth.
+    Bytes per token that a decoder layer saves for its backward, without checkpointing, to about 10 %.
 
-    Inputs and outputs of its matrices (of a mixture's: of the experts chosen), and of norms the float32 input and the result.
+    Inputs and outputs of its matrices (in a mixture: of the chosen experts); of norms the float32 input and the result.
     """
     layers, saved = [p for p in run.parameters if p.layer and "lora_" not in p.name], 0
-    for p in (p for p in layers if p.layer == layers[-1].layer):  # the last, which has experts if any has
+    for p in (p for p in layers if p.layer == layers[-1].layer):  # the last layer, which has experts if any layer has
         if len(p.shape) > 1:
             times = run.config.num_experts_per_tok if len(p.shape) == 3 else 1
             of_input = 1 if run.low_bit_forward and p.rounds_inputs else run.compute
@@ -122,53 +122,53 @@ def layer_saved(run: Run) -> int:
 
 
 def head_saved(run: Run) -> int:
-    """What is saved of a token outside of the layers: the final norm and its output."""
+    """Bytes per token saved outside the layers: the final norm and its output."""
     return (4 + 2 * run.residual) * run.config.hidden_size
 
 
 def activations(run: Run) -> int:
-    """What a micro-batch has saved when its backward begins."""
+    """Bytes that a micro-batch has saved when its backward begins."""
     layer = run.residual * run.config.hidden_size if run.checkpointing else layer_saved(run)
     casts = not (run.checkpointing or run.low_bit_forward) and run.residual != run.compute
-    # Autocast's copies of the weights are saved.
+    # Autocast also saves its copies of the weights.
     weights = run.compute * sum(p.entries for p in run.parameters if p.layer) if casts else 0
     return run.rows * run.tokens * (run.config.num_hidden_layers * layer + head_saved(run)) + weights
 
 
 def backward_work(run: Run) -> int:
-    """What comes and goes in a backward: of the fused head or of a layer, whichever is more, and what FSDP2 gathers."""
-    # A pass has as many whole rows as the budget holds, or all rows padded.
+    """Temporary memory of a backward: that of the fused head or of a layer (the larger), and the weights that FSDP2 gathers."""
+    # A pass has as many whole rows as fit the budget, or all rows, padded.
     tokens = run.tokens * (run.rows if run.budget is None else min(run.rows, max(1, run.budget // run.tokens)))
     hidden, largest = run.config.hidden_size, max(p.entries for p in run.parameters if p.layer)
     tile = min(tokens, TILE[0]) * TILE[1] * run.compute
     head = 4 * hidden * (tokens + run.config.vocab_size) + tile
-    # Gradients within a layer are about 0.3 of what it saves, 0.9 where quantized inputs become numbers again.
+    # Gradients in a layer take about 0.3 of what it saves, 0.9 if it dequantizes quantized inputs.
     rounds = run.low_bit_forward and any(p.rounds_inputs for p in run.parameters)
     a_token = (0.9 if rounds else 0.3) * layer_saved(run) - head_saved(run)
-    if run.checkpointing:  # computed again; its checkpoint is among what it saves
+    if run.checkpointing:  # the layer is computed again; its saved tensors include its checkpoint
         a_token += layer_saved(run) - run.residual * hidden
-    # What it multiplied by, and the product that is its gradient.
+    # The dequantized matrix, and the product that is its gradient.
     layer = tokens * a_token + 2 * run.compute * largest
     if not run.fsdp2:
         return int(max(head, layer + 4 * largest * (run.compute < 4)))
-    # Two layers gathered, the gradient of one, and that in float32 to be reduced.
+    # Two gathered layers, the gradient of one, and its float32 copy for the reduction.
     sums: dict[str, int] = {}
     for p in run.parameters:
         gathered = p.quantized * run.ranks if p.gathered else p.entries * run.compute
         sums[p.layer] = sums.get(p.layer, 0) + 2 * gathered + p.entries * (run.compute + 4)
     sums.pop("", 0)
-    # What is outside of the layers is gathered from the forward to the end of the backward, when its gradient is reduced.
+    # Weights outside the layers stay gathered from the forward to the end of the backward, when their gradient is reduced.
     outside = sum(p.entries for p in run.parameters if not p.layer)
     return int(2 * run.compute * outside + max(head, layer + max(sums.values()), 4 * outside))
 
 
 def engine_bytes(run: Run) -> int:
-    """What the engine keeps: the checkpoint's tensors, low bits and bfloat16 for the rest; beside a frozen base the adapter."""
+    """Bytes of the engine's weights: low-bit tensors, bfloat16 for the rest, and with a frozen base the adapter."""
     return sum(p.stored or 2 * p.entries for p in run.parameters if run.frozen or "lora_" not in p.name)
 
 
 def synced_bytes(run: Run) -> int:
-    """What a weight sync moves: all of it, or beside a frozen base the adapter, if no sleep mode drops that base."""
+    """Bytes of a weight sync: all weights, or with a frozen base only the adapter, unless sleep mode drops the base."""
     adapter = sum(2 * p.entries for p in run.parameters if "lora_" in p.name)
     return adapter if run.frozen and not run.sleep else engine_bytes(run)
 
@@ -178,19 +178,19 @@ def engine_weights(run: Run) -> int:
 
 
 def cache_bytes(run: Run) -> int:
-    """The engine's key-value cache: what `vllm_gpu_memory_utilization` leaves; below zero when not even its weights fit."""
+    """Bytes of the engine's key-value cache, the rest of `vllm_gpu_memory_utilization`; negative if not even the weights fit."""
     return int(run.utilization * run.memory) - engine_weights(run) - ENGINE_WORK if run.engine else 0
 
 
 def cache_tokens(run: Run) -> int:
-    """Tokens of the cache: keys and values in bfloat16, of the heads of one engine rank."""
+    """Number of tokens in the cache: keys and values in bfloat16, for the heads of one engine rank."""
     heads = getattr(run.config, "num_key_value_heads", None) or run.config.num_attention_heads
     own = max(1, heads // run.engine_ranks)
     return cache_bytes(run) // (4 * run.config.num_hidden_layers * own * run.head_dim)
 
 
 def moments(run: Run) -> dict[str, dict[str, int]]:
-    """Bytes of each item that there is, by moment."""
+    """Bytes of each item, by moment; without items of size 0."""
     master_weights = sum(run.own(p) * p.size for p in run.parameters)
     always = {
         "master weights": master_weights,
@@ -214,22 +214,22 @@ def moments(run: Run) -> dict[str, dict[str, int]]:
 
 
 def peaks(run: Run) -> dict[str, int]:
-    """Bytes of each moment."""
+    """Sum of the bytes at each moment."""
     return {name: sum(items.values()) for name, items in moments(run).items()}
 
 
 def fits(run: Run) -> bool:
-    """Whether every moment has room, and the engine for one row."""
+    """Whether every moment fits, and the engine has room for one row."""
     return max(peaks(run).values()) <= run.memory and (not run.engine or cache_tokens(run) >= run.tokens)
 
 
 def best_utilization(run: Run) -> float:
-    """The largest `vllm_gpu_memory_utilization`, in steps of 0.05, that every moment leaves room for; 0.0 for none."""
+    """The largest `vllm_gpu_memory_utilization`, in steps of 0.05, with which every moment fits; 0.0 if none."""
     tried = (u / 100 for u in range(5, 95, 5))
     return max((u for u in tried if fits(replace(run, utilization=u))), default=0.0)
 
 
 def host_bytes(run: Run) -> int:
-    """A machine's own memory: every process holds the model while it loads, under FSDP2 one of them, later paged moments."""
+    """Host memory of a machine: each process (under FSDP2 only one) holds the model while it loads; later paged moments."""
     copies = 1 if run.fsdp2 else min(run.ranks, MACHINE)
     return copies * max(sum(p.entries * p.size or p.stored for p in run.parameters), optimizer_state(run, paged=True))

@@ -1,4 +1,4 @@
-"""From the settings of a run to its numbers: a model without weights, prepared as the trainer prepares the real one."""
+"""Convert the settings of a run to numbers, by a model without weights, prepared as the trainer prepares the real one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ...quant.start import quantized_source
 from .items import GIB, Parameter, Run
 
 
-PROMPT = 512  # tokens, assumed where nothing limits the length
-MOST = 10**6  # of GPUs, of their GiB: beyond any, and far from what a float or an index holds
-# Of each model that README, recipes and TRL's documentation name what counts of its config.json, which its variants share.
+PROMPT = 512  # tokens, assumed if nothing limits the length
+MOST = 10**6  # limit for GPUs and their GiB, far above real ones
+# The relevant fields of config.json for each model that README, recipes and TRL's docs name; its variants share them.
 BUNDLED = json.loads(Path(__file__).with_name("models.json").read_text())
 _kept: dict[str, nn.Module] = {}
 VARIANT = re.compile(r"-(Base|Instruct|Math|2507)(?=-|$)")
@@ -37,7 +37,7 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
     """
     The run of `settings` (`QaRLConfig`) and TRL's `model_args` on `gpus` of `memory` GiB each.
 
-    `sharding` is "ddp" or "fsdp2" (the default). `ValueError` for what cannot run so, or an unknown model.
+    `sharding` is "ddp" or "fsdp2" (the default). `ValueError` for a run that cannot work, or an unknown model.
     """
     for name, value in {"gpus": gpus, "memory": memory}.items():
         if not 0 < value <= MOST:
@@ -87,7 +87,7 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
 
 
 def read_config(name: str) -> PretrainedConfig:
-    """The config of a model folder, of a model in the Hub's cache, or from the bundled sizes; no download. Else `ValueError`."""
+    """The config of a model folder, of a model in the Hub's cache, or from the bundled sizes, without download; else `ValueError`."""
     if (known := BUNDLED.get(VARIANT.sub("", name))) and not Path(name).exists():
         return AutoConfig.for_model(**known)
     try:
@@ -102,7 +102,7 @@ def read_config(name: str) -> PretrainedConfig:
 
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = None, plan: Any = None) -> nn.Module:
-    """The model of `config` on the meta device, with peft's `adapter` and the low-bit layers of `plan`. To be read: it is kept."""
+    """The model of `config` on the meta device, with peft's `adapter` and the low-bit layers of `plan`. Do not change it: it is cached."""
     key = repr((config.to_dict(), dtype, adapter, plan))
     if key not in _kept:
         with torch.device("meta"):
@@ -117,9 +117,9 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = 
 
 def parameters(model: nn.Module, optim: str, ranks: int = 1, frozen: bool = False) -> tuple[Parameter, ...]:
     """
-    The parameters of `model`, tied ones once, with the optimizer of each by TRL's `optim`, or by "muon".
+    The parameters of `model` (tied ones once), each with its optimizer for TRL's `optim`, or "muon".
 
-    `ranks` is of FSDP2 that gathers quantized values of float32 master weights, 1 otherwise; `frozen` low-bit weights have none.
+    `ranks` counts the processes if FSDP2 gathers quantized values, else it is 1; `frozen` low-bit weights have no master weights.
     """
     optimizers, other = {}, optim
     if optim == "muon":

@@ -1,4 +1,4 @@
-"""TRL's ways to save memory: each alone, and the fewest that fit together, as options of `qarl-trl train`."""
+"""TRL's options that save memory: each alone, and the smallest combination that fits, as options of `qarl-trl train`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS = {
 def explore(
     argv: Sequence[str], gpus: int, memory: float, sharding: str | None
 ) -> tuple[str, Run, dict[str, tuple[str, Run | None]], dict[str, Run]]:
-    """Of `qarl-trl train` with `argv` name and run, each way's options and run (or why it is refused), and options that fit."""
+    """For `qarl-trl train` with `argv`: name and run; each way's options and run (or the refusal); combinations that fit."""
 
     def run_of(options: str) -> Run:
         settings, model_args = parse([*argv, *options.split()], any_device=True)[1:]
@@ -40,7 +40,7 @@ def explore(
 
     _, settings, model_args = parse(argv, any_device=True)
     given, alone, together, bases = run_of(""), dict[str, tuple[str, Run | None]](), dict[str, Run](), [""]
-    logging.disable(logging.WARNING)  # of settings that are tried
+    logging.disable(logging.WARNING)  # warnings about settings that it only tries
     for name, options in [] if items.fits(given) and gpus > 1 else WAYS.items():
         try:
             options = options.removeprefix(LORA if model_args.use_peft else "").strip()
@@ -56,7 +56,7 @@ def explore(
 
 
 def fewest(base: str, settings: Any, run_of: Callable[[str], Run]) -> tuple[str, Run] | None:
-    """The options `base` with the fewest more that make the run fit, cheap ones before dear ones; `None` if none do."""
+    """Add to the options `base` the fewest others that make the run fit, cheap ones first; `None` if nothing fits."""
     run, names = run_of(base), ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
     steps = [getattr(settings, name) for name in names[1:]]  # fewer rows in a micro-batch, as many in an update
     sizes = ((run.rows // n, *(n * count for count in steps)) for n in range(2, run.rows + 1) if run.rows % n == 0)
@@ -67,8 +67,8 @@ def fewest(base: str, settings: Any, run_of: Callable[[str], Run]) -> tuple[str,
 
     def fitted(levers: list[str]) -> tuple[str, Run] | None:
         words = " ".join([base, *levers]).split()
-        options = dict(zip(words[::2], words[1::2], strict=True))  # of several values of one option the last
-        with suppress(ValueError):  # of options that exclude a field of the recipe
+        options = dict(zip(words[::2], words[1::2], strict=True))  # the last value of an option counts
+        with suppress(ValueError):  # an option may conflict with a field of the recipe
             run = run_of(" ".join(map(" ".join, options.items())))
             if not items.fits(run) and run.engine == "colocate":
                 run = replace(run, utilization=items.best_utilization(run))

@@ -1,4 +1,4 @@
-"""`qarl-trl report`: one HTML file without scripts, whose pictures are in it. Every text of a run is escaped here."""
+"""`qarl-trl report`: one HTML file with embedded pictures and without scripts. This module escapes every text of a run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MARKS = {"good": "✓", "look": "▲", "bad": "✗", "unknown": "?"}
 
 def main(argv: Sequence[str] | None = None) -> None:
     """
-    One HTML page of what runs logged, side by side: a verdict and plots. A RUN is the output_dir of a QaRLTrainer or of TRL's
-    GRPOTrainer with a trainer_state.json (at the top or in a checkpoint-*).
+    Write one HTML page about one or more runs: a verdict and plots. A RUN is the output_dir of a QaRLTrainer or of TRL's
+    GRPOTrainer, with a trainer_state.json (at the top or in a checkpoint-*).
     """
     parser = argparse.ArgumentParser(prog="qarl-trl report", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("--output_dir", help="where report.html goes (default: the first run's folder)")
     options = parser.parse_args(argv)
     folders = [Path(one).expanduser().resolve() for one in options.runs]
-    root = os.path.commonpath([folder.parent for folder in folders])  # the rest of a path may hold names of users
+    root = os.path.commonpath([folder.parent for folder in folders])  # the rest of a path may contain user names
     text = page([read_run(folder, str(folder.relative_to(root))) for folder in folders])
     file = Path(options.output_dir or folders[0]).expanduser() / "report.html"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _link(page: str) -> str:
-    """To a page of the docs, named by its file in the repository and leading to the site of `[project.urls]`."""
+    """A link to a page of the docs site (`[project.urls]`), with the name of its file in the repository."""
     urls = dict(url.split(", ") for url in importlib.metadata.metadata("qarl_trl").get_all("Project-URL", []))
     name, _, anchor = page.partition(".md")
     return f'<a href="{escape(urls["Documentation"])}/{name}/{anchor}">docs/{page}</a>' if page else ""
@@ -70,7 +70,7 @@ def _verdict(run: Run, name: str) -> str:
 
 
 def _figure(panel: Panel, runs: Sequence[Run]) -> str:
-    """A picture, and below it the names of its metrics as docs/metrics.md has them; empty where none varies."""
+    """A picture with the names of its metrics, as in docs/metrics.md; empty if none of them varies."""
     names = panel.split(runs)[0]
     if not names:
         return ""

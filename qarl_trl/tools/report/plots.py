@@ -1,4 +1,4 @@
-"""The plots, as a table of metrics and one function that draws a panel. Runs are colours, metrics are line styles."""
+"""The plots: a table of metrics, and a function that draws a panel. Colours show runs, line styles show metrics."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .runs import Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers, without those that vanish on white; and a grey.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, without those too pale on white; and a grey.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
 STYLES = {"solid": "-", "dashed": "--", "dotted": ":"}
 FLOOR = "sync/verify_noise_floor"
-LOG_BOTTOM = 1e-8  # log-probs in float32 resolve about 1e-7 nats: a log axis ends below that
+LOG_BOTTOM = 1e-8  # lower end of a log axis: log-probs in float32 resolve about 1e-7 nats
 
 
 class Panel(NamedTuple):
@@ -30,7 +30,7 @@ class Panel(NamedTuple):
     log: bool = False
 
     def split(self, runs: Sequence[Run]) -> tuple[list[str], dict[str, float]]:
-        """Logged metrics: those that vary over batches or runs, which are drawn, and the constant ones with their value."""
+        """Split the logged metrics into those that vary over batches or runs, and the constant ones with their values."""
         values = {name: np.concatenate([run.values(name) for run in runs]) for name in self.metrics}
         flat = {name: float(v[0]) for name, v in values.items() if len(v) and np.ptp(v) == 0}
         return [name for name, v in values.items() if len(v) and name not in flat], flat
@@ -50,7 +50,7 @@ PANELS = (
 
 
 def png(panel: Panel, runs: Sequence[Run]) -> bytes:
-    """One panel as a picture that is readable at 370 pixels of width."""
+    """One panel as a picture, readable at a width of 370 pixels."""
     from matplotlib.figure import Figure
 
     figure, file = Figure(figsize=(4.2, 2.7), layout="constrained"), io.BytesIO()
@@ -60,13 +60,13 @@ def png(panel: Panel, runs: Sequence[Run]) -> bytes:
 
 
 def draw(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
-    """Draw the metrics that vary, of each run that has them. Text of a run is not drawn: the page escapes it."""
+    """Draw the varying metrics of each run. It draws no text of a run; the page escapes such text."""
     names = panel.split(runs)[0]
     for colour, run in zip(COLOURS, runs, strict=False):
         for name, style in zip(names, STYLES.values(), strict=False):
             steps, values = run.series(name)
             values = np.maximum(values, LOG_BOTTOM) if panel.log else values
-            marker = "o" if len(values) < 12 else None  # single points, as of few evaluations, need one
+            marker = "o" if len(values) < 12 else None  # else a few single points would be invisible
             axis.plot(steps, values, style, color=colour, linewidth=1.2, marker=marker, markersize=3)
         if panel.log and len(floors := run.values(FLOOR)):
             axis.axhline(floors.mean(), color=colour, linewidth=0.8, linestyle=":")

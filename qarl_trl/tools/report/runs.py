@@ -1,4 +1,4 @@
-"""A run's folder, read: its log, one point per rollout batch."""
+"""Read the log in a run's folder, with one point per rollout batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-# What a run of plain TRL logs in place of a metric of ours.
+# TRL's metrics that replace ours in a run of plain TRL.
 OF_TRL = {"mismatch/logp_diff_mean": "sampling/sampling_logp_difference/mean", "time/update": "step_time"}
 
 
@@ -28,8 +28,8 @@ class Run:
         """
         The log with one row per rollout batch, at the step of its first update.
 
-        The ratio of a batch is 1 at its first update and leaves 1 with each further one, so that a point per update draws a
-        saw-tooth. A batch has the mean over its log lines, or the extreme for names that end in `min` or `max`.
+        The ratio is 1 at the first update of a batch and moves away with each further one, so one point per update would draw a
+        sawtooth. The value of a batch is the mean over its log lines, or the extreme for names that end in `min` or `max`.
         """
         batches: list[dict[str, list[float]]] = []
         for row in sorted(self.log, key=lambda row: row["step"]):
@@ -67,7 +67,7 @@ def read_run(folder: Path, name: str) -> Run:
             f"{folder} is not a run: it must hold a trainer_state.json (`trainer.save_state()` writes one), at the top or in a "
             "checkpoint-*."
         )
-    log = max(logs, key=len)  # of several checkpoints the one that is furthest on
+    log = max(logs, key=len)  # the longest one, if there are several
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
     return Run(name, log)

@@ -1,4 +1,4 @@
-"""What a run's log says about its health, in a few lines, each with what to do. Limits are those of docs/metrics.md."""
+"""Judge a run by its log, in a few lines, each with what to do. The limits are those of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from .runs import Run
 
 
-FEWEST = 8  # rollout batches below which nothing is said about a trend
+FEWEST = 8  # rollout batches needed to judge a trend
 NEAR_FLOOR = 3.0  # noise floors; the sync check warns of more
 LARGEST_KL = 0.01  # nats per token, engine to learner: a limit that other projects use
 NEVER = math.inf
@@ -21,8 +21,8 @@ CLIPPED = "Lower learning_rate, or use fewer updates per rollout batch (steps_pe
 SLOWER = "Lower learning_rate.", COLLAPSED
 LONG = "Raise max_completion_length.", "metrics.md#trls-names-to-watch"
 LOOPS = "Read some answers (log_completions), then look at the mismatch.", "metrics.md#error-tokens"
-# A share in the last quarter of a run: above which values it is to be looked at and is wrong, what it is, what to do, and where
-# docs/ says more.
+# Shares in the last quarter of a run: the limits for "look at this" and "wrong", what it is, what to do, and the page that says
+# more.
 LIMITS = (
     ("frac_reward_zero_std", 0.8, NEVER, "{:.0%} of the prompts have equal rewards", "Use other problems.", NOTHING),
     ("quant/flip_frac", NEVER, 0.3, "each sync changes {:.2%} of the quantized values", *SLOWER),
@@ -35,7 +35,7 @@ LIMITS = (
 
 
 class Finding(NamedTuple):
-    """One line. `level` is "good", "look", "bad", or "unknown" where the log has nothing to judge by; `page` of docs/ says more."""
+    """One line. `level` is "good", "look", "bad", or "unknown" if the log does not tell; `page` is a page of docs/."""
 
     level: str
     text: str
@@ -44,24 +44,24 @@ class Finding(NamedTuple):
 
 
 def verdict(run: Run) -> list[Finding]:
-    """All that can be said, the most important first."""
+    """All findings, the most important first."""
     return [*_reward(run), _mismatch(run), *_shares(run)]
 
 
 def headline(findings: list[Finding]) -> str:
-    """The whole run in a word or two."""
+    """The state of the run in a few words."""
     levels = {finding.level for finding in findings}
     return "something is wrong" if "bad" in levels else "look at this" if "look" in levels else "healthy"
 
 
 def quarters(run: Run, name: str) -> list[float]:
-    """Means of a metric over the four quarters of a run; of a short run four times its mean; NaN if it was not logged."""
+    """Means of a metric over the four quarters of a run (for a short run four times its mean); NaN if it was not logged."""
     values = run.values(name)
     parts = np.array_split(values, 4) if len(values) >= FEWEST else [values] * 4
     return [float(part.mean()) if len(part) else math.nan for part in parts]
 
 
-# NaN, of a metric that was not logged, fails every comparison below: no finding comes of it.
+# NaN (a metric that was not logged) makes every comparison below false, so it gives no finding.
 
 
 def _reward(run: Run) -> Iterator[Finding]:
