@@ -54,7 +54,8 @@ def push(
     replaced: Mapping[str, bytes] | None = None,
 ) -> CommitInfo:
     """Make the model of `folder` the content of the repository `name`, some files with other bytes than they have locally."""
-    api, files = HfApi(token=token), model_files(folder) | (replaced or {})
+    api = HfApi(token=token)
+    files: dict[str, Path | bytes] = {**model_files(folder), **(replaced or {})}
     command = f"qarl-trl push {folder} {name}" + (f" --revision {revision}" if revision else "")
     command = "trainer.push_to_hub()" if replaced else command  # the command takes no adapters
     with _errors_named(name, api, f"Nothing is lost: the model is in {folder}; `{command}` tries again."):
