@@ -203,9 +203,7 @@ def _check_model(model: nn.Module) -> None:
             "unquantized checkpoint, or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
         )
     if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
-        raise ValueError(
-            "LoRA layers without a PeftModel around them: a sync would miss them. Use peft.get_peft_model."
-        )
+        raise ValueError("LoRA layers without a PeftModel: a sync would miss them. Use peft.get_peft_model.")
 
 
 def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
