@@ -5,7 +5,6 @@ paper's rate of 1e-6 master weights must be float32: one step changed only 0.2 %
 normal(0, 0.02).
 """
 
-import contextlib
 import logging
 import re
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import muon as muon_step
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from .quant.experts import PROJECTIONS, expert_modules
 from .quant.model import EXPERTS_LAYOUT
@@ -94,13 +93,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 def _embedding_and_head_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of embeddings and output heads; also asks submodules, so a wrapped model gives the same result."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "get_input_embeddings") and hasattr(module, "get_output_embeddings"):
-            with contextlib.suppress(NotImplementedError):  # raised by transformers for a backbone without embeddings
-                modules += [module.get_input_embeddings(), module.get_output_embeddings()]
-    return {param for module in modules if module is not None for param in module.parameters()}
+    modules: list[Any] = list(model.modules())
+    layers = [module for module in modules if isinstance(module, nn.Embedding)]
+    layers += [module.get_output_embeddings() for module in modules if isinstance(module, PreTrainedModel)]
+    return {param for layer in layers if layer is not None for param in layer.parameters()}
 
 
 def _expert_projections(model: nn.Module) -> dict[nn.Parameter, int]:
@@ -145,10 +141,7 @@ def build_muon(model: nn.Module, args: TrainingArguments) -> MuonWithAdamW:
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     matrices, experts, others = split_parameters(model)
     if not matrices and not experts:
-        raise ValueError(
-            f"optim_muon=True found no hidden 2-D matrix among {len(params)} trainable parameters. Under FSDP1, which flattens "
-            "them, use FSDP2 or DDP; otherwise set optim_muon=False."
-        )
+        raise ValueError("optim_muon=True found no hidden 2-D matrix. Use FSDP2 or DDP, not FSDP1, or turn it off.")
     if stacked := ", ".join(name for name in others if params[name].ndim > 2):
         logger.warning("Muon takes matrices, and experts in the layout of Qwen3-MoE. AdamW trains %s.", stacked)
     hidden = [{"params": [params[name] for name in matrices]}]

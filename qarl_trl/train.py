@@ -34,17 +34,13 @@ def _arg(*, help: str, **default: Any) -> Any:
 class QaRLScriptArguments:
     """The fields of a recipe for data and rewards; the others belong to the trainer and the model."""
 
-    dataset_name_or_path: str | None = _arg(
-        default=None, help="Hub id, folder, or .jsonl, .json or .parquet. Required."
-    )
+    dataset_name_or_path: str | None = _arg(default=None, help="Hub id, folder, .jsonl, .json or .parquet. Required.")
     dataset_config: str | None = _arg(default=None, help="Configuration of a Hub dataset, e.g. main of openai/gsm8k.")
     dataset_split: str = _arg(default="train", help="Split to train on; slices such as train[:1000] work.")
     eval_dataset_name_or_path: str | None = _arg(default=None, help="Dataset to evaluate on, for eval_strategy.")
     eval_dataset_split: str = _arg(default="test", help="Split to evaluate on; a local file has only one.")
     problem_column: str | None = _arg(default=None, help="Column of the problems. Unset: problem, question or prompt.")
-    answer_column: str | None = _arg(
-        default=None, help="Column of the answers (a.b: nested). Unset: answer, solution ..."
-    )
+    answer_column: str | None = _arg(default=None, help="Column of the answers (a.b: nested). Unset: answer, ...")
     prompt_template: str | None = _arg(default=None, help="Text that contains {problem}. Unset: the problem alone.")
     system_prompt: str | None = _arg(default=None, help="System message; replaces one in the data.")
     conversational: bool = _arg(default=True, help="Prompts as chat messages. False: as text, without chat template.")

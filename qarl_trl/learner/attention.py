@@ -50,10 +50,7 @@ def _attention(
     mask = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
     if sequence_lengths is None:
         if mask is not attention_mask:
-            raise LostSequences(
-                "A row holds several sequences, but the attention did not get sequence_lengths: it would reach across "
-                "them."
-            )
+            raise LostSequences("The attention got no sequence_lengths: it would reach across the sequences of a row.")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     # `split` instead of slices: the backward of each slice would make a gradient of the whole row, S sequences times T tokens.
     parts = zip(*(t.split(sequence_lengths, dim=2) for t in (query, key, value)), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -49,16 +50,13 @@ def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], config: P
     generator = torch.Generator().manual_seed(0)
     first, other, last = torch.randint(config.get_text_config().vocab_size, (3, 1, LENGTH), generator=generator)
     keep = LENGTH - 1
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            beside_first = score(torch.cat((first, last)), keep)[1]
-            beside_other = score(torch.cat((other, last)), keep)[1]
-            alone = score(last, keep)[0]
-            continued = score(torch.cat((first, last), dim=1), keep)[0]  # its log-probs if it sees the first
-    finally:
-        model.train(training)
+    with torch.no_grad(), ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        model.eval()
+        beside_first = score(torch.cat((first, last)), keep)[1]
+        beside_other = score(torch.cat((other, last)), keep)[1]
+        alone = score(last, keep)[0]
+        continued = score(torch.cat((first, last), dim=1), keep)[0]  # its log-probs if it sees the first
     seen = (continued - alone).abs().mean() * NOISE
     change = (beside_first - beside_other).abs().mean()
     if change > (seen if num_experts(config) else 0):

@@ -215,10 +215,7 @@ def dequant_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
     """[`plain_gemm`] of a scheme that does not quantize activations; `ValueError` for others."""
     support = support_of(scheme)
     if support.activations != "none":
-        raise ValueError(
-            f"quant_kernel='dequant' would leave out the activation quantization of {support.name}, which the engine does. "
-            "Use quant_kernel='auto'."
-        )
+        raise ValueError(f"quant_kernel='dequant' leaves out {support.name}'s activation quantization. Use 'auto'.")
     return plain_gemm(scheme, device)
 
 

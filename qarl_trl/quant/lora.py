@@ -70,10 +70,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
     def sources(self) -> tuple[str, ...]:
         """Names for the active adapter; `RuntimeError` while adapters are disabled."""
         if self.disable_adapters:
-            raise RuntimeError(
-                "The adapters are disabled: a weight sync or an export would hold the base model instead of the policy. "
-                "Leave the `disable_adapter()` context first."
-            )
+            raise RuntimeError("The base would be sent or saved instead of the policy. Leave `disable_adapter()`.")
         return self._names(self.adapter)
 
     def low_bit(self, *given: Tensor) -> LowBitWeight:
@@ -85,8 +82,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         """
         if self.merged:
             raise RuntimeError(
-                f"Adapters {self.merged_adapters} are merged into the base weight and would count twice. Call "
-                "`model.unmerge_adapter()`; `save_model` and `qarl-trl export` merge out of place."
+                f"Merged adapters {self.merged_adapters} would count twice. Call `model.unmerge_adapter()`."
             )
         adapter = self.adapter
         scaling = self.scaling.get(adapter)

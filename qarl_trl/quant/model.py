@@ -156,10 +156,7 @@ def _match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
     groups = list(plan.config_groups.values())
     empty = [group.targets for group in groups if not any(layer.scheme is group for layer in matched)]
     if empty or not groups:
-        raise ValueError(
-            f"targets={empty} must match a layer, got none with ignore={plan.ignore}. Check the patterns against "
-            "`model.named_modules()`."
-        )
+        raise ValueError(f"targets={empty} must match a layer that is not in ignore={plan.ignore}, got none.")
     return matched
 
 
@@ -206,14 +203,11 @@ def _check_model(model: nn.Module) -> None:
             "unquantized checkpoint, or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
         )
     if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
-        raise ValueError(
-            "The model has LoRA layers without a PeftModel around them, so a sync would miss them. Use peft.get_peft_model or "
-            "`peft_config`."
-        )
+        raise ValueError("LoRA layers without a PeftModel: a sync would miss them. Use peft.get_peft_model.")
 
 
 def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
-    """Refuse (`ValueError`) `layers` that cannot be quantized as asked."""
+    """Refuse (`ValueError`) other layers than linear ones and experts, tied weights, and sizes that groups or blocks do not divide."""
     if is_peft_model(model):
         from .lora import check_adapters, check_lora_config
 
@@ -222,44 +216,31 @@ def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
         check_adapters(base_model(model), {layer.name: layer.module for layer in layers})
     owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     for layer in layers:
-        _check_layer(layer, owners)
+        # A subclass may have another forward, which the new class would silently drop.
+        if len(layer.weights) == 1 and type(layer.base) is not nn.Linear:
+            raise ValueError(f"{layer.name!r} must be nn.Linear or in quant_ignore, got {type(layer.base)}.")
+        # Checkpoints can store blocks padded at the edge, but engines that merge layers (q, k, v) cannot load them.
+        height, width = layer.scheme.weights.block_structure or (1, effective_group_size(layer.scheme) or 1)
+        for parameter, names in layer.weights.items():
+            weight = getattr(layer.base, parameter)
+            # A checkpoint stores a tied one once, either quantized or as an embedding.
+            if owners[id(weight)] > 1:
+                raise ValueError(f"Layer {layer.name!r} has a weight tied to another. Add it to `quant_ignore`.")
+            *stack, columns = shape_of(weight)
+            rows = math.prod(stack) // len(names)
+            if rows % height or columns % width:
+                raise ValueError(
+                    f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, which groups of {height} x {width} weights do "
+                    "not divide. Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), or "
+                    "another scheme."
+                )
         if frozen and len(layer.weights) > 1:
             raise ValueError(f"lora_base='frozen' needs linear layers, got the experts {layer.name!r}. Use 'merged'.")
         if has_global_scale(layer.scheme) and (frozen or type(layer.module) is not nn.Linear):
-            raise ValueError(
-                f"Layer {layer.name!r}: a scheme with a global scale (NVFP4A16) does not go with LoRA or "
-                "experts. Choose another scheme."
-            )
-
-
-def _check_layer(layer: Matched, owners: Counter[int]) -> None:
-    """Refuse (`ValueError`) other layers than linear ones and experts, tied weights, and sizes that groups or blocks do not divide."""
-    # A subclass may have another forward, which the new class would silently drop.
-    if len(layer.weights) == 1 and type(layer.base) is not nn.Linear:
-        raise ValueError(
-            f"Layer {layer.name!r} must be a torch.nn.Linear to be quantized, got {type(layer.base)}. Add it to "
-            "`quant_ignore` if it may stay in high precision."
-        )
-    # Checkpoints can store blocks padded at the edge, but engines that merge layers (q, k, v) cannot load them.
-    height, width = layer.scheme.weights.block_structure or (1, effective_group_size(layer.scheme) or 1)
-    for parameter, names in layer.weights.items():
-        weight = getattr(layer.base, parameter)
-        if owners[id(weight)] > 1:  # a checkpoint stores it once, either quantized or as an embedding
-            raise ValueError(f"Layer {layer.name!r} has a weight that is tied to another. Add it to `quant_ignore`.")
-        *stack, columns = shape_of(weight)
-        rows = math.prod(stack) // len(names)
-        if rows % height or columns % width:
-            raise ValueError(
-                f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, which groups of {height} x {width} weights do "
-                "not divide. Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), or "
-                "another scheme."
-            )
+            raise ValueError(f"NVFP4A16 of {layer.name!r} does not go with LoRA or experts. Choose another scheme.")
 
 
 def check_shardable(plan: QuantizationConfig) -> None:
     """Refuse (`ValueError`) a `plan` with layers that cannot be sharded."""
     if any(map(has_global_scale, plan.config_groups.values())):
-        raise ValueError(
-            "A scheme with a global scale (NVFP4A16) needs whole q, k, v (and gate, up) at once, and FSDP and ZeRO-3 shard them. "
-            "Use DDP, or a scheme without a global scale."
-        )
+        raise ValueError("NVFP4A16's global scale needs whole q, k, v. FSDP and ZeRO-3 shard them: use DDP, or W4A16.")

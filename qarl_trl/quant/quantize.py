@@ -110,9 +110,7 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
         ValueError: if the weight is not a matrix, does not fill whole words when packed, or holds NaN or infinity.
     """
     if weight.ndim != 2 or ("pack" in scheme.format and weight.shape[1] % 8):
-        raise ValueError(
-            f"The weight must be a matrix (out, in) whose columns are a multiple of 8, got shape {tuple(weight.shape)}."
-        )
+        raise ValueError(f"The weight must be a matrix (out, in), in: a multiple of 8, got {tuple(weight.shape)}.")
     if weight.is_meta:  # a model without weights
         stored = meta_tensors(scheme, *weight.shape)
         return LowBitWeight({name: stored[name] for name in stored if name != "weight_shape"}, scheme)

@@ -54,7 +54,6 @@ _FLOAT8 = ("Ada", "Hopper", "Blackwell")
 # vLLM has no int8 product for Blackwell. With blocks, vLLM does not quantize activations on Ada (0.31: Marlin), and rounds scales to
 # powers of two on Blackwell.
 _INT8 = ("Ampere", "Ada", "Hopper")
-_FLOAT8_BLOCKS = ("Hopper",)
 
 GROUPS = (32, 64, 128, -1)
 SUPPORTED: dict[str, SchemeSupport] = {
@@ -64,7 +63,7 @@ SUPPORTED: dict[str, SchemeSupport] = {
         SchemeSupport("W4A16_ASYM", "pack-quantized", GROUPS, "none", _ALL, True, "if the checkpoint has it"),
         SchemeSupport("W8A16", "pack-quantized", GROUPS, "none", _ALL, False, "if 4 bits cost too much"),
         SchemeSupport("FP8_DYNAMIC", "float-quantized", (), "fp8_token", _FLOAT8, True, "for float8 products"),
-        SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", _FLOAT8_BLOCKS, False, "for such checkpoints"),
+        SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", ("Hopper",), False, "for such checkpoints"),
         SchemeSupport("W8A8", "int-quantized", (), "int8_token", _INT8, True, "for int8 products"),
         SchemeSupport("W4A8", "int-quantized", GROUPS, "int8_token_asymmetric", (), True, "on a CPU"),
         SchemeSupport("W4AFP8", "pack-quantized", (128,), "fp8_token", ("Hopper",), False, "for float8 products"),
@@ -180,9 +179,7 @@ def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Seq
         try:
             re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
         except re.error as error:
-            raise ValueError(
-                f"{name!r} in the modules to quantize or to ignore is not a valid pattern: {error}."
-            ) from error
+            raise ValueError(f"{name!r} in targets or quant_ignore is no valid pattern: {error}.") from error
     group = scheme.model_copy(deep=True, update={"targets": list(targets)})
     return QuantizationConfig(config_groups={"group_0": group}, ignore=list(ignore))
 

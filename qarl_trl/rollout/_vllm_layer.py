@@ -66,16 +66,11 @@ def engine_layer(weight: LowBitWeight) -> Any:
             config = _quant_config(weight.scheme)
             layer = ColumnParallelLinear(in_features, out_features, quant_config=config, prefix="layer", **plain)
         except ValueError as error:  # the engine's layer may be wider, because it merges q, k and v
-            raise ValueError(
-                f"vLLM has no kernel for a layer of {in_features} inputs and {out_features} outputs in this scheme ({error}). "
-                "Use quant_kernel='auto'."
-            ) from error
+            raise ValueError(f"vLLM has no kernel for {weight.shape}: {error}. Use quant_kernel='auto'.") from error
         parameters = dict(layer.named_parameters())
         if parameters.keys() != weight.tensors.keys():
-            raise RuntimeError(
-                f"vLLM's layer holds {sorted(parameters)}, and the low-bit weight has {sorted(weight.tensors)}. Use "
-                "quant_kernel='auto' and report the version of vLLM."
-            )
+            found = f"vLLM's layer holds {sorted(parameters)}, and the low-bit weight has {sorted(weight.tensors)}"
+            raise RuntimeError(f"{found}. Use quant_kernel='auto' and report the version of vLLM.")
         for name, tensor in weight.tensors.items():
             parameters[name].weight_loader(parameters[name], tensor)
         layer.quant_method.process_weights_after_loading(layer)

@@ -73,10 +73,7 @@ def tensors_of(root: str, folder: str, files: int) -> Iterator[tuple[str, Tensor
     """
     shared, inside = Path(root).resolve(), Path(root, folder).resolve()
     if inside.parent != shared or not inside.is_dir():
-        raise ValueError(
-            f"the server has no folder {folder!r} in its sync_folder {root!r}: give trainer and server the same folder, on "
-            "a file system that both machines mount"
-        )
+        raise ValueError(f"the server has no folder {folder!r} in its sync_folder {root!r}: both must mount the same")
     try:
         parts = [safe_open(inside / f"{number}.safetensors", "pt") for number in range(files)]
     except Exception as error:  # OSError, SafetensorError

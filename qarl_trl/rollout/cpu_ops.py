@@ -173,9 +173,7 @@ def _count_positions_without_padding(
     """Give the first real token position 0, as in the engine; without this padding on the left would shift it."""
     mask, kwargs, positions = kwargs.get("attention_mask"), dict(kwargs), kwargs.get("position_ids")
     if mask is None and positions is not None and "sequence_lengths" not in kwargs and (positions.diff() != 1).any():
-        raise RuntimeError(
-            "A row holds several sequences, but the attention did not get sequence_lengths: it would reach across them."
-        )
+        raise RuntimeError("The attention got no sequence_lengths: it would reach across the sequences of a row.")
     if isinstance(mask, Tensor) and mask.dim() == 2 and positions is None:
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return args, kwargs

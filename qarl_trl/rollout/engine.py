@@ -190,10 +190,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 on_first(self.accelerator, lambda: self.vllm_client.raise_failure())
             lengths = [len(tokens) for tokens in result[1]]
             if len(lengths) != len(prompts) or 0 in lengths:
-                raise RuntimeError(
-                    f"The engine returned {len(lengths)} completions for {len(prompts)} prompts, {lengths.count(0)} of them empty; "
-                    "its log above may say why."
-                )
+                found = f"{len(lengths)} completions for {len(prompts)} prompts, {lengths.count(0)} of them empty"
+                raise RuntimeError(f"The engine returned {found}; its log above may say why.")
         self.rollout_seconds += time.perf_counter() - start - (self.sync_seconds - synced)
         return result
 

@@ -45,10 +45,7 @@ def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
     """The engine's gemm for `scheme` on `device`; `ValueError` if the engine has none there, or is not installed."""
     support, plain = support_of(scheme), plain_gemm(scheme, device)
     if not {"cpu": support.cpu_engine, "cuda": bool(support.gpus)}.get(device.type, False):
-        raise ValueError(
-            f"quant_kernel='engine' does not go with {support.name} on device {device.type!r}: the engine has no kernel for it "
-            "there. Use quant_kernel='auto'."
-        )
+        raise ValueError(f"quant_kernel='engine' has no kernel for {support.name} on {device.type!r}. Use 'auto'.")
     if device.type == "cpu" and support.name in ("W4A8", "FP8_DYNAMIC"):
         return plain  # the engine itself calls torch
     if not is_vllm_available() or is_cpu_engine() != (device.type == "cpu"):

@@ -86,9 +86,7 @@ class ServerClient(VLLMClient):
             ) from error
         if response.status_code != 200:
             kind = PermissionError if response.status_code == 401 else RuntimeError
-            raise kind(
-                f"The server at {self.base_url} refused {path} ({response.status_code}): {response.text[:2000]}"
-            )
+            raise kind(f"The server {self.base_url} refused {path} ({response.status_code}): {response.text[:2000]}")
         return response.json() if response.content else {}
 
     _get = partialmethod(_ask, "GET")
@@ -99,9 +97,7 @@ class ServerClient(VLLMClient):
         answers = self._post(f"{self.base_url}/{method}", json=args)
         failed = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
         if failed:
-            raise RuntimeError(
-                f"{method} failed in {len(failed)} of {len(answers)} ranks of the server at {self.base_url}: {failed[0]}"
-            )
+            raise RuntimeError(f"{method} failed in {len(failed)} of {len(answers)} ranks of the server: {failed[0]}")
         return answers
 
     def check(self, needed: dict[str, Any]) -> bool:

@@ -27,10 +27,8 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
     check_engine_cpu(args.device.type)
     cache = args.engine_kwargs.get("kv_cache_dtype", "auto")
     if cache not in ("auto", "bfloat16"):
-        raise ValueError(
-            f"vllm_engine_kwargs: kv_cache_dtype={cache!r} must be 'auto' or 'bfloat16': the learner does not quantize keys and "
-            "values, and nobody has measured what that does to the log-prob mismatch."
-        )
+        # The learner does not quantize keys and values, and nobody has measured what that does to the mismatch.
+        raise ValueError(f"kv_cache_dtype must be 'auto' or 'bfloat16', as in the learner, got {cache!r}.")
     for group in plan.config_groups.values():
         scheme = support_of(group)
         missing = missing_in_engine(scheme, args.device)

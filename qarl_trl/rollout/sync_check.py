@@ -69,15 +69,12 @@ def engine_logps(llm: Any, token_ids: Sequence[int]) -> Tensor:
 def learner_logps(model: nn.Module, token_ids: Sequence[int]) -> Scores:
     """Score the prompt by the learner's low-bit model, even if training does not use it. Call it inside the learner's autocast."""
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
-    training = model.training
-    model.eval()
-    try:
-        with low_bit_forward(model):
-            plain = _forward(model, ids)
-            with rounding_noise(model):
-                return Scores(plain, _forward(model, ids))
-    finally:
-        model.train(training)
+    with ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        stack.enter_context(low_bit_forward(model.eval()))
+        plain = _forward(model, ids)
+        stack.enter_context(rounding_noise(model))
+        return Scores(plain, _forward(model, ids))
 
 
 def _forward(model: nn.Module, ids: Tensor) -> Tensor:
@@ -179,7 +176,16 @@ class SyncCheck:
             if value < math.inf:
                 self.report(f"sync/verify_{name}", value)
         if worst.wrong:
-            raise RuntimeError(diagnosis(worst, syncs))
+            cause = (
+                f"At most {worst.limit:.4f} is expected. In some layers the engine does not hold the synced weights, or it "
+                "computes something else (scheme, rotary setting, attention variant)."
+            )
+            if worst.stale:
+                cause = f"The engine is stale: it followed {100 * worst.followed:.0f} % of the learner's movement since the last clear check."
+            raise RuntimeError(
+                f"After sync {syncs} the engine's log-probs of the sync check prompt are {worst.logp_diff:.4f} nats per token from "
+                f"the learner's. {cause} Try vllm_engine_kwargs={{'enforce_eager': true}}; verify_sync='off' skips this check."
+            )
         if not anchor and worst.limit == math.inf:
             logger.warning(
                 "verify_sync cannot tell whether the first sync reached the engine: the model answers almost as random weights "
@@ -225,17 +231,3 @@ def read_later(engine: Tensor, learner: Scores, anchor: Anchor) -> Reading:
 def _logp_diffs(engine: Tensor, learner: Scores) -> tuple[float, float]:
     logp_diff, noise_floor = ((other - learner.plain).abs().mean().item() for other in (engine, learner.noisy))
     return logp_diff, max(noise_floor, RESOLUTION)
-
-
-def diagnosis(reading: Reading, syncs: int) -> str:
-    """The message for a failed check, by the reading of the worst process."""
-    cause = (
-        f"At most {reading.limit:.4f} is expected. In some layers the engine does not hold the synced weights, or it "
-        "computes something else (scheme, rotary setting, attention variant)."
-    )
-    if reading.stale:
-        cause = f"The engine is stale: it followed {100 * reading.followed:.0f} % of the learner's movement since the last clear check."
-    return (
-        f"After sync {syncs} the engine's log-probs of the sync check prompt are {reading.logp_diff:.4f} nats per token from "
-        f"the learner's. {cause} Try vllm_engine_kwargs={{'enforce_eager': true}}; verify_sync='off' skips this check."
-    )

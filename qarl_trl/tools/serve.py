@@ -20,13 +20,13 @@ from ..train import parse
 if TYPE_CHECKING:
     from ..config import QaRLConfig
 
-USAGE = "qarl-trl serve --config FILE [--host ADDRESS] [--key value ...]"
 MAX_BATCHED_TOKENS = 4096  # TRL's
 
 
 def main(argv: Sequence[str]) -> Callable[[], None] | None:
     """Check the recipe, and return a function that replaces this process by the server; a dry run only prints its command."""
-    parser = argparse.ArgumentParser("qarl-trl serve", USAGE, description=__doc__, allow_abbrev=False)
+    usage = "qarl-trl serve --config FILE [--host ADDRESS] [--key value ...]"
+    parser = argparse.ArgumentParser("qarl-trl serve", usage, description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the recipe of the run")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
     own, rest = parser.parse_known_args(argv)

@@ -36,7 +36,7 @@ def test_every_scheme_has_a_gemm_on_cpu_and_the_engine_those_of_the_table(scheme
     assert PLAIN.keys() == SUPPORTED.keys()
     assert choose("auto", scheme, CPU) is PLAIN[scheme]
     if not SUPPORTED[scheme].cpu_engine:
-        with pytest.raises(ValueError, match="the engine has no kernel"):
+        with pytest.raises(ValueError, match="has no kernel for"):
             choose("engine", scheme, CPU)
     elif scheme in ("W4A8", "FP8_DYNAMIC"):  # the engine itself calls torch
         assert choose("engine", scheme, CPU) is PLAIN[scheme]

@@ -63,10 +63,7 @@ def read_run(folder: Path, name: str) -> Run:
     files = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
     logs = [json.loads(file.read_text())["log_history"] for file in files]
     if not logs:
-        raise ValueError(
-            f"{folder} is not a run: it must hold a trainer_state.json (`trainer.save_state()` writes one), at the top or in a "
-            "checkpoint-*."
-        )
+        raise ValueError(f"{folder} is not a run: no trainer_state.json (`trainer.save_state()`), no checkpoint-*/.")
     log = max(logs, key=len)  # the longest one, if there are several
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
