@@ -11,16 +11,16 @@ from real_arms import BEFORE, accuracy, cells_of
 from qarl_trl.tools.report.plots import COLOURS
 
 
-LINES = {"bf16 GRPO": "bf16", "rollout-only GRPO": "rollout-only", "QaRL TBPO": "QaRL"}
+LINES = {"bf16 GRPO": "bf16", "rollout-only GRPO": "rollout-only", "QaRL GRPO": "QaRL"}
 # Label, arm and which of its models is scored.
 BARS = (
     ("start", BEFORE, "masters"),
     ("start, 4 bits", BEFORE, "low_bit"),
     ("bf16 GRPO", "bf16 GRPO", "masters"),
-    ("bf16 GRPO,\nthen 4 bits", "bf16 GRPO", "low_bit"),
-    ("bf16 GRPO,\nthen GPTQ", "bf16 GRPO", "gptq"),
-    ("rollout-only\nGRPO", "rollout-only GRPO", "low_bit"),
-    ("rollout-only\nTBPO", "rollout-only TBPO", "low_bit"),
+    ("bf16 GRPO, then 4 bits", "bf16 GRPO", "low_bit"),
+    ("bf16 GRPO, then GPTQ", "bf16 GRPO", "gptq"),
+    ("rollout-only GRPO", "rollout-only GRPO", "low_bit"),
+    ("rollout-only TBPO", "rollout-only TBPO", "low_bit"),
     ("QaRL GRPO", "QaRL GRPO", "low_bit"),
     ("QaRL TBPO", "QaRL TBPO", "low_bit"),
 )
