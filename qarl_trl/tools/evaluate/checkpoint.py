@@ -9,16 +9,8 @@ from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from ...export import files
 from ...export.card import scheme_name
-from ...export.files import (
-    ADAPTER_CONFIG,
-    BASE_CONFIG,
-    LOW_BIT_FOLDER,
-    READ_BY_ENGINE,
-    base_of,
-    check_base,
-    tensor_shapes,
-)
 from ...quant.scheme import describe_scheme
 from ...quant.start import QuantizedSource
 from ...quant.state_dict import iter_low_bit_weights
@@ -35,20 +27,20 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
-        folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(READ_BY_ENGINE)))
-    adapter = (folder / ADAPTER_CONFIG).is_file()
-    for needed in (ADAPTER_CONFIG if adapter else "config.json", "*.safetensors", "tokenizer*"):
+        folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(files.READ_BY_ENGINE)))
+    adapter = (folder / files.ADAPTER_CONFIG).is_file()
+    for needed in (files.ADAPTER_CONFIG if adapter else "config.json", "*.safetensors", "tokenizer*"):
         if not any(folder.glob(needed)):  # without the last transformers makes an empty one
             raise FileNotFoundError(f"{folder} is no model: it has no {needed}.")
     if not adapter:
         return folder, None
-    if not (folder / BASE_CONFIG).is_file() or (folder / "config.json").is_file():
+    if not (folder / files.BASE_CONFIG).is_file() or (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} must be a model, or an adapter that was trained beside a frozen base, got another adapter. Give its "
-            f"{LOW_BIT_FOLDER}/ folder, or what `qarl-trl export` makes of it."
+            f"{files.LOW_BIT_FOLDER}/ folder, or what `qarl-trl export` makes of it."
         )
-    base, _ = find_checkpoint(*base_of(folder))
-    check_base(folder, base)
+    base, _ = find_checkpoint(*files.base_of(folder))
+    files.check_base(folder, base)
     return base, folder
 
 
@@ -58,7 +50,7 @@ def check_complete(folder: Path, config: PretrainedConfig) -> None:
 
     vLLM loads such a checkpoint all the same and answers garbage. A plain one it refuses itself.
     """
-    index, found = folder / "model.safetensors.index.json", tensor_shapes(folder)
+    index, found = folder / "model.safetensors.index.json", files.tensor_shapes(folder)
     listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
     if missing := sorted(listed.keys() - found):
         raise ValueError(f"{folder} lacks {len(missing)} tensors of {index.name} ({missing[0]}). Download it again.")
