@@ -127,9 +127,12 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
 
     def _prepare_for_training(self, *args: Any) -> tuple:
         """The Trainer's method, in which FSDP2 shards the model; from then on it gathers quantized values of low-bit weights."""
+        layers: list[Any] = [layer for _, layer in quantized_modules(self._unwrapped)]
+        if self.accelerator.is_fsdp2 and self.args.frozen:  # no shards of it: each process has the whole base
+            for layer in layers:
+                layer.hold_on(self.accelerator.device)
         # Without RAM-efficient loading torch moves each parameter to the GPU by `param.data = ...` when it shards it.
-        if self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
-            layers = [layer for _, layer in quantized_modules(self._unwrapped)]
+        elif self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             mesh = self.accelerator.parallelism_config  # HSDP: the processes of a node share one copy of the weights
             gather_quantized(layers, mesh.dp_shard_size if mesh else self.args.world_size, self.accelerator.device)
         return super()._prepare_for_training(*args)

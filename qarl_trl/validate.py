@@ -127,8 +127,10 @@ def check_placement(args: QaRLConfig) -> None:
     if args.n_gpu > 1:
         raise ValueError(f"A process needs one GPU, got {args.n_gpu}: use accelerate launch or CUDA_VISIBLE_DEVICES.")
     fsdp, plan = _compat.fsdp_settings(args), args.quant_plan()
-    if args.frozen and (fsdp or _compat.is_zero3(args) or (args.use_vllm and args.vllm_mode == "server")):
-        raise ValueError("lora_base='frozen' runs on one process or DDP, with vllm_mode='colocate'. Or use 'merged'.")
+    if args.frozen and (_compat.is_zero3(args) or (args.use_vllm and args.vllm_mode == "server")):
+        raise ValueError(
+            "lora_base='frozen' runs on one process, DDP or FSDP2, with vllm_mode='colocate'. Or use 'merged'."
+        )
     if fsdp and int(fsdp["fsdp_version"]) == 1:
         raise ValueError("FSDP1 flattens the matrices to quantize. Use FSDP2 (recipes/accelerate/fsdp2.yaml).")
     if fsdp and fsdp.get("cpu_offload"):

@@ -86,9 +86,8 @@ class CheckpointMixin:
 
     def _save_base(self, path: Path) -> None:
         """Let the adapter in `path` name its frozen base; write one that this run quantized, once."""
-        revision = None
+        revision = (self.args.model_init_kwargs or {}).get("revision") if self.args.from_checkpoint else None
         if self.args.from_checkpoint:
-            revision = (self.args.model_init_kwargs or {}).get("revision")
             name = base_model(self._unwrapped).config._name_or_path
             folder = Path(name).absolute()
             name = str(folder) if folder.is_dir() else name

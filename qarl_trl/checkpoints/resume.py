@@ -121,5 +121,5 @@ def identity_of(
 
 
 def _adapter_facts(config: Any) -> dict[str, Any]:
-    facts = {name: getattr(config, name, None) for name in _ADAPTER}
-    return {name: sorted(value) if isinstance(value, (set, tuple, list)) else value for name, value in facts.items()}
+    facts = ((name, getattr(config, name, None)) for name in _ADAPTER)
+    return {name: sorted(value) if isinstance(value, set | tuple | list) else value for name, value in facts}

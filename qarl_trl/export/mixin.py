@@ -53,7 +53,9 @@ class SharingMixin:
             config = json.loads(Path(args.output_dir, ADAPTER_CONFIG).read_text())
             config |= {"base_model_name_or_path": base, "revision": args.hub_revision}
             replaced[ADAPTER_CONFIG] = json.dumps(config, indent=2).encode()
-        return push(self._model_output, self.hub_model_id, commit_message, args.hub_token, args.hub_revision, replaced)
+        return push(
+            self._model_output, self.hub_model_id, commit_message, args.hub_token, args.hub_revision, **replaced
+        )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Nothing: the model is pushed at the end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -46,16 +46,10 @@ def repository_of(args: Any) -> str:
 
 
 def push(
-    folder: Path,
-    name: str,
-    message: str,
-    token: str | None = None,
-    revision: str | None = None,
-    replaced: Mapping[str, bytes] | None = None,
+    folder: Path, name: str, message: str, token: str | None = None, revision: str | None = None, **replaced: bytes
 ) -> CommitInfo:
     """Make the model of `folder` the content of the repository `name`, some files with other bytes than they have locally."""
-    api = HfApi(token=token)
-    files: dict[str, Path | bytes] = {**model_files(folder), **(replaced or {})}
+    api, files = HfApi(token=token), dict[str, Any](model_files(folder)) | replaced
     command = f"qarl-trl push {folder} {name}" + (f" --revision {revision}" if revision else "")
     command = "trainer.push_to_hub()" if replaced else command  # the command takes no adapters
     with _errors_named(name, api, f"Nothing is lost: the model is in {folder}; `{command}` tries again."):

@@ -19,6 +19,7 @@ from .lora import LoraQuantLinear, check_adapters, factor_gradients
 from .names import base_model, checkpoint_modules, plain_name
 from .quantize import LowBitWeight, quantize_weight
 from .scheme import MASTER_CAST_DTYPE
+from .shards import whole
 
 
 class AdapterMatmul(torch.autograd.Function):
@@ -79,12 +80,18 @@ class FrozenLinear(LowBitLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return self._multiply(input, self.low_bit, self._get_gemm(input.device), bias=self.bias)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Moves with the module, and keeps its dtypes."""
-        super()._apply(fn, recurse)
-        device = fn(torch.empty(0, device=self.held.quantized.device)).device
+    def hold_on(self, device: torch.device) -> None:
+        """Move the low-bit tensors, which keep their dtypes."""
         data = {name: tensor.to(device) for name, tensor in self.held.data.items()}
         self.held = replace(self.held, data=data, prepared={})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        device = fn(torch.empty(0, device=self.held.quantized.device)).device
+        if (
+            device.type != "meta"
+        ):  # where accelerate moves a model whose parameters FSDP2 will shard, and these are none
+            self.hold_on(device)
         return self
 
 
@@ -112,7 +119,8 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if not layer.adapter:
                 raise RuntimeError("The adapter is disabled: the engine would sample from the base model. Enable it.")
             names = (f"{plain_name(name)}.{factor}.weight" for factor in ("lora_A", "lora_B"))
-            yield from zip(names, synced(*layer.factors()), strict=True)
+            lora_A, lora_B, scaling = layer.factors()
+            yield from zip(names, synced(whole(lora_A), whole(lora_B), scaling), strict=True)
 
 
 def align_adapters(model: nn.Module) -> None:

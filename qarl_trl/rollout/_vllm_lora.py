@@ -46,8 +46,8 @@ def sample_with(llm: Any, adapter: Path) -> None:
 
 def adapter_place(model: Any) -> str | None:
     """Memory, if it has room for two bfloat16 adapters of a `PeftModel` for each process (Docker gives 64 MB), else `None`: a disk."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = 4 * processes * sum(param.numel() for name, param in model.named_parameters() if ".lora_" in name)
+    factors = sum(param.numel() for name, param in model.named_parameters() if ".lora_" in name)
+    needed = 4 * factors * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > needed else None
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slow.isolated import isolated, isolated_group
+from slow.test_processes import FLOOR, FSDP2, _shard_on_cpu
 from slow.toys import (
     engine_logprobs,
     fresh_engine_logprobs,
@@ -170,15 +173,20 @@ def test_engine_learner_and_files_are_one_base_and_one_adapter(checkpoint, tmp_p
     assert isolated(_evaluated, checkpoint, None) == found["untrained"] != found["trained"]  # control
 
 
-def _rank(model: str, folder: str) -> dict[str, Any]:
+def _rank(model: str, folder: str, fsdp: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
-    trainer = _frozen(model, Path(folder), quant_scheme="W4A16", max_steps=2)
+    if fsdp:
+        os.environ.update(FSDP2)
+        _shard_on_cpu()
+    shapes = {"learner_ops": "stock", "save_strategy": "steps", "save_steps": 1} if fsdp else {}
+    trainer = _frozen(model, Path(folder), quant_scheme="W4A16", max_steps=2, **shapes)
     trainer.train()
     trainer.save_model()
     rows = trainer.state.log_history
     adapter = sync(trainer.vllm_generation)
     return {
-        "processes": trainer.accelerator.num_processes,
+        "processes": (str(trainer.accelerator.distributed_type), trainer.accelerator.num_processes),
+        "sharded": sum(hasattr(p, "full_tensor") for p in trainer.model.parameters() if p.requires_grad),
         "logp_diffs": [row["mismatch/logp_diff_mean"] for row in rows if "mismatch/logp_diff_mean" in row],
         "adapter": {name: tensor.view(torch.uint8).numpy() for name, tensor in adapter.items()},
         "base": {name: tensor.view(torch.uint8).numpy() for name, tensor in _low_bit(trainer).items()},
@@ -186,10 +194,14 @@ def _rank(model: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.alone
-def test_two_processes_train_one_adapter_on_a_base_quantized_as_it_loads(tmp_path):
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_two_processes_train_one_adapter_on_a_base_quantized_as_it_loads(tmp_path, fsdp):
+    """FSDP2 shards embeddings, norms and the adapter; its learner has transformers' operations, as on a GPU."""
     model = save_model(tmp_path / "model", layers=1)
-    one, two = isolated_group(_rank, 2, model, str(tmp_path / "run"))
-    assert one["processes"] == 2 and max(one["logp_diffs"]) < 1e-6
+    one, two = isolated_group(_rank, 2, model, str(tmp_path / "run"), fsdp)
+    assert one["processes"] == (f"DistributedType.{'FSDP' if fsdp else 'MULTI_CPU'}", 2)
+    assert one["sharded"] == (len(one["adapter"]) if fsdp else 0)
+    assert 0 < max(one["logp_diffs"]) < (FLOOR if fsdp else 1e-6)
     for part in ("adapter", "base"):
         assert one[part].keys() == two[part].keys()
         assert all((one[part][name] == tensor).all() for name, tensor in two[part].items())
@@ -198,3 +210,7 @@ def test_two_processes_train_one_adapter_on_a_base_quantized_as_it_loads(tmp_pat
     stored = stored_tensors(tmp_path / "run" / "base")
     assert stored.keys() == one["base"].keys()
     assert all((stored[name].view(torch.uint8).numpy() == tensor).all() for name, tensor in one["base"].items())
+    saved = load_file(tmp_path / "run" / "adapter_model.safetensors")
+    for name, tensor in saved.items():  # the engine's B is scaled, by 4
+        sent = tensor.bfloat16() * (4 if "lora_B" in name else 1)
+        assert (sent.view(torch.uint8).numpy() == one["adapter"][name]).all()

@@ -97,12 +97,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def evaluate(
-    engine: Any,
-    params: Any,
-    problems: dict[str, list[dict[str, Any]]],
-    output: Path,
-    head: dict[str, Any],
-    options: argparse.Namespace,
+    engine: Any, params: Any, problems: dict[str, list[dict]], output: Path, head: dict, options: argparse.Namespace
 ) -> None:
     """Sample, grade, write `completions.jsonl` and `results.json` (which begins with `head`), print the table."""
     from ...rewards import math_reward

@@ -153,7 +153,7 @@ def backward_work(run: Run) -> int:
         return int(max(head, layer + 4 * largest * (run.compute < 4)))
     # Two gathered layers, the gradient of one, and its float32 copy for the reduction.
     sums: dict[str, int] = {}
-    for p in run.parameters:
+    for p in (p for p in run.parameters if p.size):  # a frozen base has none, and is whole on each GPU
         gathered = p.quantized * run.ranks if p.gathered else p.entries * run.compute
         sums[p.layer] = sums.get(p.layer, 0) + 2 * gathered + p.entries * (run.compute + 4)
     sums.pop("", 0)
@@ -231,5 +231,5 @@ def best_utilization(run: Run) -> float:
 
 def host_bytes(run: Run) -> int:
     """Host memory of a machine: each process (under FSDP2 only one) holds the model while it loads; later paged moments."""
-    copies = 1 if run.fsdp2 else min(run.ranks, MACHINE)
+    copies = 1 if run.fsdp2 and not run.frozen else min(run.ranks, MACHINE)
     return copies * max(sum(p.entries * p.size or p.stored for p in run.parameters), optimizer_state(run, paged=True))

@@ -60,11 +60,10 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
         adapter = get_peft_config(model_args)
     model = skeleton(config, dtype, adapter, plan)
     frozen, fsdp2 = settings.frozen, gpus > 1 and sharding != "ddp"
-    if frozen and (adapter is None or num_experts(config) or fsdp2 or engine == "server"):
-        needed = "use_peft: true, a model without experts, vllm_mode='colocate', and one process or --sharding ddp"
-        raise ValueError(f"lora_base='frozen' needs {needed}.")
+    if frozen and (adapter is None or num_experts(config) or engine == "server"):
+        raise ValueError("lora_base='frozen' needs use_peft: true, a model without experts, and vllm_mode='colocate'.")
     optim = "muon" if settings.optim_muon else settings.optim.value
-    gathers = fsdp2 and settings.quantize_learner and settings.quant_kernel != "engine"
+    gathers = fsdp2 and settings.quantize_learner and settings.quant_kernel != "engine" and not frozen
     return Run(
         parameters=parameters(model, optim, gpus if gathers else 1, frozen),
         config=config.get_text_config(),
