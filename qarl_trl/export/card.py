@@ -1,4 +1,4 @@
-"""The model card of a low-bit folder: what its files tell, and what a run says of itself, without paths, hosts, tokens or names of users."""
+"""The model card of a low-bit folder. It describes the files and the training run, without paths, hosts, tokens or user names."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .files import tensor_shapes
 
 
 CARD = "README.md"
-# A card without this line was edited: it stays as it is.
+# A card without this line is not overwritten: a user edited it.
 GENERATED = "<!-- Written by qarl_trl, which writes it again at each save. Delete this line to keep your edits. -->"
-ADDRESS = "path/to/model"  # in a card's commands, until `qarl-trl push` knows better
+ADDRESS = "path/to/model"  # in a card's commands, until `qarl-trl push` writes the Hub id there
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def base_facts(name: str) -> dict[str, Any]:
-    """What a card says of the model that a low-bit one was made from: its Hub id, or of a local folder the last name alone."""
+    """Facts about the base model for a card: its Hub id (`None` for a local folder) and its name (the last part of a local path)."""
     known = name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
     return {"base_id": known, "base": known or Path(name).name or "a local model"}
 
 
 def training_facts(trainer: Any) -> dict[str, Any]:
-    """What a card says of a training run so far."""
+    """Facts about the training run so far, for a card."""
     args, packages = trainer.args, ("qarl_trl", "trl", "transformers", "torch")
     facts = base_facts(base_model(trainer._unwrapped).config._name_or_path)
-    if args.frozen:  # the weights are not what was trained
+    if args.frozen:  # training did not change these weights
         return facts
     return facts | {
         "rewards": trainer.reward_func_names,
@@ -45,7 +45,7 @@ def training_facts(trainer: Any) -> dict[str, Any]:
 
 
 def write_card(folder: Path, repo: str | None = None, **facts: Any) -> None:
-    """Write `README.md`, unless it was edited, into a low-bit folder; arguments as of [`model_card`]."""
+    """Write `README.md` into a low-bit folder, unless a user edited it. The arguments are those of [`model_card`]."""
     card = folder / CARD
     if not card.exists() or GENERATED in card.read_text():
         card.write_text(model_card(folder, repo, **facts).content)
@@ -53,9 +53,9 @@ def write_card(folder: Path, repo: str | None = None, **facts: Any) -> None:
 
 def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard:
     """
-    The card of a low-bit folder that will be loaded from `repo`; `ValueError` when it holds no low-bit model.
+    The card of a low-bit folder, with commands that load it from `repo`. `ValueError` if the folder holds no low-bit model.
 
-    `facts` are those of [`base_facts`] or [`training_facts`], and the lists `datasets` and `tags`.
+    `facts` come from [`base_facts`] or [`training_facts`], and may include the lists `datasets` and `tags`.
     """
     config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
     if "config_groups" not in (quantized := config.get("quantization_config") or {}):
@@ -76,8 +76,8 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
 
 
 def scheme_name(scheme: QuantizationScheme) -> str:
-    """Its name in our table, or what the bits of weights and activations make of it."""
+    """The scheme's name in our table, or else a name from its bits, such as `W4A16`."""
     try:
         return support_of(scheme).name
-    except ValueError:  # made by another method: GPTQ with an order of its own, a fixed scale of activations
+    except ValueError:  # another method made it: GPTQ with its own order, or a static activation scale
         return f"W{scheme.weights.num_bits}A{scheme.input_activations.num_bits if scheme.input_activations else 16}"

@@ -1,4 +1,4 @@
-"""Files that leave a run: folders tried before the work, names of what is in them, and bytes that reached the disk."""
+"""Files of an exported model: check folders before the work, name and compare frozen bases, flush files to the disk."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 
-# What vLLM reads: on the Hub there may be a second copy of the weights in another format.
+# The files that vLLM reads. A Hub repository may hold a second copy of the weights in another format.
 READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 ADAPTER_CONFIG = "adapter_config.json"
 LOW_BIT_FOLDER = "low_bit"  # the trained low-bit model, beside its master weights or its adapter
-BASE_FOLDER = "base"  # the frozen low-bit model that an adapter was trained beside
-BASE_CONFIG = "base_config.json"  # beside such an adapter: a digest of its base
+BASE_FOLDER = "base"  # the frozen low-bit base of an adapter
+BASE_CONFIG = "base_config.json"  # beside an adapter of a frozen base: a digest of the base
 
 
 def check_writable(folder: str | os.PathLike[str], field: str) -> None:
-    """Try to write into `folder`, which is created; `OSError` that names the `field` it comes from."""
+    """Create `folder` and try to write into it. If that fails, raise `OSError` with the name of the setting, `field`."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -32,7 +32,7 @@ def check_writable(folder: str | os.PathLike[str], field: str) -> None:
 
 
 def tensor_shapes(folder: str | os.PathLike) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors in the `*.safetensors` of a folder, by name; `ValueError` that names a file which is cut off."""
+    """Shapes of all tensors in a folder's `*.safetensors`, by name. If a file is cut off, `ValueError` names it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
@@ -44,7 +44,7 @@ def tensor_shapes(folder: str | os.PathLike) -> dict[str, tuple[int, ...]]:
 
 
 def name_base(adapter: Path, name: str, revision: str | None, base: Path) -> None:
-    """Let the LoRA adapter in a folder name its frozen base, and tell that from others; `base` is its folder, if there is one."""
+    """Write the name and a digest of the frozen base beside a LoRA adapter. Without weights in the folder `base` there is no digest."""
     file, weights = adapter / ADAPTER_CONFIG, sorted(base.glob("model*.safetensors"))
     named = {"base_model_name_or_path": name, "revision": revision}
     file.write_text(json.dumps(json.loads(file.read_text()) | named, indent=2))
@@ -52,7 +52,7 @@ def name_base(adapter: Path, name: str, revision: str | None, base: Path) -> Non
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
-    """The base of the LoRA adapter in a folder: a folder, whose name may be relative to the adapter's, or Hub id and revision."""
+    """The base of a LoRA adapter: its folder and `None`, or its Hub id and revision. A relative folder starts at the adapter's."""
     config = json.loads((adapter / ADAPTER_CONFIG).read_text())
     name = config["base_model_name_or_path"]
     if Path(name).name == BASE_FOLDER and not (adapter / name).is_dir():
@@ -61,14 +61,14 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def check_base(adapter: Path, base: Path) -> None:
-    """Refuse (`ValueError`) another base than the adapter in a folder was trained beside."""
+    """Refuse (`ValueError`) a `base` whose weights differ from those that the adapter was trained with."""
     expected = json.loads((adapter / BASE_CONFIG).read_text())["weights"]
     if expected and digest(sorted(base.glob("model*.safetensors"))) != expected:
         raise ValueError(f"{base} has other weights than the base beside which the adapter {adapter} was trained.")
 
 
 def digest(files: Iterable[Path]) -> str:
-    """Of names and contents; of weights 256 bytes at each of some 256 places, which any training changes."""
+    """A digest of file names and contents. Of each weight file it reads 256 bytes at about 256 places: any training changes them."""
     return hashlib.sha256(repr([(path.name, _sample(path)) for path in files]).encode()).hexdigest()[:16]
 
 
@@ -81,14 +81,14 @@ def _sample(file: Path) -> bytes:
 
 
 def share(folder: Path) -> None:
-    """Give the weights in a folder the rights of any new file: safetensors 0.8 lets nobody else read them, whatever the umask."""
+    """Give a folder's weight files the permissions of the umask: safetensors 0.8 ignores it and lets only the owner read them."""
     os.umask(mask := os.umask(0))
     for path in folder.glob("*.safetensors"):
         path.chmod(0o666 & ~mask)
 
 
 def flush(folder: Path, tree: bool = True) -> None:
-    """Have the disk hold a folder before what follows, with all that is in it (`tree`) or as a list of names."""
+    """Flush a folder to the disk: with all its content (`tree`), or only its list of names."""
     for path in [folder, *(folder.rglob("*") if tree else ())]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

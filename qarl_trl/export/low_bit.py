@@ -1,4 +1,4 @@
-"""The low-bit checkpoint: compressed-tensors format, as `vllm serve` and `from_pretrained` load it.
+"""The low-bit checkpoint, in the compressed-tensors format that `vllm serve` and `from_pretrained` load.
 
 Invariant: the file holds the tensors of `iter_low_bit_weights`, byte for byte, and a folder is either complete or has no
 `config.json`, so nothing half-written can be loaded (paper Sec. 3.1, step 3).
@@ -33,14 +33,14 @@ from ..quant.state_dict import iter_low_bit_weights
 from .files import flush, share
 
 
-# As compressed-tensors names them (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
+# Router classes, named as in compressed-tensors (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 SCRATCH = ".incoming-"
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any] | None:
-    """The `quantization_config` of a quantized model's `config.json`, in llm-compressor's layout; `None` of another model."""
+    """The `quantization_config` of a quantized model's `config.json`, in llm-compressor's layout; `None` for another model."""
     quantized = dict(quantized_modules(model))
     if not quantized:
         return None
@@ -71,7 +71,7 @@ def _ignored(model: nn.Module) -> list[str]:
     """
     Checkpoint names of the layers that stay in high precision, in llm-compressor's order.
 
-    Routers are listed although transformers gives them classes of their own: an engine makes them linear layers.
+    Routers are listed too: transformers has its own classes for them, but an engine makes them linear layers.
     """
     rename = checkpoint_renaming(model)
     experts: dict[str, Any] = dict(expert_modules(model))
@@ -107,9 +107,9 @@ def save_low_bit(
     # Copies: safetensors refuses tensors that share a storage, as the experts of a layer do.
     state_dict = {name: tensor.to("cpu", copy=True) for name, tensor in stream}
     path.mkdir(parents=True, exist_ok=True)
-    for left in path.glob(f"{SCRATCH}*"):  # by a process that was killed
+    for left in path.glob(f"{SCRATCH}*"):  # a killed process left it
         shutil.rmtree(left)
-    # Inside the folder rather than beside it: `path` may be a mount, and files can only be renamed within one.
+    # The scratch folder lies inside `path`: `path` may be a mount, and a rename cannot cross mounts.
     with tempfile.TemporaryDirectory(dir=path, prefix=SCRATCH) as scratch:
         save_torch_state_dict(state_dict, scratch, max_shard_size="5GB", metadata={"format": "pt"})
         _save_configs(base_model(model), tokenizer, quant_config, Path(scratch))
@@ -120,7 +120,7 @@ def save_low_bit(
 
 
 def check_target(path: str | os.PathLike) -> None:
-    """Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model, which low bits would replace."""
+    """Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model: the low-bit model would overwrite it."""
     path = Path(path)
     found = [name for name in TRAINING_FILES if (path / name).exists()]
     config = path / "config.json"
@@ -145,7 +145,7 @@ def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any
 
 
 def _move_into_place(scratch: Path, path: Path) -> None:
-    """`config.json` goes first and comes back last: a folder without it is not loadable."""
+    """Delete the old `config.json` first and move the new one last: a folder without it cannot be loaded."""
     (path / "config.json").unlink(missing_ok=True)
     fresh = {file.name for file in scratch.iterdir()}
     for old in path.glob("model*.safetensors*"):

@@ -16,12 +16,12 @@ from .push import open_repo, push, repository_of
 
 
 class SharingMixin:
-    """The card and the pushes of [`QaRLTrainer`], over `GRPOTrainer`. With quantization off the card is TRL's."""
+    """The model card and the push of [`QaRLTrainer`], which override `GRPOTrainer`. With quantization off the card is TRL's."""
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """The card of the low-bit model in `output_dir`; beside a frozen base TRL's, and how to load both. `model_name` is not used."""
+        """Write the low-bit model's card, without `model_name`. With a frozen base write TRL's card, and how to load base and adapter."""
         if not self.args.quantized or self.args.frozen:
             super().create_model_card(model_name, dataset_name, tags)
             if self.args.frozen and self.is_world_process_zero():
@@ -31,15 +31,15 @@ class SharingMixin:
                 text = Path(__file__).with_name("adapter.md").read_text()
                 with Path(self.args.output_dir, CARD).open("a") as card:
                     card.write(text.format(**names))
-        # While a checkpoint is written, what is in `output_dir` is of an earlier step.
+        # While a checkpoint is written, the model in `output_dir` is from an earlier step.
         elif self.is_world_process_zero() and not self._incoming:
             data, tags = dataset_name and [dataset_name], [tags] if isinstance(tags, str) else tags
             write_card(self._model_output, self.hub_model_id, **training_facts(self), datasets=data, tags=tags)
 
     def push_to_hub(self, commit_message: str = "End of training", **kwargs: Any) -> CommitInfo | None:
-        """Save the model and make it the content of the Hub repository; `kwargs` are those of `create_model_card`."""
+        """Save the model and push it to its Hub repository. `kwargs` go to `create_model_card`."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.save_model()  # before the Hub is asked anything
+        self.save_model()  # before any request to the Hub
         if not self.is_world_process_zero():
             return None
         self.hub_model_id = self.hub_model_id or repository_of(self.args)
@@ -58,11 +58,11 @@ class SharingMixin:
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Nothing: the model is pushed at the end."""
+        """Push nothing at a checkpoint: the model is pushed at the end."""
 
     @property
     def _frozen_base(self) -> str:
-        """Where others find the frozen base: the checkpoint of the run, or what it quantized, in a repository or beside the adapter."""
+        """The name that loads the frozen base: the run's checkpoint, or the repository or folder of the base that the run quantized."""
         if self.args.from_checkpoint:
             return base_facts(base_model(self._unwrapped).config._name_or_path)["base"]
         return f"{self.hub_model_id}-base" if self.hub_model_id else f"{ADDRESS}/{BASE_FOLDER}"

@@ -1,4 +1,4 @@
-"""A low-bit model to the Hub: exactly its files, in one commit. huggingface_hub tries again while a connection fails."""
+"""Push a low-bit model to the Hub: only its files, in one commit. huggingface_hub retries failed connections."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 
 
-# All that a model repository needs: no pickles, logs, completions or states of a run, whatever else is in the folder.
+# The files of a model repository. A push leaves out pickles, logs, completions, training state and all else.
 MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "*_config.json", "tokenizer*", "vocab*"),
     *("merges.txt", "*_map.json", "added_tokens.json", "chat_template.json", "tekken.json", "*.jinja", "*.model"),
     *("recipe.yaml", "README.md"),
 )
-# What a push removes at the root of a repository when the new model does not have it: an engine would load it too.
+# A push deletes such files at a repository's root if the new model lacks them: an engine would load them too.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
 
 
 def open_repo(name: str, token: str | None = None, private: bool | None = None, revision: str | None = None) -> str:
     """
-    The full name of a model repository (`user/model`, or `model` of the token's user), created where it does not exist.
+    Create the model repository `name` (`user/model`, or `model` of the token's user) if it does not exist; return its full name.
 
-    `token` is by default that of `HF_TOKEN` or `hf auth login`, `revision` a branch other than `main`. `OSError`, here and in
-    [`push`], when the Hub cannot be reached or refuses: why, and what to do.
+    `token` defaults to that of `HF_TOKEN` or `hf auth login`; `revision` is a branch other than `main`. `OSError`, here and in
+    [`push`], if the Hub cannot be reached or refuses; its message says why and what to do.
     """
     api = HfApi(token=token)
     with _errors_named(name, api, "Set HF_TOKEN or run `hf auth login`, with a token that may write there."):
         name = api.create_repo(name, private=private, exist_ok=True).repo_id
-        # To create what is there passes for those who may only read it.
+        # `create_repo` also succeeds for a user who may only read an existing repository.
         api.auth_check(name, write=True)
         if revision not in (None, "main"):
             api.create_branch(name, branch=revision, exist_ok=True)
@@ -40,7 +40,7 @@ def open_repo(name: str, token: str | None = None, private: bool | None = None, 
 
 
 def repository_of(args: Any) -> str:
-    """The repository of a run with these settings (a `QaRLConfig`), as of [`open_repo`]."""
+    """Open the repository of a run with these settings (a `QaRLConfig`), see [`open_repo`]."""
     name = args.hub_model_id or Path(args.output_dir).absolute().name
     return open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
 
@@ -48,16 +48,16 @@ def repository_of(args: Any) -> str:
 def push(
     folder: Path, name: str, message: str, token: str | None = None, revision: str | None = None, **replaced: bytes
 ) -> CommitInfo:
-    """Make the model of `folder` the content of the repository `name`, some files with other bytes than they have locally."""
+    """Make the model of `folder` the content of the repository `name`. `replaced` holds files with other bytes than the local ones."""
     api, files = HfApi(token=token), dict[str, Any](model_files(folder)) | replaced
     command = f"qarl-trl push {folder} {name}" + (f" --revision {revision}" if revision else "")
-    command = "trainer.push_to_hub()" if replaced else command  # the command takes no adapters
+    command = "trainer.push_to_hub()" if replaced else command  # `qarl-trl push` takes no adapters
     with _errors_named(name, api, f"Nothing is lost: the model is in {folder}; `{command}` tries again."):
         present = api.list_repo_files(name, revision=revision)
         stale = [file for file in present if "/" not in file and _any(file, WEIGHTS) and file not in files]
         changes: list[Any] = [CommitOperationAdd(there, here) for there, here in files.items()]
         changes += [CommitOperationDelete(file) for file in stale]
-        # `upload_folder` may make several commits, between which people would download half of a model.
+        # `upload_folder` may make several commits: a download between two of them would get half a model.
         return api.create_commit(name, changes, commit_message=message, revision=revision)
 
 
@@ -67,15 +67,15 @@ def _errors_named(name: str, api: HfApi, remedy: str) -> Iterator[None]:
         yield
     except Exception as error:
         cause: BaseException = error
-        while type(cause) is RuntimeError and cause.__cause__:  # what an upload raised
+        while type(cause) is RuntimeError and cause.__cause__:  # the error of an upload
             cause = cause.__cause__
-        # In one line, and without the queries of storage addresses, which are signed: the chain of errors would show them.
+        # One line, without the signed queries of storage addresses. `from None`: the chain of errors would show them.
         reason = re.sub(r"\?[^\s']+", "", " ".join(f"{type(cause).__name__}: {cause}".split()))
         raise OSError(f"{name} on {api.endpoint}: {reason} {remedy}") from None
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """The files of `folder` that make up its model, by their names in a repository; `ValueError` when it has no weights."""
+    """The model files of `folder`, by their names in a repository. `ValueError` if it has no weights."""
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and _any(file.name, MODEL_FILES)]
     if not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(f"{folder} holds no model to push: it has no *.safetensors.")

@@ -1,7 +1,7 @@
 """A frozen low-bit base with LoRA adapters beside it: `Q(W) x + s B (A x)`, without master weights (`lora_base: frozen`).
 
-Invariant: a base weight is its low-bit tensors, the same bytes in learner, engine and checkpoint. Its matrix in high precision
-exists for as long as one gemm of one layer takes.
+Invariant: a base weight exists as low-bit tensors, with the same bytes in learner, engine and checkpoint. Its high-precision
+matrix exists only during one matrix multiplication of its layer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .shards import whole
 
 class AdapterMatmul(torch.autograd.Function):
     """
-    `s B (A x)`, `(..., out)`, of `x` `(..., in)`, A `(r, in)` and B `(out, r)`, rounded to bfloat16 where vLLM's LoRA kernels round.
+    Computes `s B (A x)` `(..., out)` from `x` `(..., in)`, A `(r, in)` and B `(out, r)`. Rounds to bfloat16 where vLLM's LoRA kernels do.
 
-    On a CPU it has the bits of its operations (`vllm.lora.ops.torch_ops`): `A x` is a float32 sum for each token by itself. They copy
-    A for each token, which this does not.
+    On a CPU the result has the same bits as vLLM's (`vllm.lora.ops.torch_ops`): `A x` is a separate float32 sum for each token.
+    vLLM copies A for each token, this function does not.
     """
 
     @staticmethod
@@ -51,15 +51,15 @@ class AdapterMatmul(torch.autograd.Function):
 
 def synced(lora_A: Tensor, lora_B: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """
-    The factors in bfloat16, B scaled: what learner and engine multiply by.
+    The factors that learner and engine multiply by: A and B in bfloat16, B times `scaling`.
 
-    vLLM scales the bfloat16 B as well, so that a saved adapter is served with the same numbers.
+    vLLM also scales B after the cast to bfloat16, so it serves a saved adapter with the same numbers.
     """
     return lora_A.detach().to(MASTER_CAST_DTYPE), lora_B.detach().to(MASTER_CAST_DTYPE) * scaling
 
 
 class FrozenLinear(LowBitLayer, nn.Linear):
-    """`nn.Linear` without a weight parameter: it has low-bit tensors, which stay."""
+    """`nn.Linear` with constant low-bit tensors instead of a weight parameter."""
 
     held: LowBitWeight  # on the meta device until a checkpoint is read
 
@@ -71,7 +71,7 @@ class FrozenLinear(LowBitLayer, nn.Linear):
 
     @property
     def qweight(self) -> Tensor:
-        """By this name peft finds the device of an adapter; of bytes, it leaves the adapter's dtype alone."""
+        """peft reads this attribute to find an adapter's device. It holds bytes, so peft does not change the adapter's dtype."""
         return self.held.quantized.view(torch.uint8)
 
     def low_bit(self) -> LowBitWeight:
@@ -81,16 +81,15 @@ class FrozenLinear(LowBitLayer, nn.Linear):
         return self._multiply(input, self.low_bit, self._get_gemm(input.device), bias=self.bias)
 
     def hold_on(self, device: torch.device) -> None:
-        """Move the low-bit tensors, which keep their dtypes."""
+        """Move the low-bit tensors to `device`; they keep their dtypes."""
         data = {name: tensor.to(device) for name, tensor in self.held.data.items()}
         self.held = replace(self.held, data=data, prepared={})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
         device = fn(torch.empty(0, device=self.held.quantized.device)).device
-        if (
-            device.type != "meta"
-        ):  # where accelerate moves a model whose parameters FSDP2 will shard, and these are none
+        # accelerate moves a model to the meta device before FSDP2 shards its parameters; `held` is no parameter.
+        if device.type != "meta":
             self.hold_on(device)
         return self
 
@@ -103,7 +102,7 @@ class AdaptedLinear(lora.Linear):
     def factors(self) -> tuple[Tensor, Tensor, float]:  # A, B and scaling of the active adapter
         return self.lora_A[self.adapter].weight, self.lora_B[self.adapter].weight, self.scaling[self.adapter]
 
-    # Without peft's other arguments, as in `LoraQuantLinear`.
+    # Takes no other arguments of peft's, as in `LoraQuantLinear`.
     def forward(self, x: Tensor) -> Tensor:
         y = self.base_layer(x)
         if not self.adapter:
@@ -113,7 +112,7 @@ class AdaptedLinear(lora.Linear):
 
 
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The active adapter by peft's names in a file, as [`synced`] gives it; `RuntimeError` while it is disabled."""
+    """The tensors of the active adapter from [`synced`], by their names in peft's files. `RuntimeError` if it is disabled."""
     for name, layer in model.named_modules():
         if isinstance(layer, AdaptedLinear):
             if not layer.adapter:
@@ -124,7 +123,7 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def align_adapters(model: nn.Module) -> None:
-    """Let the adapters of a `PeftModel` of frozen layers round as the engine does; `ValueError` for one on another layer."""
+    """Make the adapters of frozen layers in a `PeftModel` round as the engine does. `ValueError` if one is on another layer."""
     modules = checkpoint_modules(model)
     frozen = {name: m for name, m in modules if isinstance(getattr(m, "base_layer", m), FrozenLinear)}
     check_adapters(base_model(model), frozen)

@@ -1,4 +1,4 @@
-"""A run that starts from a compressed-tensors checkpoint: its master weights, or its low-bit tensors as they are (paper Sec. 3.1).
+"""Start a run from a compressed-tensors checkpoint: from its master weights, or from its low-bit tensors unchanged (paper Sec. 3.1).
 
 transformers' own loader of such a checkpoint leaves scales and replaced forwards in the model, multiplies in float32 where the
 master weights are float32, and loads broken checkpoints without an error (dev/log.md, 2026-11-22).
@@ -30,7 +30,7 @@ from .quantize import LowBitWeight, meta_tensors, quantize_weight
 from .scheme import MASTER_CAST_DTYPE, scheme_for
 
 
-# What `from_pretrained` and `snapshot_download` both take.
+# Arguments that both `from_pretrained` and `snapshot_download` take.
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 
 
@@ -66,14 +66,14 @@ class QuantizedSource:
         return found
 
     def plan(self) -> QuantizationConfig:
-        """`config` as the learner carries it out: round-to-nearest, whatever method found the quantized values."""
+        """`config` for the learner, which rounds to nearest, whatever method found the checkpoint's quantized values."""
         plan = self.config.model_copy(deep=True)
         for group in plan.config_groups.values():
             group.weights.actorder = group.weights.observer = None
         return plan
 
     def dense(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the unquantized model, layers decompressed by compressed-tensors, in the stored dtype; `without` some layers."""
+        """The tensors of the unquantized model (low bits decompressed), in the stored dtype; no weights of layers in `without`."""
         for layer in self.layers.keys() - without:
             yield f"{layer}.weight", self._decompressed(layer)["weight"]
         for name in self.tensors:
@@ -82,13 +82,13 @@ class QuantizedSource:
                 yield name, self._read(name)
 
     def low_bit(self, layer: str, meta: LowBitWeight) -> LowBitWeight:
-        """A layer's tensors as they are stored; of an unquantized checkpoint its quantized weight."""
+        """A layer's low-bit tensors as stored. In an unquantized checkpoint, the layer's weight is quantized."""
         if not self.layers:
             return quantize_weight(self._read(f"{layer}.weight"), meta.scheme)
         return LowBitWeight({local: self._read(f"{layer}.{local}") for local in meta.data}, meta.scheme)
 
     def check_stored(self, layer: str, meta: LowBitWeight) -> None:
-        """Refuse (`ValueError`) a layer whose stored tensors are not those of `meta`. Reads headers alone."""
+        """Refuse (`ValueError`) a layer whose stored tensors differ from `meta` in dtype or shape, or have a group order."""
         if not self.layers:
             return
         parts = {local: self._file(f"{layer}.{local}").get_slice(f"{layer}.{local}") for local in meta.data}
@@ -108,7 +108,7 @@ class QuantizedSource:
         shape = stored["weight_shape"].tolist() if "weight_shape" in stored else LowBitWeight(stored, scheme).shape
         needed = {local: tuple(tensor.shape) for local, tensor in meta_tensors(scheme, *shape).items()}
         for local in stored.keys() & needed.keys():
-            if (found := tuple(stored[local].shape)) != needed[local]:  # decompression would broadcast some in silence
+            if (found := tuple(stored[local].shape)) != needed[local]:  # decompression would silently broadcast some
                 raise self._broken(f"{layer}.{local} must have shape {needed[local]}, got {found}")
         return compressor.decompress(stored, scheme)
 
@@ -128,8 +128,8 @@ def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs
     """
     The checkpoint `name` if it is quantized, otherwise `None`; `kwargs` are those of `from_pretrained`.
 
-    An unquantized one is given too where there is a `plan` for it. Reads `config.json` alone (from the Hub: all files). `ValueError` when
-    it is quantized in a way that has no master weights.
+    With a `plan`, this also returns an unquantized checkpoint. Reads only `config.json` (from the Hub: downloads all files). `ValueError`
+    if it is quantized by another method, or has a transform_config.
     """
     raw = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", plan)
     if raw is None:
@@ -160,11 +160,11 @@ def load_master_weights(
     """
     Load a compressed-tensors checkpoint, by its folder or Hub id, as an unquantized model on the CPU.
 
-    `dtype` is that of the master weights (`"auto"`: the checkpoint's), `architecture` the model class (by default of `config.json`);
+    `dtype` is the master weights' dtype (`"auto"`: the checkpoint's), `architecture` the model class (default: that in `config.json`);
     `kwargs` are arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's config.
 
-    With `freeze`, a plan, its layers are [`~qarl_trl.quant.frozen.FrozenLinear`]s with the checkpoint's tensors, or quantized layer by
-    layer if it has none; all else is bfloat16. `ValueError` if the checkpoint is not quantized, lacks a tensor, or cannot be frozen.
+    With a plan in `freeze`, its layers become [`~qarl_trl.quant.frozen.FrozenLinear`]s with the stored low-bit tensors (an unquantized
+    checkpoint is quantized by layer); all else is bfloat16. `ValueError` if it is not quantized, lacks a tensor, or cannot be frozen.
     """
     source, frozen = quantized_source(name, freeze, **kwargs), set[str]()
     if source is None:
@@ -201,6 +201,6 @@ def load_master_weights(
         raise source._broken(f"{missing[:3]} are missing")
     model.config._name_or_path = model.name_or_path = name
     if model.can_generate():
-        with suppress(OSError):  # it has none: the defaults stay
+        with suppress(OSError):  # no such file: the defaults stay
             model.generation_config = GenerationConfig.from_pretrained(source.folder)
     return model

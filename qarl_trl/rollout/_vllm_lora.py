@@ -1,4 +1,4 @@
-"""Every seam of vLLM for an engine that holds a frozen low-bit base and gets an adapter at each weight sync."""
+"""All use of vLLM's interfaces for an engine that holds a frozen low-bit base and gets an adapter at each weight sync."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADAPTER = "policy", 1  # the name and number that vLLM knows it by
 
 
 def engine_rank(rank: int) -> int:
-    """The smallest rank of vLLM's engines that an adapter of `rank` fits into; `ValueError` where none is."""
+    """The smallest maximum rank of vLLM's engines that is at least `rank`. `ValueError` if there is none."""
     from vllm.config.lora import MaxLoRARanks
 
     fitting = [size for size in get_args(MaxLoRARanks) if size >= rank]
@@ -31,21 +31,21 @@ def engine_rank(rank: int) -> int:
 
 
 def lora_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` for an adapter with these tensors in its file: layers without one stay as they are."""
+    """The arguments of `vllm.LLM` for an adapter file with tensors of these `shapes`. Layers without an adapter stay as they are."""
     ranks = {name.split(".")[-3]: shape[0] for name, shape in shapes.items() if name.endswith("lora_A.weight")}
     sizes = {"max_lora_rank": engine_rank(max(ranks.values())), "max_loras": 1, "lora_dtype": "bfloat16"}
     return {"enable_lora": True, "lora_target_modules": sorted(ranks), **sizes}
 
 
 def sample_with(llm: Any, adapter: Path) -> None:
-    """Let all requests of an engine use the adapter in a folder."""
+    """Make all requests of an engine use the adapter in a folder."""
     from vllm.lora.request import LoRARequest
 
     llm.generate = partial(llm.generate, lora_request=LoRARequest(*ADAPTER, str(adapter)))
 
 
 def adapter_place(model: Any) -> str | None:
-    """Memory, if it has room for two bfloat16 adapters of a `PeftModel` for each process (Docker gives 64 MB), else `None`: a disk."""
+    """`/dev/shm` if two bfloat16 adapters of a `PeftModel` per process fit (Docker gives it 64 MB), else `None`, for a folder on disk."""
     factors = sum(param.numel() for name, param in model.named_parameters() if ".lora_" in name)
     needed = 4 * factors * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > needed else None
@@ -53,9 +53,9 @@ def adapter_place(model: Any) -> str | None:
 
 def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """
-    Give an engine the factors of the adapter, which `weights` ends with, and before them the base, if it begins with that.
+    Send `weights` to an engine: first the base, if `weights` begins with it, then the factors of the adapter.
 
-    vLLM loads an adapter from a `folder`. Requests use it from then on. `RuntimeError` when the engine does not take all of it.
+    vLLM loads the adapter from `folder`, and later requests use it. `RuntimeError` if the engine does not take all of it.
     """
     from vllm.lora.request import LoRARequest
 
@@ -65,7 +65,7 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         _vllm.reload_engine(llm, chain([first], base))
     save_file({name: tensor.contiguous() for name, tensor in factors.items()}, folder / "adapter_model.safetensors")
     rank = max(len(tensor) for name, tensor in factors.items() if name.endswith("lora_A.weight"))
-    config = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}  # the factors are scaled
+    config = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}  # the factors are scaled already
     (folder / "adapter_config.json").write_text(json.dumps(config))
     added = llm.llm_engine.add_lora(LoRARequest(*ADAPTER, str(folder), load_inplace=True))
     manager: Any = _vllm.engine_model(llm).lora_manager

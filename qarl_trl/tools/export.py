@@ -1,4 +1,4 @@
-"""`qarl-trl export` and `qarl-trl push`: a checkpoint in low bits for vLLM, and such a folder on the Hub."""
+"""`qarl-trl export` writes a low-bit checkpoint for vLLM; `qarl-trl push` uploads it to the Hub."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,18 +8,18 @@ from typing import Any
 
 def main(argv: Sequence[str]) -> None:
     """
-    Write a high-precision checkpoint, or a LoRA adapter merged into its base, as vLLM loads it, by round-to-nearest.
+    Quantize a checkpoint, or a LoRA adapter merged into its base, by round-to-nearest, and write it for vLLM.
 
-    Of a run in the same scheme these are the tensors it trained with. Merged into a frozen base, an adapter becomes another policy; how
-    far off is printed. `ValueError` if it cannot be quantized.
+    If the run used the same scheme, the output has the tensors of training. An adapter that is merged into a frozen base becomes
+    another policy; the command prints their distance. `ValueError` if the model cannot be quantized.
     """
     parser = argparse.ArgumentParser("qarl-trl export", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
     parser.add_argument("output", help="folder to write")
-    parser.add_argument("--scheme", help="a scheme of `qarl-trl schemes` (default: W4A16, or all of the frozen base)")
+    parser.add_argument("--scheme", help="a scheme of `qarl-trl schemes` (default: W4A16, or a quantized base's own)")
     parser.add_argument("--group_size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
     parser.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
-    parser.add_argument("--ignore", nargs="+", help="modules to leave alone (default: lm_head and MoE routers)")
+    parser.add_argument("--ignore", nargs="+", help="modules not to quantize (default: lm_head and MoE routers)")
     args = parser.parse_args(argv)
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     if (source := quantized_source(weights, **hub)) and not adapter:
         raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
     if source and (args.group_size or args.targets != ["Linear"] or args.ignore is not None) and not args.scheme:
-        raise ValueError("--group_size, --targets and --ignore need --scheme: without it those of the base are taken.")
+        raise ValueError("--group_size, --targets and --ignore need --scheme: without it the base's own are used.")
     if frozen := source and Path(args.checkpoint, BASE_CONFIG).is_file():
         check_base(Path(args.checkpoint), source.folder)
     tensor_shapes(args.checkpoint)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _distance(model: Any, source: Any, adapter: str, start: int) -> float:
-    """Mean absolute difference of the log-probs of `model` and of an adapter beside the low-bit `source`, which samples 256 tokens."""
+    """Mean absolute log-prob difference between `model` and the adapter on its low-bit base `source`, over 256 tokens from the latter."""
     import torch
     from peft import PeftModel
 
@@ -84,11 +84,11 @@ def _distance(model: Any, source: Any, adapter: str, start: int) -> float:
 
 
 def push(argv: Sequence[str]) -> None:
-    """Push a low-bit folder to the Hub, with that address in its card."""
+    """Push a low-bit folder to the Hub, and put its Hub id into its card."""
     parser = argparse.ArgumentParser("qarl-trl push", description=push.__doc__, allow_abbrev=False)
-    parser.add_argument("folder", type=Path, help="as `save_model` and `qarl-trl export` write it")
-    parser.add_argument("repo", help="user/model; created if it is not there")
-    # The token is that of HF_TOKEN or `hf auth login`: on a command line others could read it.
+    parser.add_argument("folder", type=Path, help="folder, as `save_model` and `qarl-trl export` write it")
+    parser.add_argument("repo", help="user/model; created if it does not exist")
+    # The token comes from HF_TOKEN or `hf auth login`: other users can read a command line.
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--revision", help="branch to push to (default: main)")
     args = parser.parse_args(argv)
@@ -97,7 +97,7 @@ def push(argv: Sequence[str]) -> None:
     from ..export.push import open_repo
     from ..export.push import push as push_model
 
-    model_card(args.folder)  # refuses what is no low-bit model
+    model_card(args.folder)  # refuses a folder without a low-bit model
     name = open_repo(args.repo, private=args.private, revision=args.revision)
     if (card := args.folder / CARD).exists():
         card.write_text(card.read_text().replace(ADDRESS, name))

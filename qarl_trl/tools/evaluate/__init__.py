@@ -1,1 +1,1 @@
-"""What a checkpoint scores on math problems, sampled by vLLM: `qarl-trl eval`."""
+"""`qarl-trl eval`: score a checkpoint on math problems, with completions from vLLM."""

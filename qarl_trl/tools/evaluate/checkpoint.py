@@ -1,4 +1,4 @@
-"""The checkpoint under evaluation: found, described and refused before an engine starts."""
+"""Find, check and describe the checkpoint to evaluate, before an engine starts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ..plan.model import read_config, skeleton
 
 def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Path, Path | None]:
     """
-    The folders of a checkpoint, and of the LoRA adapter beside it if `name_or_path` is one; a Hub id is downloaded.
+    The folder of a checkpoint; for a LoRA adapter, the folders of its base and the adapter. A Hub id is downloaded.
 
-    `FileNotFoundError` if it holds no model, `ValueError` for an adapter of another kind or beside another base.
+    `FileNotFoundError` if it holds no model, `ValueError` for an adapter without a frozen base or with the wrong base.
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
         folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(files.READ_BY_ENGINE)))
     adapter = (folder / files.ADAPTER_CONFIG).is_file()
     for needed in (files.ADAPTER_CONFIG if adapter else "config.json", "*.safetensors", "tokenizer*"):
-        if not any(folder.glob(needed)):  # without the last transformers makes an empty one
+        if not any(folder.glob(needed)):  # without a tokenizer transformers makes an empty one
             raise FileNotFoundError(f"{folder} is no model: it has no {needed}.")
     if not adapter:
         return folder, None
@@ -46,9 +46,9 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
 
 def check_complete(folder: Path, config: PretrainedConfig) -> None:
     """
-    Refuse (`ValueError`) files that are missing or cut off and, of a checkpoint in our schemes, tensors missing or of another shape.
+    Refuse (`ValueError`) missing or cut-off files and, for a checkpoint in our schemes, missing tensors and wrong shapes.
 
-    vLLM loads such a checkpoint all the same and answers garbage. A plain one it refuses itself.
+    vLLM loads such a checkpoint without an error and generates garbage. It refuses a broken plain checkpoint itself.
     """
     index, found = folder / "model.safetensors.index.json", files.tensor_shapes(folder)
     listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
@@ -69,7 +69,7 @@ def check_complete(folder: Path, config: PretrainedConfig) -> None:
 
 
 def precision(config: PretrainedConfig) -> str:
-    """The precision of the quantized layers in words; `ValueError` on a CPU that vLLM's engine does not run on."""
+    """The precision of the quantized layers in words; `ValueError` on a CPU that vLLM's engine does not support."""
     check_engine_cpu("cpu" if is_cpu_engine() else "cuda")
     stored = getattr(config, "quantization_config", {"quant_method": "not quantized"})
     if stored["quant_method"] != "compressed-tensors":

@@ -1,4 +1,4 @@
-"""The command `qarl-trl eval`: options, what is checked before an engine starts, and what is written."""
+"""The command `qarl-trl eval`: its options, its checks before an engine starts, and its output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VERSIONS = ("qarl_trl", "vllm", "torch", "transformers", "compressed-tensors", "
 
 
 def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
-    """Check everything and start the engine; what is returned samples, grades and writes the results."""
+    """Check everything and start the engine. Returns a function that samples, grades and writes the results."""
     options = make_parser().parse_args(argv)
     options.pass_at = options.pass_at or [options.k]
     if not all(1 <= k <= options.k for k in options.pass_at):
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     if output.is_dir() and any(output.iterdir()):
         raise FileExistsError(f"--output_dir {output} must be new or empty: existing results are not overwritten.")
     output.mkdir(parents=True, exist_ok=True)  # before the engine starts
-    # The length last, so that an engine with fewer positions cannot cut completions off. vLLM refuses more than the model has.
+    # `max_model_len` comes last: a smaller one would cut completions off. vLLM refuses more than the model's maximum.
     engine = start_engine(
         folder, adapter, **{"seed": options.seed} | options.engine_kwargs | {"max_model_len": length}
     )
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All options, named as in a recipe where that has the same setting."""
+    """All options. An option that is also a setting of recipes has the same name."""
     parser = argparse.ArgumentParser(
         prog="qarl-trl eval",
         description="Score a checkpoint, low-bit or plain, on math problems: avg@k and pass@k through vLLM.",
@@ -77,12 +77,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--k", type=int, default=4, help="completions per problem (default: 4; the paper does not give its k)")
     add("--pass_at", type=int, nargs="+", help="the k of the pass@k to report, each at most --k (default: k)")
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6, paper Table 2)")
-    add("--top_p", type=float, default=1.0, help="nucleus of the sampling (default: 1.0)")
-    add("--max_new_tokens", type=int, default=16384, help="tokens of a completion (default: 16384, paper Table 2)")
+    add("--top_p", type=float, default=1.0, help="top-p of the sampling (default: 1.0)")
+    add("--max_new_tokens", type=int, default=16384, help="completion token limit (default: 16384, paper Table 2)")
     add("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    add("--limit", type=int, help="only the first so many problems of each suite")
-    add("--prompt_template", help="text around {problem} (default: none, as the recipes)")
-    add("--system_prompt", help="system message (default: none, as the recipes)")
+    add("--limit", type=int, help="number of problems from the start of each suite (default: all)")
+    add("--prompt_template", help="text around {problem} (default: none, as in the recipes)")
+    add("--system_prompt", help="system message (default: none, as in the recipes)")
     add("--chat_template_kwargs", type=json_object, default={}, help="arguments of the chat template, JSON")
     add("--engine_kwargs", type=json_object, default={}, help="arguments of vllm.LLM: '{\"tensor_parallel_size\": 2}'")
     add("--output_dir", help="new folder for results.json and completions.jsonl (default: runs/eval/<model>-<time>)")

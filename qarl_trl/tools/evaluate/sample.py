@@ -1,4 +1,4 @@
-"""Completions from a vLLM engine that knows nothing but the checkpoint's folder."""
+"""Sample completions from a vLLM engine that gets only the checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...rollout.cpu import choose_arithmetic
 
 
 def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any) -> Any:
-    """A `vllm.LLM` in bfloat16 beside the low-bit layers, as in training, with the `adapter` beside; `settings` come on top."""
+    """A `vllm.LLM` with all but the low-bit layers in bfloat16, as in training, and with the `adapter`. `settings` override defaults."""
     defaults: dict[str, Any] = {"dtype": "bfloat16"}
     if is_cpu_engine():
         choose_arithmetic()
-        defaults["enforce_eager"] = True  # compiled code rounds elsewhere
-        # vLLM 0.31 turns a seeded generator back when a prompt is split over two steps, which one on a CPU cannot.
+        defaults["enforce_eager"] = True  # compiled code rounds at other points
+        # vLLM 0.31 rewinds a seeded generator if a prompt is split over two steps; a CPU generator cannot do that.
         defaults["enable_chunked_prefill"] = False
     from vllm import LLM
 
@@ -32,11 +32,11 @@ def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any
 
 
 def generate(engine: Any, prompts: Sequence[Sequence[int]], params: Any, seed: int) -> list[Any]:
-    """vLLM's outputs for `prompts` as token ids; each draws from a seed made of `seed` and itself, whatever is sampled beside it."""
+    """vLLM's outputs for `prompts` (token ids). Each prompt has its own seed, from `seed` and its ids: other prompts do not change it."""
     seeded = [params.clone() for _ in prompts]
     for one, ids in zip(seeded, prompts, strict=True):
         one.seed = prompt_seed(ids, seed)
-    # vLLM 0.31 divides by the time of a progress bar, which is 0 where the user has turned bars off.
+    # vLLM 0.31 divides by the time of a progress bar, which is 0 if the user has turned bars off.
     bar = "TQDM_DISABLE" not in os.environ
     return engine.generate([{"prompt_token_ids": list(ids)} for ids in prompts], seeded, use_tqdm=bar)
 
@@ -48,10 +48,10 @@ def prompt_seed(prompt_ids: Sequence[int], seed: int) -> int:
 
 def sample(engine: Any, problems: Sequence[dict[str, Any]], params: Any, seed: int) -> list[list[dict[str, Any]]]:
     """
-    The completions of each problem, in order, by the `vllm.SamplingParams` `params`: `text` without special tokens, the number
+    The completions of each problem, in order, with the `vllm.SamplingParams` `params`: `text` without special tokens, the number
     of `tokens`, and whether the length limit `cut_off` the completion.
 
-    `RuntimeError` if the engine ends a completion otherwise than at its end or at the length limit.
+    `RuntimeError` if a completion ends for a reason other than a stop or the length limit.
     """
     outputs = generate(engine, [problem["prompt_ids"] for problem in problems], params, seed)
     return [[_completion(answer) for answer in output.outputs] for output in outputs]
@@ -59,5 +59,5 @@ def sample(engine: Any, problems: Sequence[dict[str, Any]], params: Any, seed: i
 
 def _completion(answer: Any) -> dict[str, Any]:
     if answer.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended a completion by finish_reason={answer.finish_reason!r}; it cannot be scored.")
+        raise RuntimeError(f"vLLM's finish_reason must be 'stop' or 'length', got {answer.finish_reason!r}.")
     return {"text": answer.text, "tokens": len(answer.token_ids), "cut_off": answer.finish_reason == "length"}

@@ -1,4 +1,4 @@
-"""From rewards to avg@k and pass@k with their standard errors, and the table of them. Pure functions."""
+"""Compute avg@k, pass@k and their standard errors from rewards, and format them as a table. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 def summarize(rewards: Mapping[str, Sequence[Sequence[float]]], pass_at: Sequence[int]) -> dict[str, Any]:
     """
-    avg@k and pass@k of each suite, and their mean over suites, in which each suite counts the same (paper, Table 1).
+    avg@k and pass@k of each suite, and their mean over suites with equal weights (paper, Table 1).
 
-    From rewards 0 or 1, per suite `(P, k)`, to `suites`, by name, and `mean`: by metric `{"value", "stderr"}` of 0 to 1, the latter
-    the standard error over problems as lm-evaluation-harness has it; of one problem `None`.
+    `rewards` are 0 or 1, `(P, k)` per suite. Returns `suites`, by name, and `mean`; both hold `{"value", "stderr"}` by metric, from 0
+    to 1. The standard error is over problems, as in lm-evaluation-harness; for a single problem it is `None`.
     """
     suites = {}
     for name, rows in rewards.items():
@@ -29,7 +29,7 @@ def summarize(rewards: Mapping[str, Sequence[Sequence[float]]], pass_at: Sequenc
     for metric in per_problem:
         scores = [suite[metric] for suite in suites.values()]
         errors = [score["stderr"] for score in scores]
-        stderr = None if None in errors else math.hypot(*errors) / len(errors)  # of independent suites
+        stderr = None if None in errors else math.hypot(*errors) / len(errors)  # the suites are independent
         mean[metric] = {"value": statistics.fmean(score["value"] for score in scores), "stderr": stderr}
     return {"suites": suites, "mean": mean}
 

@@ -1,4 +1,4 @@
-"""The math suites of the paper (Sec. 4), from the Hub or from files, as the token ids that the engine gets."""
+"""Load math suites (paper Sec. 4, or files) as token ids for the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MATH = tuple(SUITES)[:6]
 
 
 def find_suites(entries: Sequence[str]) -> dict[str, tuple[str, str, str | None]]:
-    """Source of each suite by name: those of `SUITES`, `"math"` (the paper's six), and files by their stem; `ValueError` or `FileNotFoundError`."""
+    """Sources by suite name, for names in `SUITES`, `"math"` (the paper's six) and files (by stem); `ValueError` or `FileNotFoundError`."""
     suites = {}
     for entry in itertools.chain.from_iterable(MATH if entry == "math" else (entry,) for entry in entries):
         path = None if entry in SUITES else local_path(entry)
@@ -44,9 +44,9 @@ def load_problems(
     """
     The problems of a suite, prompted as in training: `prompt_ids`, the `prompt` as text, and the reference `answer`.
 
-    Without those whose reference math-verify cannot read.
+    Leaves out problems whose reference math-verify cannot read.
     The tokenizer's chat template, if any, is applied with `template_kwargs`; `settings` are those of [`load_math_dataset`].
-    `ConnectionError` if the Hub cannot be reached, `ValueError` if there is no row or no answer that can be read.
+    `ConnectionError` if the Hub cannot be reached, `ValueError` if there is no row or no readable answer.
     """
     chat = tokenizer.chat_template is not None
     rows = load_math_dataset(source, split, config_name=config_name, conversational=chat, **settings)
