@@ -652,7 +652,7 @@ def test_master_weights_that_the_user_loaded_are_taken_too(gptq, tmp_path):
 def test_another_scheme_quantizes_the_master_weights_anew_and_says_so(gptq, tmp_path, caplog):
     with caplog.at_level("WARNING"):
         trainer = make(gptq, tmp_path / "a", quant_scheme="FP8_DYNAMIC")
-    assert "decompressed and quantized anew, by quant_scheme='FP8_DYNAMIC'" in caplog.text
+    assert "decompressed and quantized again, by quant_scheme='FP8_DYNAMIC'" in caplog.text
     assert {m.scheme.weights.num_bits for _, m in quantized_modules(trainer.model)} == {8}
 
 
