@@ -55,7 +55,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
     """The base of a LoRA adapter: its folder and `None`, or its Hub id and revision. A relative folder starts at the adapter's."""
     config = json.loads((adapter / ADAPTER_CONFIG).read_text())
     name = config["base_model_name_or_path"]
-    if Path(name).name == BASE_FOLDER and not (adapter / name).is_dir():
+    if name in (BASE_FOLDER, f"../{BASE_FOLDER}") and not (adapter / name).is_dir():
         raise FileNotFoundError(f"{adapter / name}, the base of the adapter in {adapter}, is missing. Copy it there.")
     return (str(adapter / name), None) if (adapter / name).is_dir() else (name, config.get("revision"))
 

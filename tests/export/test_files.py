@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from qarl_trl import cli
 from qarl_trl.export import save_low_bit
+from qarl_trl.export.files import base_of, name_base
 from qarl_trl.quant import apply_quantization
 
 
@@ -52,3 +53,17 @@ def test_a_low_bit_folder_may_be_read_as_the_umask_says(tiny_model, tiny_tokeniz
         [file.name for file in folder.iterdir()], oct(mode)
     )
     assert folder.stat().st_mode & 0o777 == mode | (0o111 if umask == 0o022 else 0o100)
+
+
+def test_a_base_is_a_folder_beside_the_adapter_or_a_repository_whatever_its_name(tmp_path):
+    for name in ("org/base", "base", "../base"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "adapter_config.json").write_text("{}")
+        name_base(tmp_path / "run", name, "v2", tmp_path)
+        if "org" in name:
+            assert base_of(tmp_path / "run") == (name, "v2")
+            continue
+        with pytest.raises(FileNotFoundError, match="is missing"):
+            base_of(tmp_path / "run")
+        (tmp_path / "run" / name).mkdir()
+        assert base_of(tmp_path / "run") == (str(tmp_path / "run" / name), None)

@@ -128,9 +128,7 @@ def _start(folder: str, model: Any, capability: tuple[int, int]) -> tuple[Any, t
     _vllm.keep_cache_scales()
     with set_current_vllm_config(settings):
         if not torch.distributed.is_initialized():
-            os.environ["VLLM_DIST_IDENT"] = (
-                f"qarl{os.environ.get('MASTER_PORT', '')}"  # an executor's; of the ranks' memory
-            )
+            os.environ.setdefault("VLLM_DIST_IDENT", "")  # of a single process; `isolated_group` gives one
             init_distributed_environment(
                 ranks, rank, "env://" if ranks > 1 else f"file://{folder}/store", rank, "gloo"
             )

@@ -16,6 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -46,13 +47,21 @@ def isolated_group(function: Callable[..., Any], number: int, *args: Any, timeou
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    shared["VLLM_DIST_IDENT"] = f"qarl{uuid4().hex}"  # names vLLM's shared memory, where no worker of vLLM names it
     sizes = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **sizes} for rank in range(number)]
+    # An engine over several processes on a CPU leaves its shared memory, and a worker of vLLM gives it the same name in every run.
+    names = ("-tp:0-*-cpushm_*", f"{shared['VLLM_DIST_IDENT']}-*")
     try:
+        _unlink(*names)
         return _run(function, args, ranks, timeout)
     finally:
-        # The shared memory of an engine over several processes, under the same name in every run.
-        for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+        _unlink(*names)
+
+
+def _unlink(*names: str) -> None:
+    for name in names:
+        for left in Path("/dev/shm").glob(name):
             left.unlink()
 
 
