@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 TOKENS = 4_000
 
 
-def _logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, float]:
+def logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, float]:
     import numpy as np
     import torch
 
@@ -53,7 +53,7 @@ def logp_diffs(tmp_path_factory):
             "vllm_importance_sampling_correction": False,
         },
     }
-    return {name: isolated(_logp_diff, model, str(folder / name), changes) for name, changes in arms.items()}
+    return {name: isolated(logp_diff, model, str(folder / name), changes) for name, changes in arms.items()}
 
 
 def test_the_logged_logp_diff_is_the_last_bit_of_float32(logp_diffs):

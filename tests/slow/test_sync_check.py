@@ -34,7 +34,7 @@ def _outcome(function: Callable, *args: Any) -> str:
     return "passed"
 
 
-def _case(model: str, folder: str, scheme: str) -> dict[str, Any]:
+def readings_of(model: str, folder: str, scheme: str) -> dict[str, Any]:
     trainer = make_trainer(model, Path(folder), quant_scheme=scheme, **STOCK)
     torch.manual_seed(0)
     return {"first": _first_sync(trainer, model, scheme), "later": _later_syncs(trainer)}
@@ -121,7 +121,7 @@ def _later_syncs(trainer: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=CASES)
 def readings(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sync_check")
-    found = isolated(_case, save_model(folder / "model", layers=4), str(folder / "run"), request.param)
+    found = isolated(readings_of, save_model(folder / "model", layers=4), str(folder / "run"), request.param)
     before = found["first"]["never synced"]["logp_diff"]
     for name, row in found["first"].items():
         figures = (row["logp_diff"] / before, row["logp_diff"] / row["noise_floor"], row["limit"] / row["noise_floor"])
