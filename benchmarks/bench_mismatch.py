@@ -29,14 +29,21 @@ STOCK = LEARNERS["transformers' operations"]
 LORA: dict[str, dict[str, Any]] = {
     "bf16, merged | bf16, merged: the floor": {"quant_scheme": "none", "lora_base": "merged"} | STOCK,
     "`Q(W + s B A)` | the same": {"quant_scheme": "W4A16", "lora_base": "merged"} | STOCK,
-    "| the same, engine's operations": {"quant_scheme": "W4A16", "lora_base": "merged"},
-    "| bf16 with the adapter": {"quant_scheme": "W4A16", "lora_base": "merged", "quantize_learner": False},
+    "`Q(W + s B A)` | the same, engine's operations": {"quant_scheme": "W4A16", "lora_base": "merged"},
+    "`Q(W + s B A)` | bf16 with the adapter": {
+        "quant_scheme": "W4A16",
+        "lora_base": "merged",
+        "quantize_learner": False,
+    },
     "`Q(W)` with the adapter beside it (`lora_base: frozen`) | the same": {
         "quant_scheme": "W4A16",
         "lora_base": "frozen",
     }
     | STOCK,
-    "| the same, engine's operations, frozen": {"quant_scheme": "W4A16", "lora_base": "frozen"},
+    "`Q(W)` with the adapter beside it (`lora_base: frozen`) | the same, engine's operations": {
+        "quant_scheme": "W4A16",
+        "lora_base": "frozen",
+    },
     "FP8_DYNAMIC, merged | the same": {"quant_scheme": "FP8_DYNAMIC", "lora_base": "merged"} | STOCK,
 }
 CHECKED = ("none", "W4A16", "W8A8", "FP8_DYNAMIC")
@@ -57,12 +64,12 @@ def measure(file: Path) -> None:
             if name not in found[table]:
                 found[table][name] = isolated(function, model, tempfile.mkdtemp(dir=folder), what)
                 found["machine"] = common.machine()
-                file.write_text(json.dumps(found, indent=1) + "\n")
+                file.write_text(json.dumps(found, separators=(",", ":")) + "\n")
                 print(table, name, flush=True)
 
         for scheme in SCHEMES:
             for learner, changes in LEARNERS.items():
-                if scheme != "none" or learner != "bf16":
+                if scheme != "none" or changes == STOCK:  # without quantization the learner is TRL's
                     keep("mismatch", f"{scheme} | {learner}", logp_diff, {"quant_scheme": scheme} | changes)
         for name, changes in LORA.items():
             keep("lora", name, logp_diff, changes)
