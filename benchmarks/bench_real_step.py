@@ -1,11 +1,10 @@
-"""Training steps of a real model, SmolLM2-135M-Instruct, beside its CPU engine: the package's tree against others.
+"""Training steps of a real model, SmolLM2-135M-Instruct, beside its CPU engine: bf16, rollout-only and QaRL, by batch size.
 
-Claim: a change that should not alter results leaves every logged loss, norm and reward as it is, bit for bit; the ratios say what it
-costs. This decides whether a kernel written by hand earns its place.
+Claim: on a CPU low bits cost time; the ratios say where. Nothing here predicts a GPU.
 
-`bench_real_step.py --model FOLDER --before WORKTREE` trains on rollout batches of 64 answers, four updates each, in a process for
-each tree and round, in turns and with the same seed. Reported is one cycle behind the first update, which starts the engine
-and its kernels: updates 2 to 5, which hold the second rollout and the second sync. `--more 1` adds rounds to the result file, for machines that are quiet for minutes only.
+A process trains on rollout batches of 16 or 64 answers, in updates of 16, with one seed; arms take turns. Reported are the seconds of one
+rollout batch (rollout, sync, updates) behind the first update, which starts the engine and its kernels. `--more 1` adds rounds
+to the result file, for machines that are quiet for minutes only.
 """
 
 from __future__ import annotations
@@ -24,9 +23,12 @@ import torch
 
 
 PARTS = ("rollout", "sync", "update")
-# Renamed since the trees that this one is compared with.
-OLDER = {"time/publish": "time/sync", "mismatch/logp_gap_mean": "mismatch/logp_diff_mean"}
-SAME = ("loss", "grad_norm", "reward")
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16": {"quant_scheme": "none"},
+    "rollout-only": {"quant_scheme": "W4A16", "quant_group_size": 64, "quantize_learner": False},
+    "QaRL": {"quant_scheme": "W4A16", "quant_group_size": 64},
+}
+ANSWERS = (16, 64)  # of a rollout batch
 PLACES = ("bag", "box", "jar", "drawer")
 THINGS = ("apples", "marbles", "stamps", "pencils")
 
@@ -45,8 +47,8 @@ def problems() -> list[dict[str, Any]]:
     return [{"prompt": [{"role": "user", "content": content}]} for content in contents]
 
 
-def train(model: str, batches: int, group_size: int) -> list[dict[str, float]]:
-    """What the trainer of this process's package logs, update by update."""
+def train(model: str, arm: str, answers: int) -> list[dict[str, float]]:
+    """What the trainer logs, update by update."""
     from datasets import Dataset
 
     from qarl_trl import QaRLConfig, QaRLTrainer
@@ -55,39 +57,39 @@ def train(model: str, batches: int, group_size: int) -> list[dict[str, float]]:
         args = QaRLConfig(
             output_dir=folder,
             use_cpu=True,
-            quant_scheme="W4A16",
-            quant_group_size=group_size,
             use_vllm=True,
             vllm_engine_kwargs={"enforce_eager": True},
             vllm_max_model_length=256,
             max_completion_length=64,
             num_generations=8,
             per_device_train_batch_size=16,
-            steps_per_generation=4,
-            max_steps=4 * batches + 1,
+            steps_per_generation=answers // 16,
+            max_steps=answers // 16 + 1,
             learning_rate=2e-5,
             logging_steps=1,
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
             seed=0,
+            **ARMS[arm],
         )
         trainer = QaRLTrainer(model, distinct_words, args, train_dataset=Dataset.from_list(problems()))
         trainer.train()
-        rows = [row for row in trainer.state.log_history if "loss" in row]
-    return [{OLDER.get(name, name): value for name, value in row.items()} for row in rows]
+        return [row for row in trainer.state.log_history if "loss" in row]
 
 
-def measured(tree: str, args: Any) -> list[dict[str, float]]:
-    """[`train`] in a process of its own with the package of `tree`."""
+def measured(args: Any, arm: str, answers: int) -> dict[str, float]:
+    """Seconds of the last rollout batch's parts, and tokens of an answer, from [`train`] in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/rows.json"
-        command = [sys.executable, __file__, "--out", out, "--model", args.model]
-        command += ["--batches", str(args.batches), "--group-size", str(args.group_size)]
-        result = subprocess.run(command, env=os.environ | {"PYTHONPATH": tree}, capture_output=True, text=True)
+        command = [sys.executable, __file__, "--out", out, "--model", args.model, "--arm", arm]
+        result = subprocess.run([*command, "--answers", str(answers)], capture_output=True, text=True)
         if result.returncode:
-            raise SystemExit(f"{tree}: {result.stdout[-2000:]}{result.stderr[-4000:]}")
-        return json.loads(Path(out).read_text())
+            raise SystemExit(f"{arm}: {result.stdout[-2000:]}{result.stderr[-4000:]}")
+        rows = json.loads(Path(out).read_text())
+    first, last = rows[0], rows[-(answers // 16) :]
+    found = {part: sum(row[f"time/{part}"] for row in last) for part in PARTS}
+    return found | {"length": rows[0]["completions/mean_length"], "first sync": first["time/sync"]}
 
 
 def quantizing(model: str, group_size: int) -> float:
@@ -112,50 +114,43 @@ def quantizing(model: str, group_size: int) -> float:
 def main() -> None:
     args = common.arguments(
         __doc__,
-        model=("/tmp/real_model/base", "/tmp/real_model/base", "folder of ../shared/real_model/prepare.py"),
-        before=("", "", "root of another tree of the package"),
-        group_size=(64, 64, "weights of a scale"),
-        batches=(1, 1, "rollout batches of a process, before the last update"),
-        rounds=(3, 1, "processes of each tree"),
+        model=("runs/smollm2/base", "runs/smollm2/base", "folder that examples/smollm2/prepare.py writes"),
+        rounds=(3, 1, "processes of each arm and size"),
         more=(0, 0, "1: add the rounds to those of the result file"),
-        out=("", "", "for the process of one tree: its file"),
+        arm=("", "", "for one process"),
+        answers=(0, 0, "for one process"),
+        out=("", "", "for one process: its file"),
     )
     if args.out:
-        Path(args.out).write_text(json.dumps(train(args.model, args.batches, args.group_size)))
+        Path(args.out).write_text(json.dumps(train(args.model, args.arm, args.answers)))
         return
     load, file = os.getloadavg()[0], common.result_file("bench_real_step", args.quick)
-    trees = {"before": args.before, "now": str(common.ROOT)} if args.before else {"now": str(common.ROOT)}
-    logs = json.loads(file.read_text())["logs"] if args.more and file.exists() else {name: [] for name in trees}
-    for _ in range(args.rounds):
-        names = list(trees) if len(logs["now"]) % 2 == 0 else list(trees)[::-1]
-        for name in names:
-            logs[name].append(measured(trees[name], args))
-    results = {
-        name: [[tuple(row[key] for key in SAME if key in row) for row in log] for log in logs[name]] for name in logs
-    }
-    equal = len({json.dumps(log) for name in logs for log in results[name]}) == 1
-    last = {name: [log[-4:] for log in logs[name]] for name in logs}
-    times = {
-        part: {name: [sum(row[f"time/{part}"] for row in log) for log in last[name]] for name in last}
-        for part in PARTS
-    }
-    times["step"] = {
-        name: [sum(values) for values in zip(*(times[part][name] for part in PARTS), strict=True)] for name in last
-    }
-    base = "before" if args.before else "now"
-    found = {part: common.ratio(times[part], "now", base) for part in times}
-    rows = [
-        {"part": part, f"now / {base}": r["ratio"], "now s": r["seconds"], f"{base} s": r["base_seconds"]}
-        for part, r in found.items()
-    ]
-    quantizer, step = 5 * quantizing(args.model, args.group_size), min(times["step"]["now"])
-    rows.append({"part": "all quantizing of a step (4 updates, a sync)", "now s": quantizer})
-    headlines = [
-        f"all quantizing of a step takes {quantizer:.2f} of its {step:.0f} s, {quantizer / step:.1%}: no kernel could save more",
-        f"step, now / {base}: {found['step']['ratio']:.3f}x ({found['step']['quartile_low']:.3f} to {found['step']['quartile_high']:.3f})",
-        f"{', '.join(SAME)} of {sum(map(len, logs.values()))} runs are {'equal, bit for bit' if equal else 'NOT EQUAL'}",
-    ]
-    common.report("bench_real_step", args, headlines, rows, load, times=times, logs=logs)
+    done = json.loads(file.read_text())["found"] if args.more and file.exists() else {}
+    cells = {(arm, answers): done.setdefault(f"{arm}, {answers}", []) for answers in ANSWERS for arm in ARMS}
+    for number in range(args.rounds):
+        for arm, answers in list(cells)[:: 1 if number % 2 == 0 else -1]:
+            cells[arm, answers].append(measured(args, arm, answers))
+            print(arm, answers, cells[arm, answers][-1], flush=True)
+    rows, headlines = [], []
+    for (arm, answers), found in cells.items():
+        row = {"arm": arm, "answers": answers}
+        for part in (*PARTS, "step"):
+            times = {
+                name: [sum(c[p] for p in PARTS) if part == "step" else c[part] for c in cells[name, answers]]
+                for name in ARMS
+            }
+            r = common.ratio(times, arm, "bf16")
+            row |= {f"{part} s": r["seconds"], f"{part} / bf16": r["ratio"]}
+        row |= {"quartiles": f"{r['quartile_low']:.2f} to {r['quartile_high']:.2f}", "rounds": r["rounds"]}
+        row["first sync s"] = sorted(c["first sync"] for c in found)[len(found) // 2]
+        rows.append(row)
+        if arm != "bf16":
+            headlines.append(f"{arm} / bf16, {answers} answers: {row['step / bf16']:.2f} ({row['quartiles']})")
+    quantizer, step = 5 * quantizing(args.model, 64), rows[-1]["step s"]
+    headlines.append(
+        f"all quantizing of QaRL's {ANSWERS[-1]} answers takes {quantizer:.2f} of {step:.0f} s, {quantizer / step:.1%}"
+    )
+    common.report("bench_real_step", args, headlines, rows, load, found=done)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,19 @@ REGIMES: dict[str, dict[str, Any]] = {
     "paper": G64 | {"band": 1e-4},
 }
 BEFORE = "before training"
+# What is compared, problem by problem: what changes, and the arms before and after the change. ", GPTQ" names that model of an arm.
+PAIRS = (
+    ("the learner's weights", "rollout-only GRPO", "QaRL GRPO"),
+    ("the same, no weight for the mismatch", "rollout-only GRPO, no weight", "QaRL GRPO"),
+    ("the same, with TBPO", "rollout-only TBPO", "QaRL TBPO"),
+    ("the weight for the mismatch", "rollout-only GRPO, no weight", "rollout-only GRPO"),
+    ("the same, with TBPO", "rollout-only TBPO, no weight", "rollout-only TBPO"),
+    ("the loss, and its weight", "QaRL GRPO", "QaRL TBPO"),
+    ("the loss", "QaRL GSPO", "QaRL TBPO"),
+    ("the loss, and its weight, learner in bfloat16", "rollout-only GRPO", "rollout-only TBPO"),
+    ("the engine's weights", "bf16 GRPO", "rollout-only GRPO"),
+    ("when quantization comes", "QaRL GRPO", "bf16 GRPO, GPTQ"),
+)
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
     *("reward", "entropy", "grad_norm", "completions/mean_length", "completions/clipped_ratio", "step_time"),
@@ -312,11 +325,38 @@ def accuracy(cells: list[dict[str, Any]], model: str) -> tuple[float, float]:
     It holds the choice of the held-out problems (the spread of the problems' means) and, of several seeds, that of training
     and sampling (the spread of the seeds' means). The first contains part of the second: the error is rather too large.
     """
-    shares = [[100 * right / cell["samples"] for right in cell["scores"][model]] for cell in cells]
-    problems, seeds = (
-        [statistics.fmean(values) for values in zip(*shares, strict=True)],
-        list(map(statistics.fmean, shares)),
-    )
+    return _mean_and_error([_shares(cell, model) for cell in cells])
+
+
+def differences(regime: str) -> str:
+    """What each change in `PAIRS` moves, in points; the seeds that both arms have."""
+    lines = [["what changes", "from", "to", "seeds", "low bits", "bfloat16"], ["---"] * 6]
+    for what, *names in PAIRS:
+        arms = [name.removesuffix(", GPTQ") for name in names]
+        cells = [{cell["seed"]: cell for cell in cells_of(regime, arm)} for arm in arms]
+        seeds = sorted(set(cells[0]) & set(cells[1]))
+        if seeds:
+            lines.append([what, *names, str(len(seeds))])
+            lines[-1] += [difference([(c[s] for c in cells) for s in seeds], names, m) for m in ("low_bit", "masters")]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def difference(pairs: Any, names: list[str], model: str) -> str:
+    """Points from the first to the second cell of each pair, with the standard error, paired by problem."""
+    models = ["gptq" if name.endswith(", GPTQ") else model for name in names]
+    if "gptq" in models and model != "low_bit":
+        return "-"
+    both = [[_shares(cell, name) for cell, name in zip(pair, models, strict=True)] for pair in pairs]
+    return "{:+.1f} ± {:.1f}".format(*_mean_and_error([[y - x for x, y in zip(*two, strict=True)] for two in both]))
+
+
+def _shares(cell: dict[str, Any], model: str) -> list[float]:
+    return [100 * right / cell["samples"] for right in cell["scores"][model]]
+
+
+def _mean_and_error(shares: list[list[float]]) -> tuple[float, float]:
+    problems = [statistics.fmean(values) for values in zip(*shares, strict=True)]
+    seeds = list(map(statistics.fmean, shares))
     variance = statistics.variance(problems) / len(problems)
     if len(seeds) > 1:
         variance += statistics.variance(seeds) / len(seeds)
@@ -340,7 +380,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
     options = parser.parse_args()
     if options.table:
-        print("\n\n".join(f"{regime}\n\n{table(regime)}" for regime in REGIMES))
+        for regime in REGIMES:
+            print(f"{regime}\n\n{table(regime)}\n\n{differences(regime)}\n")
     elif options.one:
         run_cell(options.start, options.regime[0], options.arms[0], options.seeds[0])
     else:

@@ -27,10 +27,10 @@ PROBES = 16  # texts that log-probs are compared on
 SpinQuantModifier._center_embeddings = lambda *_: None
 
 
-def transforms(method: str, scheme: str) -> list:
+def transforms(method: str, scheme: str, group_size: int | None = None) -> list:
     """llm-compressor's modifiers; AWQ searches its scales for `scheme`."""
     if method == "awq":
-        return make_recipe("awq", scheme)
+        return make_recipe("awq", scheme, group_size)
     if method == "rotation":
         return [SpinQuantModifier(rotations=["R1", "R2"], transform_type="hadamard")]
     return [SmoothQuantModifier(smoothing_strength=0.5)]
@@ -47,10 +47,12 @@ def log_probs(model: PreTrainedModel, texts: list[list[int]]) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def quantization_cost(model: PreTrainedModel, scheme: str, texts: list[list[int]]) -> float:
+def quantization_cost(
+    model: PreTrainedModel, scheme: str, texts: list[list[int]], group_size: int | None = None
+) -> float:
     """Mean absolute difference of log-probs, nats per token, between the quantized model and the model."""
     plain = log_probs(model, texts)
-    quantized = log_probs(apply_quantization(model, scheme), texts)
+    quantized = log_probs(apply_quantization(model, scheme, group_size=group_size), texts)
     remove_quantization(model)
     return (quantized - plain).abs().mean().item()
 
@@ -77,14 +79,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.method != "rotation":
         data = {"dataset": rows, "num_calibration_samples": len(rows), "max_seq_length": args.max_length}
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    before, cost = log_probs(model, texts), quantization_cost(model, args.scheme, texts)
-    model = fold(model, transforms(args.method, args.scheme), **data)
+    before, cost = log_probs(model, texts), quantization_cost(model, args.scheme, texts, args.group_size)
+    model = fold(model, transforms(args.method, args.scheme, args.group_size), **data)
     change = (log_probs(model, texts) - before).abs().max().item()
     if not change <= TOLERANCE:
         raise SystemExit(f"No log-prob may move by more than {TOLERANCE} nats, got {change:.1e}. Nothing was saved.")
-    print(
-        f"{args.scheme} costs {cost:.5f} nats per token before, {quantization_cost(model, args.scheme, texts):.5f} after"
-    )
+    after = quantization_cost(model, args.scheme, texts, args.group_size)
+    print(f"{args.scheme} costs {cost:.5f} nats per token before, {after:.5f} after")
     model.to(AutoConfig.from_pretrained(args.model).dtype or torch.bfloat16).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     print(f"transformed model, not quantized, written to {args.output}")

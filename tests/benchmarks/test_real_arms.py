@@ -14,11 +14,15 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import real_arms  # noqa: E402
 
 
-def test_the_table_of_the_doc_is_what_the_script_prints():
+def test_the_tables_of_the_doc_are_what_the_script_prints():
     text = (ROOT / "docs/results.md").read_text()
-    shown = text.split("<!-- real: g64 -->\n")[1].split("\n<!-- end -->")[0]
+    for regime in real_arms.REGIMES:
+        if not (real_arms.FOLDER / regime).exists():
+            continue
+        for name, table in (("real", real_arms.table(regime)), ("real differences", real_arms.differences(regime))):
+            shown = text.split(f"<!-- {name}: {regime} -->\n")[1].split("\n<!-- end -->")[0]
+            assert shown == table
     table = real_arms.table("g64")
-    assert shown == table
     assert "Not run: " in table or all(real_arms.cells_of("g64", arm) for arm in real_arms.ARMS)
 
 
@@ -37,6 +41,9 @@ def test_the_recipe_of_the_example_is_the_arm_qarl_tbpo():
 
 def test_an_error_holds_the_choice_of_problems_and_of_seeds():
     cells = [{"samples": 4, "scores": {"low_bit": right}} for right in ([4, 0, 2], [2, 0, 0])]
+    first, second = cells
+    assert real_arms.difference([(first, second)], ["a", "b"], "low_bit") == "-33.3 ± 16.7"  # -50, 0, -50
+    assert real_arms.difference([(first, first)], ["a", "b"], "low_bit") == "+0.0 ± 0.0"
     mean, error = real_arms.accuracy(cells, "low_bit")
     assert mean == pytest.approx((50 + 50 / 3) / 2)
     problems, seeds = [75.0, 0.0, 25.0], [50.0, 50 / 3]  # percent, by problem and by seed
