@@ -35,9 +35,18 @@ TIS = {
     "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 2.0,
 }
+# IcePop (Ring-1T, arXiv 2510.18855): tokens whose ratio leaves [0.5, 5] do not count.
+ICEPOP = {
+    "loss_type": "grpo",
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_clip_min": 0.5,
+    "vllm_importance_sampling_clip_max": 5.0,
+}
+STOCK = {"learner_ops": "stock", "quant_kernel": "dequant"}
 GSPO = TIS | {"importance_sampling_level": "sequence"}
 ARMS: dict[str, dict[str, Any]] = {
     "bf16 GRPO": TIS | {"quant_scheme": "none"},
+    "bf16 TBPO": {"quant_scheme": "none"},
     "rollout-only GRPO": TIS | {"quantize_learner": False},
     "rollout-only TBPO": {"quantize_learner": False},
     "QaRL TBPO": {},
@@ -46,13 +55,17 @@ ARMS: dict[str, dict[str, Any]] = {
     "QaRL dual-clip GRPO": TIS | {"delta": 3.0},
     "QaRL MIS-GSPO": GSPO | {"vllm_importance_sampling_mode": "sequence_mask"},
     # The same low-bit weights, everything else as transformers and torch compute it: how a learner is aligned on a GPU.
-    "QaRL TBPO, stock operations": {"learner_ops": "stock", "quant_kernel": "dequant"},
+    "QaRL TBPO, stock operations": STOCK,
+    "QaRL GRPO, stock operations": TIS | STOCK,
+    "QaRL GRPO, IcePop, stock operations": ICEPOP | STOCK,
+    "rollout-only GRPO, IcePop": ICEPOP | {"quantize_learner": False},
     # What the weight of TIS does to a baseline whose learner does not make the engine's mistakes.
     "rollout-only GRPO without TIS": {
         "loss_type": "grpo",
         "quantize_learner": False,
         "vllm_importance_sampling_correction": False,
     },
+    "rollout-only TBPO without weight": {"quantize_learner": False, "vllm_importance_sampling_correction": False},
 }
 MAIN = (
     "bf16 GRPO",
@@ -61,6 +74,7 @@ MAIN = (
     "QaRL TBPO",
     "QaRL GSPO",
 )  # five seeds in the hard regime; all others three
+UNWEIGHTED = "rollout-only GRPO without TIS", "rollout-only TBPO without weight"
 LEVELS = ("rollout-only TBPO", "QaRL TBPO, stock operations", "QaRL TBPO")
 
 TOY = {
@@ -108,7 +122,8 @@ def cells(options: argparse.Namespace) -> list[tuple[str, str, int]]:
 
 def arms_of(regime: str) -> list[str]:
     """The arms that are meant to run in a regime."""
-    return list({"hard": ARMS, "w4a8": LEVELS}.get(regime, MAIN))
+    more = {"hard": tuple(ARMS), "w4a8": LEVELS, "hot": (*MAIN, *UNWEIGHTED, "QaRL GRPO", "bf16 TBPO")}
+    return list(more.get(regime, MAIN + UNWEIGHTED))
 
 
 def file_of(regime: str, arm: str, seed: int) -> Path:
