@@ -121,8 +121,9 @@ def test_a_kept_start_is_the_start_and_another_one_is_refused(tmp_path, monkeypa
 def test_cells_come_seed_by_seed_and_each_has_a_file_of_its_own():
     wanted = arms.cells(Namespace(regime=["hard", "w4a8"], arms=None, seeds=None))
     assert wanted[: len(arms.ARMS)] == [("hard", arm, 0) for arm in arms.ARMS]
-    assert len({arms.file_of(*cell) for cell in wanted}) == len(wanted) == 5 * 5 + 5 * 3 + 3 * 3
-    assert [arm for _, arm, _ in arms.cells(Namespace(regime=["hot"], arms=None, seeds=[0]))] == list(arms.MAIN)
+    assert len({arms.file_of(*cell) for cell in wanted}) == len(wanted) == 5 * 5 + (len(arms.ARMS) - 5) * 3 + 3 * 3
+    stale = [arm for _, arm, _ in arms.cells(Namespace(regime=["stale"], arms=None, seeds=[0]))]
+    assert stale == [*arms.MAIN, *arms.UNWEIGHTED]
 
 
 @pytest.mark.parametrize(
