@@ -32,7 +32,7 @@ def transforms(method: str, scheme: str, group_size: int | None = None) -> list:
     if method == "awq":
         return make_recipe("awq", scheme, group_size)
     if method == "rotation":
-        return [SpinQuantModifier(rotations=["R1", "R2"], transform_type="hadamard")]
+        return [SpinQuantModifier(rotations=["R1", "R2"], transform_type="random-hadamard")]
     return [SmoothQuantModifier(smoothing_strength=0.5)]
 
 

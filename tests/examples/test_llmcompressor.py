@@ -48,9 +48,9 @@ def with_outliers(model, factor=50.0):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, request):
     torch.manual_seed(0)
-    with_outliers(make_model(initializer_range=0.05)).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    with_outliers(make_model(initializer_range=0.05, **getattr(request, "param", {}))).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"text": "".join(chr(97 + int(i)) for i in torch.randint(0, 26, (24,)))} for _ in range(12)]
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -92,10 +92,15 @@ def test_a_model_without_linear_layers_is_not_called_quantized(scripts, folder):
         scripts[0].main(options(folder, "rtn"))
 
 
-@pytest.mark.parametrize("method", ["smoothquant", "awq", "rotation"])
+ODD = {"hidden_size": 192}  # three times a power of two, as that of Qwen2.5-1.5B; no multiple of W4A16's group of 128
+
+
+@pytest.mark.parametrize(
+    "method, folder", [("smoothquant", {}), ("awq", ODD), ("rotation", {}), ("rotation", ODD)], indirect=["folder"]
+)
 def test_the_function_stays_and_the_weights_do_not(scripts, folder, method, capsys):
     _, precondition = scripts
-    precondition.main(options(folder, method))
+    precondition.main([*options(folder, method), "--group_size", "64"])
     models = [AutoModelForCausalLM.from_pretrained(folder / n, dtype=torch.float32) for n in ("model", "out")]
     before, after = models
     texts = [[3, 4, 5, 6, 7, 8, 9], [9, 3, 8, 4]]
