@@ -42,6 +42,13 @@ ICEPOP = {
     "vllm_importance_sampling_clip_min": 0.5,
     "vllm_importance_sampling_clip_max": 5.0,
 }
+# KPop (https://ringtech.notion.site/kpop): tokens do not count whose binary KL divergence, either way, is above 0.1 nats.
+KPOP = {
+    "loss_type": "grpo",
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 1e9,
+    "kpop": 0.1,
+}
 STOCK = {"learner_ops": "stock", "quant_kernel": "dequant"}
 GSPO = TIS | {"importance_sampling_level": "sequence"}
 ARMS: dict[str, dict[str, Any]] = {
@@ -59,6 +66,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "QaRL GRPO, stock operations": TIS | STOCK,
     "QaRL GRPO, IcePop, stock operations": ICEPOP | STOCK,
     "rollout-only GRPO, IcePop": ICEPOP | {"quantize_learner": False},
+    "rollout-only GRPO, KPop": KPOP | {"quantize_learner": False},
     # What the weight of TIS does to a baseline whose learner does not make the engine's mistakes.
     "rollout-only GRPO without TIS": {
         "loss_type": "grpo",

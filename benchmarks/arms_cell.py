@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import common  # sets what torch and vLLM read when they load
 import torch
 import vllm  # noqa: F401  # here, so that cells that are forked have it
 from arms import DRAWS, WEIGHTS, sha_of
-from arms_task import add_outliers, problems
+from arms_task import add_outliers, kept_by_kpop, problems
 from datasets import Dataset, disable_progress_bars
 from sums import correct, make_tokenizer
 from transformers import PrinterCallback, ProgressCallback, Qwen3ForCausalLM
@@ -57,6 +58,20 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
     }
 
 
+class KPopTrainer(QaRLTrainer):
+    """The mask of KPop on TRL's weight for the mismatch."""
+
+    def __init__(self, threshold: float, **settings: Any) -> None:
+        self._threshold = threshold
+        super().__init__(**settings)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        kept = kept_by_kpop(output["old_per_token_logps"], output["sampling_per_token_logps"], self._threshold)
+        output["importance_sampling_ratio"] = output["importance_sampling_ratio"] * kept
+        return output
+
+
 def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, folder: Path) -> QaRLTrainer:
     """The trainer of a cell, its model with the outlier channels of the regime."""
     updates = regime["updates"]
@@ -92,10 +107,11 @@ def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: 
     add_outliers(model, **regime["outliers"])
     model.save_pretrained(source)
     make_tokenizer().save_pretrained(source)
-    trainer = QaRLTrainer(
-        str(source),
+    threshold = arm.get("kpop")
+    trainer = (QaRLTrainer if threshold is None else partial(KPopTrainer, threshold))(
+        model=str(source),
         reward_funcs=correct,
-        args=QaRLConfig(**settings | arm),
+        args=QaRLConfig(**settings | {name: value for name, value in arm.items() if name != "kpop"}),
         train_dataset=Dataset.from_list(list(islice(problems(seed + 2), 4096))),
     )
     trainer.remove_callback(PrinterCallback)

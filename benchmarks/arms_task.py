@@ -101,3 +101,21 @@ def add_outliers(model: torch.nn.Module, channels: int, factor: int) -> None:
             norm.weight[chosen] /= factor
             for reader in readers:
                 reader.weight[:, chosen] *= factor
+
+
+# A loss that TRL lacks -----------------------------------------------------------------------------------------------
+
+
+def kept_by_kpop(learner: torch.Tensor, engine: torch.Tensor, threshold: float) -> torch.Tensor:
+    """
+    Which tokens count by KPop (https://ringtech.notion.site/kpop).
+
+    Learner and engine are compared as two coins, this token or another: KL(p | q) and KL(q | p) must be at most the threshold.
+
+    Args:
+        learner, engine (`torch.Tensor`): Log-probs of the sampled tokens, float32, `(B, T)`.
+        threshold (`float`): In nats; the authors' is 0.1.
+    """
+    p, q = (logps.double().exp().clamp(1e-6, 1 - 1e-6) for logps in (learner, engine))
+    up, down = (p / q).log(), ((1 - p) / (1 - q)).log()
+    return (p * up + (1 - p) * down <= threshold) & (-q * up - (1 - q) * down <= threshold)

@@ -70,11 +70,23 @@ def test_outlier_channels_leave_the_model_as_it_is_and_hurt_its_quantization():
 def test_the_settings_of_every_cell_are_accepted(tmp_path, regime, arm):
     settings, chosen = arms.settings_of(regime, arm)
     quantization = {} if chosen.get("quant_scheme") == "none" else settings["quantization"]
+    chosen.pop("kpop", None)
     args = QaRLConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, report_to=[], **quantization | chosen)
     assert args.quantized == (not arm.startswith("bf16"))
     assert args.quantize_learner == (not arm.startswith("rollout-only"))
     if "GSPO" in arm:
         assert (args.epsilon, args.epsilon_high) == (3 * settings["band"], 4 * settings["band"])
+
+
+def test_kpop_keeps_tokens_whose_binary_divergence_is_small_both_ways():
+    p, q = torch.tensor([[0.5, 0.9, 0.01, 0.5, 0.999]]), torch.tensor([[0.5, 0.7, 0.04, 0.2, 0.8]])
+    coins = [torch.stack((x, 1 - x), -1) for x in (p, q)]
+    there, back = ((a * (a / b).log()).sum(-1) for a, b in (coins, coins[::-1]))
+    kept = arms_task.kept_by_kpop(p.log(), q.log(), 0.1)
+    assert torch.equal(kept, torch.maximum(there, back) <= 0.1)
+    assert kept.tolist() == [
+        [True, False, True, False, False]
+    ]  # 0.9 for 0.7 goes, the rare token whose ratio is 4 stays
 
 
 def test_arms_share_everything_but_the_method():

@@ -50,7 +50,9 @@ def with_outliers(model, factor=50.0):
 @pytest.fixture
 def folder(tmp_path, request):
     torch.manual_seed(0)
-    with_outliers(make_model(initializer_range=0.05, **getattr(request, "param", {}))).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    with_outliers(make_model(initializer_range=0.05, **getattr(request, "param", {}))).to(
+        torch.bfloat16
+    ).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"text": "".join(chr(97 + int(i)) for i in torch.randint(0, 26, (24,)))} for _ in range(12)]
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
