@@ -101,7 +101,9 @@ def test_arms_share_everything_but_the_method():
         "quantize_learner",
     }
     method |= {"quant_kernel", "learner_ops"}
-    method |= {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max", "correction")} | {"kpop"}
+    method |= {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max", "correction")} | {
+        "kpop"
+    }
     assert all(set(arms.settings_of("hard", arm)[1]) <= method for arm in arms.ARMS)
 
 
