@@ -15,10 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import common
 
-
-sys.path[:0] = [str(common.ROOT / "tests"), str(common.ROOT)]
+ROOT = Path(__file__).resolve().parents[1]
 SCHEMES = ("none", "W4A16", "W4A16_ASYM", "W4A8", "W8A8", "FP8_DYNAMIC")
 LEARNERS: dict[str, dict[str, Any]] = {
     "engine's operations": {},
@@ -51,6 +49,9 @@ CHECKED = ("none", "W4A16", "W8A8", "FP8_DYNAMIC")
 
 def measure(file: Path) -> None:
     """Every cell in a process of its own; the file is written anew after each, and cells that it has are not run again."""
+    import common  # here: it changes the environment, and a test imports this file for its tables
+
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     from slow.isolated import isolated
     from slow.test_mismatch import logp_diff
     from slow.test_sync_check import readings_of
@@ -124,7 +125,7 @@ def _table(lines: list[list[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the tables and measure nothing")
-    options, file = parser.parse_args(), common.result_file("bench_mismatch", False)
+    options, file = parser.parse_args(), ROOT / "benchmarks/results/bench_mismatch.json"
     if not options.table:
         measure(file)
     found = json.loads(file.read_text())
