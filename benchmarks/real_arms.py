@@ -340,7 +340,7 @@ def differences(regime: str) -> str:
         seeds = sorted(set(cells[0]) & set(cells[1]))
         if seeds:
             lines.append([what, *names, str(len(seeds))])
-            lines[-1] += [difference([(c[s] for c in cells) for s in seeds], names, m) for m in ("low_bit", "masters")]
+            lines[-1] += [difference([[c[s] for c in cells] for s in seeds], names, m) for m in ("low_bit", "masters")]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

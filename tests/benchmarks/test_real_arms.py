@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -51,3 +52,15 @@ def test_an_error_holds_the_choice_of_problems_and_of_seeds():
     by_seed = sum((s - mean) ** 2 for s in seeds) / 1 / 2
     assert error == pytest.approx((by_problem + by_seed) ** 0.5)
     assert real_arms.accuracy(cells[:1], "low_bit")[1] == pytest.approx((2500 / 3) ** 0.5)  # of 100, 0 and 50
+
+
+def test_each_seed_of_a_difference_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_arms, "FOLDER", tmp_path)
+    right = {("rollout-only GRPO", 0): 1, ("rollout-only GRPO", 1): 2, ("QaRL GRPO", 0): 1, ("QaRL GRPO", 1): 4}
+    for (arm, seed), of_four in right.items():
+        path = real_arms.file_of("g64", arm, seed)
+        path.parent.mkdir(exist_ok=True)
+        scores = {name: [of_four] * 3 for name in ("low_bit", "masters")}
+        path.write_text(json.dumps({"seed": seed, "samples": 4, "scores": scores}))
+    row = "| the learner's weights | rollout-only GRPO | QaRL GRPO | 2 | +25.0 ± 25.0 | +25.0 ± 25.0 |"  # 0 and 50
+    assert row in real_arms.differences("g64").splitlines()
