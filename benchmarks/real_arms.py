@@ -86,7 +86,10 @@ PAIRS = (
     ("the loss", "QaRL GSPO", "QaRL TBPO"),
     ("the loss, and its weight, learner in bfloat16", "rollout-only GRPO", "rollout-only TBPO"),
     ("the engine's weights", "bf16 GRPO", "rollout-only GRPO"),
-    ("when quantization comes", "QaRL GRPO", "bf16 GRPO, GPTQ"),
+    ("quantization after training, not during it", "QaRL GRPO", "bf16 GRPO"),
+    ("the same, with TBPO", "QaRL TBPO", "bf16 TBPO"),
+    ("GPTQ after training, not rounding", "bf16 GRPO", "bf16 GRPO, GPTQ"),
+    ("the same, with TBPO", "bf16 TBPO", "bf16 TBPO, GPTQ"),
 )
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
