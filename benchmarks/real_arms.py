@@ -210,9 +210,9 @@ def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:
             models = ["low_bit/low_bit"]
         if arm == BEFORE or "quant_scheme" in chosen:
             export(out / "masters", out / "low_bit", settings["quantization"])
-            if settings["quantization"]["quant_scheme"].startswith("W4"):
-                gptq(out / "masters", out / "gptq", settings["quantization"], start)
-                models.append("gptq")
+        if "masters" in models and settings["quantization"]["quant_scheme"].startswith("W4"):
+            gptq(out / "masters", out / "gptq", settings["quantization"], start)
+            models.append("gptq")
         scores = {Path(name).name: score(out / name, settings, start, seed) for name in models}
     result = {
         "regime": regime,
@@ -307,8 +307,8 @@ def table(regime: str) -> str:
             continue
         lines.append([arm, str(len(cells)), *(percent(cells, name) for name in ("low_bit", "masters"))])
         lines[-1] += [mean(cells, "reward", "{:.2f}", 4), mean(cells, "mismatch/logp_diff_mean", "{:.2g}")]
-        if any("gptq" in cell["scores"] for cell in cells):
-            lines.append(["the same, GPTQ", str(len(cells)), percent(cells, "gptq"), "-", "-", "-"])
+        if rounded := [cell for cell in cells if "gptq" in cell["scores"]]:
+            lines.append(["the same, GPTQ", str(len(rounded)), percent(rounded, "gptq"), "-", "-", "-"])
     missing = [arm for arm in (BEFORE, *ARMS) if not cells_of(regime, arm)]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return text + (f"\n\nNot run: {'; '.join(missing)}." if missing else "")
