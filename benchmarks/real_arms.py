@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,7 @@ PAIRS = (
     ("the same, with TBPO", "rollout-only TBPO", "QaRL TBPO"),
     ("the weight for the mismatch", "rollout-only GRPO, no weight", "rollout-only GRPO"),
     ("the same, with TBPO", "rollout-only TBPO, no weight", "rollout-only TBPO"),
+    ("the weight: IcePop, not TIS", "rollout-only GRPO", "rollout-only GRPO, IcePop"),
     ("the loss, and its weight", "QaRL GRPO", "QaRL TBPO"),
     ("the loss", "QaRL GSPO", "QaRL TBPO"),
     ("the loss, and its weight, learner in bfloat16", "rollout-only GRPO", "rollout-only TBPO"),
@@ -204,7 +207,10 @@ def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:
         if arm == BEFORE:
             (out / "masters").symlink_to((start / "start").resolve())
         else:
-            log = train(start, settings, chosen, seed, out)
+            with ProcessPoolExecutor(
+                1, multiprocessing.get_context("spawn")
+            ) as process:  # its 9 GB go before GPTQ comes
+                log = process.submit(train, start, settings, chosen, seed, out).result()
         models = ["low_bit"] if "lora_base" in chosen else ["masters", "low_bit"]
         if chosen.get("lora_base") == "merged":
             models = ["low_bit/low_bit"]
