@@ -3,7 +3,7 @@ The paper's comparison on a real model: SmolLM2-135M-Instruct on SVAMP, from a s
 
     python examples/smollm2/prepare.py runs/smollm2 --data FOLDER; python examples/smollm2/warm_start.py runs/smollm2
     python benchmarks/real_arms.py                       runs the cells that have no file yet, one at a time
-    python benchmarks/real_arms.py --table               prints the tables of docs/results.md
+    python benchmarks/real_arms.py --table               puts the tables into docs/results.md
 
 A cell trains one arm with one seed and scores all held-out problems with draws of that seed. QaRL TBPO at `g64` is the example's recipe.
 """
@@ -347,6 +347,10 @@ def differences(regime: str) -> str:
         arms = [name.removesuffix(", GPTQ") for name in names]
         cells = [{cell["seed"]: cell for cell in cells_of(regime, arm)} for arm in arms]
         seeds = sorted(set(cells[0]) & set(cells[1]))
+        for seed in seeds:
+            starts = {by_seed[seed]["start_sha256"] for by_seed in cells}
+            if len(starts) > 1:
+                raise ValueError(f"{regime}, seed {seed}: {' and '.join(arms)} must have one start, got {starts}.")
         if seeds:
             lines.append([what, *names, str(len(seeds))])
             lines[-1] += [difference([[c[s] for c in cells] for s in seeds], names, m) for m in ("low_bit", "masters")]
@@ -381,6 +385,16 @@ def mean(cells: list[dict[str, Any]], name: str, form: str, last: int = 0) -> st
     return form.format(statistics.fmean(values)) if values else "-"
 
 
+def put_tables(page: Path) -> None:
+    """Write the tables between their marks: `<!-- real: g64 -->`, `<!-- real differences: g64 -->`."""
+    text = page.read_text()
+    for regime in filter(lambda name: (FOLDER / name).exists(), REGIMES):
+        for mark, lines in ((f"real: {regime}", table(regime)), (f"real differences: {regime}", differences(regime))):
+            before, after = text.split(f"<!-- {mark} -->\n")
+            text = f"{before}<!-- {mark} -->\n{lines}\n<!-- end -->{after.split('<!-- end -->', 1)[1]}"
+    page.write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", type=Path, default=START, help="folder with start/, train.jsonl and test.jsonl")
@@ -389,11 +403,10 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (default: 1)")
     parser.add_argument("--one", action="store_true", help="the first cell, in this process")
-    parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
+    parser.add_argument("--table", action="store_true", help="put the tables into docs/results.md and run nothing")
     options = parser.parse_args()
     if options.table:
-        for regime in REGIMES:
-            print(f"{regime}\n\n{table(regime)}\n\n{differences(regime)}\n")
+        put_tables(FOLDER.parents[2] / "docs" / "results.md")
     elif options.one:
         run_cell(options.start, options.regime[0], options.arms[0], options.seeds[0])
     else:

@@ -61,6 +61,9 @@ def test_each_seed_of_a_difference_counts(tmp_path, monkeypatch):
         path = real_arms.file_of("g64", arm, seed)
         path.parent.mkdir(exist_ok=True)
         scores = {name: [of_four] * 3 for name in ("low_bit", "masters")}
-        path.write_text(json.dumps({"seed": seed, "samples": 4, "scores": scores}))
+        path.write_text(json.dumps({"seed": seed, "samples": 4, "scores": scores, "start_sha256": "a"}))
     row = "| the learner's weights | rollout-only GRPO | QaRL GRPO | 2 | +25.0 ± 25.0 | +25.0 ± 25.0 |"  # 0 and 50
     assert row in real_arms.differences("g64").splitlines()
+    path.write_text(path.read_text().replace('"a"', '"b"'))
+    with pytest.raises(ValueError, match="must have one start"):
+        real_arms.differences("g64")
