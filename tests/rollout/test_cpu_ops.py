@@ -219,11 +219,12 @@ def one_request(query, key, value):
 
 @pytest.mark.slow
 def test_a_token_attends_as_in_an_engine_that_decodes():
-    key, value = (normal(1200, 2, 128, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
-    query, lengths = normal(1200, 4, 128, seed=3, dtype=torch.bfloat16), [100, 1000, 100]
-    found = _vllm_cpu.attention(query, key, value, lengths, 0.2)[100:1100]
-    query, key, value = query[100:1100], key[100:1100], value[100:1100]
-    decoded = torch.cat([one_request(query[t : t + 1], key[: t + 1], value[: t + 1]) for t in range(1000)])
+    # The control needs more tokens the larger a core's L2 cache is: about 1,000 at 1 MiB, 2,000 at 2 MiB.
+    key, value = (normal(2700, 2, 128, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    query, lengths = normal(2700, 4, 128, seed=3, dtype=torch.bfloat16), [100, 2500, 100]
+    found = _vllm_cpu.attention(query, key, value, lengths, 0.2)[100:2600]
+    query, key, value = query[100:2600], key[100:2600], value[100:2600]
+    decoded = torch.cat([one_request(query[t : t + 1], key[: t + 1], value[: t + 1]) for t in range(2500)])
     assert same_bytes(found, decoded)
     assert not same_bytes(one_request(query, key, value), decoded)  # control: as one query, a prompt
 
