@@ -124,7 +124,9 @@ def main() -> None:
     if args.out:
         Path(args.out).write_text(json.dumps(train(args.model, args.arm, args.answers)))
         return
-    load, file = os.getloadavg()[0], common.result_file("bench_real_step", args.quick)
+    amx = "amx_bf16" in Path("/proc/cpuinfo").read_text()  # which changes the ratios: a file of its own
+    name = "bench_real_step" + (".amx" if amx else "")
+    load, file = os.getloadavg()[0], common.result_file(name, args.quick)
     done = json.loads(file.read_text())["found"] if args.more and file.exists() else {}
     cells = {(arm, answers): done.setdefault(f"{arm}, {answers}", []) for answers in ANSWERS for arm in ARMS}
     for number in range(args.rounds):
@@ -150,7 +152,7 @@ def main() -> None:
     headlines.append(
         f"all quantizing of QaRL's {ANSWERS[-1]} answers takes {quantizer:.2f} of {step:.0f} s, {quantizer / step:.1%}"
     )
-    common.report("bench_real_step", args, headlines, rows, load, found=done)
+    common.report(name, args, headlines, rows, load, found=done)
 
 
 if __name__ == "__main__":
