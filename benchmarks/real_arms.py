@@ -93,6 +93,9 @@ PAIRS = (
     ("the same, with TBPO", "QaRL TBPO", "bf16 TBPO"),
     ("GPTQ after training, not rounding", "bf16 GRPO", "bf16 GRPO, GPTQ"),
     ("the same, with TBPO", "bf16 TBPO", "bf16 TBPO, GPTQ"),
+    ("the same, rollouts in low bits", "rollout-only GRPO", "rollout-only GRPO, GPTQ"),
+    ("the same, QaRL", "QaRL GRPO", "QaRL GRPO, GPTQ"),
+    ("GPTQ after rollout-only, not QaRL", "QaRL GRPO", "rollout-only GRPO, GPTQ"),
 )
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
@@ -346,6 +349,8 @@ def differences(regime: str) -> str:
     for what, *names in PAIRS:
         arms = [name.removesuffix(", GPTQ") for name in names]
         cells = [{cell["seed"]: cell for cell in cells_of(regime, arm)} for arm in arms]
+        if names[1].endswith(", GPTQ"):
+            cells[1] = {seed: cell for seed, cell in cells[1].items() if "gptq" in cell["scores"]}
         seeds = sorted(set(cells[0]) & set(cells[1]))
         for seed in seeds:
             starts = {by_seed[seed]["start_sha256"] for by_seed in cells}
