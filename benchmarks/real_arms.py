@@ -359,6 +359,8 @@ def differences(regime: str) -> str:
         if seeds:
             lines.append([what, *names, str(len(seeds))])
             lines[-1] += [difference([[c[s] for c in cells] for s in seeds], names, m) for m in ("low_bit", "masters")]
+    if len(lines) == 2:
+        return "No two arms were run that can be compared."
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
