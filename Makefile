@@ -36,7 +36,9 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 
 # Whether vLLM's CPU engine runs here, asked before anything is downloaded. Without it `make test` still tests the rest.
 engine:
-	@$(PYTHON) -I qarl_trl/rollout/cpu.py $(CPUINFO)
+	@$(PYTHON) -I qarl_trl/rollout/cpu.py $(CPUINFO) $(SCHEME)
+
+real-model benchmarks: SCHEME := W4A16
 
 quickstart: engine install
 	$(BIN)/python examples/quickstart/quickstart.py $(ARGS)

@@ -1,4 +1,4 @@
-"""`make quickstart`: a small model learns by RL on 4-bit rollouts, on a CPU, and the saved model is served.
+"""`make quickstart`: a small model learns by RL on low-bit rollouts, on a CPU, and the saved model is served.
 
 1. A supervised warm start, where you would load a base model. 2. The same rollout without quantization, for comparison.
 3. QaRL. 4. The saved checkpoint in a fresh vLLM process: it must answer what the training engine answered.
@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import platform
 import sys
 import time
 import warnings
@@ -44,7 +45,7 @@ from warm_start import STEPS, warm_start
 
 from qarl_trl import QaRLConfig, QaRLTrainer, cli
 from qarl_trl.processes import in_fresh_process
-from qarl_trl.rollout.cpu import check_engine_cpu
+from qarl_trl.rollout.cpu import check_engine_cpu, cpu_flags, why_no_engine
 from qarl_trl.tools.evaluate.sample import start_engine
 
 
@@ -199,11 +200,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling")
     parser.add_argument("--output_dir", default="runs/quickstart", help="where the models and the report go")
-    parser.add_argument("--scheme", default="W4A16", help="quant_scheme of the run")
+    no_four_bits = why_no_engine(cpu_flags(), platform.machine(), four_bits=True)
+    default = "FP8_DYNAMIC" if no_four_bits else "W4A16"
+    parser.add_argument("--scheme", default=default, help="quant_scheme of the run, %(default)s on this CPU")
     parser.add_argument("--rollouts", type=int, default=30, help="rollout batches of 128 completions")
     parser.add_argument("--short", action="store_true", help="a few rollouts only, for CI")
     options = parser.parse_args()
-    check_engine_cpu("cpu")
+    check_engine_cpu("cpu", four_bits=options.scheme.startswith("W4A16"))
+    if no_four_bits:
+        print(f"{options.scheme}, not W4A16: {no_four_bits}")
     transformers.utils.logging.disable_progress_bar()
     disable_progress_bars()
     print("About 3 minutes on 2 idle cores with 30 rollouts, less with --short.", flush=True)

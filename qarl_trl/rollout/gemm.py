@@ -12,6 +12,7 @@ from ..quant.gemm import ActivationGemm, Gemm, GemmChoice, Saved, dequant_gemm, 
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import support_of
 from ._vllm_cpu import is_cpu_engine
+from .cpu import check_engine_cpu
 
 
 class EngineGemm(Gemm):
@@ -48,6 +49,7 @@ def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
         raise ValueError(f"quant_kernel='engine' has no kernel for {support.name} on {device.type!r}. Use 'auto'.")
     if device.type == "cpu" and support.name in ("W4A8", "FP8_DYNAMIC"):
         return plain  # the engine itself calls torch
+    check_engine_cpu(device.type, four_bits=support.format == "pack-quantized")
     if not is_vllm_available() or is_cpu_engine() != (device.type == "cpu"):
         raise ValueError(
             f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, whose kernels it calls: pip install "

@@ -29,14 +29,13 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
     if cache not in ("auto", "bfloat16"):
         # The learner does not quantize keys and values, and nobody has measured what that does to the mismatch.
         raise ValueError(f"kv_cache_dtype must be 'auto' or 'bfloat16', as in the learner, got {cache!r}.")
-    for group in plan.config_groups.values():
-        scheme = support_of(group)
-        missing = missing_in_engine(scheme, args.device)
-        if missing:
+    for scheme in map(support_of, plan.config_groups.values()):
+        if missing := missing_in_engine(scheme, args.device):
             raise ValueError(
                 f"quant_scheme={scheme.name!r} cannot be sampled on device {args.device.type!r}: {missing}. Choose another "
                 "scheme (`qarl-trl schemes` lists what runs where), or use_vllm=False."
             )
+        check_engine_cpu(args.device.type, four_bits=scheme.format == "pack-quantized")
         if scheme.activations.endswith(("token", "asymmetric")) and args.vllm_tensor_parallel_size > 1:
             logger.warning(
                 f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {scheme.name}: each rank quantizes its part of the "
@@ -61,7 +60,6 @@ def missing_in_engine(scheme: SchemeSupport, device: torch.device) -> str | None
         return None
     if not scheme.gpus:
         return "vLLM has no GPU kernel for it"
-    capability = torch.cuda.get_device_capability(device)
-    if gpu_generation(capability) not in scheme.gpus:
+    if gpu_generation(capability := torch.cuda.get_device_capability(device)) not in scheme.gpus:
         return f"it needs a GPU of {' or '.join(scheme.gpus)}, got compute capability {capability}"
     return None

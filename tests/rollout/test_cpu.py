@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,11 +21,12 @@ from qarl_trl.validate import check_arguments
 
 
 ROOT = Path(__file__).resolve().parents[2]
-SKYLAKE = frozenset({"fpu", "avx", "avx2", "avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl"})
+SANDY_BRIDGE = frozenset({"fpu", "avx"})
+HASWELL = SANDY_BRIDGE | {"avx2", "f16c", "fma"}
+KNIGHTS_LANDING = HASWELL | {"avx512f", "avx512cd", "avx512er", "avx512pf"}
+SKYLAKE = HASWELL | {"avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl"}
 COOPER_LAKE = SKYLAKE | {"avx512_vnni", "avx512_bf16"}
 SAPPHIRE_RAPIDS = COOPER_LAKE | {"avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"}
-HASWELL = frozenset({"fpu", "avx", "avx2"})
-KNIGHTS_LANDING = frozenset({"fpu", "avx", "avx2", "avx512f", "avx512cd", "avx512er", "avx512pf"})
 
 
 def cpuinfo(flags):
@@ -134,35 +136,41 @@ def test_a_compiler_traces_the_float8_gemm_whole(a_cpu):
 
 
 @pytest.mark.parametrize(
-    ("flags", "machine", "got"),
+    ("flags", "machine", "eight_bits", "four_bits"),
     [
-        (SKYLAKE, "x86_64", None),
-        (HASWELL, "x86_64", "got x86_64 without avx512f, avx512bw, avx512dq, avx512vl:"),
-        (KNIGHTS_LANDING, "x86_64", "got x86_64 without avx512bw, avx512dq, avx512vl:"),
-        (frozenset(), "aarch64", "got aarch64 without"),
+        (SKYLAKE, "x86_64", None, None),
+        (
+            HASWELL,
+            "x86_64",
+            None,
+            "AVX-512 for W4A16, got x86_64 without avx512f, avx512bw, avx512dq, avx512vl: use FP8",
+        ),
+        (KNIGHTS_LANDING, "x86_64", None, "got x86_64 without avx512bw, avx512dq, avx512vl:"),
+        (SANDY_BRIDGE, "x86_64", *2 * ("AVX2, got x86_64 without avx2, f16c, fma: use another",)),
+        (frozenset(), "aarch64", *2 * ("AVX2, got aarch64 without",)),
     ],
 )
-def test_a_cpu_that_the_engine_cannot_run_on_says_why(a_cpu, flags, machine, got):
+def test_a_cpu_that_the_engine_cannot_run_on_says_why(a_cpu, flags, machine, eight_bits, four_bits):
     a_cpu(flags, machine)
-    if got is None:
-        return check_engine_cpu("cpu")
-    with pytest.raises(ValueError, match=got):
-        check_engine_cpu("cpu")
-    check_engine_cpu("cuda")
+    for asked, got in ((False, eight_bits), (True, four_bits)):
+        with pytest.raises(ValueError, match=got) if got else nullcontext():
+            check_engine_cpu("cpu", asked)
+        check_engine_cpu("cuda", asked)
 
 
 def test_a_run_with_the_engine_is_refused_before_a_model_loads(a_cpu, tmp_path):
     a_cpu(HASWELL)
     with pytest.raises(ValueError, match=r"needs an x86-64 CPU with AVX-512.*got x86_64 without avx512f"):
         QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path, use_vllm=True, quant_scheme="W4A16"))
+    check_arguments("org/model", config(tmp_path, use_vllm=True, quant_scheme="FP8_DYNAMIC"), {})  # control: 8 bits
     check_arguments("org/model", config(tmp_path, quant_scheme="W4A16"), {})  # control: without the engine it trains
     a_cpu(SAPPHIRE_RAPIDS)
     check_arguments("org/model", config(tmp_path, use_vllm=True, quant_scheme="W8A8"), {})
 
 
 def test_make_asks_before_it_installs_anything(tmp_path):
-    (tmp_path / "old").write_text(cpuinfo(HASWELL))
-    (tmp_path / "new").write_text(cpuinfo(SKYLAKE))
+    (tmp_path / "old").write_text(cpuinfo(SANDY_BRIDGE))
+    (tmp_path / "new").write_text(cpuinfo(HASWELL))
 
     def make(target, cpu):
         command = ["make", target, f"CPUINFO={tmp_path / cpu}", f"VENV={tmp_path / 'venv'}"]
@@ -170,7 +178,8 @@ def test_make_asks_before_it_installs_anything(tmp_path):
 
     refused = make("quickstart", "old")
     assert refused.returncode != 0 and not (tmp_path / "venv").exists()
-    assert "without avx512f" in refused.stderr and "`make test` runs what needs no engine" in refused.stderr
+    assert "without avx2" in refused.stderr and "`make test` runs what needs no engine" in refused.stderr
+    assert "AVX-512 for W4A16" in make("real-model", "new").stderr
     assert make("engine", "new").returncode == (0 if cpu.platform.machine() == "x86_64" else 2)
 
 

@@ -108,11 +108,11 @@ def test_a_version_outside_of_its_window_fails(monkeypatch):
     assert (other.status, other.name) == (FAIL, "trl") and "1.15.0" in other.text
 
 
-def test_a_cpu_without_avx512_is_said_to_have_no_engine(monkeypatch):
+def test_a_cpu_without_avx512_is_said_to_have_no_4_bit_engine(monkeypatch):
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
     for flags, status, words in (("", WARN, "no AVX-512"), ("avx512f", WARN, "VNNI"), ("avx512_vnni", OK, "cores")):
         monkeypatch.setattr(machine, "cpu_flags", lambda flags=flags: frozenset(flags.split()))
-        monkeypatch.setattr(machine, "why_no_engine", lambda flags, _: None if flags else "no AVX-512")
+        monkeypatch.setattr(machine, "why_no_engine", lambda flags, _, four_bits: None if flags else "no AVX-512")
         found = list(machine.devices())[-1]
         assert found.status == status and words in found.text
 

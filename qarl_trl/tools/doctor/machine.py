@@ -40,7 +40,7 @@ def devices() -> Iterator[Finding]:
     memory = f"{psutil.virtual_memory().available / GIB:.0f} GiB available"
     yield Finding(OK, "CPU", f"{platform.machine()}, {cores} cores, {memory}")
     # Not a failure, because users check recipes for GPUs on laptops. The settings refuse a run that needs this engine.
-    if (reason := why_no_engine(flags, platform.machine())) is None and "avx512_vnni" not in flags:
+    if (reason := why_no_engine(flags, platform.machine(), four_bits=True)) is None and "avx512_vnni" not in flags:
         reason = "without VNNI W8A8 sums saturate in oneDNN (docs/numerics.md); other schemes are exact"
     if reason:
         yield Finding(WARN, "engine on the CPU", reason)

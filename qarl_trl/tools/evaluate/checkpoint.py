@@ -70,8 +70,8 @@ def check_complete(folder: Path, config: PretrainedConfig) -> None:
 
 def precision(config: PretrainedConfig) -> str:
     """The precision of the quantized layers in words; `ValueError` on a CPU that vLLM's engine does not support."""
-    check_engine_cpu("cpu" if is_cpu_engine() else "cuda")
     stored = getattr(config, "quantization_config", {"quant_method": "not quantized"})
+    check_engine_cpu("cpu" if is_cpu_engine() else "cuda", four_bits="pack-quantized" in str(stored))
     if stored["quant_method"] != "compressed-tensors":
         return stored["quant_method"]
     schemes = QuantizationConfig.model_validate(stored).config_groups.values()
