@@ -71,7 +71,7 @@ G64: dict[str, Any] = {
 REGIMES: dict[str, dict[str, Any]] = {
     "g64": G64,
     "channel": G64 | {"quantization": {"quant_scheme": "W4A16", "quant_group_size": -1}},
-    "fp8": G64 | {"quantization": {"quant_scheme": "FP8_DYNAMIC"}},
+    "fp8": G64 | {"quantization": {"quant_scheme": "FP8_DYNAMIC"}, "micro": 16},  # so that two cells fit into 24 GB
     "paper": G64 | {"band": 1e-4},
     # Four times as many updates of a rollout batch: where the toy's learner in bfloat16 fails. Chosen before any arm ran in it.
     "stale": G64 | {"updates": 8},
@@ -128,7 +128,7 @@ def train(start: Path, regime: dict[str, Any], arm: dict[str, Any], seed: int, f
     from qarl_trl.rewards import math_reward
 
     updates, band, rows = regime["updates"], regime["band"], regime["prompts"] * regime["answers"]
-    micro = min(32, rows // updates)
+    micro = min(regime.get("micro", 32), rows // updates)
     settings = {
         "output_dir": str(folder / "low_bit"),
         "use_vllm": True,
