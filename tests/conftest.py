@@ -129,5 +129,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if NO_ENGINE and starts_engine(item):
+        if NO_FOUR_BITS and item.get_closest_marker("avx512"):
+            item.add_marker(pytest.mark.skip(reason=NO_FOUR_BITS))
+        elif NO_ENGINE and starts_engine(item):
             item.add_marker(pytest.mark.skip(reason=NO_ENGINE))

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.avx512  # elsewhere transformers samples
 def test_the_notebook_runs(tmp_path, monkeypatch):
     import nbformat
 

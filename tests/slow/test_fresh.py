@@ -108,6 +108,7 @@ def test_after_a_sync_the_engine_answers_as_a_fresh_one(outcomes, case):
     assert outcomes[case] == {"a_b_a": True, "b_differs": True, "fresh": True, "finite": True}
 
 
+@pytest.mark.avx512  # that for AVX2 packs no tied embedding
 def test_without_the_repair_some_are_stale(tmp_path):
     """The control. When this fails vLLM has been repaired, and the case can leave `complete_reload`."""
     plain = isolated(_all_cases, str(tmp_path), sorted(BROKEN_BY_VLLM), False)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.avx512]  # W4A16
 TESTS = Path(__file__).parents[1]
 
 
