@@ -33,7 +33,7 @@ def why_no_engine(flags: frozenset[str], machine: str, four_bits: bool = False) 
         if (missing := [flag for flag in needed if flag not in flags]) or machine not in ("x86_64", "AMD64"):
             return (
                 f"vLLM's CPU engine needs an x86-64 CPU with {name}, got {machine} without {', '.join(missing)}: {instead} "
-                "another machine or a GPU, or train without the engine (use_vllm=False)."
+                "another machine or a GPU, or train without the engine and its kernels (use_vllm=False, quant_kernel='auto')."
             )
     return None
 

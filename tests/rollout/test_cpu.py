@@ -9,13 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from configs import config
-from quant.schemes import normal, same_bytes
+from conftest import make_model
+from quant.schemes import low_bit_of, normal, same_bytes
 from torch import nn
 
 from qarl_trl import QaRLTrainer
+from qarl_trl.export import quantization_config
+from qarl_trl.quant import apply_quantization
 from qarl_trl.rollout import cpu
 from qarl_trl.rollout.cpu import check_engine_cpu, choose_arithmetic, cpu_flags, why_no_engine
 from qarl_trl.rollout.cpu_ops import use_engine_ops
+from qarl_trl.rollout.gemm import EngineGemm, engine_gemm
+from qarl_trl.tools.evaluate.checkpoint import precision
 from qarl_trl.tools.evaluate.sample import start_engine
 from qarl_trl.validate import check_arguments
 
@@ -166,6 +171,18 @@ def test_a_run_with_the_engine_is_refused_before_a_model_loads(a_cpu, tmp_path):
     check_arguments("org/model", config(tmp_path, quant_scheme="W4A16"), {})  # control: without the engine it trains
     a_cpu(SAPPHIRE_RAPIDS)
     check_arguments("org/model", config(tmp_path, use_vllm=True, quant_scheme="W8A8"), {})
+
+
+def test_without_avx512_kernels_and_checkpoints_of_w4a16_are_refused(a_cpu):
+    pytest.importorskip("vllm")
+    scheme, device = low_bit_of("W4A16").scheme, torch.device("cpu")
+    stored = SimpleNamespace(quantization_config=quantization_config(apply_quantization(make_model(), "W4A16")))
+    a_cpu(HASWELL)
+    for ask in (lambda: engine_gemm(scheme, device), lambda: precision(stored)):
+        with pytest.raises(ValueError, match="AVX-512 for W4A16.*quant_kernel='auto'"):
+            ask()
+    a_cpu(SKYLAKE)  # control
+    assert isinstance(engine_gemm(scheme, device), EngineGemm) and "W4A16" in precision(stored)
 
 
 def test_make_asks_before_it_installs_anything(tmp_path):
