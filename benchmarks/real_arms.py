@@ -70,9 +70,10 @@ G64: dict[str, Any] = {
 }
 REGIMES: dict[str, dict[str, Any]] = {
     "g64": G64,
-    "channel": G64 | {"quantization": {"quant_scheme": "W4A16", "quant_group_size": -1}},
-    "fp8": G64 | {"quantization": {"quant_scheme": "FP8_DYNAMIC"}, "micro": 16},  # so that two cells fit into 24 GB
-    "paper": G64 | {"band": 1e-4},
+    # Passes of 16 answers, so that two cells fit into 24 GB.
+    "channel": G64 | {"quantization": {"quant_scheme": "W4A16", "quant_group_size": -1}, "micro": 16},
+    "fp8": G64 | {"quantization": {"quant_scheme": "FP8_DYNAMIC"}, "micro": 16},
+    "paper": G64 | {"band": 1e-4, "micro": 16},
     # Four times as many updates of a rollout batch: where the toy's learner in bfloat16 fails. Chosen before any arm ran in it.
     "stale": G64 | {"updates": 8},
 }
