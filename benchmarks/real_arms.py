@@ -81,22 +81,26 @@ BEFORE = "before training"
 # What is compared, problem by problem: what changes, and the arms before and after the change. ", GPTQ" names that model of an arm.
 PAIRS = (
     ("the learner's weights", "rollout-only GRPO", "QaRL GRPO"),
-    ("the same, no weight for the mismatch", "rollout-only GRPO, no weight", "QaRL GRPO"),
-    ("the same, with TBPO", "rollout-only TBPO", "QaRL TBPO"),
+    ("the learner's weights, no weight for the mismatch", "rollout-only GRPO, no weight", "QaRL GRPO"),
+    ("the learner's weights, TBPO", "rollout-only TBPO", "QaRL TBPO"),
+    ("the learner's weights, TBPO, both by GPTQ", "rollout-only TBPO, GPTQ", "QaRL TBPO, GPTQ"),
     ("the weight for the mismatch", "rollout-only GRPO, no weight", "rollout-only GRPO"),
-    ("the same, with TBPO", "rollout-only TBPO, no weight", "rollout-only TBPO"),
+    ("the weight for the mismatch, TBPO", "rollout-only TBPO, no weight", "rollout-only TBPO"),
     ("the weight: IcePop, not TIS", "rollout-only GRPO", "rollout-only GRPO, IcePop"),
     ("the loss, and its weight", "QaRL GRPO", "QaRL TBPO"),
     ("the loss", "QaRL GSPO", "QaRL TBPO"),
     ("the loss, and its weight, learner in bfloat16", "rollout-only GRPO", "rollout-only TBPO"),
     ("the engine's weights", "bf16 GRPO", "rollout-only GRPO"),
     ("quantization after training, not during it", "QaRL GRPO", "bf16 GRPO"),
-    ("the same, with TBPO", "QaRL TBPO", "bf16 TBPO"),
+    ("quantization after training, TBPO", "QaRL TBPO", "bf16 TBPO"),
     ("GPTQ after training, not rounding", "bf16 GRPO", "bf16 GRPO, GPTQ"),
-    ("the same, with TBPO", "bf16 TBPO", "bf16 TBPO, GPTQ"),
-    ("the same, rollouts in low bits", "rollout-only GRPO", "rollout-only GRPO, GPTQ"),
-    ("the same, QaRL", "QaRL GRPO", "QaRL GRPO, GPTQ"),
+    ("GPTQ, TBPO", "bf16 TBPO", "bf16 TBPO, GPTQ"),
+    ("GPTQ, rollouts in low bits", "rollout-only GRPO", "rollout-only GRPO, GPTQ"),
+    ("GPTQ, rollouts in low bits, TBPO", "rollout-only TBPO", "rollout-only TBPO, GPTQ"),
+    ("GPTQ, QaRL", "QaRL GRPO", "QaRL GRPO, GPTQ"),
+    ("GPTQ, QaRL, TBPO", "QaRL TBPO", "QaRL TBPO, GPTQ"),
     ("GPTQ after rollout-only, not QaRL", "QaRL GRPO", "rollout-only GRPO, GPTQ"),
+    ("GPTQ after rollout-only, not QaRL, TBPO", "QaRL TBPO", "rollout-only TBPO, GPTQ"),
 )
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
@@ -350,8 +354,8 @@ def differences(regime: str) -> str:
     for what, *names in PAIRS:
         arms = [name.removesuffix(", GPTQ") for name in names]
         cells = [{cell["seed"]: cell for cell in cells_of(regime, arm)} for arm in arms]
-        if names[1].endswith(", GPTQ"):
-            cells[1] = {seed: cell for seed, cell in cells[1].items() if "gptq" in cell["scores"]}
+        for place in (place for place, name in enumerate(names) if name.endswith(", GPTQ")):
+            cells[place] = {seed: cell for seed, cell in cells[place].items() if "gptq" in cell["scores"]}
         seeds = sorted(set(cells[0]) & set(cells[1]))
         for seed in seeds:
             starts = {by_seed[seed]["start_sha256"] for by_seed in cells}

@@ -67,3 +67,18 @@ def test_each_seed_of_a_difference_counts(tmp_path, monkeypatch):
     path.write_text(path.read_text().replace('"a"', '"b"'))
     with pytest.raises(ValueError, match="must have one start"):
         real_arms.differences("g64")
+
+
+def test_gptq_is_compared_with_the_cells_that_have_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_arms, "FOLDER", tmp_path)
+    scores = {"low_bit": [1] * 3, "masters": [4] * 3, "gptq": [2] * 3}
+    for arm, models in (("rollout-only TBPO", scores), ("QaRL TBPO", {"low_bit": [4] * 3, "masters": [4] * 3})):
+        path = real_arms.file_of("g64", arm, 0)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"seed": 0, "samples": 4, "scores": models, "start_sha256": "a"}))
+    rows = real_arms.differences("g64").splitlines()[2:]
+    assert [row.split(" | ")[1:] for row in rows] == [
+        ["rollout-only TBPO", "QaRL TBPO", "1", "+75.0 ± 0.0", "+0.0 ± 0.0 |"],
+        ["rollout-only TBPO", "rollout-only TBPO, GPTQ", "1", "+25.0 ± 0.0", "- |"],
+        ["QaRL TBPO", "rollout-only TBPO, GPTQ", "1", "-50.0 ± 0.0", "- |"],
+    ]
