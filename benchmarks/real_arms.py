@@ -82,6 +82,7 @@ BEFORE = "before training"
 # What is compared, problem by problem: what changes, and the arms before and after the change. ", GPTQ" names that model of an arm.
 PAIRS = (
     ("the learner's weights", "rollout-only GRPO", "QaRL GRPO"),
+    ("the learner's weights, both by GPTQ", "rollout-only GRPO, GPTQ", "QaRL GRPO, GPTQ"),
     ("the learner's weights, no weight for the mismatch", "rollout-only GRPO, no weight", "QaRL GRPO"),
     ("the learner's weights, TBPO", "rollout-only TBPO", "QaRL TBPO"),
     ("the learner's weights, TBPO, both by GPTQ", "rollout-only TBPO, GPTQ", "QaRL TBPO, GPTQ"),
