@@ -196,11 +196,12 @@ def train(start: Path, regime: dict[str, Any], arm: dict[str, Any], seed: int, f
     return columns
 
 
-def score(model: Path, regime: dict[str, Any], start: Path, seed: int) -> list[int]:
-    """Right answers of each held-out problem, of `SAMPLES`."""
+def score(model: Path, regime: dict[str, Any], start: Path, seed: int, greedy: bool = False) -> list[int]:
+    """Right answers of each held-out problem, of `SAMPLES` or of the greedy one."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "qarl_trl.cli", "eval", str(model), "--suite", str(start / "test.jsonl")]
-        command += ["--k", str(SAMPLES), "--temperature", "1", "--seed", str(seed)]
+        samples, temperature = (1, 0) if greedy else (SAMPLES, 1)
+        command += ["--k", str(samples), "--temperature", str(temperature), "--seed", str(seed)]
         command += ["--max_new_tokens", str(regime["max_completion_length"]), "--output_dir", f"{scratch}/out"]
         subprocess.run(command, check=True)
         rows = Path(scratch, "out", "completions.jsonl").read_text().splitlines()
@@ -229,7 +230,10 @@ def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:
         if "masters" in models and settings["quantization"]["quant_scheme"].startswith("W4"):
             gptq(out / "masters", out / "gptq", settings["quantization"], start)
             models.append("gptq")
-        scores = {Path(name).name: score(out / name, settings, start, seed) for name in models}
+        scores, greedy = (
+            {Path(name).name: score(out / name, settings, start, seed, one) for name in models}
+            for one in (False, True)
+        )
     result = {
         "regime": regime,
         "arm": arm,
@@ -238,6 +242,7 @@ def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:
         "arm_settings": chosen,
         "scores": scores,
         "samples": SAMPLES,
+        "greedy": greedy,  # cells of before 2026-11-25 lack it
         "log": log,
         "start_sha256": sha_of(start / "start" / "model.safetensors"),
         "machine": common.machine(),
@@ -330,6 +335,19 @@ def table(regime: str) -> str:
     return text + (f"\n\nNot run: {'; '.join(missing)}." if missing else "")
 
 
+def greedy_table(regime: str) -> str:
+    """The greedy answers of the cells that have them, beside those at temperature 1."""
+    lines = [["arm", "seed", "low bits, %", "GPTQ, %", "bfloat16, %", "the same at temperature 1"], ["---"] * 6]
+    for cell in (cell for arm in (BEFORE, *ARMS) for cell in cells_of(regime, arm) if "greedy" in cell):
+        models = [name for name in ("low_bit", "gptq", "masters") if name in cell["scores"]]
+        alone = {"samples": 1, "scores": cell["greedy"]}
+        lines.append(
+            [cell["arm"], str(cell["seed"]), *(percent([alone], name) for name in ("low_bit", "gptq", "masters"))]
+        )
+        lines[-1].append(", ".join(percent([cell], name).split(" ")[0] for name in models))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def cells_of(regime: str, arm: str) -> list[dict[str, Any]]:
     """The cells of a row that were run, by seed."""
     return [json.loads(path.read_text()) for seed in range(100) if (path := file_of(regime, arm, seed)).exists()]
@@ -399,13 +417,21 @@ def mean(cells: list[dict[str, Any]], name: str, form: str, last: int = 0) -> st
     return form.format(statistics.fmean(values)) if values else "-"
 
 
+def tables(regime: str) -> dict[str, str]:
+    """The tables of a regime by their marks in the page; that of greedy answers only where some were scored."""
+    made = {"real": table(regime), "real differences": differences(regime)}
+    if any("greedy" in cell for arm in (BEFORE, *ARMS) for cell in cells_of(regime, arm)):
+        made["real greedy"] = greedy_table(regime)
+    return {f"<!-- {name}: {regime} -->\n": text for name, text in made.items()}
+
+
 def put_tables(page: Path) -> None:
-    """Write the tables between their marks: `<!-- real: g64 -->`, `<!-- real differences: g64 -->`."""
+    """Write the tables between their marks, as `<!-- real: g64 -->` and `<!-- end -->`."""
     text = page.read_text()
     for regime in filter(lambda name: (FOLDER / name).exists(), REGIMES):
-        for mark, lines in ((f"real: {regime}", table(regime)), (f"real differences: {regime}", differences(regime))):
-            before, after = text.split(f"<!-- {mark} -->\n")
-            text = f"{before}<!-- {mark} -->\n{lines}\n<!-- end -->{after.split('<!-- end -->', 1)[1]}"
+        for mark, lines in tables(regime).items():
+            before, after = text.split(mark)
+            text = f"{before}{mark}{lines}\n<!-- end -->{after.split('<!-- end -->', 1)[1]}"
     page.write_text(text)
 
 
