@@ -46,6 +46,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16 TBPO": {"quant_scheme": "none"},
     "rollout-only GRPO": TIS | {"quantize_learner": False},
     "rollout-only GRPO, no weight": {"loss_type": "grpo", "quantize_learner": False} | NO_WEIGHT,
+    # TRL's own default: drops answers whose ratio, the product over their tokens, is above 3, and weighs the others by it.
+    "rollout-only GRPO, TRL default": {"loss_type": "grpo", "quantize_learner": False},
     "rollout-only GRPO, IcePop": ICEPOP | {"quantize_learner": False},
     "rollout-only TBPO": {"quantize_learner": False},
     "rollout-only TBPO, no weight": {"quantize_learner": False} | NO_WEIGHT,
@@ -88,6 +90,8 @@ PAIRS = (
     ("the learner's weights, TBPO, both by GPTQ", "rollout-only TBPO, GPTQ", "QaRL TBPO, GPTQ"),
     ("the weight for the mismatch", "rollout-only GRPO, no weight", "rollout-only GRPO"),
     ("the weight for the mismatch, TBPO", "rollout-only TBPO, no weight", "rollout-only TBPO"),
+    ("the learner's weights, TRL's default weight", "rollout-only GRPO, TRL default", "QaRL GRPO"),
+    ("the weight: TRL's default, not TIS", "rollout-only GRPO", "rollout-only GRPO, TRL default"),
     ("the weight: IcePop, not TIS", "rollout-only GRPO", "rollout-only GRPO, IcePop"),
     ("the loss, and its weight", "QaRL GRPO", "QaRL TBPO"),
     ("the loss", "QaRL GSPO", "QaRL TBPO"),
