@@ -340,15 +340,21 @@ def table(regime: str) -> str:
 
 
 def greedy_table(regime: str) -> str:
-    """The greedy answers of the cells that have them, beside those at temperature 1."""
-    lines = [["arm", "seed", "low bits, %", "GPTQ, %", "bfloat16, %", "the same at temperature 1"], ["---"] * 6]
+    """The cells with greedy answers, in percent: those, the mean of the answers at temperature 1, and problems with any right one."""
+    models = ("low_bit", "gptq", "masters")
+    lines = [["arm", "seed", "greedy: low bits, GPTQ, bfloat16", "mean of four", "any of the four"], ["---"] * 5]
     for cell in (cell for arm in (BEFORE, *ARMS) for cell in cells_of(regime, arm) if "greedy" in cell):
-        models = [name for name in ("low_bit", "gptq", "masters") if name in cell["scores"]]
-        alone = {"samples": 1, "scores": cell["greedy"]}
-        lines.append(
-            [cell["arm"], str(cell["seed"]), *(percent([alone], name) for name in ("low_bit", "gptq", "masters"))]
+        scores = [cell["scores"][name] for name in models if name in cell["scores"]]
+        columns = (
+            [cell["greedy"][name] for name in models if name in cell["greedy"]],
+            scores,
+            [map(bool, x) for x in scores],
         )
-        lines[-1].append(", ".join(percent([cell], name).split(" ")[0] for name in models))
+        shown = [
+            [f"{100 * statistics.fmean(rights) / most:.1f}" for rights in column]
+            for column, most in zip(columns, (1, cell["samples"], 1), strict=True)
+        ]
+        lines.append([cell["arm"], str(cell["seed"]), *map(", ".join, shown)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
