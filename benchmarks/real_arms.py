@@ -344,17 +344,10 @@ def greedy_table(regime: str) -> str:
     models = ("low_bit", "gptq", "masters")
     lines = [["arm", "seed", "greedy: low bits, GPTQ, bfloat16", "mean of four", "any of the four"], ["---"] * 5]
     for cell in (cell for arm in (BEFORE, *ARMS) for cell in cells_of(regime, arm) if "greedy" in cell):
-        scores = [cell["scores"][name] for name in models if name in cell["scores"]]
-        columns = (
-            [cell["greedy"][name] for name in models if name in cell["greedy"]],
-            scores,
-            [map(bool, x) for x in scores],
-        )
-        shown = [
-            [f"{100 * statistics.fmean(rights) / most:.1f}" for rights in column]
-            for column, most in zip(columns, (1, cell["samples"], 1), strict=True)
-        ]
-        lines.append([cell["arm"], str(cell["seed"]), *map(", ".join, shown)])
+        lines.append([cell["arm"], str(cell["seed"])])
+        for key, share in (("greedy", float), ("scores", lambda right: right / SAMPLES), ("scores", bool)):
+            scored = [map(share, cell[key][name]) for name in models if name in cell[key]]
+            lines[-1].append(", ".join(f"{100 * statistics.fmean(problems):.1f}" for problems in scored))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
