@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,15 @@ def serve(tick: Any, path: str, scheme: str | None) -> None:
     )
     request = tick()
     while True:
-        before = [id(layer.low_bit()) for _, layer in quantized_modules(model)]
+        before = [weakref.ref(layer.low_bit()) for _, layer in quantized_modules(model)]  # an id could come again
         if request == "after a step":
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(0)  # counts as a change: the quantized values are made anew, from the same values
         engine.reset_clock()
         engine.sync_weights()
-        after = [id(layer.low_bit()) for _, layer in quantized_modules(model)]
-        kept = sum(a == b for a, b in zip(before, after, strict=True))
+        after = [layer.low_bit() for _, layer in quantized_modules(model)]
+        kept = sum(a() is b for a, b in zip(before, after, strict=True))
         if kept != (len(before) if request == "cached" else 0):
             raise RuntimeError(
                 f"{kept} of {len(before)} layers kept their quantized values in a weight sync {request!r}"
