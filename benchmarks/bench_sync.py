@@ -55,8 +55,8 @@ def serve(tick: Any, path: str, scheme: str | None) -> None:
                     p.add_(0)  # counts as a change: the quantized values are made anew, from the same values
         engine.reset_clock()
         engine.sync_weights()
-        after = [layer.low_bit() for _, layer in quantized_modules(model)]
-        kept = sum(a() is b for a, b in zip(before, after, strict=True))
+        layers = [layer for _, layer in quantized_modules(model)]
+        kept = sum(former() is layer.low_bit() for former, layer in zip(before, layers, strict=True))
         if kept != (len(before) if request == "cached" else 0):
             raise RuntimeError(
                 f"{kept} of {len(before)} layers kept their quantized values in a weight sync {request!r}"
