@@ -88,6 +88,7 @@ PAIRS = (
     ("the learner's weights, no weight for the mismatch", "rollout-only GRPO, no weight", "QaRL GRPO"),
     ("the learner's weights, TBPO", "rollout-only TBPO", "QaRL TBPO"),
     ("the learner's weights, TBPO, both by GPTQ", "rollout-only TBPO, GPTQ", "QaRL TBPO, GPTQ"),
+    ("the learner's weights, TBPO, no weight for the mismatch", "rollout-only TBPO, no weight", "QaRL TBPO"),
     ("the weight for the mismatch", "rollout-only GRPO, no weight", "rollout-only GRPO"),
     ("the weight for the mismatch, TBPO", "rollout-only TBPO, no weight", "rollout-only TBPO"),
     ("the learner's weights, TRL's default weight", "rollout-only GRPO, TRL default", "QaRL GRPO"),
@@ -107,6 +108,8 @@ PAIRS = (
     ("GPTQ, QaRL, TBPO", "QaRL TBPO", "QaRL TBPO, GPTQ"),
     ("GPTQ after rollout-only, not QaRL", "QaRL GRPO", "rollout-only GRPO, GPTQ"),
     ("GPTQ after rollout-only, not QaRL, TBPO", "QaRL TBPO", "rollout-only TBPO, GPTQ"),
+    ("GPTQ after bf16, not QaRL", "QaRL GRPO", "bf16 GRPO, GPTQ"),
+    ("GPTQ after bf16, not QaRL, TBPO", "QaRL TBPO", "bf16 TBPO, GPTQ"),
 )
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
