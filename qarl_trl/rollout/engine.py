@@ -153,9 +153,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
             return
         if self.accelerator.is_main_process:
             self.vllm_client.sync(stream)
-        else:
-            for _ in stream:  # take part in the gathers
-                pass
+        for _ in stream:  # the other processes take part in the gathers
+            pass
 
     @contextmanager
     def _all_or_none(self, what: str) -> Iterator[None]:
