@@ -153,7 +153,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             return
         if self.accelerator.is_main_process:
             self.vllm_client.sync(stream)
-        for _ in stream:  # the other processes take part in the gathers
+        for _ in stream:  # the main process has read it; the others take part in the gathers
             pass
 
     @contextmanager
