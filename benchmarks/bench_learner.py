@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qarl_trl.quant import apply_quantization, quantized_modules
-from qarl_trl.rollout.gemm import GEMMS
+from qarl_trl.rollout.engine_gemm import GEMMS
 
 
 BASE = "bf16"

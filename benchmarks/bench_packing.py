@@ -31,7 +31,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from qarl_trl.learner.logps import PackedPasses
 from qarl_trl.quant import apply_quantization
-from qarl_trl.rollout.gemm import GEMMS
+from qarl_trl.rollout.engine_gemm import GEMMS
 
 
 SCALE = 16

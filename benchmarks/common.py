@@ -38,8 +38,8 @@ from typing import Any
 
 import torch
 
+from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
 from qarl_trl.processes import ending
-from qarl_trl.rollout.cpu import choose_arithmetic
 
 
 choose_arithmetic()

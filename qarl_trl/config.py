@@ -17,10 +17,10 @@ from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
+from .cpu_exact.ops import unsupported
 from .loss import TrustBand
-from .quant.recipe import read_recipe
+from .quant.modifier import read_modifier
 from .quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
-from .rollout.cpu_ops import unsupported
 
 
 logger = get_logger(__name__)
@@ -214,7 +214,7 @@ class QaRLConfig(GRPOConfig):
         if not self.quantized:
             return None
         if self.quant_recipe is not None:
-            return read_recipe(self.quant_recipe)
+            return read_modifier(self.quant_recipe)
         if self.from_checkpoint:
             return source
         return single_group(resolve_scheme(self.quant_scheme, self.quant_group_size), ["Linear"], self.quant_ignore)

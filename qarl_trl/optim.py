@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim._muon import muon as muon_step
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from .quant.convert import EXPERTS_LAYOUT
 from .quant.experts import PROJECTIONS, expert_modules
-from .quant.model import EXPERTS_LAYOUT
 
 
 logger = logging.getLogger(__name__)

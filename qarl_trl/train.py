@@ -162,7 +162,7 @@ def make_trainer(script_args: QaRLScriptArguments, training_args: "QaRLConfig", 
 
 def train(trainer: "QaRLTrainer", dataset: str | None) -> None:
     """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
-    from .checkpoints.mixin import NoUpdateError
+    from .checkpoints.saving import NoUpdateError
 
     args = trainer.args
     try:

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from . import _compat, guards
-from .checkpoints.mixin import CheckpointMixin
 from .checkpoints.resume import identity_of, resume_path
+from .checkpoints.saving import CheckpointMixin
 from .config import TBPO, QaRLConfig
+from .cpu_exact.arithmetic import choose_arithmetic
+from .cpu_exact.ops import use_engine_ops
 from .export import quantization_config
-from .export.mixin import SharingMixin
+from .export.sharing import SharingMixin
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
 from .loss import clip_to, filter_advantages, loss_mask, mismatch_weight
@@ -28,14 +30,12 @@ from .metrics.error_tokens import find_error_tokens, written_tokens
 from .metrics.mismatch import check_mismatch, mismatch_metrics
 from .metrics.ratios import measure_ratios
 from .optim import build_muon
+from .quant.convert import apply_quantization, bypassed_layers, quantized_modules
 from .quant.gathers import gather_quantized
-from .quant.model import apply_quantization, bypassed_layers, quantized_modules
 from .quant.names import base_model
 from .quant.start import QuantizedSource, load_master_weights
-from .rollout.cpu import choose_arithmetic
-from .rollout.cpu_ops import use_engine_ops
 from .rollout.engine import LowBitVLLMGeneration
-from .rollout.gemm import GEMMS
+from .rollout.engine_gemm import GEMMS
 from .rollout.support import default_engine_kwargs
 from .rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
 from .validate import check_head, check_run

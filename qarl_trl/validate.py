@@ -25,13 +25,13 @@ from .config import QaRLConfig
 from .export import LOW_BIT_FOLDER, check_target, check_writable
 from .export.files import BASE_FOLDER, tensor_shapes
 from .export.push import repository_of
+from .quant.convert import apply_quantization, check_shardable
 from .quant.experts import QuantExperts, num_experts
 from .quant.linear import LowBitLayer
-from .quant.model import apply_quantization, check_shardable
 from .quant.scheme import resolve_config
 from .quant.start import QuantizedSource, quantized_source
 from .rollout._vllm_lora import engine_rank
-from .rollout.gemm import GEMMS
+from .rollout.engine_gemm import GEMMS
 from .rollout.support import check_engine
 
 

@@ -28,10 +28,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
 from qarl_trl.rollout import cpu
 
 
-cpu.choose_arithmetic()
+choose_arithmetic()
 NO_ENGINE = cpu.why_no_engine(cpu.cpu_flags(), platform.machine())
 NO_FOUR_BITS = cpu.why_no_engine(cpu.cpu_flags(), platform.machine(), four_bits=True)
 CHARACTERS = " 0123456789+-*=();#abcdefghijklmnopqrstuvwxyz\n"

@@ -14,7 +14,8 @@ PACKAGE = Path(qarl_trl.__file__).parent
 # What each folder may import of this package, also for annotations; the files at the top may import everything but tools.
 MAY_IMPORT = {
     "quant": {"quant"},
-    "rollout": {"rollout", "quant", "_compat", "guards"},
+    "cpu_exact": {"cpu_exact"},
+    "rollout": {"rollout", "cpu_exact", "quant", "_compat", "guards"},
     "learner": {"learner", "quant", "_compat"},
     "metrics": {"metrics", "loss", "quant"},
     "export": {"export", "quant", "config", "redact"},

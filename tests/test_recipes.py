@@ -10,7 +10,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from trl import get_peft_config
 
-from qarl_trl.quant.recipe import read_recipe
+from qarl_trl.quant.modifier import read_modifier
 from qarl_trl.train import describe, parse
 from qarl_trl.validate import check_adapter
 
@@ -156,5 +156,5 @@ def test_launch_file_is_read_by_accelerate(name, kind, nodes):
 
 def test_recipes_of_llm_compressor_can_be_read():
     folder = ROOT / "recipes" / "llmcompressor"
-    groups = {path.stem: read_recipe(path).config_groups for path in folder.glob("*.yaml")}
+    groups = {path.stem: read_modifier(path).config_groups for path in folder.glob("*.yaml")}
     assert {name: len(found) for name, found in groups.items()} == {"w4a16": 1, "fp8_attention_w4a16_mlp": 2}

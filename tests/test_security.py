@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from qarl_trl import QaRLConfig, cli
 from qarl_trl import recipe as recipe_file
-from qarl_trl.quant.recipe import read_recipe
+from qarl_trl.quant.modifier import read_modifier
 from qarl_trl.redact import HIDDEN, redact
 from qarl_trl.train import parse
 from qarl_trl.validate import check_run
@@ -68,7 +68,7 @@ def test_code_of_a_checkpoint_runs_when_it_is_asked_for(foreign, tmp_path):
 def test_a_recipe_is_data(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"x: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'it-ran'}]\n")
-    for read in (recipe_file.read_recipe, read_recipe):
+    for read in (recipe_file.read_recipe, read_modifier):
         with pytest.raises(Exception, match="could not determine a constructor"):
             read(recipe)
     assert not (tmp_path / "it-ran").exists()

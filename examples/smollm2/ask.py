@@ -8,7 +8,7 @@ import time
 import urllib.request
 from urllib.error import URLError
 
-from qarl_trl.rollout.cpu import choose_arithmetic
+from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
 
 
 with socket.socket() as free:

@@ -23,13 +23,13 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
+from ..quant.convert import quantized_modules
 from ..quant.experts import QuantExperts, expert_modules
 from ..quant.linear import LowBitLayer
-from ..quant.model import quantized_modules
 from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.scheme import MINMAX
 from ..quant.shards import shape_of
-from ..quant.state_dict import iter_low_bit_weights
+from ..quant.stream import iter_low_bit_weights
 from .files import flush, share
 
 

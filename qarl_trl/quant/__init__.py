@@ -1,9 +1,9 @@
 """Low-bit weights: one function makes them; forward, sync and export read them."""
 
-from .model import apply_quantization, quantized_modules, remove_quantization
+from .convert import apply_quantization, quantized_modules, remove_quantization
 from .quantize import quantize_weight
 from .scheme import resolve_scheme
-from .state_dict import iter_low_bit_weights
+from .stream import iter_low_bit_weights
 
 
 __all__ = [

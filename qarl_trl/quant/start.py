@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from .convert import apply_quantization, quantized_modules
 from .gemm import GemmChoice, plain_gemm
-from .model import apply_quantization, quantized_modules
 from .quantize import LowBitWeight, meta_tensors, quantize_weight
 from .scheme import MASTER_CAST_DTYPE, scheme_for
 

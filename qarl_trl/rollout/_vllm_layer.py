@@ -17,10 +17,10 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import Tensor
 
+from ..cpu_exact.arithmetic import choose_arithmetic
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import quantized_key
 from . import _vllm
-from .cpu import choose_arithmetic
 
 
 _engine_settings: Any = None

@@ -11,8 +11,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from ..cpu_exact.arithmetic import choose_arithmetic
 from . import _vllm, _vllm_cpu
-from .cpu import choose_arithmetic
 from .server import engine_facts
 
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..guards import all_or_none, on_first
-from ..quant.state_dict import iter_low_bit_weights, readable_parameters
+from ..quant.stream import iter_low_bit_weights, readable_parameters
 from . import _vllm, _vllm_layer, _vllm_lora
 from .server import ServerClient, engine_facts
 from .sync_check import SyncCheck

@@ -9,10 +9,10 @@ from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
+from ..cpu_exact.ops import has_engine_ops
 from ..quant.experts import QuantExperts
 from ..quant.scheme import SchemeSupport, gpu_generation, support_of
 from .cpu import check_engine_cpu
-from .cpu_ops import has_engine_ops
 
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from qarl_trl.export import check_target, quantization_config, save_low_bit
 from qarl_trl.export import low_bit as export
 from qarl_trl.quant import apply_quantization, quantized_modules
 from qarl_trl.quant.gemm import dequantize
-from qarl_trl.quant.recipe import read_recipe
+from qarl_trl.quant.modifier import read_modifier
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -141,7 +141,7 @@ def test_a_recipe_is_saved_byte_for_byte_as_by_llm_compressor(case, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     oneshot(model=theirs, recipe=str(recipe), output_dir=str(tmp_path / "theirs"))
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    apply_quantization(ours, read_recipe(recipe))
+    apply_quantization(ours, read_modifier(recipe))
     save_low_bit(ours, None, tmp_path / "ours")
 
     assert sha256(tmp_path / "ours" / WEIGHTS) == sha256(tmp_path / "theirs" / WEIGHTS)

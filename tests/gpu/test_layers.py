@@ -11,7 +11,7 @@ from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8,
 from qarl_trl.quant.gemm import dequantize, plain_gemm
 from qarl_trl.quant.grouped import ExpertsGemm
 from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
-from qarl_trl.rollout.gemm import engine_gemm
+from qarl_trl.rollout.engine_gemm import engine_gemm
 
 
 pytestmark = pytest.mark.gpu

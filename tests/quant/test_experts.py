@@ -19,10 +19,10 @@ from qarl_trl.quant import (
     quantized_modules,
     resolve_scheme,
 )
+from qarl_trl.quant.convert import bypassed_layers
 from qarl_trl.quant.experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
 from qarl_trl.quant.gemm import Fp8Gemm, Int4Fp8Gemm, dequantize
 from qarl_trl.quant.grouped import ExpertsGemm
-from qarl_trl.quant.model import bypassed_layers
 from qarl_trl.quant.quantize import LowBitWeight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from quant.schemes import NAMES, same_tensors

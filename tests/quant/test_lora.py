@@ -26,7 +26,7 @@ from qarl_trl.quant.activations import quantize_tokens_fp8
 from qarl_trl.quant.gemm import dequantize, plain_gemm
 from qarl_trl.quant.lora import merged_weight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from qarl_trl.quant.state_dict import readable_parameters
+from qarl_trl.quant.stream import readable_parameters
 from quant.schemes import relative_error, same_tensors
 
 

@@ -14,12 +14,13 @@ from quant.schemes import low_bit_of, normal, same_bytes
 from torch import nn
 
 from qarl_trl import QaRLTrainer
+from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
+from qarl_trl.cpu_exact.ops import use_engine_ops
 from qarl_trl.export import quantization_config
 from qarl_trl.quant import apply_quantization
 from qarl_trl.rollout import cpu
-from qarl_trl.rollout.cpu import check_engine_cpu, choose_arithmetic, cpu_flags, why_no_engine
-from qarl_trl.rollout.cpu_ops import use_engine_ops
-from qarl_trl.rollout.gemm import EngineGemm, engine_gemm
+from qarl_trl.rollout.cpu import check_engine_cpu, cpu_flags, why_no_engine
+from qarl_trl.rollout.engine_gemm import EngineGemm, engine_gemm
 from qarl_trl.tools.evaluate.checkpoint import precision
 from qarl_trl.tools.evaluate.sample import start_engine
 from qarl_trl.validate import check_arguments

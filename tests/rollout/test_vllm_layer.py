@@ -16,7 +16,7 @@ from quant.schemes import NVFP4, low_bit_of, normal, relative_error, same_bytes
 from qarl_trl.quant.activations import quantize_tokens_int8
 from qarl_trl.quant.gemm import Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
 from qarl_trl.rollout import _vllm, _vllm_layer
-from qarl_trl.rollout.gemm import EngineGemm
+from qarl_trl.rollout.engine_gemm import EngineGemm
 
 
 pytestmark = pytest.mark.slow  # vLLM takes seconds to import

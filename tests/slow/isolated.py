@@ -20,8 +20,8 @@ from uuid import uuid4
 
 import torch
 
+from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
 from qarl_trl.processes import ProcessDied, ending
-from qarl_trl.rollout.cpu import choose_arithmetic
 
 
 # No compiler needed, and the same arithmetic in every engine started here.

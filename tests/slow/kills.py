@@ -116,8 +116,8 @@ def _train(
     sender: Any, model: str, folder: str, engine: bool, changes: dict[str, Any], environment: dict[str, str]
 ) -> None:
     from qarl_trl.checkpoints import mixin
+    from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
     from qarl_trl.export.files import READ_BY_ENGINE
-    from qarl_trl.rollout.cpu import choose_arithmetic
 
     os.setpgrp()
     os.environ.update(environment)

@@ -29,11 +29,11 @@ def _compare(folder: str, shapes: list[tuple[int, int, int]], split: str) -> dic
     from conftest import make_model
     from vllm import LLM, SamplingParams
 
+    from qarl_trl.cpu_exact.ops import use_engine_ops
     from qarl_trl.export import quantization_config
     from qarl_trl.quant import apply_quantization, iter_low_bit_weights
     from qarl_trl.rollout import _vllm
-    from qarl_trl.rollout.cpu_ops import use_engine_ops
-    from qarl_trl.rollout.gemm import GEMMS
+    from qarl_trl.rollout.engine_gemm import GEMMS
 
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = split
     source, found = save_model(Path(folder) / "model"), {}

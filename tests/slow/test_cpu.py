@@ -62,10 +62,10 @@ def _start_all(folder: str) -> dict[str, Any]:
     from conftest import make_model
     from vllm import LLM
 
+    from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
     from qarl_trl.export import quantization_config
     from qarl_trl.quant import apply_quantization, quantize_weight, resolve_scheme
     from qarl_trl.rollout import _vllm, _vllm_layer
-    from qarl_trl.rollout.cpu import choose_arithmetic
 
     amx = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True)
     with amx, patch.object(_vllm_layer, "choose_arithmetic", lambda: None):

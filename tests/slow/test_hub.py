@@ -64,7 +64,9 @@ def test_the_downloaded_model_answers_as_the_training_engine(tmp_path):
         assert 'LLM("me/toy")' in snippet
         # As pasted, but for vLLM's compiler, which is off in these tests.
         before = snippet.replace('LLM("me/toy")', 'LLM("me/toy", enforce_eager=True)')
-        arithmetic = "from qarl_trl.rollout.cpu import choose_arithmetic as choose; choose()\n"  # as the trainer did
+        arithmetic = (
+            "from qarl_trl.cpu_exact.arithmetic import choose_arithmetic as choose; choose()\n"  # as the trainer did
+        )
         found = call(download_and_answer, str(tmp_path / "pulled"), before=arithmetic + before, **there)
         assert found == expected  # tokens and log-probs, bit for bit
         other = isolated(fresh_engine_logprobs, save_model(tmp_path / "other", seed=1))

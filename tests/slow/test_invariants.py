@@ -73,7 +73,7 @@ def _record_forward(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]
 
 def _compare_samples(trainer: Any, number: int) -> dict[str, Any]:
     """Log-probs of sampled tokens by both sides, and by a learner whose attention is transformers'."""
-    from qarl_trl.rollout.cpu_ops import ATTENTION
+    from qarl_trl.cpu_exact.ops import ATTENTION
 
     samples = sample(trainer.vllm_generation.llm, number)
     engine = [torch.tensor(values) for *_, values in samples]

@@ -9,7 +9,7 @@ import torch
 from tools.plan.runs import example_run, resident
 from transformers import TrainerCallback
 
-from qarl_trl.quant.model import quantized_modules
+from qarl_trl.quant.convert import quantized_modules
 from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
 from slow.isolated import isolated, isolated_group

@@ -19,7 +19,7 @@ import torch
 from tools.plan.test_formulas import peak_bytes
 from transformers import TrainerCallback
 
-from qarl_trl.quant.model import quantized_modules
+from qarl_trl.quant.convert import quantized_modules
 from qarl_trl.quant.names import base_model
 from qarl_trl.tools.plan import model as meta
 from slow.isolated import isolated, isolated_group
@@ -82,7 +82,7 @@ def _trainer(model: str, folder: str, zero3: bool, bf16: bool, **changes: Any) -
 
 
 def _parameters(trainer: Any) -> dict[str, Any]:
-    from qarl_trl.quant.state_dict import readable_parameters
+    from qarl_trl.quant.stream import readable_parameters
 
     return {name: p.clone().numpy() for name, p in readable_parameters(trainer._unwrapped, trainer._dist)}
 
@@ -100,7 +100,7 @@ def _master_weights(trainer: Any) -> dict[str, Any]:
 
 
 def _stream(trainer: Any) -> dict[str, Any]:
-    from qarl_trl.quant.state_dict import iter_low_bit_weights, readable_parameters
+    from qarl_trl.quant.stream import iter_low_bit_weights, readable_parameters
 
     weights = readable_parameters(trainer._unwrapped, trainer._dist)
     return _bytes(iter_low_bit_weights(trainer._unwrapped, weights))
@@ -272,7 +272,7 @@ def _synced(model: str, master_weights: dict[str, Any], peft_config: Any = None)
     from transformers import AutoModelForCausalLM
 
     from qarl_trl.quant import apply_quantization
-    from qarl_trl.quant.state_dict import iter_low_bit_weights
+    from qarl_trl.quant.stream import iter_low_bit_weights
 
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     whole = whole if peft_config is None else get_peft_model(whole, peft_config)

@@ -10,7 +10,7 @@ from conftest import make_model, make_tokenizer
 
 from qarl_trl import _compat, cli
 from qarl_trl.rewards import last_boxed, math_reward
-from qarl_trl.tools.doctor import FAIL, OK, WARN, machine, mismatch, rewards
+from qarl_trl.tools.doctor import FAIL, OK, WARN, machine, measure, rewards
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ MEASURED = mismatch.Mismatch(0.006, 0.012, 0.0)
 )
 def test_the_verdict_follows_the_numbers(changes, settings, status, words):
     args = SimpleNamespace(**{"quantize_learner": True} | settings)
-    found = mismatch.verdict(MEASURED._replace(**changes), args)
+    found = measure.verdict(MEASURED._replace(**changes), args)
     assert found.status == status and words in found.text
 
 
@@ -185,5 +185,5 @@ def test_the_rule_is_that_of_the_docs():
     assert [[f"{row['from']:g}", row["advice"]] for row in rows] == [[f, a.replace("`", "")] for f, a in shown]
     assert rows[0]["from"] == 0 and [row["from"] for row in rows] == sorted(row["from"] for row in rows)
     for mean, row in ((0.0, 0), (0.0029, 0), (0.003, 1), (0.27, 2)):
-        found = mismatch.rule(mean)
+        found = measure.rule(mean)
         assert found.status == OK and rows[row]["advice"] in found.text and "docs/do_i_need_qarl.md" in found.text

@@ -55,7 +55,7 @@ def sections(own: argparse.Namespace, others: list[str]) -> Iterator[tuple[str, 
         return
     from ...rewards import load_rewards
     from ...train import load_datasets, parse
-    from .mismatch import check_mismatch
+    from .measure import check_mismatch
     from .rewards import check_reward
     from .settings import check_elsewhere, check_settings, local_folder
 

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...quant import apply_quantization
+from ...quant.convert import quantized_modules
 from ...quant.experts import PROJECTIONS, QuantExperts, num_experts
 from ...quant.gathers import gathers_quantized
-from ...quant.model import quantized_modules
 from ...quant.quantize import meta_tensors
 from ...quant.scheme import support_of
 from ...quant.start import quantized_source

@@ -9,8 +9,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from qarl_trl.learner.attention import use_packed_attention
 from qarl_trl.quant import apply_quantization
-from qarl_trl.quant.model import quantized_modules
-from qarl_trl.quant.state_dict import iter_low_bit_weights
+from qarl_trl.quant.convert import quantized_modules
+from qarl_trl.quant.stream import iter_low_bit_weights
 from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
 from tools.plan.runs import example_run, resident

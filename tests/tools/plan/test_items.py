@@ -9,7 +9,7 @@ from slow.toys import save_model
 from test_trainer import make
 from transformers import AutoConfig
 
-from qarl_trl.quant.model import quantized_modules
+from qarl_trl.quant.convert import quantized_modules
 from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta

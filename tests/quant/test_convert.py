@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.model`: which layers change, that nothing else does, and what is refused."""
+"""`qarl_trl.quant.convert`: which layers change, that nothing else does, and what is refused."""
 
 import copy
 import pickle
@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from qarl_trl.quant import apply_quantization, quantized_modules, remove_quantization
+from qarl_trl.quant.convert import bypassed_layers
 from qarl_trl.quant.linear import QuantLinear
-from qarl_trl.quant.model import bypassed_layers
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])

@@ -18,10 +18,10 @@ from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..export.card import training_facts, write_card
 from ..export.files import BASE_FOLDER, name_base, share
 from ..guards import on_first
+from ..quant.convert import quantized_modules
 from ..quant.experts import expert_modules
-from ..quant.model import quantized_modules
 from ..quant.names import base_model
-from ..quant.state_dict import iter_low_bit_weights, readable_parameters
+from ..quant.stream import iter_low_bit_weights, readable_parameters
 from .folder import INCOMING, commit, rotate
 from .lock import holding
 from .resume import BATCH, resume_path

@@ -1,9 +1,9 @@
-"""`qarl_trl.quant.recipe`: recipes as llm-compressor resolves them, whole or refused."""
+"""`qarl_trl.quant.modifier`: recipes as llm-compressor resolves them, whole or refused."""
 
 import pytest
 import yaml
 
-from qarl_trl.quant.recipe import read_recipe
+from qarl_trl.quant.modifier import read_modifier
 from qarl_trl.quant.scheme import MINMAX
 
 
@@ -41,7 +41,7 @@ def write(folder, modifier, name="QuantizationModifier", stage="quant_stage", gr
 @pytest.mark.parametrize("case", list(MODIFIERS))
 def test_a_recipe_means_what_llm_compressor_makes_of_it(case, tmp_path):
     modifier = pytest.importorskip("llmcompressor.modifiers.quantization").QuantizationModifier
-    found, expected = read_recipe(write(tmp_path, MODIFIERS[case])), modifier(**MODIFIERS[case]).resolved_config
+    found, expected = read_modifier(write(tmp_path, MODIFIERS[case])), modifier(**MODIFIERS[case]).resolved_config
     groups = [group.model_copy(update={"format": None}) for group in found.config_groups.values()]
     for group in groups:  # what is said of the weights when nothing is said
         group.weights.observer = group.weights.observer or MINMAX
@@ -56,7 +56,7 @@ def test_a_recipe_that_llm_compressor_wrote_is_read(tmp_path):
     modifier = pytest.importorskip("llmcompressor.modifiers.quantization").QuantizationModifier
     theirs = modifier(**MODIFIERS["two groups"])
     Recipe.from_modifiers([theirs]).yaml(file_path=str(tmp_path / "recipe.yaml"))
-    found = read_recipe(tmp_path / "recipe.yaml")
+    found = read_modifier(tmp_path / "recipe.yaml")
     assert [group.targets for group in found.config_groups.values()] == [["re:.*(gate|up|down)_proj$"], ["Linear"]]
     assert found.ignore == theirs.ignore
 
@@ -77,7 +77,7 @@ def test_a_recipe_that_llm_compressor_wrote_is_read(tmp_path):
 )
 def test_what_cannot_be_carried_out_is_refused(tmp_path, modifier, name, message):
     with pytest.raises(ValueError, match=message):
-        read_recipe(write(tmp_path, modifier, name))
+        read_modifier(write(tmp_path, modifier, name))
 
 
 @pytest.mark.parametrize("text", ["quant:\n  a_modifiers:\n    QuantizationModifier: {scheme: W4A16}\n", "", "a: ["])
@@ -85,4 +85,4 @@ def test_a_layout_that_llm_compressor_would_skip_over_is_refused(tmp_path, text)
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match="recipe.yaml cannot be used"):
-        read_recipe(path)
+        read_modifier(path)

@@ -1,4 +1,4 @@
-"""`qarl_trl.rollout.cpu_ops`: the learner's operations against vLLM's own, against float64, and against transformers'."""
+"""`qarl_trl.cpu_exact.ops`: the learner's operations against vLLM's own, against float64, and against transformers'."""
 
 import copy
 
@@ -16,8 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from qarl_trl.rollout import _vllm_cpu, cpu_ops
-from qarl_trl.rollout.cpu_ops import EngineRMSNorm, engine_attention, has_engine_ops, unsupported, use_engine_ops
+from qarl_trl.cpu_exact import kernels, ops
+from qarl_trl.cpu_exact.ops import EngineRMSNorm, engine_attention, has_engine_ops, unsupported, use_engine_ops
 
 
 SIZES = {
@@ -122,7 +122,7 @@ def test_the_rounding_is_that_of_the_rotary_kernel():
     table = torch.cat((cos[0, :, :16], sin[0, :, :16]), dim=-1).bfloat16()
     ops.rotary_embedding(positions, *flat, 32, table, True)
     rotated = [
-        _vllm_cpu.rounding()(t)[0].transpose(0, 1).reshape(40, -1) for t in apply_rotary_pos_emb(query, key, cos, sin)
+        kernels.rounding()(t)[0].transpose(0, 1).reshape(40, -1) for t in apply_rotary_pos_emb(query, key, cos, sin)
     ]
     assert all(same_bytes(mine, engine) for mine, engine in zip(rotated, flat, strict=True))
     # Control: transformers rounds each product.
@@ -153,7 +153,7 @@ def test_the_sum_of_residual_and_branch_is_normalized_before_it_is_rounded():
     branch, residual = heads(30, 64, seed=1), heads(30, 64, seed=2)
     expected, _ = fused_add_rms_norm.impls["native"].impl_fn(branch, residual, norm.weight.data, norm.variance_epsilon)
     stock = norm(branch + residual)
-    norm.__class__ = cpu_ops._form_of(type(norm), EngineRMSNorm)
+    norm.__class__ = ops._form_of(type(norm), EngineRMSNorm)
     assert same_bytes(norm(branch.float() + residual.float()), expected)
     assert not same_bytes(stock, expected)  # control
 
@@ -222,7 +222,7 @@ def test_a_token_attends_as_in_an_engine_that_decodes():
     # The control needs 1,000 tokens on an EPYC and more than that on a Xeon with AMX: 2,000.
     key, value = (normal(2700, 2, 128, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
     query, lengths = normal(2700, 4, 128, seed=3, dtype=torch.bfloat16), [100, 2500, 100]
-    found = _vllm_cpu.attention(query, key, value, lengths, 0.2)[100:2600]
+    found = kernels.attention(query, key, value, lengths, 0.2)[100:2600]
     query, key, value = query[100:2600], key[100:2600], value[100:2600]
     decoded = torch.cat([one_request(query[t : t + 1], key[: t + 1], value[: t + 1]) for t in range(2500)])
     assert same_bytes(found, decoded)
@@ -237,7 +237,7 @@ def test_gradients_are_those_of_exact_attention_at_the_rounded_inputs():
     output, _ = engine_attention(None, *inputs, mask, 0.2)
     grad = normal(*output.shape, seed=4) * mask[:, :, None, None]
     found = torch.autograd.grad(output, inputs, grad.to(output.dtype))
-    to_bfloat16 = _vllm_cpu.rounding()
+    to_bfloat16 = kernels.rounding()
     rounded = [t.double().requires_grad_() for t in (to_bfloat16(query), to_bfloat16(key), value)]
     exact = explicit_attention(*rounded, mask, 0.2)
     expected = torch.autograd.grad(exact, rounded, grad.bfloat16().double())

@@ -73,11 +73,11 @@ def apply_quantization(
     Args:
         model: Modified in place. Master weights keep their dtype. All names are those of the base model of a `PeftModel`.
         scheme: Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a scheme, or a configuration of several groups
-            ([`~qarl_trl.quant.recipe.read_recipe`]), which has its own targets, ignore list and group sizes.
+            ([`~qarl_trl.quant.modifier.read_modifier`]), which has its own targets, ignore list and group sizes.
         targets: Class names, module names, or `re:` patterns, as in compressed-tensors.
         ignore: Modules that are not quantized, same syntax. Defaults to `lm_head` and routers, as in `QaRLConfig`.
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
-        gemm: Function from scheme and device to a gemm; `qarl_trl.rollout.gemm` has the engine's.
+        gemm: Function from scheme and device to a gemm; `qarl_trl.rollout.engine_gemm` has the engine's.
         quantize_forward: `False` keeps the forward in high precision.
         frozen: Make the layers [`~qarl_trl.quant.frozen.FrozenLinear`]s, which drop their weights and get low-bit tensors later.
 

@@ -15,7 +15,7 @@ from .scheme import resolve_config
 FIELDS = ("targets", "ignore", "scheme", "config_groups")
 
 
-def read_recipe(path: str | os.PathLike[str]) -> QuantizationConfig:
+def read_modifier(path: str | os.PathLike[str]) -> QuantizationConfig:
     """Read the plan of an llm-compressor recipe with one `QuantizationModifier`; `ValueError` if the result could differ from `oneshot`'s."""
     text = Path(path).read_text()
     try:

@@ -14,12 +14,12 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ...config import QaRLConfig
+from ...cpu_exact.arithmetic import choose_arithmetic
 from ...export import save_low_bit
 from ...processes import in_fresh_process
 from ...quant import apply_quantization, remove_quantization
 from ...quant.experts import num_experts
 from ...quant.scheme import support_of
-from ...rollout.cpu import choose_arithmetic
 from ..evaluate.sample import generate, start_engine
 from . import FAIL, OK, SKIPPED, WARN, Finding
 

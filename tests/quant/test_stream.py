@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.state_dict`: the one stream that sync and export read."""
+"""`qarl_trl.quant.stream`: the one stream that sync and export read."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from torch import nn
 from trl.distributed import DistributedBackend
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, linear, quantize_weight, quantized_modules
-from qarl_trl.quant.state_dict import readable_parameters
+from qarl_trl.quant.stream import readable_parameters
 from quant.schemes import NAMES
 
 

@@ -1,4 +1,4 @@
-"""`qarl_trl.rollout.gemm`: the products are those of the engine's own layers."""
+"""`qarl_trl.rollout.engine_gemm`: the products are those of the engine's own layers."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from qarl_trl.quant.activations import quantize_tokens_int8
 from qarl_trl.quant.gemm import CpuInt4Int8Gemm, DequantGemm, Fp8Gemm, Int8Gemm, dequantize
 from qarl_trl.rollout._vllm_layer import multiply
 from qarl_trl.rollout.cpu import cpu_flags
-from qarl_trl.rollout.gemm import EngineGemm
+from qarl_trl.rollout.engine_gemm import EngineGemm
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

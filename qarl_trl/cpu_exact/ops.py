@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import flash_attention_mask
 
-from . import _vllm_cpu
-from .cpu import choose_arithmetic
+from . import kernels
+from .arithmetic import choose_arithmetic
 
 
 ATTENTION = "qarl_cpu_engine"
@@ -113,11 +113,11 @@ class _EngineAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
-        to_bfloat16 = _vllm_cpu.rounding()
+        to_bfloat16 = kernels.rounding()
         ctx.dtypes, ctx.lengths, ctx.scale = (query.dtype, key.dtype, value.dtype), lengths, scale
         query, key, value = to_bfloat16(query), to_bfloat16(key), value.to(torch.bfloat16)
         ctx.save_for_backward(query, key, value)
-        return _vllm_cpu.attention(query, key, value, lengths, scale)
+        return kernels.attention(query, key, value, lengths, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
