@@ -266,14 +266,8 @@ def _check_numbers(args: QaRLConfig) -> None:
 
 
 def _check_tbpo(args: QaRLConfig) -> None:
-    band = args.trust_band
-    if band.delta_high < band.epsilon_high:
-        # The loss runs as TRL's two-sided clip, which keeps the gradient of negative samples up to the larger of the two.
-        raise ValueError(f"tbpo_delta_high={band.delta_high} must be at least tbpo_epsilon_high={band.epsilon_high}.")
     weight = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
     changed = changed_fields(args, ("epsilon", "epsilon_high", "delta", *weight))
-    if changed.get("delta") == 1 + band.delta_high:  # set by a trainer that had this config
-        del changed["delta"]
     if changed:
         raise ValueError(f"loss_type='tbpo' ignores {changed}. Remove them, and set the tbpo_* fields.")
     updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps

@@ -24,7 +24,7 @@ from .export import quantization_config
 from .export.sharing import SharingMixin
 from .learner.logps import PackedPasses
 from .learner.packing import row_order
-from .loss import clip_to, filter_advantages, loss_mask, mismatch_weight
+from .loss import filter_advantages, loss_mask, mismatch_weight, tbpo_loss
 from .metrics.clock import StepClock, WeightFlips
 from .metrics.error_tokens import find_error_tokens, written_tokens
 from .metrics.mismatch import check_mismatch, mismatch_metrics
@@ -75,7 +75,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         if args.resume_from_checkpoint:  # a checkpoint of another run is refused before anything loads
             resume_path(args.resume_from_checkpoint, args, self._identity)
         self._weight_flips = WeightFlips()
-        self._current_logps: Tensor | None = None
+        self._last_forward: tuple[Tensor, Tensor | None] | None = None
         self._step_of_rollout = -1
         self._passes: PackedPasses | None = None
 
@@ -103,7 +103,9 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         self._tbpo = args.loss_type == TBPO
         if self._tbpo:
-            clip_to(args.trust_band, self)
+            # For TRL's part of the loss, see `_compute_loss`.
+            self.loss_type = "grpo"
+            self.importance_sampling_level = "sequence"
         if args.max_tokens_per_pass is not None:
             # Without keep_torch_compile=False accelerate would change DDP's compiled wrapper, which then synchronizes every micro-batch.
             unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
@@ -203,8 +205,7 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
             result = self._passes.run(given, self._row_order(len(given["input_ids"])) if rollout else None)
         else:
             result = padded(*args, **kwargs)
-        # `_compute_loss` calls this once and returns only the loss; our metrics also need the log-probs.
-        self._current_logps = result[0].detach()
+        self._last_forward = result[:2]  # for `_take_forward`
         return result
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -218,16 +219,69 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         return row_order(rows, self.args.seed, self.state.global_step, self.accelerator.process_index)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss, which is TBPO with the bounds of [`clip_to`]; also logs the metrics of its ratios."""
-        loss = super()._compute_loss(model, inputs)
-        logps, self._current_logps = self._current_logps, None
-        if logps is None:
-            raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
-        if self._tbpo and logps.dtype != torch.float32:
+        """TRL's loss, or with `loss_type="tbpo"` [`tbpo_loss`] and TRL's other terms; also logs the metrics of its ratios."""
+        if not self._tbpo:
+            loss = super()._compute_loss(model, inputs)
+            logps, _ = self._take_forward()
+            self._measure(logps.detach(), inputs)
+            return loss
+
+        # With advantages of zero nothing is left of TRL's policy loss. Its KL penalty, entropy bonus and balancing loss stay, and
+        # so does the forward pass, whose log-probs TBPO shares.
+        zeros = torch.zeros_like(inputs["advantages"])
+        other_terms = super()._compute_loss(model, inputs | {"advantages": zeros})
+        logps, entropies = self._take_forward()
+        if logps.dtype != torch.float32:
             # One rounding step of a smaller dtype is wider than the trust bands. FSDP's mixed precision casts the model's outputs.
             raise RuntimeError(f"The learner's log-probs must be float32, got {logps.dtype}: something casts them.")
-        self._measure(logps, inputs)
-        return loss
+
+        weight = None
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            weight = inputs["importance_sampling_ratio"].squeeze(1)
+
+        policy_loss = tbpo_loss(
+            logps,
+            inputs.get("old_per_token_logps", logps.detach()),
+            inputs["advantages"],
+            loss_mask(inputs),
+            self.args.trust_band,
+            weight=weight,
+            kept=self._kept(logps, entropies, inputs),
+        )
+        self._measure(logps.detach(), inputs)
+
+        passes = self.current_gradient_accumulation_steps if self._mode == "train" else 1
+        return policy_loss / passes + other_terms
+
+    def _take_forward(self) -> tuple[Tensor, Tensor | None]:
+        """
+        Log-probs and entropies `(B, T)` of the forward pass inside TRL's `_compute_loss`, which returns only the loss.
+
+        They are handed on once, so that no later loss can use those of an earlier pass.
+        """
+        if self._last_forward is None:
+            raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
+        forward, self._last_forward = self._last_forward, None
+        return forward
+
+    def _kept(self, logps: Tensor, entropies: Tensor | None, inputs: dict[str, Any]) -> Tensor | None:
+        """TRL's masks of the policy loss, `(B, 1)` or `(B, T)`: off-policy completions, and tokens of low entropy."""
+        mask = loss_mask(inputs)
+        kept: Tensor | None = None
+
+        if self.off_policy_mask_threshold is not None:
+            old = inputs.get("old_per_token_logps", logps.detach())
+            kept = self.get_off_policy_mask(
+                advantages=inputs["advantages"].unsqueeze(1),
+                per_token_logps=logps,
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", old),
+                mask=mask,
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+        if self.top_entropy_quantile < 1.0:
+            high = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+            kept = high if kept is None else kept * high
+        return kept
 
     def _measure(self, logps: Tensor, inputs: dict[str, Any]) -> None:
         written = written_tokens(inputs, self._tokenizer.pad_token_id)
@@ -237,11 +291,22 @@ class QaRLTrainer(CheckpointMixin, SharingMixin, GRPOTrainer):
         measured = measure_ratios(logps, inputs, errors, self.args.trust_band, prefix, self.accelerator.gather, fresh)
         for name, value in measured.items():
             self._log_value(name, value)
+        if self._tbpo:
+            self._log_clipped(measured["ratio/neg_low_frac"], measured["ratio/pos_high_frac"])
         if self._compares_sampler and "old_per_token_logps" not in inputs:
             # TRL computes no `old` if no update comes before the loss: then `logps` belongs to the weights that sampled.
             mask = loss_mask(inputs)
             if self.accelerator.gather(mask.sum().view(1)).any():
                 self._log_mismatch(logps, inputs["sampling_per_token_logps"], mask)
+
+    def _log_clipped(self, low: float, high: float) -> None:
+        """Log the shares of completions beyond TBPO's bounds as TRL's `clip_ratio/*`, in place of those for advantages of zero."""
+        logged = self._metrics[self._mode]
+        logged["clip_ratio/low_mean"][-1] = low
+        logged["clip_ratio/high_mean"][-1] = high
+        logged["clip_ratio/region_mean"][-1] = low + high
+        logged["clip_ratio/low_min"][-1] = float(low == 1)  # of a completion: 0 or 1
+        logged["clip_ratio/high_max"][-1] = float(high > 0)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
         """The Trainer's method, called before each update; a norm that is NaN or infinite stops the run."""

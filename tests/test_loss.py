@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.config import STOCK_LOSSES
-from qarl_trl.loss import TrustBand, clip_to, filter_advantages, mismatch_weight, sequence_log_ratio
+from qarl_trl.loss import TrustBand, filter_advantages, mismatch_weight, sequence_log_ratio, tbpo_loss
 
 
 PAPER = {"epsilon_high": 4e-4, "delta_low": 3e-4, "delta_high": 7e-4, "mismatch_cap": 2.0}
@@ -208,6 +208,43 @@ def compute(monkeypatch):
     return run
 
 
+def set_band(trainer, band):
+    """Give a QaRL trainer these bounds, or stock TRL the clip that is TBPO with them (`delta_high >= epsilon_high`)."""
+    if isinstance(trainer, QaRLTrainer):
+        for name, value in band.items():
+            setattr(trainer.args, f"tbpo_{name}", value)
+        return
+    trainer.loss_type, trainer.importance_sampling_level = "grpo", "sequence"
+    trainer.epsilon_low, trainer.epsilon_high = band["delta_low"], band["epsilon_high"]
+    trainer.args.delta = 1 + band["delta_high"]
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_the_function_is_trls_two_sided_clip_bit_for_bit(trainers, compute, band):
+    """Of the same weight: TRL's expression and `tbpo_loss` give one loss and one gradient."""
+    trainer = trainers(GRPOTrainer, GRPOConfig, loss_type="grpo", importance_sampling_level="sequence")
+    differ = 0
+    for seed in SEEDS:
+        batch = random_batch(seed, band)
+        tied = with_tie(batch, band)
+        if tied["delta_high"] < tied["epsilon_high"]:
+            tied = band
+        set_band(trainer, tied)
+        loss, gradient = compute(trainer, batch)
+        rows = zip(batch.old.tolist(), batch.sampling.tolist(), batch.mask.tolist(), strict=True)
+        weight = torch.tensor([references.mismatch_weight(*row, 2.0) for row in rows])
+
+        logps = batch.logps.clone().requires_grad_()
+        ours = tbpo_loss(logps, batch.old, batch.advantages, batch.mask, TrustBand(**tied), weight)
+        ours.backward()
+        assert ours.item() == loss
+        assert torch.equal(logps.grad, gradient)
+
+        wider = TrustBand(**tied | {"delta_low": 2 * tied["delta_low"]})
+        differ += tbpo_loss(batch.logps, batch.old, batch.advantages, batch.mask, wider, weight).item() != loss
+    assert differ > 10  # control
+
+
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("ours", [True, False], ids=["trainer", "trl"])
 def test_loss_and_gradient_are_those_of_tbpo_in_python_floats(trainers, compute, band, ours):
@@ -223,24 +260,29 @@ def test_loss_and_gradient_are_those_of_tbpo_in_python_floats(trainers, compute,
         tied = with_tie(batch, band)
         if tied["delta_high"] < tied["epsilon_high"]:
             tied = band
-        clip_to(TrustBand(**tied), trainer)
+        set_band(trainer, tied)
         expected, found = reference(batch, tied), compute(trainer, batch)
         pairs.append((found, expected))
         swapped = tied | {"epsilon_high": tied["delta_high"], "delta_low": tied["delta_high"]}
         exchanged.append((found, reference(batch, swapped)))
-        trainer.importance_sampling_level = "token"
-        by_token.append((compute(trainer, batch), expected))
-    clip_to(TrustBand(**PAPER), trainer)
+        if not ours:
+            trainer.importance_sampling_level = "token"
+            by_token.append((compute(trainer, batch), expected))
+    set_band(trainer, PAPER)
     assert worst(pairs) < TOLERANCE
     # Controls: one bound for both signs, and TRL's default level, are other losses.
     assert worst(exchanged) > 100 * TOLERANCE
-    assert worst(by_token) > 100 * TOLERANCE
+    assert ours or worst(by_token) > 100 * TOLERANCE
 
 
-def test_the_trainer_clips_to_the_bounds_of_its_config(trainers):
-    trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none", tbpo_delta_high=9e-4)
-    assert (trainer.loss_type, trainer.importance_sampling_level) == ("grpo", "sequence")
-    assert (trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta) == (3e-4, 4e-4, 1.0009)
+def test_the_trainer_takes_the_bounds_of_its_config(trainers, compute):
+    batch = without_empty(random_batch(5))
+    for seed in range(20):
+        batch = without_empty(random_batch(seed))
+        changed = PAPER | {"delta_high": 9e-4}
+        trainer = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none", tbpo_delta_high=9e-4)
+        loss, _ = compute(trainer, batch)
+        assert loss == pytest.approx(reference(batch, changed)[0], abs=TOLERANCE)
     names = {f.name for f in fields(QaRLConfig)} - {"generation_batch_size"}
     again = QaRLConfig(**{name: getattr(trainer.args, name) for name in names})  # as from a file
     assert again.trust_band == trainer.args.trust_band
@@ -255,5 +297,5 @@ def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute
     assert found[0] == expected[0]
     assert torch.equal(found[1], expected[1])
     tbpo = trainers(QaRLTrainer, QaRLConfig, quant_scheme="none")
-    clip_to(TrustBand(**PAPER), tbpo)
+    set_band(tbpo, PAPER)
     assert compute(tbpo, batch)[0] != expected[0]  # control

@@ -10,59 +10,138 @@ import torch
 from torch import Tensor
 
 
+# transformers' label of a token that needs no log-prob.
+NO_LABEL = -100
+
+
 @dataclass(frozen=True)
 class PackedRow:
-    """The `T` real tokens of some rows of a padded batch, one sequence after the other; `N` get log-probs. All int64."""
+    """
+    The `T` real tokens of some rows of a padded batch, one sequence after the other; `N` of them get log-probs.
 
-    input_ids: Tensor  # `(1, T)`
-    position_ids: Tensor  # `(1, T)`, from 0 in each sequence
-    labels: Tensor  # `(1, T)`, -100 for tokens without a log-prob
-    lengths: tuple[int, ...]  # tokens of each sequence
-    scored: Tensor  # positions of the labels in the row, `(N,)`
-    row: Tensor  # their row in the padded batch, `(N,)`
-    column: Tensor  # their column among the last ones of the padded batch, `(N,)`
+    Attributes:
+        input_ids: `(1, T)` int64.
+        position_ids: `(1, T)` int64, from 0 in each sequence.
+        labels: `(1, T)` int64, `NO_LABEL` for tokens that get no log-prob.
+        lengths: Number of tokens of each sequence.
+        scored: Positions in the packed row of the tokens that get log-probs, `(N,)` int64.
+        row: Their rows in the padded batch, `(N,)` int64.
+        column: Their columns among the last `logits_to_keep` of the padded batch, `(N,)` int64.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    lengths: tuple[int, ...]
+    scored: Tensor
+    row: Tensor
+    column: Tensor
 
 
 def pack(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, rows: Sequence[int]) -> PackedRow:
-    """Pack the real tokens of some `rows` of a padded batch `(B, L)` into one row; its last columns get log-probs."""
+    """
+    Pack the real tokens of some rows of a padded batch into one row.
+
+    Args:
+        input_ids: Token ids `(B, L)`, padded on either side.
+        attention_mask: 1 for real tokens, `(B, L)`.
+        logits_to_keep: The last so many columns get log-probs.
+        rows: The rows to pack, in the order of the packed row.
+    """
     chosen = torch.tensor(rows, device=input_ids.device)
     real = attention_mask[chosen].bool()
-    row, column = real.nonzero(as_tuple=True)
-    position = (real.cumsum(1) - 1)[row, column]
-    row = chosen[row]
-    ids, first = input_ids[row, column], input_ids.shape[1] - logits_to_keep
-    # The first token of a sequence has no prediction.
-    wanted = (column >= first) & (position > 0)
-    labels, scored = ids.masked_fill(~wanted, -100), wanted.nonzero().squeeze(1)
-    lengths = tuple(n for n in real.sum(1).tolist() if n)
-    return PackedRow(ids[None], position[None], labels[None], lengths, scored, row[scored], column[scored] - first)
+
+    # Of each real token: its row among the chosen ones, its column, and its position in its sequence.
+    chosen_row, column = real.nonzero(as_tuple=True)
+    position = (real.cumsum(1) - 1)[chosen_row, column]
+    row = chosen[chosen_row]
+    ids = input_ids[row, column]
+
+    first_kept = input_ids.shape[1] - logits_to_keep
+    # The first token of a sequence has no prediction: its log-prob would come from the neighbour before it.
+    wanted = (column >= first_kept) & (position > 0)
+    scored = wanted.nonzero().squeeze(1)
+
+    lengths = tuple(length for length in real.sum(1).tolist() if length > 0)
+    return PackedRow(
+        input_ids=ids[None],
+        position_ids=position[None],
+        labels=ids.masked_fill(~wanted, NO_LABEL)[None],
+        lengths=lengths,
+        scored=scored,
+        row=row[scored],
+        column=column[scored] - first_kept,
+    )
 
 
 def unpack(values: Sequence[Tensor], packed: Sequence[PackedRow], rows: int, logits_to_keep: int) -> Tensor:
-    """Put the values `(1, T - 1)` of each packed row (of tokens after the first) at their places in a padded batch `(rows, logits_to_keep)`, else 0."""
-    out = values[0].new_zeros(rows, logits_to_keep)
-    places = torch.cat([p.row for p in packed]), torch.cat([p.column for p in packed])
-    return out.index_put(places, torch.cat([v[0, p.scored - 1] for v, p in zip(values, packed, strict=True)]))
+    """
+    Put the values of packed rows at their places in a padded batch.
+
+    Args:
+        values: For each packed row `(1, T - 1)`: the values of its tokens after the first.
+        packed: The packed rows.
+        rows: Number of rows of the padded batch, `B`.
+        logits_to_keep: Number of its columns.
+
+    Returns:
+        `(B, logits_to_keep)`, 0 where there is no value.
+    """
+    scored_values = [value[0, row.scored - 1] for value, row in zip(values, packed, strict=True)]
+    row = torch.cat([packed_row.row for packed_row in packed])
+    column = torch.cat([packed_row.column for packed_row in packed])
+
+    padded = values[0].new_zeros(rows, logits_to_keep)
+    return padded.index_put((row, column), torch.cat(scored_values))
 
 
 def split_rows(lengths: Sequence[int], budget: int, passes: int = 1) -> list[list[int]]:
-    """Rows of each pass, ascending. Puts the longest row first, each into the first pass with room in a `budget` of tokens; at least `passes`, none empty."""
+    """
+    Choose the rows of each pass: the longest row first, each into the first pass that has room for it.
+
+    Args:
+        lengths: Number of tokens of each row.
+        budget: Maximum number of tokens in a pass.
+        passes: Make at least so many passes. At most the number of rows.
+
+    Returns:
+        The rows of each pass, ascending; no pass is empty.
+    """
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    chosen: list[list[int]] = []
+    tokens: list[int] = []
+
+    for row in longest_first:
+        for index, used in enumerate(tokens):
+            if used + lengths[row] <= budget:
+                chosen[index].append(row)
+                tokens[index] += lengths[row]
+                break
+        else:
+            chosen.append([row])
+            tokens.append(lengths[row])
+
+    while len(chosen) < passes:
+        _halve_the_largest(chosen, lengths)
+    return [sorted(rows) for rows in chosen]
+
+
+def _halve_the_largest(chosen: list[list[int]], lengths: Sequence[int]) -> None:
+    """Move half of the rows of the pass with most tokens, among those with several rows, into a new pass."""
 
     def tokens(rows: Sequence[int]) -> int:
         return sum(lengths[row] for row in rows)
 
-    bins: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        chosen = next((b for b in bins if tokens([*b, index]) <= budget), None)
-        if chosen is None:
-            bins.append(chosen := [])
-        chosen.append(index)
-    while len(bins) < passes:
-        largest = max((b for b in bins if len(b) > 1), key=tokens)
-        bins.append([largest.pop() for _ in range(len(largest) // 2)])
-    return [sorted(b) for b in bins]
+    divisible = [rows for rows in chosen if len(rows) > 1]
+    largest = max(divisible, key=tokens)
+
+    half = len(largest) // 2
+    moved = largest[-half:]
+    del largest[-half:]
+    chosen.append(moved)
 
 
 def row_order(rows: int, *seed: int) -> Tensor:
     """A permutation, int64 `(rows,)`, that depends only on `seed`."""
-    return torch.tensor(random.Random(repr(seed)).sample(range(rows), rows))
+    generator = random.Random(repr(seed))
+    return torch.tensor(generator.sample(range(rows), rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,59 +17,130 @@ from torch import Tensor
 from . import _vllm
 
 
-ADAPTER = "policy", 1  # the name and number that vLLM knows it by
+# vLLM knows the adapter by this name and this number.
+ADAPTER_NAME = "policy"
+ADAPTER_NUMBER = 1
+SHARED_MEMORY = "/dev/shm"
 
 
 def engine_rank(rank: int) -> int:
     """The smallest maximum rank of vLLM's engines that is at least `rank`. `ValueError` if there is none."""
     from vllm.config.lora import MaxLoRARanks
 
-    fitting = [size for size in get_args(MaxLoRARanks) if size >= rank]
+    sizes = get_args(MaxLoRARanks)
+    fitting = [size for size in sizes if size >= rank]
     if not fitting:
-        raise ValueError(f"r must be at most {max(get_args(MaxLoRARanks))} for vLLM (lora_base='frozen'), got {rank}.")
+        raise ValueError(f"r must be at most {max(sizes)} for vLLM (lora_base='frozen'), got {rank}.")
     return fitting[0]
 
 
 def lora_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` for an adapter file with tensors of these `shapes`. Layers without an adapter stay as they are."""
-    ranks = {name.split(".")[-3]: shape[0] for name, shape in shapes.items() if name.endswith("lora_A.weight")}
-    sizes = {"max_lora_rank": engine_rank(max(ranks.values())), "max_loras": 1, "lora_dtype": "bfloat16"}
-    return {"enable_lora": True, "lora_target_modules": sorted(ranks), **sizes}
+    """
+    The arguments of `vllm.LLM` for an engine that takes the adapter. Layers without one stay as they are.
+
+    Args:
+        shapes: The shapes of the tensors in the adapter's file, by name (`....q_proj.lora_A.weight`).
+    """
+    ranks: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if name.endswith("lora_A.weight"):
+            module = name.split(".")[-3]
+            ranks[module] = shape[0]
+
+    return {
+        "enable_lora": True,
+        "lora_target_modules": sorted(ranks),
+        "max_lora_rank": engine_rank(max(ranks.values())),
+        "max_loras": 1,
+        "lora_dtype": "bfloat16",
+    }
 
 
 def sample_with(llm: Any, adapter: Path) -> None:
-    """Make all requests of an engine use the adapter in a folder."""
-    from vllm.lora.request import LoRARequest
-
-    llm.generate = partial(llm.generate, lora_request=LoRARequest(*ADAPTER, str(adapter)))
+    """Make all requests of a `vllm.LLM` use the adapter in a folder."""
+    llm.generate = partial(llm.generate, lora_request=_request(adapter))
 
 
 def adapter_place(model: Any) -> str | None:
-    """`/dev/shm` if two bfloat16 adapters of a `PeftModel` per process fit (Docker gives it 64 MB), else `None`, for a folder on disk."""
+    """
+    Where to put the folder of the adapter of a `PeftModel`: in shared memory, or `None` for a folder on disk.
+
+    Shared memory must hold two bfloat16 adapters of each process of this machine; Docker gives it only 64 MB.
+    """
+    if not os.path.isdir(SHARED_MEMORY):
+        return None
+
     factors = sum(param.numel() for name, param in model.named_parameters() if ".lora_" in name)
-    needed = 4 * factors * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > needed else None
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = 2 * 2 * factors * processes  # bytes
+    if shutil.disk_usage(SHARED_MEMORY).free <= needed:
+        return None
+    return SHARED_MEMORY
 
 
 def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """
-    Send `weights` to an engine: first the base, if `weights` begins with it, then the factors of the adapter.
+    Send `weights` to an engine: first the base, if `weights` begin with it, then the factors of the adapter.
 
-    vLLM loads the adapter from `folder`, and later requests use it. `RuntimeError` if the engine does not take all of it.
+    Args:
+        llm: A colocated `vllm.LLM`.
+        weights: Names and tensors. Those of the adapter's factors contain `.lora_`, and come after all others.
+        folder: vLLM loads the adapter from there, and later requests use it.
+
+    Raises:
+        RuntimeError: if the engine does not take all of the adapter.
     """
+    factors: dict[str, Tensor] = {}
+    base = _without_factors(weights, factors)
+
+    first = next(base, None)
+    if first is not None:
+        _vllm.reload_engine(llm, chain([first], base))
+
+    _save_adapter(factors, folder)
+    _load_adapter(llm, folder)
+
+
+def _without_factors(
+    weights: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the base; put those of the adapter into `factors`."""
+    for name, tensor in weights:
+        if ".lora_" in name:
+            factors[name] = tensor
+        else:
+            yield name, tensor
+
+
+def _save_adapter(factors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the files that vLLM loads an adapter from."""
+    tensors = {name: tensor.contiguous() for name, tensor in factors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+    rank = max(len(tensor) for name, tensor in factors.items() if name.endswith("lora_A.weight"))
+    # vLLM scales B by lora_alpha / r. These factors are scaled already, so the quotient must be 1.
+    config = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _load_adapter(llm: Any, folder: Path) -> None:
+    """Make the engine load the adapter again, and all later requests use it. `RuntimeError` if it takes only a part."""
+    added = llm.llm_engine.add_lora(_request(folder, load_inplace=True))
+    if not added:
+        raise RuntimeError("vLLM took no adapter; its log may say why.")
+
+    # vLLM leaves out factors of layers that it does not know, without an error.
+    manager: Any = _vllm.engine_model(llm).lora_manager
+    lost = manager.get_adapter(ADAPTER_NUMBER).loras.keys() - manager.modules.keys()
+    if lost:
+        raise RuntimeError(f"vLLM took no adapter for {min(lost)}; its log may say why.")
+
+    already_used = "generate" in vars(llm)
+    if not already_used:
+        sample_with(llm, folder)
+
+
+def _request(folder: Path, **options: Any) -> Any:
     from vllm.lora.request import LoRARequest
 
-    factors: dict[str, Tensor] = {}
-    base = (pair for pair in weights if ".lora_" not in pair[0] or factors.update([pair]))
-    if (first := next(base, None)) is not None:
-        _vllm.reload_engine(llm, chain([first], base))
-    save_file({name: tensor.contiguous() for name, tensor in factors.items()}, folder / "adapter_model.safetensors")
-    rank = max(len(tensor) for name, tensor in factors.items() if name.endswith("lora_A.weight"))
-    config = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}  # the factors are scaled already
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    added = llm.llm_engine.add_lora(LoRARequest(*ADAPTER, str(folder), load_inplace=True))
-    manager: Any = _vllm.engine_model(llm).lora_manager
-    if not added or (lost := manager.get_adapter(ADAPTER[1]).loras.keys() - manager.modules.keys()):
-        raise RuntimeError(f"vLLM took {'no adapter' if not added else f'none for {min(lost)}'}; its log may say why.")
-    if "generate" not in vars(llm):
-        sample_with(llm, folder)
+    return LoRARequest(ADAPTER_NAME, ADAPTER_NUMBER, str(folder), **options)

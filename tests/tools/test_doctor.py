@@ -158,7 +158,7 @@ def test_conversational_rows_get_messages():
     assert rewards.check_reward(math_reward, rows).status == OK
 
 
-MEASURED = mismatch.Mismatch(0.006, 0.012, 0.0)
+MEASURED = measure.Mismatch(0.006, 0.012, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_the_verdict_follows_the_numbers(changes, settings, status, words):
 
 def test_the_rule_is_that_of_the_docs():
     """One table: the docs show the thresholds and the advice that the doctor reads."""
-    rows = json.loads(Path(mismatch.__file__).with_name("rule.json").read_text())
+    rows = json.loads(Path(measure.__file__).with_name("rule.json").read_text())
     page = (Path(__file__).parents[2] / "docs" / "do_i_need_qarl.md").read_text()
     table = page.split("<!-- thresholds: begin -->")[1].split("<!-- thresholds: end -->")[0]
     shown = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.strip().splitlines()[2:]]
