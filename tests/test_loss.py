@@ -1,4 +1,4 @@
-"""The loss that a run differentiates, TRL's with `clip_to`, against TBPO in Python floats; its weight; stock losses against TRL's."""
+"""TBPO, which a run differentiates, against Python floats and TRL's own clip; its weight; stock losses against TRL's."""
 
 import math
 from dataclasses import fields
