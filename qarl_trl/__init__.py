@@ -1,4 +1,4 @@
-"""qarl_trl: reinforcement learning on low-bit rollouts with TRL, without the run falling apart."""
+"""qarl_trl: low-bit rollouts for TRL, with a learner that can agree with them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import QaRLConfig
     from .trainer import QaRLTrainer
+    from .trainers.low_bit import LowBitMixin
+    from .trainers.settings import LowBitConfig
 
 __version__ = "0.1.0"
 
-__all__ = ["QaRLConfig", "QaRLTrainer", "__version__"]
+__all__ = ["LowBitConfig", "LowBitMixin", "QaRLConfig", "QaRLTrainer", "__version__"]
 
 # Imported on first use, so that `--help` is instant.
-_HOMES = {"QaRLConfig": ".config", "QaRLTrainer": ".trainer"}
+_HOMES = {
+    "LowBitConfig": ".trainers.settings",
+    "LowBitMixin": ".trainers.low_bit",
+    "QaRLConfig": ".config",
+    "QaRLTrainer": ".trainer",
+}
 
 
 def __getattr__(name: str) -> Any:

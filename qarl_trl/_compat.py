@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -61,51 +62,88 @@ torch.serialization.register_package(
 
 # TRL's module as a name, because importing it imports vLLM, which the checks of settings do not need.
 _GRPO_TRAINER = "trl.trainer.grpo_trainer"
+# Where TRL's trainers that have an engine import its class from, if they import it late.
+_ENGINE_HOME = "trl.generation.vllm_generation"
+
+
+def trl_module(trainer_class: type) -> str:
+    """The module of the TRL trainer that `trainer_class` subclasses: the constructor of that trainer looks names up there."""
+    for base in trainer_class.__mro__:
+        if base.__module__.startswith("trl."):
+            return base.__module__
+    raise TypeError(f"{trainer_class.__name__} must subclass a trainer of TRL.")
 
 
 @contextmanager
-def construction(build_engine: Callable[..., Any], load: Callable[..., Any] | None) -> Iterator[None]:
+def construction(
+    trainer_class: type, build_engine: Callable[..., Any], load: Callable[..., Any] | None
+) -> Iterator[None]:
     """
-    Make `GRPOTrainer.__init__` build its engine with `build_engine` (https://github.com/huggingface/trl/pull/6816 would allow it), and
-    load the policy and the reference with `load(name, **model_init_kwargs)`, once per machine.
+    Make the constructor of a TRL trainer build its engine and load its models our way.
 
-    TRL's own loader (`None`) would give a compressed checkpoint to transformers' quantizer, whose model has no master weights.
+    TRL has no argument for either (https://github.com/huggingface/trl/pull/6816 would add one for the engine).
 
-    With FSDP's RAM-efficient loading one process of a machine reads the weights and sends the others their shards. Until then
-    transformers (5.17) fills the models of the others with float32 zeros, as large as the real model: 32 GB for 8B parameters, seven
-    times. Here all entries of such a parameter share one zero. A write to it raises.
-
-    TRL shards the reference model by `fully_shard` alone, so the shards of the other processes would stay zero. Under FSDP2 we
-    let accelerate do it, which sends them the weights, as for the policy.
+    Args:
+        trainer_class: A subclass of a trainer of TRL.
+        build_engine: Stands for TRL's `VLLMGeneration`, with its arguments.
+        load: Loads the policy and the reference, called as `load(name, **model_init_kwargs)`. TRL's own loader (`None`) would give a
+            compressed checkpoint to transformers' quantizer, whose model has no master weights.
     """
-    from trl.models import prepare_fsdp
+    module = import_module(trl_module(trainer_class))
+    engine_home = module.__name__ if hasattr(module, "VLLMGeneration") else _ENGINE_HOME
 
+    with ExitStack() as stack:
+        stack.enter_context(patch(f"{engine_home}.VLLMGeneration", build_engine))
+        stack.enter_context(_shared_zeros())
+        if hasattr(module, "prepare_fsdp"):
+            stack.enter_context(_sharded_reference(module.__name__))
+        if load is not None:
+            stack.enter_context(patch(f"{module.__name__}.create_model_from_path", load))
+        yield
+
+
+def _shared_zeros() -> AbstractContextManager:
+    """
+    With FSDP's RAM-efficient loading, keep the models of processes that read no weights small.
+
+    One process of a machine reads the weights and sends the others their shards. Until then transformers (5.17) fills the models of
+    the others with float32 zeros, as large as the real model: 32 GB for 8B parameters, seven times. Here all entries of such a
+    parameter share one zero. A write to it raises.
+    """
     original = PreTrainedModel._move_missing_keys_from_meta_to_device
 
     def fill(model: PreTrainedModel, *args: Any) -> None:
         if not is_fsdp_enabled() or is_local_dist_rank_0():
             return original(model, *args)
+
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            parent, _, local = name.rpartition(".")
+            zeros: torch.Tensor
             if isinstance(tensor, torch.nn.Parameter):
-                zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-                zeros = torch.nn.Parameter(zeros, tensor.is_floating_point())
+                zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                zeros = torch.nn.Parameter(zero, tensor.is_floating_point())
             else:
                 zeros = torch.zeros_like(tensor, device="cpu")
+            parent, _, local = name.rpartition(".")
             setattr(model.get_submodule(parent), local, zeros)
+
+    return patch.object(PreTrainedModel, original.__name__, fill)
+
+
+def _sharded_reference(module: str) -> AbstractContextManager:
+    """
+    Under FSDP2 send all processes the weights of the reference model.
+
+    TRL shards it by `fully_shard` alone, so the shards of processes that read no weights would stay zero. accelerate sends them the
+    weights, as for the policy.
+    """
+    from trl.models import prepare_fsdp
 
     def prepare(model: PreTrainedModel, accelerator: Any) -> Any:
         if accelerator.is_fsdp2:
             return fsdp2_prepare_model(accelerator, model).eval()
         return prepare_fsdp(model, accelerator).eval()
 
-    with ExitStack() as stack:
-        stack.enter_context(patch(f"{_GRPO_TRAINER}.VLLMGeneration", build_engine))
-        stack.enter_context(patch.object(PreTrainedModel, original.__name__, fill))
-        stack.enter_context(patch(f"{_GRPO_TRAINER}.prepare_fsdp", prepare))
-        if load is not None:
-            stack.enter_context(patch(f"{_GRPO_TRAINER}.create_model_from_path", load))
-        yield
+    return patch(f"{module}.prepare_fsdp", prepare)
 
 
 def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManager:

@@ -27,7 +27,7 @@ from .export.files import BASE_FOLDER, tensor_shapes
 from .export.push import repository_of
 from .quant.convert import apply_quantization, check_shardable
 from .quant.experts import QuantExperts, num_experts
-from .quant.linear import LowBitLayer
+from .quant.layer import LowBitLayer
 from .quant.scheme import resolve_config
 from .quant.start import QuantizedSource, quantized_source
 from .rollout._vllm_lora import engine_rank

@@ -21,7 +21,7 @@ from .lock import holding
 
 
 if TYPE_CHECKING:
-    from ..config import QaRLConfig
+    pass
 
 # The files of a model's folder that determine its tokens, weights and outputs.
 _MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
@@ -33,7 +33,7 @@ BATCH = ("steps_per_generation", "num_iterations", "per_device_train_batch_size"
 logger = get_logger(__name__)
 
 
-def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str, Any] | None = None) -> str | None:
+def resume_path(wish: str | bool | None, args: Any, identity: Mapping[str, Any] | None = None) -> str | None:
     """
     Return the checked checkpoint to resume from; the first process decides for all.
 
@@ -73,7 +73,7 @@ def _put_back(output_dir: Path) -> None:
                 folder.rename(output_dir / folder.name)
 
 
-def _checked(found: str | None, args: QaRLConfig, identity: Mapping[str, Any]) -> str | None:
+def _checked(found: str | None, args: Any, identity: Mapping[str, Any]) -> str | None:
     if found is None:
         return None
     if args.sync_ref_model:
@@ -91,7 +91,7 @@ def _checked(found: str | None, args: QaRLConfig, identity: Mapping[str, Any]) -
 
 
 def identity_of(
-    model: str | nn.Module, args: QaRLConfig, plan: QuantizationConfig | None, given: Mapping[str, Any]
+    model: str | nn.Module, args: Any, plan: QuantizationConfig | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """
     Facts that identify a run in its manifests, found before anything loads.

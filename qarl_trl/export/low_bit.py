@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from ..quant.convert import quantized_modules
 from ..quant.experts import QuantExperts, expert_modules
-from ..quant.linear import LowBitLayer
+from ..quant.layer import LowBitLayer
 from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.scheme import MINMAX
 from ..quant.shards import shape_of
-from ..quant.stream import iter_low_bit_weights
+from ..quant.store import iter_low_bit_weights
 from .files import flush, share
 
 

@@ -4,58 +4,95 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..quant.linear import LowBitLayer
+from ..quant.quantize import LowBitWeight
+
+
+# A sample of so many stored bytes of each weight is compared.
+SAMPLED_BYTES = 524_288
 
 
 class WeightFlips:
     """
-    Share of quantized values that changed between two syncs.
+    Share of quantized values that changed between two syncs. Only rows that this process holds.
 
-    Exact for weights of up to `most` stored bytes; of larger ones an evenly strided sample. Only rows that this process holds.
+    Args:
+        most: Weights of up to so many stored bytes are compared whole; of larger ones an evenly strided sample.
     """
 
-    def __init__(self, most: int = 524_288) -> None:
+    def __init__(self, most: int = SAMPLED_BYTES) -> None:
         self._most = most
         self._last: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(self, modules: Iterable[tuple[str, LowBitLayer]]) -> dict[str, float]:
-        """`quant/flip_frac` since the last call; empty on the first call or without low-bit layers."""
-        changed = total = 0
-        for module_name, module in modules:
-            for name, weight in module.low_bit_cache.last().items():
-                stored = weight.quantized.reshape(-1).view(torch.uint8)
-                sample = stored[:: max(1, math.ceil(len(stored) / self._most))].clone()
-                last = self._last.get(f"{module_name}.{name}")
-                self._last[f"{module_name}.{name}"] = sample
-                if last is None or not name:  # "": LoRA's base as the reference model, which does not change
-                    continue
-                holds_pairs = "weight_packed" in weight.data and weight.scheme.weights.num_bits == 4
-                differing = last ^ sample
-                values = (differing & 0xF, differing >> 4) if holds_pairs else (differing,)
-                changed += sum(int(value.count_nonzero()) for value in values)
-                total += sum(value.numel() for value in values)
-        return {"quant/flip_frac": changed / total} if total else {}
+    def update(self, weights: Mapping[str, LowBitWeight]) -> dict[str, float]:
+        """
+        `quant/flip_frac` since the last call; empty on the first call or without low-bit weights.
+
+        Args:
+            weights: The low-bit weights by name, from [`~qarl_trl.quant.store.LowBitStore.kept`]. A name that ends with a dot is LoRA's
+                base as the reference model, which does not change.
+        """
+        changed = 0
+        total = 0
+        for name, weight in weights.items():
+            sample = self._sample(weight)
+            last = self._last.get(name)
+            self._last[name] = sample
+            if last is None or name.endswith("."):
+                continue
+
+            for values in _differences(weight, last, sample):
+                changed += int(values.count_nonzero())
+                total += values.numel()
+
+        if not total:
+            return {}
+        return {"quant/flip_frac": changed / total}
+
+    def _sample(self, weight: LowBitWeight) -> Tensor:
+        stored = weight.quantized.reshape(-1).view(torch.uint8)
+        stride = max(1, math.ceil(len(stored) / self._most))
+        return stored[::stride].clone()
+
+
+def _differences(weight: LowBitWeight, last: Tensor, sample: Tensor) -> list[Tensor]:
+    """Tensors with an entry for each quantized value of two samples, not 0 where it changed."""
+    differing = last ^ sample
+    holds_pairs = "weight_packed" in weight.data and weight.scheme.weights.num_bits == 4
+    if holds_pairs:
+        return [differing & 0xF, differing >> 4]
+    return [differing]
 
 
 class StepClock(TrainerCallback):
-    """Splits each optimizer step into rollout, weight sync and update."""
+    """
+    Splits each optimizer step into rollout, weight sync and update.
+
+    Args:
+        engine: A `LowBitVLLMGeneration`, which counts the seconds of rollouts and weight syncs, or `None`.
+        log: Takes a metric's name and value.
+        flips: Returns the share of quantized values that a sync changed.
+        after_first: Called after the first step.
+    """
 
     def __init__(
         self,
-        engine: Any,  # a `LowBitVLLMGeneration`, which counts the seconds of rollouts and weight syncs, or `None`
-        log: Callable[[str, float], None],  # takes a metric's name and value
-        flips: Callable[[], dict[str, float]],  # returns the share of quantized values that a sync changed
-        after_first: Callable[[], None],  # called after the first step
+        engine: Any,
+        log: Callable[[str, float], None],
+        flips: Callable[[], dict[str, float]],
+        after_first: Callable[[], None],
     ) -> None:
-        self._engine, self._log, self._flips, self._after_first = engine, log, flips, after_first
+        self._engine = engine
+        self._log = log
+        self._flips = flips
+        self._after_first = after_first
         self._stepped = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -64,15 +101,21 @@ class StepClock(TrainerCallback):
             self._engine.reset_clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        total, engine = time.perf_counter() - self._start, self._engine
-        rollout, sync = (0.0, 0.0) if engine is None else (engine.rollout_seconds, engine.sync_seconds)
-        if rollout and engine.num_syncs:  # in this step, or in an evaluation just before it
-            self._log("sync/bytes", float(engine.synced_bytes))
+        total = time.perf_counter() - self._start
+        rollout = 0.0
+        sync = 0.0
+        if self._engine is not None:
+            rollout = self._engine.rollout_seconds
+            sync = self._engine.sync_seconds
+
+        if rollout and self._engine.num_syncs:  # in this step, or in an evaluation just before it
+            self._log("sync/bytes", float(self._engine.synced_bytes))
             for name, share in self._flips().items():
                 self._log(name, share)
         self._log("time/rollout", rollout)
         self._log("time/sync", sync)
         self._log("time/update", total - rollout - sync)
+
         if not self._stepped:
             self._stepped = True
             self._after_first()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
@@ -18,7 +19,8 @@ from torch import nn
 
 from .experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
 from .gemm import GemmChoice, plain_gemm
-from .linear import LowBitLayer, QuantLinear
+from .layer import LowBitLayer
+from .linear import QuantLinear
 from .names import base_model, checkpoint_modules
 from .scheme import (
     DEFAULT_IGNORE,
@@ -30,6 +32,7 @@ from .scheme import (
     single_group,
 )
 from .shards import shape_of
+from .store import LowBitStore
 
 
 # Attributes by transformers' `use_experts_implementation` of the layout that `QuantExperts.forward` computes.
@@ -43,14 +46,28 @@ MERGED_BY_ENGINES = (
 )
 
 
-class Matched(NamedTuple):
-    """A module to quantize."""
+@dataclass(frozen=True)
+class Matched:
+    """
+    A module to quantize.
 
-    name: str  # in a checkpoint
-    module: nn.Module  # a linear layer, peft's layer around one, or a module of experts
-    base: nn.Module  # owns the parameters: the layer under the adapter, if there is one
+    Attributes:
+        name: Its name in a checkpoint.
+        module: A linear layer, peft's layer around one, or a module of experts.
+        base: Owns the parameters: the layer under the adapter, if there is one.
+        scheme: How its weights are quantized.
+        weights: For each parameter the names of its linear layers in a checkpoint.
+    """
+
+    name: str
+    module: nn.Module
+    base: nn.Module
     scheme: QuantizationScheme
-    weights: dict[str, list[str]]  # for each parameter the names of its linear layers in a checkpoint
+    weights: dict[str, list[str]]
+
+    @property
+    def has_experts(self) -> bool:
+        return len(self.weights) > 1
 
 
 def apply_quantization(
@@ -68,7 +85,8 @@ def apply_quantization(
     Give the matching linear layers of `model` a low-bit forward with straight-through gradients; returns `model`.
 
     In a `PeftModel` a layer with a LoRA adapter quantizes its merged weight. Experts count as one linear layer per expert and
-    projection, with the names of the checkpoint.
+    projection, with the names of the checkpoint. The low-bit weights belong to `low_bit_store(model)`: in a training loop of your
+    own call its `follow(optimizer)`, so that it keeps them between steps.
 
     Args:
         model: Modified in place. Master weights keep their dtype. All names are those of the base model of a `PeftModel`.
@@ -84,41 +102,39 @@ def apply_quantization(
     Raises:
         ValueError: if a model, a layer, experts or an adapter cannot be quantized, or if nothing matches.
     """
-    if isinstance(scheme, QuantizationConfig):
+    is_plan = isinstance(scheme, QuantizationConfig)
+    if is_plan:
         plan = resolve_config(scheme)
     else:
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
+
     _check_model(model)
     layers = _match_layers(model, plan)
     _check_layers(model, layers, frozen)
+
+    store = LowBitStore(model)
     for layer in layers:
-        _low_bit_class(layer.module, frozen).convert(layer.module, layer.scheme, gemm, quantize_forward)
-    if not isinstance(scheme, QuantizationConfig):
+        low_bit_class = _low_bit_class(layer.module, frozen)
+        low_bit_class.convert(layer.module, layer.scheme, gemm, quantize_forward, store)
+
+    if not is_plan:
         plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
-    for parent in model.modules():
-        for names in MERGED_BY_ENGINES:
-            merged: list[Any] = [getattr(parent, name, None) for name in names]
-            for member in [] if None in merged else merged:
-                if isinstance(member, LowBitLayer) and has_global_scale(member.scheme):
-                    member.merged_with = tuple(other for other in merged if other is not member)
+    _tie_global_scales(model)
     return model
 
 
 def remove_quantization(model: nn.Module) -> nn.Module:
     """Give every low-bit layer of `model` its former class. Master weights do not change."""
-    for _, module in quantized_modules(model):
+    for _, module in list(quantized_modules(model)):
         module.restore()
     return model
 
 
 def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
     """The low-bit layers of `model` with their names, in module order."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LowBitLayer))
-
-
-def bypassed_layers(model: nn.Module) -> list[str]:
-    """Names of the layers whose low-bit forward never ran."""
-    return [name for name, layer in quantized_modules(model) if layer.quantized_forward and layer.gemm is None]
+    for name, module in model.named_modules():
+        if isinstance(module, LowBitLayer):
+            yield name, module
 
 
 def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:
@@ -126,11 +142,27 @@ def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:
         from .frozen import FrozenLinear  # imports peft
 
         return FrozenLinear
+
     if hasattr(module, "base_layer"):
         from .lora import LoraQuantLinear  # imports peft, which is optional
 
         return LoraQuantLinear
-    return QuantLinear if isinstance(module, nn.Linear) else QuantExperts
+
+    if isinstance(module, nn.Linear):
+        return QuantLinear
+    return QuantExperts
+
+
+def _tie_global_scales(model: nn.Module) -> None:
+    """Tell layers that an engine merges into one matrix, and that have a global scale, of each other."""
+    for parent in model.modules():
+        for names in MERGED_BY_ENGINES:
+            members: list[Any] = [getattr(parent, name, None) for name in names]
+            if None in members:
+                continue
+            for member in members:
+                if isinstance(member, LowBitLayer) and has_global_scale(member.scheme):
+                    member.merged_with = tuple(other for other in members if other is not member)
 
 
 # Which layers -------------------------------------------------------------------------------------------------------
@@ -142,51 +174,67 @@ def _match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
 
     Ignores containers, norms and activations that a wide pattern matches.
     """
-    experts, matched = dict(expert_modules(model)), []
+    experts = dict(expert_modules(model))
+    matched = []
     for name, module in checkpoint_modules(model):
         base = getattr(module, "base_layer", module)
         if not any(len(shape_of(param)) >= 2 for param in base.parameters(recurse=False)):
             continue
+
         if name in experts:
-            scheme, weights = _match_experts(name, module, plan)
+            weights = _expert_layers(name, module)
+            scheme = _scheme_of_experts(name, module, weights, plan)
         else:
-            scheme, weights = scheme_for(name, base, plan), {"weight": [name]}
+            weights = {"weight": [name]}
+            scheme = scheme_for(name, base, plan)
         if scheme is not None:
             matched.append(Matched(name, module, base, scheme, weights))
+
     groups = list(plan.config_groups.values())
-    empty = [group.targets for group in groups if not any(layer.scheme is group for layer in matched)]
+    used = [layer.scheme for layer in matched]
+    empty = [group.targets for group in groups if not any(group is scheme for scheme in used)]
     if empty or not groups:
         raise ValueError(f"targets={empty} must match a layer that is not in ignore={plan.ignore}, got none.")
     return matched
 
 
-def _match_experts(
-    name: str, module: nn.Module, plan: QuantizationConfig
-) -> tuple[QuantizationScheme | None, dict[str, list[str]]]:
+def _expert_layers(name: str, module: nn.Module) -> dict[str, list[str]]:
+    """For each parameter of a module of experts the names of its linear layers in a checkpoint; `ValueError` for another layout."""
+    layout = {key: getattr(module, key, None) for key in EXPERTS_LAYOUT}
+    parameters = [name for name, _ in module.named_parameters(recurse=False)]
+    if layout != EXPERTS_LAYOUT or parameters != [*PROJECTIONS]:
+        raise ValueError(
+            f"The experts {name!r} ({type(module).__name__}) must have the parameters {[*PROJECTIONS]} and {EXPERTS_LAYOUT}, got "
+            f"{parameters} and {layout}. Such a model needs quant_scheme='none'."
+        )
+    return {parameter: layer_names(name, module, parameter) for parameter in PROJECTIONS}
+
+
+def _scheme_of_experts(
+    name: str, module: nn.Module, weights: dict[str, list[str]], plan: QuantizationConfig
+) -> QuantizationScheme | None:
     """
     The scheme of a module of experts. Patterns match the linear layers that a checkpoint has instead of it.
 
     llm-compressor matches them too; in addition, an ignore pattern for the module or its class means all of it.
     """
-    layout = {key: getattr(module, key, None) for key in EXPERTS_LAYOUT}
-    params = [name for name, _ in module.named_parameters(recurse=False)]
-    if layout != EXPERTS_LAYOUT or params != [*PROJECTIONS]:
-        raise ValueError(
-            f"The experts {name!r} ({type(module).__name__}) must have the parameters {[*PROJECTIONS]} and {EXPERTS_LAYOUT}, got "
-            f"{params} and {layout}. Such a model needs quant_scheme='none'."
-        )
-    weights = {parameter: layer_names(name, module, parameter) for parameter in PROJECTIONS}
     if match_targets(name, module, plan.ignore or []):
-        return None, weights
+        return None
+
     linear = nn.Linear(1, 1, device="meta")
-    schemes = {layer: scheme_for(layer, linear, plan) for layers in weights.values() for layer in layers}
+    schemes = {}
+    for layers in weights.values():
+        for layer in layers:
+            schemes[layer] = scheme_for(layer, linear, plan)
+
     scheme = schemes[weights["down_proj"][0]]
-    if others := [layer for layer, other in schemes.items() if other is not scheme]:
+    others = [layer for layer, other in schemes.items() if other is not scheme]
+    if others:
         raise ValueError(
             f"All {len(schemes)} expert layers of {name!r} must have one scheme, because an engine runs them in one kernel, but "
             f"{others[0]!r} has another. Quantize them all alike, or ignore all of them with 're:.*experts.*'."
         )
-    return scheme, weights
+    return scheme
 
 
 # What is refused ----------------------------------------------------------------------------------------------------
@@ -196,51 +244,78 @@ def _check_model(model: nn.Module) -> None:
     """Refuse (`ValueError`) a model that is quantized already, or whose LoRA layers have no PeftModel."""
     if any(quantized_modules(model)):
         raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
+
     foreign = getattr(getattr(model, "config", None), "quantization_config", None)
     if foreign is not None:
         raise ValueError(
             f"The model is quantized already (quantization_config={foreign}), so it has no master weights. Start from the "
             "unquantized checkpoint, or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
         )
+
     if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
         raise ValueError("LoRA layers without a PeftModel: a sync would miss them. Use peft.get_peft_model.")
 
 
 def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
-    """Refuse (`ValueError`) other layers than linear ones and experts, tied weights, and sizes that groups or blocks do not divide."""
+    """Refuse (`ValueError`) layers that cannot be quantized, and adapters that cannot be merged."""
     if is_peft_model(model):
-        from .lora import check_adapters, check_lora_config
+        from .lora import check_adapters, check_lora_config  # imports peft, which is optional
 
         for config in model.peft_config.values():
             check_lora_config(config)
         check_adapters(base_model(model), {layer.name: layer.module for layer in layers})
+
     owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     for layer in layers:
-        # A subclass may have another forward, which the new class would silently drop.
-        if len(layer.weights) == 1 and type(layer.base) is not nn.Linear:
-            raise ValueError(f"{layer.name!r} must be nn.Linear or in quant_ignore, got {type(layer.base)}.")
-        # Checkpoints can store blocks padded at the edge, but engines that merge layers (q, k, v) cannot load them.
-        height, width = layer.scheme.weights.block_structure or (1, effective_group_size(layer.scheme) or 1)
-        for parameter, names in layer.weights.items():
-            weight = getattr(layer.base, parameter)
-            # A checkpoint stores a tied one once, either quantized or as an embedding.
-            if owners[id(weight)] > 1:
-                raise ValueError(f"Layer {layer.name!r} has a weight tied to another. Add it to `quant_ignore`.")
-            *stack, columns = shape_of(weight)
-            rows = math.prod(stack) // len(names)
-            if rows % height or columns % width:
-                raise ValueError(
-                    f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, which groups of {height} x {width} weights do "
-                    "not divide. Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), or "
-                    "another scheme."
-                )
-        if frozen and len(layer.weights) > 1:
-            raise ValueError(f"lora_base='frozen' needs linear layers, got the experts {layer.name!r}. Use 'merged'.")
-        if has_global_scale(layer.scheme) and (frozen or type(layer.module) is not nn.Linear):
-            raise ValueError(f"NVFP4A16 of {layer.name!r} does not go with LoRA or experts. Choose another scheme.")
+        _check_layer(layer, owners, frozen)
+
+
+def _check_layer(layer: Matched, owners: Counter[int], frozen: bool) -> None:
+    """
+    Refuse (`ValueError`) other layers than linear ones and experts, and what does not go with them.
+
+    Args:
+        layer: The layer.
+        owners: Number of modules that hold a parameter, by the parameter's `id`.
+        frozen: Whether the layer drops its weight.
+    """
+    # A subclass may have another forward, which the new class would silently drop.
+    if not layer.has_experts and type(layer.base) is not nn.Linear:
+        raise ValueError(f"{layer.name!r} must be nn.Linear or in quant_ignore, got {type(layer.base)}.")
+
+    for parameter, names in layer.weights.items():
+        weight = getattr(layer.base, parameter)
+        # A checkpoint stores a tied one once, either quantized or as an embedding.
+        if owners[id(weight)] > 1:
+            raise ValueError(f"Layer {layer.name!r} has a weight tied to another. Add it to `quant_ignore`.")
+        _check_sizes(names, weight, layer.scheme)
+
+    if frozen and layer.has_experts:
+        raise ValueError(f"lora_base='frozen' needs linear layers, got the experts {layer.name!r}. Use 'merged'.")
+
+    is_plain = type(layer.module) is nn.Linear
+    if has_global_scale(layer.scheme) and (frozen or not is_plain):
+        raise ValueError(f"NVFP4A16 of {layer.name!r} does not go with LoRA or experts. Choose another scheme.")
+
+
+def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme) -> None:
+    """
+    Refuse (`ValueError`) sizes that groups or blocks do not divide.
+
+    Checkpoints can store blocks padded at the edge, but engines that merge layers (q, k, v) cannot load them.
+    """
+    height, width = scheme.weights.block_structure or (1, effective_group_size(scheme) or 1)
+    *stack, columns = shape_of(weight)
+    rows = math.prod(stack) // len(names)
+    if rows % height or columns % width:
+        raise ValueError(
+            f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, which groups of {height} x {width} weights do "
+            "not divide. Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), or "
+            "another scheme."
+        )
 
 
 def check_shardable(plan: QuantizationConfig) -> None:
     """Refuse (`ValueError`) a `plan` with layers that cannot be sharded."""
-    if any(map(has_global_scale, plan.config_groups.values())):
+    if any(has_global_scale(scheme) for scheme in plan.config_groups.values()):
         raise ValueError("NVFP4A16's global scale needs whole q, k, v. FSDP and ZeRO-3 shard them: use DDP, or W4A16.")

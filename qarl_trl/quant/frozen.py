@@ -14,39 +14,56 @@ import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 
-from .linear import LowBitLayer
+from .layer import LowBitLayer
 from .lora import LoraQuantLinear, check_adapters, factor_gradients
 from .names import base_model, checkpoint_modules, plain_name
 from .quantize import LowBitWeight, quantize_weight
 from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
+from .store import low_bit_store
 
 
 class AdapterMatmul(torch.autograd.Function):
     """
-    Computes `s B (A x)` `(..., out)` from `x` `(..., in)`, A `(r, in)` and B `(out, r)`. Rounds to bfloat16 where vLLM's LoRA kernels do.
+    Computes `s B (A x)`, and rounds to bfloat16 where vLLM's LoRA kernels do.
 
     On a CPU the result has the same bits as vLLM's (`vllm.lora.ops.torch_ops`): `A x` is a separate float32 sum for each token.
     vLLM copies A for each token, this function does not.
+
+    Args of `apply`:
+        x: `(..., in)`.
+        lora_A: A, `(r, in)`.
+        lora_B: B, `(out, r)`.
+        scaling: s.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
-        ctx.dtype, ctx.scaling, x = x.dtype, scaling, x.to(MASTER_CAST_DTYPE)
-        ctx.save_for_backward(x, lora_A, lora_B)
-        (used_A, used_B), rows = synced(lora_A, lora_B, scaling), x.flatten(0, -2)
+        cast = x.to(MASTER_CAST_DTYPE)
+        ctx.input_dtype = x.dtype
+        ctx.scaling = scaling
+        ctx.save_for_backward(cast, lora_A, lora_B)
+
+        used_A, used_B = synced(lora_A, lora_B, scaling)
+        rows = cast.flatten(0, -2)
         if x.device.type == "cpu":
-            inner = torch.einsum("bi,boi->bo", rows.float(), used_A.float().expand(len(rows), -1, -1)).to(x.dtype)
+            inner = torch.einsum("bi,boi->bo", rows.float(), used_A.float().expand(len(rows), -1, -1)).to(cast.dtype)
         else:
             inner = rows @ used_A.t()
-        return (inner @ used_B.t()).view(*x.shape[:-1], -1).to(ctx.dtype)
+
+        output = inner @ used_B.t()
+        return output.view(*x.shape[:-1], -1).to(ctx.input_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, lora_A, lora_B = ctx.saved_tensors
         used_A, used_B = (factor.to(grad.dtype) for factor in synced(lora_A, lora_B, ctx.scaling))
-        rows = grad.flatten(0, -2), x.flatten(0, -2).to(grad.dtype)
-        return (grad @ used_B) @ used_A, *factor_gradients(ctx.scaling, *rows, lora_A, lora_B), None
+
+        grad_x = (grad @ used_B) @ used_A
+        grad_rows = grad.flatten(0, -2)
+        x_rows = x.flatten(0, -2).to(grad.dtype)
+        grad_A, grad_B = factor_gradients(ctx.scaling, grad_rows, x_rows, lora_A, lora_B)
+        return grad_x, grad_A, grad_B, None
 
 
 def synced(lora_A: Tensor, lora_B: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -55,42 +72,54 @@ def synced(lora_A: Tensor, lora_B: Tensor, scaling: float) -> tuple[Tensor, Tens
 
     vLLM also scales B after the cast to bfloat16, so it serves a saved adapter with the same numbers.
     """
-    return lora_A.detach().to(MASTER_CAST_DTYPE), lora_B.detach().to(MASTER_CAST_DTYPE) * scaling
+    used_A = lora_A.detach().to(MASTER_CAST_DTYPE)
+    used_B = lora_B.detach().to(MASTER_CAST_DTYPE) * scaling
+    return used_A, used_B
 
 
 class FrozenLinear(LowBitLayer, nn.Linear):
-    """`nn.Linear` with constant low-bit tensors instead of a weight parameter."""
+    """
+    `nn.Linear` with constant low-bit tensors instead of a weight parameter.
 
-    held: LowBitWeight  # on the meta device until a checkpoint is read
+    Attributes:
+        frozen_weight: The low-bit tensors, on the meta device until a checkpoint is read.
+    """
+
+    frozen_weight: LowBitWeight
 
     @classmethod
     def convert(cls, module: Any, *args: Any) -> None:
         super().convert(module, *args)
-        module.held = quantize_weight(module.weight.to("meta"), module.scheme)
+        module.frozen_weight = quantize_weight(module.weight.to("meta"), module.scheme)
         module.weight = None
+
+    def weight_names(self) -> tuple[str, ...]:
+        return ("weight",)
+
+    def sources_of(self, name: str) -> tuple[str, ...]:
+        return ()
 
     @property
     def qweight(self) -> Tensor:
         """peft reads this attribute to find an adapter's device. It holds bytes, so peft does not change the adapter's dtype."""
-        return self.held.quantized.view(torch.uint8)
-
-    def low_bit(self) -> LowBitWeight:
-        return self.held
+        return self.frozen_weight.quantized.view(torch.uint8)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._multiply(input, self.low_bit, self._get_gemm(input.device), bias=self.bias)
+        return self.multiply(input, "weight", self.choose_gemm(input.device), bias=self.bias)
 
-    def hold_on(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move the low-bit tensors to `device`; they keep their dtypes."""
-        data = {name: tensor.to(device) for name, tensor in self.held.data.items()}
-        self.held = replace(self.held, data=data, prepared={})
+        data = {name: tensor.to(device) for name, tensor in self.frozen_weight.data.items()}
+        self.frozen_weight = replace(self.frozen_weight, data=data, prepared={})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
-        device = fn(torch.empty(0, device=self.held.quantized.device)).device
-        # accelerate moves a model to the meta device before FSDP2 shards its parameters; `held` is no parameter.
+
+        probe = torch.empty(0, device=self.frozen_weight.quantized.device)
+        device = fn(probe).device
+        # accelerate moves a model to the meta device before FSDP2 shards its parameters; the low-bit tensors are no parameters.
         if device.type != "meta":
-            self.hold_on(device)
+            self.move_to(device)
         return self
 
 
@@ -99,34 +128,54 @@ class AdaptedLinear(lora.Linear):
 
     adapter = LoraQuantLinear.adapter
 
-    def factors(self) -> tuple[Tensor, Tensor, float]:  # A, B and scaling of the active adapter
-        return self.lora_A[self.adapter].weight, self.lora_B[self.adapter].weight, self.scaling[self.adapter]
+    def factors(self) -> tuple[Tensor, Tensor, float]:
+        """A, B and scaling of the active adapter."""
+        name = self.adapter
+        return self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
 
     # Takes no other arguments of peft's, as in `LoraQuantLinear`.
     def forward(self, x: Tensor) -> Tensor:
         y = self.base_layer(x)
         if not self.adapter:
             return y
+
         with torch.autocast(x.device.type, enabled=False):
             return y + AdapterMatmul.apply(x, *self.factors()).to(y.dtype)
 
 
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the active adapter from [`synced`], by their names in peft's files. `RuntimeError` if it is disabled."""
+    """
+    The tensors of the active adapter, as the engine gets them ([`synced`]), by their names in peft's files.
+
+    Raises:
+        RuntimeError: if the adapter is disabled.
+    """
     for name, layer in model.named_modules():
-        if isinstance(layer, AdaptedLinear):
-            if not layer.adapter:
-                raise RuntimeError("The adapter is disabled: the engine would sample from the base model. Enable it.")
-            names = (f"{plain_name(name)}.{factor}.weight" for factor in ("lora_A", "lora_B"))
-            lora_A, lora_B, scaling = layer.factors()
-            yield from zip(names, synced(whole(lora_A), whole(lora_B), scaling), strict=True)
+        if not isinstance(layer, AdaptedLinear):
+            continue
+        if not layer.adapter:
+            raise RuntimeError("The adapter is disabled: the engine would sample from the base model. Enable it.")
+
+        lora_A, lora_B, scaling = layer.factors()
+        used_A, used_B = synced(whole(lora_A), whole(lora_B), scaling)
+        yield f"{plain_name(name)}.lora_A.weight", used_A
+        yield f"{plain_name(name)}.lora_B.weight", used_B
 
 
 def align_adapters(model: nn.Module) -> None:
-    """Make the adapters of frozen layers in a `PeftModel` round as the engine does. `ValueError` if one is on another layer."""
-    modules = checkpoint_modules(model)
-    frozen = {name: m for name, m in modules if isinstance(getattr(m, "base_layer", m), FrozenLinear)}
+    """
+    Make the adapters of frozen layers in a `PeftModel` round as the engine does, and its store name tensors from it on.
+
+    Raises:
+        ValueError: if an adapter is on a layer that is not frozen.
+    """
+    frozen = {}
+    for name, module in checkpoint_modules(model):
+        if isinstance(getattr(module, "base_layer", module), FrozenLinear):
+            frozen[name] = module
     check_adapters(base_model(model), frozen)
+
     for layer in frozen.values():
         if type(layer) is lora.Linear:
             layer.__class__ = AdaptedLinear
+    low_bit_store(model).attach(model)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .quantize import LowBitWeight
-from .shards import own_rows, unit_of, whole
+from .shards import local_rows, unit_of, whole
 
 
 _aten = torch.ops.aten
@@ -34,24 +34,31 @@ def gathers_quantized(shape: Sequence[int], ranks: int, scheme: QuantizationSche
 class MasterShard(Tensor):
     """
     A master weight (whole, or the rows of this process) whose quantized values FSDP2 gathers; otherwise it behaves as `plain`.
+
+    Attributes:
+        plain: The ordinary tensor in the same memory.
+        parameter: Its name in its module, a `LowBitLayer`.
     """
 
-    plain: Tensor  # the ordinary tensor in the same memory
-    parameter: str  # its name in its module, a `LowBitLayer`
+    plain: Tensor
+    parameter: str
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, plain: Tensor, parameter: str) -> MasterShard:
         master = Tensor._make_subclass(cls, plain)
-        master.plain, master.parameter = plain, parameter
+        master.plain = plain
+        master.parameter = parameter
         return master
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         plain_args, plain_kwargs = tree_map_only(cls, cls._same_memory, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
+
         # accelerate moves parameters to the meta device before it shards them.
-        if func in _SAME_KIND or (func is _aten._to_copy.default and result.is_meta):
+        moved_to_meta = func is _aten._to_copy.default and result.is_meta
+        if func in _SAME_KIND or moved_to_meta:
             return cls(result, args[0].parameter)
         return result
 
@@ -78,12 +85,14 @@ class MasterShard(Tensor):
         """
         if not gathers_quantized(outer_size, mesh.size(), module.scheme):
             raise RuntimeError(
-                f"Quantized values of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes. Shard the model "
-                "with as many as `gather_quantized` was told."
+                f"Quantized values of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes. Shard the "
+                "model with as many as `gather_quantized` was told."
             )
-        own = module.own_low_bit(self.parameter)
+
+        rows = module.store.rows_of(module, self.parameter)
         # Before the gather the module's parameter is the `DTensor` of all shards, which `whole_weights` may need later.
-        return tuple(own.data.values()), (own, outer_size, getattr(module, self.parameter))
+        sharded = getattr(module, self.parameter)
+        return tuple(rows.data.values()), (rows, outer_size, sharded)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: GatheredWeight | None = None
@@ -93,12 +102,12 @@ class MasterShard(Tensor):
 
         FSDP2 owns the memory of `outputs` and frees it after each forward and backward; so we return no inner tensors to free.
         """
-        own, size, shard = metadata
-        weight = LowBitWeight(dict(zip(own.data, outputs, strict=True)), own.scheme)
+        rows, size, sharded = metadata
+        weight = LowBitWeight(dict(zip(rows.data, outputs, strict=True)), rows.scheme)
         if out is not None:
-            out.held[:] = weight, shard
+            out.content[:] = (weight, sharded)
             return None
-        return GatheredWeight(size, dtype, outputs[0].device, [weight, shard]), ()
+        return GatheredWeight(size, dtype, outputs[0].device, [weight, sharded]), ()
 
 
 class GatheredWeight(Tensor):
@@ -106,24 +115,36 @@ class GatheredWeight(Tensor):
     Placeholder parameter that holds packed weights: the leaf for the gradient of the whole weight, which no process has.
 
     Any operation on it is an error. An ordinary tensor without memory would crash, or compute with garbage.
+
+    Attributes:
+        content: The low-bit weight, and the `DTensor` of its master weights. A list, so that tensors which autograd and FSDP2 detach
+            from the parameter share its content.
     """
 
-    # The low-bit weight, and the `DTensor` of its master weights. A list, so that tensors which autograd and FSDP2 detach from the
-    # parameter share its content.
-    held: list[Any]
+    content: list[Any]
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device, held: list[Any]) -> GatheredWeight:
+    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device, content: list[Any]) -> GatheredWeight:
         weight = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
-        weight.held = held
+        weight.content = content
         return weight
+
+    @property
+    def low_bit(self) -> LowBitWeight:
+        """The low-bit weight, whole."""
+        return self.content[0]
+
+    @property
+    def sharded(self) -> DTensor:
+        """The master weights."""
+        return self.content[1]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         weight = args[0]
         if func in (_aten.detach.default, _aten.as_strided.default):
-            return cls(weight.shape, weight.dtype, weight.device, weight.held)
+            return cls(weight.shape, weight.dtype, weight.device, weight.content)
         if func is _aten.zeros_like.default:
             return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         raise RuntimeError(
@@ -140,18 +161,25 @@ def is_packed(weight: Tensor) -> bool:
 
 def gather_quantized(layers: Iterable[Any], ranks: int, device: torch.device) -> None:
     """
-    Make FSDP2 gather quantized values for `layers` (`LowBitLayer`s). Call it before FSDP2 shards them for `ranks` processes.
+    Make FSDP2 gather quantized values for `layers`. Call it before FSDP2 shards them.
 
-    FSDP2 still gathers whole weights for layers with an adapter, for master weights that are not float32, where processes have unequal
-    or dependent rows, and where the gemm on `device` keeps its own form of the quantized values.
+    FSDP2 still gathers whole weights for layers with an adapter, for master weights that are not float32, where processes have
+    unequal or dependent rows, and where the gemm keeps its own form of the quantized values.
+
+    Args:
+        layers: `LowBitLayer`s.
+        ranks: Number of processes that will share a copy of the weights.
+        device: Where the forward will run.
     """
     for layer in layers:
         if not layer.quantized_forward or layer.gemm_for(layer.scheme, device).prepares:
             continue
+
         for name, weight in list(layer.named_parameters(recurse=False)):
             # accelerate replaces master weights of another dtype, by `param.data = ...`.
-            plain = type(weight) is nn.Parameter and weight.dtype == torch.float32
-            if name in layer.packed_parameters and plain and gathers_quantized(weight.shape, ranks, layer.scheme):
+            is_plain = type(weight) is nn.Parameter and weight.dtype == torch.float32
+            can_gather = name in layer.packed_parameters and gathers_quantized(weight.shape, ranks, layer.scheme)
+            if is_plain and can_gather:
                 master = MasterShard(weight.detach(), name)
                 setattr(layer, name, nn.Parameter(master, requires_grad=weight.requires_grad))
         layer.register_load_state_dict_pre_hook(_load_packed)
@@ -160,12 +188,16 @@ def gather_quantized(layers: Iterable[Any], ranks: int, device: torch.device) ->
 @torch.no_grad()
 def _load_packed(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Make a `MasterShard` of each shard that replaces one (`assign=True`, as accelerate loads)."""
-    for name, own in module.named_parameters(recurse=False):
-        given = state_dict.get(prefix + name)
-        if isinstance(given, DTensor) and is_packed(own):
-            packed, mesh, placements = MasterShard(own_rows(given), name), given.device_mesh, given.placements
-            size, stride = given.shape, given.stride()
-            state_dict[prefix + name] = DTensor.from_local(packed, mesh, placements, shape=size, stride=stride)
+    for name, present in module.named_parameters(recurse=False):
+        loaded = state_dict.get(prefix + name)
+        if isinstance(loaded, DTensor) and is_packed(present):
+            state_dict[prefix + name] = DTensor.from_local(
+                MasterShard(local_rows(loaded), name),
+                loaded.device_mesh,
+                loaded.placements,
+                shape=loaded.shape,
+                stride=loaded.stride(),
+            )
 
 
 @contextmanager
@@ -175,8 +207,12 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
 
     Collective. The master weights get no gradient from them.
     """
-    gathered = {name: w for name, w in module.named_parameters(recurse=False) if isinstance(w, GatheredWeight)}
-    vars(module).update({name: whole(weight.held[1]) for name, weight in gathered.items()})  # found before parameters
+    gathered = {}
+    for name, weight in module.named_parameters(recurse=False):
+        if isinstance(weight, GatheredWeight):
+            gathered[name] = whole(weight.sharded)
+
+    vars(module).update(gathered)  # an attribute comes before a parameter of that name
     try:
         yield
     finally:

@@ -38,64 +38,92 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def quantize_shards(weight: DTensor, scheme: QuantizationScheme, own: LowBitWeight | None = None) -> LowBitWeight:
+def quantize_shards(weight: DTensor, scheme: QuantizationScheme, rows: LowBitWeight | None = None) -> LowBitWeight:
     """
     `quantize_weight` of a whole sharded weight. Collective: every process must call it.
 
     If several processes hold rows that depend on each other (blocks, words of zero points, a global scale), it gathers the weight
     itself, in bfloat16: the result is the same, but more bytes move.
 
-    `weight` is `(out, in)`, or for experts `(experts, out, in)`; `own` is the result of `quantize_own`. Raises the `ValueError` of
-    `quantize_weight` in the process that holds the rows; the launcher then ends the others.
+    Args:
+        weight: `(out, in)`, or for experts `(experts, out, in)`.
+        scheme: How it is quantized.
+        rows: The result of `quantize_rows`, if it is there already.
+
+    Raises:
+        ValueError: that of `quantize_weight`, in the process that holds the rows; the launcher then ends the others.
     """
     unit = _unit(weight, scheme)
     if unit is None:
         return quantize_weight(whole(weight).flatten(0, -2), scheme)
-    part = quantize_own(weight, scheme) if own is None else own
-    units = part.shape[0] // (unit * math.prod(weight.shape[1:-1]))
+
+    if rows is None:
+        rows = quantize_rows(weight, scheme)
+    units_here = rows.shape[0] // (unit * math.prod(weight.shape[1:-1]))
+    # A process without rows quantized one unit of zeros, which it must not send.
+    units_sent = len(local_rows(weight)) // unit
+
     tensors = {}
-    for name, tensor in part.data.items():
+    for name, tensor in rows.data.items():
         # As bytes, because some collectives do not support float8; one row per unit.
-        rows = tensor.reshape(units, -1).view(torch.uint8)[: len(own_rows(weight)) // unit]
-        size = torch.Size((len(weight) // unit, rows.shape[1]))
-        placed = DTensor.from_local(rows, weight.device_mesh, weight.placements, shape=size, stride=(size[1], 1))
+        sent = tensor.reshape(units_here, -1).view(torch.uint8)[:units_sent]
+        size = torch.Size((len(weight) // unit, sent.shape[1]))
+        placed = DTensor.from_local(sent, weight.device_mesh, weight.placements, shape=size, stride=(size[1], 1))
         gathered = placed.full_tensor().clone()  # with unequal shards it is a part of a larger tensor
         tensors[name] = gathered.view(tensor.dtype).view(-1, tensor.shape[1])
     return LowBitWeight(tensors, scheme)
 
 
 @torch.no_grad()
-def quantize_own(weight: DTensor, scheme: QuantizationScheme) -> LowBitWeight:
+def quantize_rows(weight: DTensor, scheme: QuantizationScheme) -> LowBitWeight:
     """The low-bit rows of this process, or a unit of zeros if it has none; arguments and conditions as for `quantize_shards`."""
-    own = own_rows(weight)
-    if not len(own):
-        return quantize_weight(own.new_zeros(cast(int, _unit(weight, scheme)), *own.shape[1:]).flatten(0, -2), scheme)
-    return quantize_weight(own.flatten(0, -2), scheme)
+    rows = local_rows(weight)
+    if not len(rows):
+        unit = cast(int, _unit(weight, scheme))
+        rows = rows.new_zeros(unit, *rows.shape[1:])
+    return quantize_weight(rows.flatten(0, -2), scheme)
 
 
 @torch.no_grad()
-def own_rows(weight: DTensor) -> Tensor:
+def local_rows(weight: DTensor) -> Tensor:
     """The part of a sharded weight in this process, as an ordinary tensor."""
-    own = weight.to_local().detach()
-    return getattr(own, "plain", own)  # a `MasterShard` has it
+    rows = weight.to_local().detach()
+    return getattr(rows, "plain", rows)  # a `MasterShard` has it
 
 
 def unit_of(shape: Sequence[int], ranks: int, scheme: QuantizationScheme) -> int | None:
     """
-    Number of entries of the first dimension of `shape` in one unit, which is quantized independently.
+    Number of entries of the first dimension of a weight in one unit, which is quantized independently.
 
-    `None` if a unit would span several of the `ranks` processes that share the dimension.
+    Args:
+        shape: Of the whole weight.
+        ranks: Number of processes that share the first dimension.
+        scheme: How the weight is quantized.
+
+    Returns:
+        `None` if a unit would span several processes.
     """
-    rows, together = math.prod(shape[1:-1]), rows_together(scheme)
+    if has_global_scale(scheme):
+        return None
+
+    rows = math.prod(shape[1:-1])  # in one entry of the first dimension
+    together = rows_together(scheme)
     unit = max(1, together // rows)
-    most = math.ceil(shape[0] / ranks)  # in each process, except the last ones
-    if has_global_scale(scheme) or shape[0] % unit or most % unit or unit * rows % together:
+    if unit * rows % together:
+        return None
+
+    most_entries = math.ceil(shape[0] / ranks)  # in each process, except the last ones
+    if shape[0] % unit or most_entries % unit:
         return None
     return unit
 
 
 def _unit(weight: DTensor, scheme: QuantizationScheme) -> int | None:
-    cut = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
-    if len(cut) != 1 or weight.placements[cut[0]] != Shard(0):
+    sharded_over = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if len(sharded_over) != 1:
         return None
-    return unit_of(weight.shape, weight.device_mesh.size(cut[0]), scheme)
+
+    (dim,) = sharded_over
+    if weight.placements[dim] != Shard(0):
+        return None
+    return unit_of(weight.shape, weight.device_mesh.size(dim), scheme)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -22,7 +22,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from .convert import apply_quantization, quantized_modules
 from .gemm import GemmChoice, plain_gemm
@@ -36,7 +36,14 @@ _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_fil
 
 @dataclass(frozen=True)
 class QuantizedSource:
-    """A compressed-tensors checkpoint on disk: its name as the user wrote it, its folder, and what its `config.json` says."""
+    """
+    A compressed-tensors checkpoint on disk.
+
+    Attributes:
+        name: Its name as the user wrote it.
+        folder: Where its files are.
+        config: What its `config.json` says of the quantization.
+    """
 
     name: str
     folder: Path
@@ -45,71 +52,102 @@ class QuantizedSource:
     @cached_property
     def tensors(self) -> dict[str, Any]:
         """The names of all tensors, each with the open file that holds it."""
-        found: dict[str, Any] = {}
-        for file in sorted(self.folder.glob("model*.safetensors")):
+        files: dict[str, Any] = {}
+        for path in sorted(self.folder.glob("model*.safetensors")):
             try:
-                content = safe_open(file, framework="pt")
+                file = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise self._broken(f"{file.name} cannot be read ({error})") from error
-            found |= dict.fromkeys(content.keys(), content)
-        return found
+                raise self.broken(f"{path.name} cannot be read ({error})") from error
+            files |= dict.fromkeys(file.keys(), file)
+        return files
 
     @cached_property
     def layers(self) -> dict[str, QuantizationScheme]:
         """The layers stored in low bits, with their schemes."""
+        low_bit = set()
+        for name in self.tensors:
+            layer, _, local = name.rpartition(".")
+            if local in ("weight_packed", "weight_scale"):
+                low_bit.add(layer)
+
         linear = nn.Linear(1, 1, device="meta")
-        names = (name.rpartition(".") for name in sorted(self.tensors))
-        low_bit = {layer for layer, _, local in names if local in ("weight_packed", "weight_scale")}
-        found = {layer: scheme_for(layer, linear, self.config) for layer in sorted(low_bit)}
-        if not all(found.values()):
-            raise self._broken("it has layers in low bits, or without weights, that quantization_config does not have")
-        return found
+        schemes = {layer: scheme_for(layer, linear, self.config) for layer in sorted(low_bit)}
+        if not all(schemes.values()):
+            raise self.broken("it has layers in low bits, or without weights, that quantization_config does not have")
+        return schemes
 
     def plan(self) -> QuantizationConfig:
         """`config` for the learner, which rounds to nearest, whatever method found the checkpoint's quantized values."""
         plan = self.config.model_copy(deep=True)
         for group in plan.config_groups.values():
-            group.weights.actorder = group.weights.observer = None
+            group.weights.actorder = None
+            group.weights.observer = None
         return plan
 
     def dense(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the unquantized model (low bits decompressed), in the stored dtype; no weights of layers in `without`."""
+        """
+        The tensors of the unquantized model, in the stored dtype: low bits are decompressed.
+
+        Args:
+            without: Layers whose weights are left out; their biases are not.
+        """
         for layer in self.layers.keys() - without:
             yield f"{layer}.weight", self._decompressed(layer)["weight"]
+
+        not_plain = {*self.layers, *without}
         for name in self.tensors:
             layer, _, local = name.rpartition(".")
-            if layer not in {*self.layers, *without} or local == "bias":
+            if layer not in not_plain or local == "bias":
                 yield name, self._read(name)
 
-    def low_bit(self, layer: str, meta: LowBitWeight) -> LowBitWeight:
-        """A layer's low-bit tensors as stored. In an unquantized checkpoint, the layer's weight is quantized."""
-        if not self.layers:
-            return quantize_weight(self._read(f"{layer}.weight"), meta.scheme)
-        return LowBitWeight({local: self._read(f"{layer}.{local}") for local in meta.data}, meta.scheme)
+    def low_bit(self, layer: str, empty: LowBitWeight) -> LowBitWeight:
+        """
+        A layer's low-bit tensors as stored. In an unquantized checkpoint, the layer's weight is quantized.
 
-    def check_stored(self, layer: str, meta: LowBitWeight) -> None:
-        """Refuse (`ValueError`) a layer whose stored tensors differ from `meta` in dtype or shape, or have a group order."""
+        Args:
+            layer: Its name.
+            empty: The weight on the meta device, with the scheme and the names of the tensors.
+        """
+        if not self.layers:
+            return quantize_weight(self._read(f"{layer}.weight"), empty.scheme)
+
+        data = {local: self._read(f"{layer}.{local}") for local in empty.data}
+        return LowBitWeight(data, empty.scheme)
+
+    def check_stored(self, layer: str, empty: LowBitWeight) -> None:
+        """Refuse (`ValueError`) a layer whose stored tensors differ from `empty` in dtype or shape, or have a group order."""
         if not self.layers:
             return
-        parts = {local: self._file(f"{layer}.{local}").get_slice(f"{layer}.{local}") for local in meta.data}
-        found = {local: (part[:0].dtype, *part.get_shape()) for local, part in parts.items()}
-        needed = {local: (tensor.dtype, *tensor.shape) for local, tensor in meta.data.items()}
-        if found != needed or f"{layer}.weight_g_idx" in self.tensors:
+
+        stored = {}
+        for local in empty.data:
+            tensor = self._file(f"{layer}.{local}").get_slice(f"{layer}.{local}")
+            stored[local] = (tensor[:0].dtype, *tensor.get_shape())
+        needed = {local: (tensor.dtype, *tensor.shape) for local, tensor in empty.data.items()}
+
+        if stored != needed or f"{layer}.weight_g_idx" in self.tensors:
             raise ValueError(
-                f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, got {found}, or actorder: group. Use 'merged', "
-                "or quantize it again (dtype bfloat16, actorder: static)."
+                f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, got {stored}, or actorder: group. Use "
+                "'merged', or quantize it again (dtype bfloat16, actorder: static)."
             )
 
     def _decompressed(self, layer: str) -> dict[str, Tensor]:
+        """The tensors of a layer as compressed-tensors decompresses them, among them `weight`."""
         scheme = self.layers[layer]
         stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
         compressor = BaseCompressor.get_value_from_registry(stored_as.value)
         stored = {local: self._read(f"{layer}.{local}") for local in compressor.compression_param_names(scheme)}
-        shape = stored["weight_shape"].tolist() if "weight_shape" in stored else LowBitWeight(stored, scheme).shape
-        needed = {local: tuple(tensor.shape) for local, tensor in meta_tensors(scheme, *shape).items()}
-        for local in stored.keys() & needed.keys():
-            if (found := tuple(stored[local].shape)) != needed[local]:  # decompression would silently broadcast some
-                raise self._broken(f"{layer}.{local} must have shape {needed[local]}, got {found}")
+
+        if "weight_shape" in stored:
+            shape = tuple(stored["weight_shape"].tolist())
+        else:
+            shape = LowBitWeight(stored, scheme).shape
+        # Decompression would silently broadcast some wrong shapes.
+        for local, needed in meta_tensors(scheme, *shape).items():
+            if local in stored and stored[local].shape != needed.shape:
+                raise self.broken(
+                    f"{layer}.{local} must have shape {tuple(needed.shape)}, got {tuple(stored[local].shape)}"
+                )
         return compressor.decompress(stored, scheme)
 
     def _read(self, name: str) -> Tensor:
@@ -117,35 +155,45 @@ class QuantizedSource:
 
     def _file(self, name: str) -> Any:
         if name not in self.tensors:
-            raise self._broken(f"{name} is missing")
+            raise self.broken(f"{name} is missing")
         return self.tensors[name]
 
-    def _broken(self, what: str) -> ValueError:
+    def broken(self, what: str) -> ValueError:
+        """The error to raise for a checkpoint in which something is wrong."""
         return ValueError(f"The quantized checkpoint {self.name} is incomplete or damaged: {what}. Download it again.")
 
 
 def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs: Any) -> QuantizedSource | None:
     """
-    The checkpoint `name` if it is quantized, otherwise `None`; `kwargs` are those of `from_pretrained`.
+    The checkpoint `name` if it is quantized, otherwise `None`. Reads only `config.json` (from the Hub: downloads all files).
 
-    With a `plan`, this also returns an unquantized checkpoint. Reads only `config.json` (from the Hub: downloads all files). `ValueError`
-    if it is quantized by another method, or has a transform_config.
+    Args:
+        name: A folder or a Hub id.
+        plan: With a plan this also returns an unquantized checkpoint.
+        kwargs: Those of `from_pretrained`.
+
+    Raises:
+        ValueError: if it is quantized by another method, or has a transform_config.
     """
-    raw = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", plan)
-    if raw is None:
+    quantization = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", plan)
+    if quantization is None:
         return None
-    raw = raw if isinstance(raw, dict) else raw.to_dict()
-    if raw.get("quant_method") != "compressed-tensors" or raw.get("transform_config"):
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+
+    if quantization.get("quant_method") != "compressed-tensors" or quantization.get("transform_config"):
         raise ValueError(
             f"{name} must be quantized by compressed-tensors without a transform_config (rotations that only the engine would "
-            f"apply), got quantization_config={raw}. Start from the unquantized model, or see examples/llmcompressor."
+            f"apply), got quantization_config={quantization}. Start from the unquantized model, or see examples/llmcompressor."
         )
-    folder, inner = Path(name), kwargs.get("subfolder") or ""
+
+    folder = Path(name)
+    subfolder = kwargs.get("subfolder") or ""
     if not folder.is_dir():
-        hub = {key: value for key, value in kwargs.items() if key in _HUB_ARGUMENTS}
-        patterns = [str(Path(inner, kind)) for kind in ("*.safetensors", "*.json")]
-        folder = Path(snapshot_download(name, allow_patterns=patterns, **hub))
-    return QuantizedSource(name, folder / inner, QuantizationConfig.model_validate(raw))
+        hub_arguments = {key: value for key, value in kwargs.items() if key in _HUB_ARGUMENTS}
+        patterns = [str(Path(subfolder, kind)) for kind in ("*.safetensors", "*.json")]
+        folder = Path(snapshot_download(name, allow_patterns=patterns, **hub_arguments))
+    return QuantizedSource(name, folder / subfolder, QuantizationConfig.model_validate(quantization))
 
 
 def load_master_weights(
@@ -158,49 +206,93 @@ def load_master_weights(
     **kwargs: Any,
 ) -> PreTrainedModel:
     """
-    Load a compressed-tensors checkpoint, by its folder or Hub id, as an unquantized model on the CPU.
+    Load a compressed-tensors checkpoint as an unquantized model on the CPU.
 
-    `dtype` is the master weights' dtype (`"auto"`: the checkpoint's), `architecture` the model class (default: that in `config.json`);
-    `kwargs` are arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's config.
+    Args:
+        name: Its folder or Hub id.
+        dtype: Dtype of the master weights; `"auto"`: the checkpoint's.
+        architecture: The model class; default: that in `config.json`.
+        freeze: A plan whose layers become [`~qarl_trl.quant.frozen.FrozenLinear`]s with the stored low-bit tensors (an unquantized
+            checkpoint is quantized by layer). All else is bfloat16.
+        gemm: For frozen layers, see [`~qarl_trl.quant.apply_quantization`].
+        kwargs: Arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's config.
 
-    With a plan in `freeze`, its layers become [`~qarl_trl.quant.frozen.FrozenLinear`]s with the stored low-bit tensors (an unquantized
-    checkpoint is quantized by layer); all else is bfloat16. `ValueError` if it is not quantized, lacks a tensor, or cannot be frozen.
+    Raises:
+        ValueError: if it is not quantized, lacks a tensor, or cannot be frozen.
     """
-    source, frozen = quantized_source(name, freeze, **kwargs), set[str]()
+    source = quantized_source(name, freeze, **kwargs)
     if source is None:
         raise ValueError(f"{name} is not quantized. Use from_pretrained.")
+
     config, settings = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
     vars(config).pop("quantization_config", None)
     if architecture is None:
-        architecture = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    if freeze is not None:
+        known = (config.architectures or [""])[0]
+        architecture = getattr(transformers, known, transformers.AutoModelForCausalLM)
+    settings["trust_remote_code"] = kwargs.get("trust_remote_code", False)
 
-        class Frozen(architecture):
-            def __init__(self, *args: Any, **settings: Any) -> None:
-                super().__init__(*args, **settings)
-                apply_quantization(self, freeze, gemm=gemm, frozen=True)
+    if freeze is None:
+        model = _from_tensors(architecture, source, config, dtype, frozen=(), **settings)
+    else:
+        model = _load_frozen(architecture, source, config, freeze, gemm, **settings)
 
-        with torch.device("meta"):
-            layers: dict[str, Any] = dict(quantized_modules(Frozen(config)))
-        for layer_name, layer in layers.items():
-            source.check_stored(layer_name, layer.held)
-        frozen = set(layers)
-    model, report = (Frozen if frozen else architecture).from_pretrained(
-        None,
-        config=config,
-        state_dict=dict(source.dense(without=frozen)),
-        dtype=MASTER_CAST_DTYPE if frozen else dtype,
-        trust_remote_code=kwargs.get("trust_remote_code", False),
-        output_loading_info=True,
-        **settings,
-    )
-    model.__class__ = architecture
-    for layer_name, layer in cast(Any, quantized_modules(model)):
-        layer.held = source.low_bit(layer_name, layer.held)
-    if missing := sorted(map(str, report["missing_keys"])):  # transformers would leave them at random values
-        raise source._broken(f"{missing[:3]} are missing")
-    model.config._name_or_path = model.name_or_path = name
+    model.config._name_or_path = name
+    model.name_or_path = name
     if model.can_generate():
         with suppress(OSError):  # no such file: the defaults stay
             model.generation_config = GenerationConfig.from_pretrained(source.folder)
+    return model
+
+
+def _load_frozen(
+    architecture: Any,
+    source: QuantizedSource,
+    config: PretrainedConfig,
+    plan: QuantizationConfig,
+    gemm: GemmChoice,
+    **settings: Any,
+) -> PreTrainedModel:
+    """Load a model whose layers in `plan` never have a high-precision weight."""
+
+    # `from_pretrained` makes the model itself, so a subclass quantizes it at the end of the constructor, before weights load.
+    class Frozen(architecture):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            apply_quantization(self, plan, gemm=gemm, frozen=True)
+
+    with torch.device("meta"):
+        skeleton = Frozen(config)
+    frozen: dict[str, Any] = dict(quantized_modules(skeleton))
+    for layer_name, layer in frozen.items():
+        source.check_stored(layer_name, layer.frozen_weight)
+
+    model = _from_tensors(Frozen, source, config, MASTER_CAST_DTYPE, frozen, **settings)
+    model.__class__ = architecture
+    loaded: Any = quantized_modules(model)
+    for layer_name, layer in loaded:
+        layer.frozen_weight = source.low_bit(layer_name, layer.frozen_weight)
+    return model
+
+
+def _from_tensors(
+    architecture: Any,
+    source: QuantizedSource,
+    config: PretrainedConfig,
+    dtype: torch.dtype | str,
+    frozen: Collection[str],
+    **settings: Any,
+) -> PreTrainedModel:
+    """A model with the dense tensors of a checkpoint, but without the weights of the layers in `frozen`."""
+    model, report = architecture.from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(source.dense(without=frozen)),
+        dtype=dtype,
+        output_loading_info=True,
+        **settings,
+    )
+
+    missing = sorted(map(str, report["missing_keys"]))
+    if missing:  # transformers would leave them at random values
+        raise source.broken(f"{missing[:3]} are missing")
     return model

@@ -22,7 +22,8 @@ from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..guards import all_or_none, on_first
-from ..quant.stream import iter_low_bit_weights, readable_parameters
+from ..quant.store import iter_low_bit_weights
+from ..quant.stream import renamed_stream
 from . import _vllm, _vllm_layer, _vllm_lora
 from .server import ServerClient, engine_facts
 from .sync_check import SyncCheck
@@ -32,15 +33,23 @@ class LowBitVLLMGeneration(VLLMGeneration):
     """
     TRL's vLLM, started in a low-bit scheme and fed with packed tensors; in mode "server" `qarl-trl serve` started it.
 
-    `quantization_config` is compressed-tensors' config for the engine; without it the engine runs in bfloat16. With `frozen` the
-    first sync sends the base, later ones only the adapter. A server gets its weights through `sync_folder`, which both mount.
+    Args:
+        args, kwargs: Those of TRL's class; the model is the first of `args`.
+        quantization_config: compressed-tensors' config for the engine; without it the engine runs in bfloat16.
+        engine_kwargs: More arguments of `vllm.LLM`.
+        frozen: The first sync sends the base, later ones only the adapter.
+        sync_folder: A server gets its weights through this folder, which both mount.
+        sync_check: Compares engine and learner after syncs; `None`: never.
 
-    `rollout_seconds` counts generation and `sync_seconds` syncs and their checks, since `reset_clock`; `synced_bytes` is the size of
-    the last sync.
+    Attributes:
+        rollout_seconds: Seconds of generation since `reset_clock`.
+        sync_seconds: Seconds of syncs and their checks since `reset_clock`.
+        synced_bytes: Size of the last sync.
+        num_syncs: Number of syncs so far.
+        alone: Whether this process generates while others may not, so that it must not wait for them.
     """
 
-    alone = False  # whether this process generates while others may not
-    _adapter_folder: TemporaryDirectory[str] | None = None
+    alone = False
 
     def __init__(
         self,
@@ -54,34 +63,49 @@ class LowBitVLLMGeneration(VLLMGeneration):
     ) -> None:
         self.quantization_config = quantization_config
         self.engine_kwargs = engine_kwargs or {}
-        if frozen:
-            self._adapter_folder = TemporaryDirectory(dir=_vllm_lora.adapter_place(args[0]))
         self.sync_folder = sync_folder
         self.sync_check = sync_check
-        self.synced_bytes = self.num_syncs = self._checked = 0
+
+        # vLLM loads the adapter of a frozen base from a file.
+        self._adapter_folder: TemporaryDirectory[str] | None = None
+        if frozen:
+            model = kwargs.get("model", args[0] if args else None)
+            self._adapter_folder = TemporaryDirectory(dir=_vllm_lora.adapter_place(model))
+
+        self.synced_bytes = 0
+        self.num_syncs = 0
+        self._checked_syncs = 0
         self._failed: str | None = None
         self.reset_clock()
         super().__init__(*args, **kwargs)
+
         # The trainer decodes token ids itself. Text takes a fifth of the engine's CPU time, and only stop strings need it.
-        self.generation_kwargs = {"detokenize": bool(self.generation_kwargs.get("stop"))} | self.generation_kwargs
+        needs_text = bool(self.generation_kwargs.get("stop"))
+        self.generation_kwargs = {"detokenize": needs_text} | self.generation_kwargs
+
+    # Start ------------------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
         if self.mode == "server":
             self._connect()
             return
+
         _vllm.keep_block_scales()
         _vllm.keep_cache_scales()
         if self.accelerator.num_processes == 1:
             from vllm.utils.network_utils import get_open_port
 
             os.environ.setdefault("MASTER_PORT", str(get_open_port()))  # two runs would race for TRL's four ports
-        # TRL puts the engine to sleep right after it builds it, so the sync check must score the random weights before that.
-        look = None if self.sync_check is None else self.sync_check.look_before
+
         settings = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
         if self._adapter_folder:
             from ..quant.frozen import adapter_tensors  # imports peft
 
-            settings |= _vllm_lora.lora_settings({name: t.shape for name, t in adapter_tensors(self.model)})
+            shapes = {name: tensor.shape for name, tensor in adapter_tensors(self.model)}
+            settings |= _vllm_lora.lora_settings(shapes)
+
+        # TRL puts the engine to sleep right after it builds it, so the sync check must score the random weights before that.
+        look = None if self.sync_check is None else self.sync_check.look_before
         with _vllm.llm_arguments(look, **self.engine_kwargs | settings):
             super()._init_vllm()
         _vllm_layer.use_settings_of(self.llm)
@@ -96,25 +120,23 @@ class LowBitVLLMGeneration(VLLMGeneration):
             self.vllm_client = ServerClient(self.sync_folder, base_url=url, connection_timeout=self.server_timeout)
             return self.vllm_client.check(needed)
 
-        if on_first(self.accelerator, connect) and self.sync_check is not None:
+        holds_random_weights = on_first(self.accelerator, connect)
+        if holds_random_weights and self.sync_check is not None:
             self.sync_check.look_before(self)
 
     def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:
-        """The server's log-probs `(T - 1,)`, float32, of a prompt; all processes must call this."""
+        """
+        The server's log-probs of a prompt; all processes must call this.
+
+        Args:
+            token_ids: The prompt, `T` tokens.
+
+        Returns:
+            float32 `(T - 1,)`, of the tokens after the first.
+        """
         return torch.tensor(on_first(self.accelerator, lambda: self.vllm_client.prompt_logps(token_ids)))
 
-    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        if self.quantization_config is None and is_peft_model(self.model):
-            # TRL's merges the adapter into the base weights and back, which changes them.
-            named_params = super()._iter_named_params()
-        else:
-            named_params = readable_parameters(self.model, self._dist)  # TRL's gathers whole master weights
-        if not (self._adapter_folder and self.num_syncs) or self.enable_sleep_mode:  # sleep drops a frozen base
-            yield from iter_low_bit_weights(self.model, named_params)
-        if self._adapter_folder:
-            from ..quant.frozen import adapter_tensors  # imports peft
-
-            yield from adapter_tensors(self.model)
+    # Weight sync ------------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
         """Send the learner's current low-bit tensors to the engine, and clear its cached keys and values."""
@@ -123,38 +145,101 @@ class LowBitVLLMGeneration(VLLMGeneration):
             clear_device_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        size = 0
 
-        def counted() -> Iterator[tuple[str, Tensor]]:
-            nonlocal size
-            for name, tensor in self._iter_named_params():
-                size += tensor.nbytes
-                yield name, tensor
-
-        stream = counted()
+        self.synced_bytes = 0
+        weights = self._counted(self._iter_named_params())
         with self._all_or_none("sync"):
             try:
-                self._send(stream)
+                self._send(weights)
             except Exception:
-                for _ in stream:  # the other processes still gather sharded weights with this one
+                for _ in weights:  # the other processes still gather sharded weights with this one
                     pass
                 raise
-        self.synced_bytes = size
-        self.sync_seconds += time.perf_counter() - start
-        self.num_syncs += 1
 
-    def _send(self, stream: Iterator[tuple[str, Tensor]]) -> None:
-        if self.mode == "colocate":
-            if self._adapter_folder:
-                _vllm_lora.send(self.llm, stream, Path(self._adapter_folder.name))
+        self.num_syncs += 1
+        self.sync_seconds += time.perf_counter() - start
+
+    @property
+    def _sends_base(self) -> bool:
+        """Whether the next sync sends more than the adapter of a frozen base."""
+        is_frozen = self._adapter_folder is not None
+        engine_has_base = self.num_syncs > 0 and not self.enable_sleep_mode  # sleep drops it
+        return not (is_frozen and engine_has_base)
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that the next sync sends, by their names in a checkpoint. Collective: every process must iterate."""
+        if self._sends_base:
+            if self.quantization_config is None and is_peft_model(self.model):
+                # TRL's own merges the adapter into the base weights and back, which changes them: low-bit layers must not be
+                # sent that way, and a baseline is.
+                yield from renamed_stream(self.model, super()._iter_named_params())
             else:
-                _vllm.reload_engine(self.llm, stream)
-            _vllm.reset_prefix_cache(self.llm)
+                yield from iter_low_bit_weights(self.model, self._dist.gather_params)
+
+        if self._adapter_folder:
+            from ..quant.frozen import adapter_tensors  # imports peft
+
+            yield from adapter_tensors(self.model)
+
+    def _counted(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.synced_bytes += tensor.nbytes
+            yield name, tensor
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Send all `weights`. `weights` may be read to the end only in part if this raises."""
+        if self.mode == "server":
+            if self.accelerator.is_main_process:
+                self.vllm_client.sync(weights)
+            for _ in weights:  # the main process has read all of them; the others take part in its gathers
+                pass
             return
-        if self.accelerator.is_main_process:
-            self.vllm_client.sync(stream)
-        for _ in stream:  # the main process has read it; the others take part in the gathers
-            pass
+
+        if self._adapter_folder:
+            _vllm_lora.send(self.llm, weights, Path(self._adapter_folder.name))
+        else:
+            _vllm.reload_engine(self.llm, weights)
+        _vllm.reset_prefix_cache(self.llm)
+
+    # Generation -------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """TRL's `generate` after the sync check, timed without the syncs inside it."""
+        with self._all_or_none("generation"):
+            if self.sync_check is not None:
+                self._check_sync(self.sync_check)
+
+            start = time.perf_counter()
+            synced_before = self.sync_seconds
+            has_several_ranks = self.mode == "colocate" and self.tensor_parallel_size > 1
+            with _vllm.same_draws(self.tp_group) if has_several_ranks else nullcontext():
+                result = super().generate(prompts, *args, **kwargs)
+            if self.mode == "server":
+                on_first(self.accelerator, lambda: self.vllm_client.raise_failure())
+            _check_completions(result[1], len(prompts))
+
+        synced = self.sync_seconds - synced_before
+        self.rollout_seconds += time.perf_counter() - start - synced
+        return result
+
+    def _check_sync(self, sync_check: SyncCheck) -> None:
+        """Run the sync check if a new weight sync is due, and count its time as syncing."""
+        if self.enable_sleep_mode and self._llm_weights_sleeping:
+            self.sync_weights()
+
+        # Several syncs are new if nothing was sampled between them.
+        new_syncs = range(self._checked_syncs + 1, self.num_syncs + 1)
+        self._checked_syncs = self.num_syncs
+        if not any(sync_check.due(number) for number in new_syncs):
+            return
+
+        start = time.perf_counter()
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+        if self.mode == "server":  # a server never answers if a rank lacks weights
+            on_first(self.accelerator, lambda: self.vllm_client.require_synced())
+        sync_check.check(self.llm if self.mode == "colocate" else self, self.num_syncs)
+        self.sync_seconds += time.perf_counter() - start
 
     @contextmanager
     def _all_or_none(self, what: str) -> Iterator[None]:
@@ -176,43 +261,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
             self._failed = what
             raise
 
-    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """TRL's `generate` after the sync check, timed without the syncs inside it."""
-        with self._all_or_none("generation"):
-            if self.sync_check is not None:
-                self._check_sync(self.sync_check)
-            start, synced = time.perf_counter(), self.sync_seconds
-            several = self.mode == "colocate" and self.tensor_parallel_size > 1
-            with _vllm.same_draws(self.tp_group) if several else nullcontext():
-                result = super().generate(prompts, *args, **kwargs)
-            if self.mode == "server":
-                on_first(self.accelerator, lambda: self.vllm_client.raise_failure())
-            lengths = [len(tokens) for tokens in result[1]]
-            if len(lengths) != len(prompts) or 0 in lengths:
-                found = f"{len(lengths)} completions for {len(prompts)} prompts, {lengths.count(0)} of them empty"
-                raise RuntimeError(f"The engine returned {found}; its log above may say why.")
-        self.rollout_seconds += time.perf_counter() - start - (self.sync_seconds - synced)
-        return result
-
-    def _check_sync(self, sync_check: SyncCheck) -> None:
-        """Run the sync check if a new weight sync is due, and count its time as syncing."""
-        if self.enable_sleep_mode and self._llm_weights_sleeping:
-            self.sync_weights()
-        # Several, if nothing was sampled between them.
-        new = range(self._checked + 1, self.num_syncs + 1)
-        self._checked = self.num_syncs
-        if not any(sync_check.due(number) for number in new):
-            return
-        start = time.perf_counter()
-        if self.enable_sleep_mode:
-            self.llm.wake_up(tags=["kv_cache"])
-        if self.mode == "server":  # a server never answers if a rank lacks weights
-            on_first(self.accelerator, lambda: self.vllm_client.require_synced())
-        sync_check.check(self.llm if self.mode == "colocate" else self, self.num_syncs)
-        self.sync_seconds += time.perf_counter() - start
-
     def reset_clock(self) -> None:
-        self.rollout_seconds = self.sync_seconds = 0.0
+        """Count the seconds of rollouts and syncs from now on."""
+        self.rollout_seconds = 0.0
+        self.sync_seconds = 0.0
 
 
 def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trust_remote_code: bool) -> dict[str, Any]:
@@ -220,6 +272,11 @@ def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trus
     The arguments of `vllm.LLM` for an engine that matches a `model` after `apply_quantization`.
 
     Random weights are safe, because TRL syncs before the first generation, also after a resume.
+
+    Args:
+        model: The learner's model.
+        quantization: compressed-tensors' config; `None` for an engine in bfloat16.
+        trust_remote_code: As for `from_pretrained`.
     """
     overrides = changed_positions(model.config, trust_remote_code)
     if quantization is not None:
@@ -234,5 +291,18 @@ def changed_positions(config: PretrainedConfig, trust_remote_code: bool) -> dict
     `model_init_kwargs` may extend the context; without these the engine would use another rotary embedding.
     """
     on_disk = AutoConfig.from_pretrained(config._name_or_path, trust_remote_code=trust_remote_code)
-    names = ("max_position_embeddings", "rope_parameters")
-    return {n: getattr(config, n) for n in names if hasattr(config, n) and getattr(config, n) != getattr(on_disk, n)}
+    changed = {}
+    for name in ("max_position_embeddings", "rope_parameters"):
+        if hasattr(config, name) and getattr(config, name) != getattr(on_disk, name):
+            changed[name] = getattr(config, name)
+    return changed
+
+
+def _check_completions(completions: Sequence[Sequence[int]], prompts: int) -> None:
+    """Refuse (`RuntimeError`) missing and empty completions, which TRL would train on."""
+    empty = sum(len(tokens) == 0 for tokens in completions)
+    if len(completions) != prompts or empty:
+        raise RuntimeError(
+            f"The engine returned {len(completions)} completions for {prompts} prompts, {empty} of them empty; its log above may "
+            "say why."
+        )

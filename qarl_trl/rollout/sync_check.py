@@ -18,7 +18,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 
-from ..quant.linear import LowBitLayer
+from ..quant.layer import LowBitLayer
 
 
 logger = get_logger(__name__)

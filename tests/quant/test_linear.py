@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qarl_trl.quant import activations, apply_quantization, linear, quantize_weight
+from qarl_trl.quant import activations, apply_quantization, low_bit_store, quantize_weight, store
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.scheme import support_of
 from quant.schemes import NAMES, WEIGHT_ONLY, relative_error
@@ -18,11 +18,23 @@ from quant.schemes import NAMES, WEIGHT_ONLY, relative_error
 OUT = 128  # a block of FP8_BLOCK
 
 
-def make_layer(scheme="W4A16", bias=False, dtype=torch.float32, seed=0, **options):
-    """One low-bit layer, 128 to `OUT`."""
+def make_model(scheme="W4A16", bias=False, dtype=torch.float32, seed=0, **options):
+    """A model of one low-bit layer, 128 to `OUT`."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(128, OUT, bias=bias).to(dtype))
-    return apply_quantization(model, scheme, **options)[0]
+    return apply_quantization(model, scheme, **options)
+
+
+@pytest.fixture
+def make_layer(request):
+    """Makes low-bit layers whose models live until the test ends."""
+    models = []
+
+    def make(*args, **options):
+        models.append(make_model(*args, **options))
+        return models[-1][0]
+
+    return make
 
 
 def make_input(*shape, dtype=torch.float32, seed=1):
@@ -61,7 +73,7 @@ def used_weight(layer):
 
 @pytest.mark.parametrize("scheme", WEIGHT_ONLY)
 @pytest.mark.parametrize("bias", [False, True])
-def test_forward_multiplies_by_the_dequantized_weight(scheme, bias):
+def test_forward_multiplies_by_the_dequantized_weight(scheme, bias, make_layer):
     layer, x = make_layer(scheme, bias=bias), make_input(2, 5)
     expected = F.linear(x, dequantize(layer.low_bit(), torch.float32))
     assert torch.equal(layer(x), expected + layer.bias if bias else expected)
@@ -70,7 +82,7 @@ def test_forward_multiplies_by_the_dequantized_weight(scheme, bias):
 
 @pytest.mark.parametrize("scheme", NAMES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_autocast_computes_in_bfloat16(scheme, bias):
+def test_autocast_computes_in_bfloat16(scheme, bias, make_layer):
     layer, x = make_layer(scheme, bias=bias), make_input(3)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
@@ -81,7 +93,7 @@ def test_autocast_computes_in_bfloat16(scheme, bias):
     assert layer(x).dtype == torch.float32  # control: outside of autocast
 
 
-def test_without_a_quantized_forward_the_layer_is_a_plain_linear():
+def test_without_a_quantized_forward_the_layer_is_a_plain_linear(make_layer):
     layer, x = make_layer(bias=True, quantize_forward=False), make_input(3)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     with torch.autocast("cpu", torch.bfloat16):
@@ -103,7 +115,7 @@ def gradients(layer, x, grad):
 
 
 @pytest.mark.parametrize("scheme", NAMES)
-def test_gradients_are_the_straight_through_ones(scheme):
+def test_gradients_are_the_straight_through_ones(scheme, make_layer):
     layer, x = make_layer(scheme, bias=True), make_input(7)
     grad = torch.randn(7, OUT, generator=torch.Generator().manual_seed(2))
     grad_x, grad_weight, grad_bias = gradients(layer, x, grad)
@@ -118,7 +130,7 @@ def test_gradients_are_the_straight_through_ones(scheme):
     assert relative_error(references.straight_through(used, layer.weight.detach(), grad)[0], expected_x) > 0.005
 
 
-def test_gradient_of_the_input_goes_through_the_low_bit_weight_of_the_forward():
+def test_gradient_of_the_input_goes_through_the_low_bit_weight_of_the_forward(make_layer):
     """Also when the master changes between forward and backward."""
     layer, x = make_layer(), make_input(4).requires_grad_()
     low_bit_weight = dequantize(layer.low_bit(), torch.float32)
@@ -137,26 +149,54 @@ def test_gradient_of_the_input_goes_through_the_low_bit_weight_of_the_forward():
 def quantizations(monkeypatch):
     """Counts the calls of the quantizer that the layers make."""
     calls = []
-    original = linear.quantize_weight
-    monkeypatch.setattr(linear, "quantize_weight", lambda *args: calls.append(1) or original(*args))
+    original = store.quantize_weight
+    monkeypatch.setattr(store, "quantize_weight", lambda *args: calls.append(1) or original(*args))
     return calls
 
 
-def test_a_layer_is_quantized_once_per_optimizer_step(quantizations):
+def test_a_layer_is_quantized_once_per_optimizer_step(quantizations, make_layer):
     layer = make_layer()
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    layer.store.follow(optimizer)
     for step in range(1, 4):
-        for _ in range(3):  # accumulation, old log-probs, sync, export
+        for _ in range(3):  # accumulation, old log-probs
             layer(make_input(2)).sum().backward()
             layer.low_bit()
-        assert layer.low_bit() is layer.low_bit(layer.weight.data) is layer.low_bit_cache.last()["weight"]
+        assert layer.low_bit() is layer.store.kept()["0.weight"]
         assert len(quantizations) == step
         optimizer.step()
 
 
+def test_a_store_that_nobody_tells_of_steps_keeps_nothing_that_is_trained(quantizations, make_layer):
+    """An optimizer may write through an alias of the parameter, which leaves no trace."""
+    layer = make_layer()
+    before = layer.low_bit()
+    layer.weight.data.mul_(-1)
+    assert not torch.equal(layer.low_bit().quantized, before.quantized)
+    assert len(quantizations) == 2
+
+    layer.weight.requires_grad_(False)
+    assert layer.low_bit() is layer.low_bit()  # control: what is not trained is kept
+
+
+def test_sync_and_file_take_the_weights_as_they_are(quantizations, make_layer):
+    """Also after a write through `.data`, as averages of weights (EMA) are written."""
+    layer = make_layer()
+    layer.store.follow(torch.optim.SGD(layer.parameters(), lr=0.1))
+    before = layer.low_bit()
+    layer.weight.data.mul_(-1)
+    assert layer.low_bit() is before  # control: the write leaves no trace
+
+    sent = dict(layer.store.tensors())
+    assert torch.equal(sent["0.weight_packed"], quantize_weight(layer.weight, layer.scheme).quantized)
+    assert layer.low_bit().quantized is sent["0.weight_packed"]  # the next forward uses what was sent
+
+
 def changed_by_optimizer(layer, **options):
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1.0, **options)
+    layer.store.follow(optimizer)
     layer(make_input(2)).sum().backward()
-    torch.optim.AdamW(layer.parameters(), lr=1.0, **options).step()
+    optimizer.step()
 
 
 def changed_in_place(layer):
@@ -187,33 +227,16 @@ def changed_to_a_new_parameter_in_the_old_place(layer):
     ],
 )
 def test_quantized_follow_the_master(change):
-    layer = make_layer()
+    model = make_model()
+    layer = model[0]
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1.0)
+    low_bit_store(model).follow(optimizer)
     before = layer.low_bit()
     change(layer)
     assert torch.equal(layer.low_bit().quantized, quantize_weight(layer.weight, layer.scheme).quantized)
     assert not torch.equal(layer.low_bit().quantized, before.quantized)  # control: the change was large enough to see
     expected = F.linear(make_input(2), dequantize(layer.low_bit(), torch.float32))
     assert torch.equal(layer(make_input(2)), expected)
-
-
-def test_a_step_of_any_optimizer_ends_the_life_of_all_quantized():
-    """Sharded optimizers hold aliases of the master weights, so that a layer cannot tell whose step it was."""
-    layer = make_layer()
-    before = layer.low_bit()
-    other = nn.Parameter(torch.ones(2))
-    other.grad = torch.ones(2)
-    torch.optim.SGD([other], lr=1.0).step()
-    layer.weight.data.mul_(-1)  # through `.data`: invisible to the version counter
-    assert not torch.equal(layer.low_bit().quantized, before.quantized)
-
-
-def test_a_gathered_master_is_quantized_as_given():
-    """Where `weight` is a shard, the sync hands over the whole; nothing of the shard may be used."""
-    layer = make_layer()
-    whole = torch.randn(OUT, 128)
-    found = layer.low_bit(whole)
-    assert torch.equal(found.quantized, quantize_weight(whole, layer.scheme).quantized)
-    assert not torch.equal(found.quantized, quantize_weight(layer.weight, layer.scheme).quantized)
 
 
 # Memory -------------------------------------------------------------------------------------------------------------
@@ -254,6 +277,7 @@ def test_nothing_of_the_size_of_a_weight_is_kept_for_the_backward(scheme):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_gives_equal_gradients_and_quantizes_no_more(quantizations, scheme, reentrant):
     model, x = block(True, scheme), torch.randn(8, 512)
+    low_bit_store(model).follow(torch.optim.SGD(model.parameters()))
 
     def run(forward):
         model.zero_grad()

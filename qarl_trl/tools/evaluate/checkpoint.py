@@ -13,7 +13,7 @@ from ...export import files
 from ...export.card import scheme_name
 from ...quant.scheme import describe_scheme
 from ...quant.start import QuantizedSource
-from ...quant.stream import iter_low_bit_weights
+from ...quant.store import iter_low_bit_weights
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import check_engine_cpu
 from ..plan.model import read_config, skeleton

@@ -1,0 +1,308 @@
+"""`LowBitStore`: the one owner of the low-bit weights of a model.
+
+The learner's forward, the weight sync and the exported file all get a weight from here, so they have the same tensors, byte for
+byte (paper Sec. 3.1). The store knows where master weights are (whole, sharded by FSDP2 or ZeRO-3, or dropped by a frozen base)
+and when a low-bit weight is out of date.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdRef
+
+from .gathers import GatheredWeight, gather_quantized, is_packed
+from .layer import LowBitLayer
+from .quantize import LowBitWeight, largest_magnitude, quantize_weight
+from .shards import is_partitioned, quantize_rows, quantize_shards
+from .stream import checkpoint_stream
+
+
+# Takes parameters; inside the context they are whole. TRL's `DistributedBackend.gather_params`, for ZeRO-3.
+Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A low-bit weight, and the state of the master weights that it was made from."""
+
+    weight: LowBitWeight
+    state: tuple[Any, ...]
+
+
+class LowBitStore:
+    """
+    The low-bit weights of one model.
+
+    A weight is made when a forward or a sync first asks for it, and kept until the master weights change. How the store learns
+    of a change:
+
+    - it follows the optimizer ([`follow`]), or somebody tells it after each step ([`weights_trained`]). A store that nobody
+      promised to tell makes a trained weight again for each forward: that is slow, and never wrong. It cannot see steps by itself,
+      because fused and sharded optimizers write through aliases, which leave a parameter's version as it is;
+    - somebody tells it that weights were loaded ([`forget`]);
+    - it sees a whole parameter that was written in place, or was replaced by another one.
+
+    [`tensors`], for weight syncs and files, makes every weight again from the master weights as they are.
+
+    Args:
+        model: The model with the low-bit layers. Checkpoint names count from here, so it is the `PeftModel` if there is one.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        # By layer, then by the name of the weight. Weak, so that a deleted layer's weights go with it.
+        self._kept: weakref.WeakKeyDictionary[Any, dict[str, _Kept]] = weakref.WeakKeyDictionary()
+        self._steps = 0
+        self._is_told = False
+        self._sharded = False
+        self._model: weakref.ref[nn.Module] | None = None
+        if model is not None:
+            self.attach(model)
+
+    # The model --------------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. `RuntimeError` for a store that was unpickled, until `attach` names its model."""
+        # A weak reference, because the model's layers refer to the store: a cycle would keep a deleted model in memory.
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise RuntimeError("This store has no model. Call `store.attach(model)`.")
+        return model
+
+    def attach(self, model: nn.Module) -> None:
+        """Make `model`, which contains the low-bit layers, the one from which checkpoint names count."""
+        self._model = weakref.ref(model)
+
+    def layers(self) -> Iterator[tuple[str, LowBitLayer]]:
+        """The low-bit layers with their names in the model, in module order."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, LowBitLayer):
+                yield name, module
+
+    def bypassed_layers(self) -> list[str]:
+        """Names of the layers that should have run in low bits and never did."""
+        return [name for name, layer in self.layers() if layer.quantized_forward and layer.gemm is None]
+
+    # When weights change ----------------------------------------------------------------------------------------------
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """
+        Keep low-bit weights between the steps of `optimizer`. Nothing else may train the model.
+
+        Args:
+            optimizer: For a model that FSDP2 shards, the optimizer of its shards.
+        """
+        optimizer.register_step_post_hook(lambda *_: self.weights_trained())
+        self.will_be_told()
+
+    def will_be_told(self) -> None:
+        """Promise to call [`weights_trained`] after every optimizer step, as a trainer's callback does."""
+        self._is_told = True
+        self._sharded = _is_sharded(self.model)
+
+    def weights_trained(self) -> None:
+        """Say that the optimizer made a step: weights that need no gradient are still up to date."""
+        self._steps += 1
+        self._sharded = _is_sharded(self.model)
+
+    def forget(self) -> None:
+        """Say that weights were loaded, sharded or written: free all low-bit weights, and make them again when asked."""
+        self._kept.clear()
+        self._sharded = _is_sharded(self.model)
+
+    # One weight -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def weight_of(self, layer: LowBitLayer, name: str) -> LowBitWeight:
+        """
+        The low-bit weight that the forward of a layer multiplies by.
+
+        Args:
+            layer: A low-bit layer of the model.
+            name: One of its low-bit weights.
+
+        Raises:
+            ValueError: if a master weight holds NaN or infinity.
+        """
+        frozen = layer.frozen_weight
+        if frozen is not None:
+            return frozen
+
+        parameters = self._sources(layer, name)
+        if isinstance(parameters[0], GatheredWeight):  # in a forward under FSDP2, which gathered the quantized values
+            return parameters[0].low_bit
+        if is_packed(parameters[0]):  # outside of a forward: this process has only its own rows
+            return quantize_shards(parameters[0], layer.scheme, self.rows_of(layer, name))
+
+        state = self._state(layer, name, parameters)
+        return self._keep(layer, name, state, lambda: self._quantize(layer, name, parameters))
+
+    @torch.no_grad()
+    def rows_of(self, layer: LowBitLayer, parameter: str) -> LowBitWeight:
+        """The low-bit rows of this process, of a parameter whose quantized values FSDP2 gathers."""
+        weight: Any = getattr(layer, parameter)
+        shard = weight.to_local()
+        # A write to a shard raises one of the two versions.
+        state = (*self._training_state([weight]), shard.data_ptr(), shard._version, weight._version)
+        return self._keep(layer, parameter, state, lambda: quantize_rows(weight, layer.scheme))
+
+    def kept(self) -> dict[str, LowBitWeight]:
+        """The low-bit weights that the store keeps now, by `layer.weight`; under FSDP2 the rows of this process."""
+        weights = {}
+        for layer_name, layer in self.layers():
+            for name, kept in self._kept.get(layer, {}).items():
+                weights[f"{layer_name}.{name}"] = kept.weight
+        return weights
+
+    # All weights ------------------------------------------------------------------------------------------------------
+
+    def tensors(self, gather: Gather = nullcontext) -> Iterator[tuple[str, Tensor]]:
+        """
+        Every tensor of the low-bit checkpoint, as the master weights are now: for weight syncs and files.
+
+        Args:
+            gather: Makes parameters whole, under ZeRO-3. Collective there and under FSDP2: every process must iterate.
+
+        Yields:
+            Checkpoint names and tensors, see [`~qarl_trl.quant.stream.checkpoint_stream`]. A forward after it uses the same tensors.
+        """
+        yield from checkpoint_stream(self.model, self._make_again, gather)
+
+    @torch.no_grad()
+    def _make_again(self, layer: LowBitLayer, name: str) -> LowBitWeight:
+        """A low-bit weight, whole, from the master weights as they are. A write through `param.data` leaves no trace to look for."""
+        frozen = layer.frozen_weight
+        if frozen is not None:
+            return frozen
+
+        self._kept.get(layer, {}).pop(name, None)
+        return self.weight_of(layer, name)
+
+    # Sharding ---------------------------------------------------------------------------------------------------------
+
+    def gather_quantized(self, ranks: int, device: torch.device) -> None:
+        """
+        Make FSDP2 gather quantized values instead of weights, where it can. Call it before FSDP2 shards the model.
+
+        Args:
+            ranks: Number of processes that will share a copy of the weights.
+            device: Where the learner's forward will run.
+        """
+        gather_quantized((layer for _, layer in self.layers()), ranks, device)
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _keep(
+        self, layer: LowBitLayer, name: str, state: tuple[Any, ...], make: Callable[[], LowBitWeight]
+    ) -> LowBitWeight:
+        """The kept weight, if it was made in this `state`; otherwise a new one, which is kept."""
+        of_layer = self._kept.setdefault(layer, {})
+        if name in of_layer and of_layer[name].state == state and state[0] is not None:
+            return of_layer[name].weight
+
+        of_layer.pop(name, None)  # free the old values before making new ones
+        weight = make()
+        of_layer[name] = _Kept(weight, state)
+        return weight
+
+    def _state(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> tuple[Any, ...]:
+        """Changes whenever the low-bit weight may have changed; the first entry is `None` if nobody can tell."""
+        training = self._training_state(parameters)
+        depends_on = layer.depends_on(name)
+        if self._sharded or any(map(_is_shard, parameters)):
+            # For shards address and version mean nothing: FSDP frees a parameter and gathers it again with the same version, and
+            # ZeRO-3 puts it at another address in each forward.
+            return (*training, depends_on)
+
+        # Address and version are not enough: a new parameter may be at the address of a freed one, with its version.
+        identities = tuple((WeakIdRef(param), param.data_ptr(), param._version) for param in parameters)
+        return (*training, depends_on, identities)
+
+    def _training_state(self, parameters: list[Any]) -> tuple[Any, ...]:
+        """Number of optimizer steps for trained parameters, -1 for others; `None` if nobody tells the store of steps."""
+        if not any(param.requires_grad for param in parameters):
+            return (-1,)
+        return (self._steps if self._is_told else None,)
+
+    def _sources(self, layer: Any, name: str) -> list[Any]:
+        return [layer.get_parameter(source) for source in layer.sources_of(name)]
+
+    def _quantize(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> LowBitWeight:
+        """Quantize a weight of a layer: the only call of the quantizer for whole weights."""
+        matrix = layer.to_quantize(name, *parameters)
+        if isinstance(matrix, DTensor):
+            return quantize_shards(matrix, layer.scheme)
+        return quantize_weight(matrix.flatten(0, -2), layer.scheme, _shared_largest(layer))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowBitStore:
+        # A copied model gets its own low-bit weights. `memo` has its copy, because copying a model comes before copying its layers.
+        copied = LowBitStore()
+        model = None if self._model is None else self._model()
+        if id(model) in memo:
+            copied.attach(memo[id(model)])
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LowBitStore, ()  # low-bit weights are made again
+
+
+def low_bit_store(model: nn.Module) -> LowBitStore:
+    """The store of a quantized model. `ValueError` if the model has no low-bit layer."""
+    store = find_store(model)
+    if store is None:
+        raise ValueError("The model has no quantized layer. Call apply_quantization(model, scheme) first.")
+    return store
+
+
+def find_store(model: nn.Module) -> LowBitStore | None:
+    """The store of a quantized model, `None` for another model."""
+    for module in model.modules():
+        if isinstance(module, LowBitLayer) and isinstance(module.store, LowBitStore):
+            if module.store._model is None:  # unpickled with its model
+                module.store.attach(model)
+            return module.store
+    return None
+
+
+def iter_low_bit_weights(model: nn.Module, gather: Gather = nullcontext) -> Iterator[tuple[str, Tensor]]:
+    """
+    Yield every tensor of the checkpoint of `model`: low-bit if it is quantized ([`LowBitStore.tensors`]), else bfloat16.
+
+    Args:
+        model: A model, or a `PeftModel`, whose active adapter is merged.
+        gather: Makes parameters whole, under ZeRO-3.
+    """
+    store = find_store(model)
+    if store is None:
+        yield from checkpoint_stream(model, None, gather)
+    else:
+        yield from store.tensors(gather)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 or ZeRO-3 shards the model: in its forwards a layer sees a parameter that it does not have afterwards."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return True
+    return any(map(_is_shard, model.parameters()))
+
+
+def _is_shard(param: Tensor) -> bool:
+    return is_partitioned(param) or isinstance(param, DTensor)
+
+
+def _shared_largest(layer: Any) -> Tensor | None:
+    """The largest magnitude of all weights that share a global scale with this layer's; `None` if there are no others."""
+    if not layer.merged_with:
+        return None
+    weights = [layer.weight, *(other.weight for other in layer.merged_with)]
+    return torch.stack([largest_magnitude(weight, layer.scheme) for weight in weights]).max()

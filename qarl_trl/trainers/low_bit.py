@@ -1,0 +1,252 @@
+"""`LowBitMixin`: gives any TRL trainer low-bit weights, a low-bit engine, and checkpoints that vLLM loads."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from trl.distributed import DistributedBackend
+
+from .. import _compat, guards
+from ..checkpoints.resume import identity_of, resume_path
+from ..checkpoints.saving import CheckpointMixin
+from ..cpu_exact.arithmetic import choose_arithmetic
+from ..cpu_exact.ops import use_engine_ops
+from ..export import quantization_config
+from ..export.sharing import SharingMixin
+from ..metrics.clock import StepClock, WeightFlips
+from ..quant.convert import apply_quantization
+from ..quant.names import base_model
+from ..quant.start import load_master_weights
+from ..quant.store import LowBitStore, find_store
+from ..rollout.engine import LowBitVLLMGeneration
+from ..rollout.engine_gemm import GEMMS
+from ..rollout.support import default_engine_kwargs
+from ..rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
+from ..validate import check_head, check_run
+from .settings import LowBitConfig
+
+
+class LowBitMixin(CheckpointMixin, SharingMixin):
+    """
+    The low-bit half of a trainer: `class MyTrainer(LowBitMixin, SFTTrainer)`, with a config that has [`LowBitConfig`].
+
+    It quantizes the linear layers of the policy in place. If the trainer samples with vLLM, the engine runs in the same scheme and
+    gets the packed tensors at each weight sync, which a check compares with the learner. `save_model` writes the low-bit
+    checkpoint, and a resumed run continues bit for bit. With `quant_scheme="none"` it is the TRL trainer.
+
+    Args:
+        args: The arguments of the TRL trainer, by position or by name. Among them must be the config.
+
+    Raises:
+        TypeError: if there is no config, or one without [`LowBitConfig`].
+        ValueError: if model, settings and machine do not go together; raised before any weights load.
+    """
+
+    args: Any
+    model: Any
+    vllm_generation: Any
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        _compat.check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
+        arguments = inspect.signature(super().__init__).bind(*positional, **named).arguments
+        model: Any = arguments["model"]
+        args: Any = arguments.get("args")
+        if not isinstance(args, LowBitConfig):
+            raise TypeError(f"args must be a config with LowBitConfig, got {type(args).__name__}.")
+        if args.device.type == "cpu":
+            choose_arithmetic()
+
+        # Everything that can be refused is refused here, before anything loads.
+        source = check_run(model, args, arguments)
+        self._source = source
+        self._plan = args.quant_plan(None if source is None else source.plan())
+        self._identity = guards.on_first(args, lambda: identity_of(model, args, self._plan, arguments))
+        if args.resume_from_checkpoint:  # also a checkpoint of another run
+            resume_path(args.resume_from_checkpoint, args, self._identity)
+
+        self._weight_flips = WeightFlips()
+        with _compat.construction(type(self), partial(self._build_engine, args), self._loader(args)):
+            super().__init__(*positional, **named)
+
+        if args.has_engine:
+            if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
+                raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
+        else:
+            quantize_policy(self.model, args, self._plan)
+
+        if self.low_bit is not None:
+            self.add_callback(_TellStore(self.low_bit))
+        engine = self.vllm_generation if args.has_engine else None
+        self.add_callback(StepClock(engine, self._log_value, self._flips, self._check_layers_ran))
+
+    # Low-bit weights --------------------------------------------------------------------------------------------------
+
+    @property
+    def low_bit(self) -> LowBitStore | None:
+        """The owner of the policy's low-bit weights; `None` with quantization off."""
+        return find_store(self._unwrapped)
+
+    def _loader(self, args: Any) -> Any:
+        """Loads the policy from a quantized checkpoint, or with a frozen base; `None` for TRL's own loader."""
+        if self._source is None and not args.frozen:
+            return None
+        freeze = self._plan if args.frozen else None
+        return partial(load_master_weights, freeze=freeze, gemm=GEMMS[args.learner_kernel])
+
+    def _flips(self) -> dict[str, float]:
+        if self.low_bit is None:
+            return {}
+        return self._weight_flips.update(self.low_bit.kept())
+
+    def _check_layers_ran(self) -> None:
+        """After the first step: every low-bit layer of every process must have run."""
+        bypassed = [] if self.low_bit is None else self.low_bit.bypassed_layers()
+        number = torch.tensor([len(bypassed)], device=self.accelerator.device)
+        numbers = self.accelerator.gather(number)
+        if numbers.any():  # on any process, so that all of them stop
+            raise RuntimeError(
+                f"{int(numbers.max())} quantized layers did not run in the first step (first: {bypassed[:1]}): another library "
+                "replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is intended."
+            )
+
+    # Engine -----------------------------------------------------------------------------------------------------------
+
+    def _build_engine(self, args: Any, model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
+        """Stands for TRL's `VLLMGeneration(model, ...)` in its constructor."""
+        quantize_policy(model, args, self._plan)
+        return LowBitVLLMGeneration(
+            model,
+            quantization_config=quantization_config(model),
+            engine_kwargs=default_engine_kwargs(model) | args.engine_kwargs,
+            frozen=args.frozen,
+            sync_folder=args.sync_folder,
+            sync_check=self._build_sync_check(),
+            **engine_args,
+        )
+
+    def _build_sync_check(self) -> SyncCheck | None:
+        if self.args.verify_sync == "off":
+            return None
+
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        longest = self.args.vllm_max_model_length or LENGTH + 1
+        length = min(LENGTH, longest - 1)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        tokens = sync_check_tokens(tokenizer, vocabulary, length)
+
+        def score() -> Scores:
+            with self.accelerator.autocast():
+                return learner_logps(self._unwrapped, tokens)
+
+        return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_value)
+
+    # Accelerate and the Trainer ---------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's method; under FSDP2 outputs stay float32 and gradients stay sharded."""
+        super().create_accelerator_and_postprocess()
+        _compat.keep_float32(self.accelerator)
+        _compat.keep_gradients_sharded(self.accelerator, self.args)
+
+    def _prepare_for_training(self, *args: Any) -> tuple:
+        """The Trainer's method, in which FSDP2 shards the model; from then on it gathers quantized values of low-bit weights."""
+        store = self.low_bit
+        if store is not None and self.accelerator.is_fsdp2:
+            self._prepare_shards(store)
+
+        prepared = super()._prepare_for_training(*args)
+        if store is not None:
+            store.forget()  # the master weights may be shards now
+        return prepared
+
+    def _prepare_shards(self, store: LowBitStore) -> None:
+        device = self.accelerator.device
+        if self.args.frozen:  # no shards of it: each process has the whole base
+            frozen: Any = store.layers()
+            for _, layer in frozen:
+                layer.move_to(device)
+            return
+
+        # Without RAM-efficient loading torch moves each parameter to the GPU by `param.data = ...` when it shards it.
+        if self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+            mesh = self.accelerator.parallelism_config  # HSDP: the processes of a node share one copy of the weights
+            ranks = mesh.dp_shard_size if mesh else self.args.world_size
+            store.gather_quantized(ranks, device)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
+        """The Trainer's method, called before each update; a norm that is NaN or infinite stops the run."""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        guards.check_gradient(grad_norm)
+        return grad_norm
+
+    # Small helpers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _unwrapped(self) -> Any:
+        """The model without the wrappers of accelerate and torch.compile."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _gather_params(self, parameters: Any) -> AbstractContextManager[Any]:
+        """A context in which parameters are whole under ZeRO-3."""
+        return DistributedBackend(self.accelerator).gather_params(parameters)
+
+    def _log_value(self, name: str, value: float) -> None:
+        """Log a value with TRL's metrics of the current step."""
+        self._metrics[self._mode][name].append(value)
+
+
+def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None) -> None:
+    """
+    Give the policy its low-bit layers and, beside a CPU engine, that engine's operations.
+
+    The one place where a run is quantized: right before its engine starts, which needs the scheme of the layers; without an engine
+    at the end of TRL's constructor. A frozen base was quantized while it was loaded, and its adapters are aligned here.
+
+    Args:
+        model: The policy, with its adapter.
+        args: The config of the run, with [`LowBitConfig`].
+        plan: Which layers are quantized, and how; `None`: none.
+    """
+    if args.frozen:
+        from ..quant.frozen import align_adapters  # imports peft
+
+        align_adapters(model)
+    elif plan is not None:
+        gemm = GEMMS[args.learner_kernel]
+        apply_quantization(model, plan, gemm=gemm, quantize_forward=args.quantize_learner)
+        check_head(model)
+
+    if _compat.is_zero3(args):
+        _compat.fit_to_zero3(base_model(model))
+    if args.engine_ops_for(model.config):
+        use_engine_ops(model)
+
+
+class _TellStore(TrainerCallback):
+    """Tells the owner of the low-bit weights when master weights change."""
+
+    def __init__(self, store: LowBitStore) -> None:
+        self._store = store
+        store.will_be_told()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._store.forget()  # a checkpoint may have been loaded
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A callback may have written to the weights between two steps, as an average of them is (EMA). It costs nothing unless
+        # something asked for low-bit weights since the last step.
+        self._store.weights_trained()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._store.weights_trained()

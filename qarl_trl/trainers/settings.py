@@ -1,0 +1,309 @@
+"""`LowBitConfig`: the settings that give any TRL trainer low-bit weights, on top of that trainer's own config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from accelerate.logging import get_logger
+from compressed_tensors.quantization import QuantizationConfig
+from transformers import PretrainedConfig, TrainingArguments
+from transformers.hf_argparser import HfArg
+from trl.import_utils import is_vllm_available
+
+from ..cpu_exact.ops import unsupported
+from ..quant.modifier import read_modifier
+from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
+
+
+logger = get_logger(__name__)
+
+# Switches of TRL and transformers that do not work with low-bit layers, each with the reason.
+UNFIT = {
+    "fp16": "the engine computes in bfloat16 and the learner must too, so set bf16: true",
+    "bf16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
+    "fp16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
+    "use_transformers_continuous_batching": "it casts the master weights to bfloat16, which loses small updates",
+    "use_liger_kernel": "it has its own layers and loss, so neither low-bit layers nor TBPO would run",
+    "enable_jit_checkpoint": "it saves within a step, which no resume continues exactly; SIGTERM saves at the end of a step",
+}
+# Arguments of `vllm.LLM` that TRL sets from its own fields, or that the trainer sets so that engine and learner agree.
+OWNED_ENGINE_ARGUMENTS = (
+    "model",
+    "load_format",
+    "dtype",
+    "hf_overrides",
+    "quantization",
+    "logprobs_mode",
+    "seed",
+    "max_model_len",
+    "max_num_seqs",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "enable_sleep_mode",
+    "distributed_executor_backend",
+    "trust_remote_code",
+)
+# Arguments of `vllm.LLM` with which the CPU engine computes as `cpu_exact` does.
+_EXACT_ENGINE = {"enforce_eager": True, "compilation_config": None, "kv_cache_dtype": "auto"}
+
+
+@dataclass
+class LowBitConfig:
+    """
+    Settings of [`LowBitMixin`]. Combine it with the config of a TRL trainer: `class MyConfig(LowBitConfig, SFTConfig)`.
+
+    The help of each field gives its meaning, unit and source. With `push_to_hub` the model is pushed once, at the end.
+    """
+
+    quant_scheme: str | None = HfArg(
+        default="W4A16",
+        help="Low-bit format of the weights in the rollout engine and in the learner's forward (paper Sec. 3.1): a name from "
+        "`qarl-trl schemes`, 'checkpoint' for the scheme of a quantized `model`, or 'none' for no quantization.",
+    )
+    quant_group_size: int | None = HfArg(
+        default=None,
+        help="How many weights along the input dimension share one scale: 32, 64, 128, or -1 for one scale per output channel. "
+        "Unset: the scheme's own number (128 for W4A16).",
+    )
+    quant_ignore: list[str] = HfArg(
+        default_factory=lambda: list(DEFAULT_IGNORE),
+        help="Linear layers that stay in high precision: class names, module names, or patterns that begin with 're:'. "
+        "Default: lm_head and MoE routers.",
+    )
+    quant_recipe: str | None = HfArg(
+        default=None,
+        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give each group "
+        "of layers another scheme.",
+    )
+    lora_base: Literal["merged", "frozen"] = HfArg(
+        default="merged",
+        help="With LoRA: 'merged' quantizes W + s B A at each step. 'frozen' quantizes W once, keeps no master weights, and adds "
+        "s B (A x); weight syncs send the base once and then only the adapter. `model` must be a name.",
+    )
+    quantize_learner: bool = HfArg(
+        default=True,
+        help="Run the learner's forward on the low-bit weights. False: in bfloat16, as in the paper's quantized-rollout baseline.",
+    )
+    quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
+        default="auto",
+        help="GEMM of the learner's forward. 'dequant' multiplies by the dequantized weight. 'engine' calls the rollout engine's "
+        "kernel. 'auto' is 'engine' beside a CPU engine, and otherwise torch's own product for the scheme.",
+    )
+    learner_ops: Literal["auto", "stock"] = HfArg(
+        default="auto",
+        help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'auto': they round "
+        "where a CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2, Qwen3); it warns if it cannot.",
+    )
+    verify_sync: str = HfArg(
+        default="first",
+        help="When to compare engine and learner on a fixed prompt, and stop if the engine is stale or corrupted. 'first': after "
+        "the first weight sync. A number N: after the first and then every N syncs. 'off': never.",
+    )
+    sync_folder: str | None = HfArg(
+        default=None,
+        help="For vllm_mode='server': a folder that trainer and server both mount. Weight syncs go through it.",
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(default=None, help="More arguments for vllm.LLM.")
+    export_low_bit: bool = HfArg(default=True, help="Also write low_bit/, for vLLM, into every training checkpoint.")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # The fields that a command line may give as JSON: those of the TRL config beside this class, and ours.
+        names = ["vllm_engine_kwargs"]
+        for base in cls.__mro__:
+            names += [name for name in vars(base).get("_VALID_DICT_FIELDS", ()) if name not in names]
+        cls._VALID_DICT_FIELDS = names
+
+    # What the settings mean -------------------------------------------------------------------------------------------
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the rollout runs in low bits."""
+        return self.quant_recipe is not None or self.quant_scheme not in (None, "none")
+
+    @property
+    def quant_name(self) -> str:
+        """Name of the quantization: the recipe's file or the scheme."""
+        return self.quant_recipe or self.quant_scheme or "none"
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """Whether scheme and layers are those of a quantized `model`."""
+        return self.quant_recipe is None and self.quant_scheme == "checkpoint"
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the adapter's base is frozen in low bits."""
+        return self.lora_base == "frozen"
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether the trainer samples with vLLM; not every TRL trainer can."""
+        return bool(getattr(self, "use_vllm", False))
+
+    @property
+    def engine_kwargs(self) -> dict[str, Any]:
+        """`vllm_engine_kwargs` as a dict; a command line leaves them as text until `__post_init__`."""
+        return cast(dict[str, Any], self.vllm_engine_kwargs or {})
+
+    @property
+    def learner_kernel(self) -> str:
+        """`quant_kernel` with "auto" resolved: beside a CPU engine the learner calls that engine's own GEMM."""
+        if self.quant_kernel == "auto" and self.quantized and self._beside_cpu_engine:
+            return "engine"
+        return self.quant_kernel
+
+    @property
+    def _beside_cpu_engine(self) -> bool:
+        return self.has_engine and self.device.type == "cpu"
+
+    def engine_ops_for(self, config: PretrainedConfig) -> bool:
+        """Whether the learner runs a model with this `config` on the CPU engine's operations; warns if it cannot."""
+        # Without quantization, or with quantize_learner=False, the run is a baseline with TRL's learner.
+        if not (self._beside_cpu_engine and self.quantized and self.quantize_learner):
+            return False
+        if self.learner_ops == "stock":
+            return False
+
+        reason = self._other_roundings() or unsupported(config)
+        if reason is not None:
+            logger.warning("Learner and CPU engine round at different places, because %s.", reason)
+        return reason is None
+
+    def _other_roundings(self) -> str | None:
+        """The setting that makes learner and engine round differently for every model; `None` if there is none."""
+        if not self.bf16:
+            return "bf16 is off, so the learner computes in float32"
+        if self.quant_kernel == "dequant":
+            return "quant_kernel='dequant' is not the engine's GEMM"
+        if getattr(self, "cast_lm_head_to_fp32", False):
+            return "cast_lm_head_to_fp32 gives the learner another output layer"
+
+        changed = [name for name, exact in _EXACT_ENGINE.items() if self.engine_kwargs.get(name, exact) != exact]
+        if changed:
+            return f"vllm_engine_kwargs sets {', '.join(changed)}"
+        if getattr(self, "vllm_model_impl", None) == "transformers":
+            return "vllm_model_impl='transformers' is another engine"
+        return None
+
+    def quant_plan(self, source: QuantizationConfig | None = None) -> QuantizationConfig | None:
+        """
+        Which layers are quantized, and how: from the recipe, the checkpoint or the scheme fields.
+
+        Args:
+            source: The plan of the checkpoint that `model` names.
+
+        Returns:
+            `None` without quantization, and for `quant_scheme="checkpoint"` without a `source`.
+        """
+        if not self.quantized:
+            return None
+        if self.quant_recipe is not None:
+            return read_modifier(self.quant_recipe)
+        if self.from_checkpoint:
+            return source
+
+        scheme = resolve_scheme(self.quant_scheme, self.quant_group_size)
+        return single_group(scheme, ["Linear"], self.quant_ignore)
+
+    # What is refused --------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled into training_args.bin beside every checkpoint, which people upload.
+        return {name: None if name.endswith("_token") else value for name, value in self.__dict__.items()}
+
+    def __post_init__(self) -> None:
+        if not isinstance(self, TrainingArguments):
+            raise TypeError(
+                "LowBitConfig is half a config: class MyConfig(LowBitConfig, SFTConfig), with TRL's second."
+            )
+        super().__post_init__()
+
+        check_choices(self)
+        if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
+            raise ValueError("metric_for_best_model and load_best_model_at_end must be off: the last ones are kept.")
+        if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
+            raise ValueError("hub_strategy must be 'end': training checkpoints are not pushed.")
+        if self.quantized:
+            _check_one_source(self)
+            self.quant_plan()  # refuses schemes and recipes that it cannot read
+            check_fit(self)
+        if self.frozen and not (self.quantized and self.quantize_learner):
+            raise ValueError("lora_base='frozen' needs quantization and quantize_learner: it has no other weights.")
+        _check_engine(self)
+        self.verify_sync = _checked_verify(self.verify_sync)
+
+
+def check_choices(args: Any) -> None:
+    """Refuse (`ValueError`) a value that a `Literal` field does not have: nothing else checks them in a script."""
+    for name, hint in get_type_hints(type(args)).items():
+        if get_origin(hint) is not Literal or not hasattr(args, name):
+            continue
+        value = getattr(args, name)
+        if value not in get_args(hint):
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(hint)))}.")
+
+
+def check_fit(args: Any) -> None:
+    """Refuse (`ValueError`) the switches in `UNFIT`."""
+    for name, why in UNFIT.items():
+        if getattr(args, name, False):
+            raise ValueError(f"{name} must be False: {why}.")
+
+
+def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:
+    """
+    The fields of a dataclass that differ from their defaults, with their values.
+
+    Args:
+        args: An instance.
+        names: Only these fields, if there are any.
+    """
+    changed = {}
+    for field in fields(args):
+        if names and field.name not in names:
+            continue
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        value = getattr(args, field.name)
+        if value != default:
+            changed[field.name] = value
+    return changed
+
+
+def _check_one_source(args: Any) -> None:
+    """Refuse (`ValueError`) scheme fields beside a recipe or a checkpoint, which already says what is quantized."""
+    if args.quant_recipe is None and not args.from_checkpoint:
+        return
+
+    decides = "quant_scheme" if args.quant_recipe is None else "quant_recipe"
+    changed = list(changed_fields(args, ("quant_scheme", "quant_group_size", "quant_ignore")))
+    others = [name for name in changed if name != decides]
+    if others:
+        raise ValueError(f"{decides} decides which layers are quantized and how, so {others} must not be set.")
+
+
+def _check_engine(args: Any) -> None:
+    """Refuse an engine that is not installed (`ImportError`), and arguments for it that are not the user's to set."""
+    if args.has_engine and not is_vllm_available():
+        raise ImportError("vLLM is missing: pip install 'qarl_trl[vllm]' (CPU: make install), or use_vllm=False.")
+
+    for field in ("model_init_kwargs", "vllm_engine_kwargs"):
+        values = getattr(args, field, None) or {}
+        tokens = [key for key, value in values.items() if "token" in key and type(value) is str]
+        if tokens:
+            raise ValueError(f"{field} sets {tokens}, which would be in logs and checkpoints. Set HF_TOKEN instead.")
+
+    owned = sorted(set(args.engine_kwargs) & set(OWNED_ENGINE_ARGUMENTS))
+    if owned:
+        raise ValueError(f"vllm_engine_kwargs sets {owned}, which the trainer sets from its own fields. Remove them.")
+
+
+def _checked_verify(value: Any) -> str:
+    """`"off"`, `"first"` or a number: YAML reads a bare `off` as `False`, and a script may give an `int`."""
+    text = "off" if value is False else str(value)
+    is_number = text.isdecimal() and int(text) >= 1
+    if text not in ("off", "first") and not is_number:
+        raise ValueError(f"verify_sync={value!r} must be 'off', 'first' or a number of syncs >= 1.")
+    return text
