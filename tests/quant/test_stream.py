@@ -1,14 +1,12 @@
 """`qarl_trl.quant.stream`: the one stream that sync and export read."""
 
-from types import SimpleNamespace
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
-from trl.distributed import DistributedBackend
 
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, linear, quantize_weight, quantized_modules
-from qarl_trl.quant.stream import readable_parameters
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, matmul, quantized_modules
 from quant.schemes import NAMES
 
 
@@ -25,7 +23,6 @@ LOCAL = {
 }
 # Two heads of keys and values make blocks of 128 of every layer.
 SIZES = {"num_key_value_heads": 2}
-ONE_PROCESS = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)))
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 
 
@@ -55,6 +52,7 @@ def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monk
     """After optimizer steps; the control streams before one more step."""
     model = apply_quantization(tiny_model(**SIZES), scheme)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    low_bit_store(model).follow(optimizer)
 
     def step():
         model(TOKENS, labels=TOKENS).loss.backward()
@@ -66,16 +64,16 @@ def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monk
     stale = dict(iter_low_bit_weights(model))
     step()
     names, used = {id(m.weight): name for name, m in quantized_modules(model)}, {}
-    original = linear.LowBitMatmul.apply
+    original = matmul.LowBitMatmul.apply
 
     def spy(*args):
         weight, master = args[2], args[-1]
         used.update({f"{names[id(master)]}.{local}": tensor for local, tensor in weight.tensors.items()})
         return original(*args)
 
-    monkeypatch.setattr(linear.LowBitMatmul, "apply", spy)
-    model(TOKENS)
+    monkeypatch.setattr(matmul.LowBitMatmul, "apply", spy)
     stream = dict(iter_low_bit_weights(model))
+    model(TOKENS)
     assert len(used) == 14 * len(LOCAL[scheme])
     assert all(stream[name] is tensor for name, tensor in used.items())
     quantized = [name for name in used if name.endswith(LOCAL[scheme][0])]
@@ -114,12 +112,30 @@ def test_persistent_buffers_follow_in_their_own_dtype():
 # Sharded master weights ----------------------------------------------------------------------------------------------------
 
 
-def test_parameters_given_from_outside_are_used_instead_of_the_models_own():
+def test_parameters_are_read_where_they_are_whole():
+    """As under ZeRO-3, where a parameter is empty outside of the context."""
     model = apply_quantization(nn.Sequential(nn.Linear(128, 8)), "W4A16")
-    whole = {"0.weight": torch.randn(8, 128), "0.bias": torch.randn(8)}
-    stream = dict(iter_low_bit_weights(model, whole.items()))
-    assert torch.equal(stream["0.weight_packed"], quantize_weight(whole["0.weight"], model[0].scheme).quantized)
-    assert torch.equal(stream["0.bias"], whole["0.bias"].bfloat16())
+    whole = [param.detach().clone() for param in model.parameters()]
+    expected = dict(iter_low_bit_weights(model))
+    gathered = []
+
+    @contextmanager
+    def gather(params):
+        gathered.append(len(params))
+        for param in params:
+            param.data = next(tensor for tensor in whole if tensor.shape == shapes[param])
+        yield
+        for param in params:
+            param.data = torch.empty(0)
+
+    shapes = {param: param.shape for param in model.parameters()}
+    for param in model.parameters():
+        param.data = torch.empty(0)
+    stream = {name: tensor.clone() for name, tensor in iter_low_bit_weights(model, gather)}
+
+    assert gathered == [1, 1]
+    assert all(torch.equal(stream[name], tensor) for name, tensor in expected.items())
+    assert stream.keys() == expected.keys()
 
 
 def test_the_wrapper_of_activation_checkpointing_is_not_in_the_names():
@@ -128,17 +144,7 @@ def test_the_wrapper_of_activation_checkpointing_is_not_in_the_names():
     model = apply_quantization(nn.ModuleDict({"layer": wrapped}), "W4A16")
     names = [name for name, _ in iter_low_bit_weights(model)]
     assert names == [f"layer.0.{name}" for name in ("weight_packed", "weight_scale", "weight_shape", "bias")]
-    assert [name for name, _ in readable_parameters(model, ONE_PROCESS)] == ["layer.0.weight", "layer.0.bias"]
     wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper").checkpoint_wrapper
     inner.register_buffer("kept", torch.ones(1))  # torch's own wrapper is in the names of buffers, not in state_dict
     stream = dict(iter_low_bit_weights(nn.ModuleDict({"layer": wrapper(inner)})))
     assert "layer.kept" in stream
-
-
-def test_a_layer_that_is_missing_from_the_parameters_given_is_an_error(tiny_model):
-    model = apply_quantization(tiny_model(), "W4A16")
-    renamed = [(name.replace("layers.1.mlp.up", "other"), p) for name, p in model.named_parameters()]
-    with pytest.raises(
-        RuntimeError, match=r"1 parameters of quantized layers.*model\.layers\.1\.mlp\.up_proj\.weight'"
-    ):
-        list(iter_low_bit_weights(model, renamed))
