@@ -1,7 +1,7 @@
 """
 The memory that a backward needs: what the forward saves for it, and its temporary tensors.
 
-The formulas are estimates. tests/tools/plan/test_backward.py compares their sum with what torch's allocator gives out.
+The formulas are estimates. tests/tools/plan/test_formulas.py compares their sum with what torch's allocator gives out.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
     lines = [*table(plan.name, plan.run, plan.alone), *verdict(plan.run, plan.together)]
     print("\n".join(lines))
 
+    # So that a script can ask before it rents a machine.
     if not items.fits(plan.run):
         raise SystemExit(1)
 
@@ -156,6 +157,7 @@ def verdict(run: Run, together: Mapping[str, Run]) -> Iterator[str]:
     for moment, size in items.peaks(run).items():
         if size > run.memory:
             yield f"It does not fit: {moment} {size / GIB:.1f} GiB, mostly {_largest_items(run, moment)}."
+    # Every moment may fit and the cache still be too small: the engine then refuses to start.
     if run.engine and items.cache_tokens(run) < run.tokens:
         yield "The engine has no room for one row."
 

@@ -93,6 +93,7 @@ def host_bytes(run: Run) -> int:
         run: The run.
     """
     # Each process loads the model; under FSDP2 only one does, and sends the others their shards.
+    # A frozen base is not sharded, so every process loads it.
     copies = min(run.ranks, MACHINE)
     if run.fsdp2 and not run.frozen:
         copies = 1
@@ -127,6 +128,7 @@ def synced_bytes(run: Run) -> int:
     Args:
         run: The run.
     """
+    # vLLM's sleep drops weights, and only the learner has those of its step.
     if not run.frozen or run.sleep:
         return engine_bytes(run)
     return sum(BFLOAT16 * parameter.entries for parameter in run.parameters if parameter.in_adapter)
@@ -184,6 +186,7 @@ def best_utilization(run: Run) -> float:
     Args:
         run: The run.
     """
+    # Finer steps would promise more than the assumed items of the memory can hold.
     for percent in range(90, 0, -5):
         if fits(replace(run, utilization=percent / 100)):
             return percent / 100
@@ -225,6 +228,7 @@ def _always_there(run: Run) -> dict[str, int]:
     sizes = {
         "master weights": master_weights,
         "optimizer state": optimizer_state(run),
+        # Kept from one optimizer step to the next, beside the master weights: forward, sync and export read them.
         "quantized values": sum(parameter.quantized for parameter in run.parameters),
     }
 

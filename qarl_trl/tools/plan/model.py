@@ -66,8 +66,8 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = 
     """
     A model without weights, with an adapter and low-bit layers. It is cached: do not change it.
 
-    It does not begin with `validate.skeleton`. That takes no dtype, on which bytes depend, and builds the class that a
-    config names: also vision models, whose layers have no formula here and which are refused.
+    `validate.skeleton` is another function. It takes no dtype, on which bytes depend, and builds the class that the
+    config names: with it, vision models would be planned by formulas that do not know their layers.
 
     Args:
         config: The model's config.

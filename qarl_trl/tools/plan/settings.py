@@ -38,7 +38,7 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
     engine = settings.vllm_mode if settings.use_vllm else ""
     _check_engine_ranks(engine, settings.vllm_tensor_parallel_size, gpus)
 
-    # In this order: a model that is unknown is told before what is wrong with it.
+    # First, so that an unknown model is reported as one, and not by the error of what reads its files next.
     name = model_args.model_name_or_path
     config = read_config(name)
     plan = _quantization_of(name, settings)
@@ -47,6 +47,7 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
 
     adapter = _adapter_of(model_args)
     model = skeleton(config, _dtype_of(config, settings, model_args), adapter, plan)
+    # The trainer refuses these too, but only at its start, on the machine with the GPUs.
     if settings.frozen and (adapter is None or num_experts(config) or engine == "server"):
         raise ValueError("lora_base='frozen' needs use_peft: true, a model without experts, and vllm_mode='colocate'.")
 
@@ -108,8 +109,7 @@ def _optimizer_of(settings: Any) -> str:
 
 def _gathers_low_bits(settings: Any) -> bool:
     """Whether FSDP2 would gather quantized values instead of weights."""
-    # An engine's gemm keeps them in a layout of its own, whose rows cannot be gathered. A frozen base is whole on each
-    # GPU.
+    # An engine's gemm keeps them in its own layout, whose rows cannot be gathered. FSDP2 shards no frozen base.
     return settings.quantize_learner and settings.quant_kernel != "engine" and not settings.frozen
 
 

@@ -18,6 +18,8 @@ SLEEP_MODE = "--vllm_enable_sleep_mode true"
 GRADIENT_CHECKPOINTING = "--gradient_checkpointing true"
 ADAMW_8BIT = "--optim_muon false --optim adamw_8bit"
 PAGED_ADAMW_8BIT = "--optim_muon false --optim paged_adamw_8bit"
+# The base is not trained, so bfloat16 is enough for it. The trainer refuses Muon: its step of the factors is none of
+# their product.
 LORA = (
     "--use_peft true --lora_r 32 --lora_alpha 64 --lora_dropout 0 --lora_target_modules all-linear --dtype bfloat16 "
     "--optim_muon false"
@@ -93,13 +95,14 @@ def explore(argv: Sequence[str], gpus: int, memory: float, sharding: str | None)
         return plan_run(settings, model_args, gpus, memory, sharding)
 
     _, settings, model_args = parse(argv, any_device=True)
+    # Here and not below: what is wrong with the recipe itself is raised, and its warnings are logged.
     run = run_of("")
     fits = items.fits(run)
     alone: dict[str, Way] = {}
     together: dict[str, Run] = {}
 
     with _no_warnings():
-        # On one GPU also for a run that fits: who saves memory can take longer rows or a larger model.
+        # On one GPU even if the run fits: memory that is saved allows longer rows or a larger model.
         if gpus == 1 or not fits:
             alone = _take_each_alone(_ways(model_args.use_peft), run_of)
         if not fits:
@@ -135,6 +138,7 @@ def _take_each_alone(ways: dict[str, str], run_of: RunOf) -> dict[str, Way]:
     """Each way with its run, or with the reason why that is refused."""
     alone = {}
     for name, options in ways.items():
+        # Shown rather than left out, so that the user learns why a known option is not offered.
         try:
             alone[name] = Way(options, run_of(options))
         except ValueError as error:
@@ -159,8 +163,8 @@ def fewest_options(base: str, settings: Any, run_of: RunOf) -> Fitting | None:
     """
     Find few options that make a run fit, by a greedy search.
 
-    Take all levers, then leave out each one, the dearest first, without which the run still fits. None of those that
-    are left can be spared, though another set might be smaller.
+    Take all levers, then leave out each one, the most costly first, without which the run still fits. Each lever is
+    tried once, in this order, so another set might be smaller still.
 
     Args:
         base: Options that the run has in any case.
@@ -174,7 +178,7 @@ def fewest_options(base: str, settings: Any, run_of: RunOf) -> Fitting | None:
     one_row_a_pass = f"--max_tokens_per_pass {run.tokens}"
     smaller_batches = _smaller_micro_batches(run.rows, settings)
 
-    # From cheap to dear: the first cost nothing or some time, and another optimizer changes the training.
+    # From cheap to costly: the first cost some time at most, and another optimizer changes the training.
     levers = [SLEEP_MODE, GRADIENT_CHECKPOINTING, one_row_a_pass, *smaller_batches]
     if not run.has_adapter:  # an adapter's optimizer state is small
         levers += [ADAMW_8BIT, PAGED_ADAMW_8BIT]
@@ -199,6 +203,7 @@ def fewest_options(base: str, settings: Any, run_of: RunOf) -> Fitting | None:
 
 def _smaller_micro_batches(rows: int, settings: Any) -> list[str]:
     """Options for each smaller micro-batch, the largest first. An update and a rollout batch keep their rows."""
+    # TRL counts both numbers in micro-batches, so that they grow as these shrink.
     batches = []
     for parts in range(2, rows + 1):
         if rows % parts != 0:
@@ -219,8 +224,7 @@ def _try_levers(base: str, levers: Sequence[str], run_of: RunOf) -> Fitting | No
     except ValueError:  # an option may conflict with a field of the recipe
         return None
 
-    # The engine's share is computed, not searched. A smaller one may be all that is missing, or a larger one may be
-    # what the saved memory is for.
+    # The engine's share is computed, not searched: the largest that fits is best for the engine.
     if not items.fits(run) and run.engine == "colocate":
         run = replace(run, utilization=items.best_utilization(run))
         options = join_options([options, f"--vllm_gpu_memory_utilization {run.utilization:g}"])
