@@ -42,8 +42,8 @@ def recipes_with_hardware():
     for folder, (gib, sharding) in HARDWARE.items():
         for path in sorted(RECIPES.glob(f"{folder}/*.yaml")):
             # An adapter's base has no gradients, so that each GPU has room for the whole model.
-            way = "ddp" if "lora" in path.stem else sharding
-            yield pytest.param(path, gib, way, id=f"{folder}/{path.stem}")
+            distribution = "ddp" if "lora" in path.stem else sharding
+            yield pytest.param(path, gib, distribution, id=f"{folder}/{path.stem}")
 
 
 @pytest.mark.parametrize(("path", "gib", "sharding"), recipes_with_hardware())

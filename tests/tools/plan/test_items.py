@@ -128,7 +128,8 @@ def test_moments_of_bitsandbytes(folders, tmp_path):
 
     # bitsandbytes writes into weights by kernels of its own. The layers must see that their values are out of date.
     after = quantized_values(trainer)
-    assert not all(map(torch.equal, before, after))
+    changed = [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
+    assert any(changed)
     for _, layer in quantized_modules(trainer.model):
         assert torch.equal(layer.low_bit().quantized, quantize_weight(layer.weight, layer.scheme).quantized)
 
