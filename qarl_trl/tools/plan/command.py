@@ -1,12 +1,17 @@
-"""The command `qarl-trl plan`: how much memory a recipe needs on each GPU, whether that fits, and which options would."""
+"""The command `qarl-trl plan`: the memory a recipe needs on each GPU, whether it fits, and which options would."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from . import items  # imports only the standard library, so that --help is instant
-from .items import GIB, Run
+from .run import GIB, Run
+
+
+if TYPE_CHECKING:  # loads torch and transformers
+    from .ways import Way
 
 
 # Memory in GiB, as torch reports it, and CUDA's compute capability.
@@ -14,70 +19,161 @@ GPUS = {"4090": (23.5, (8, 9)), "a10": (22, (8, 6)), "l4": (22, (8, 9)), "a100":
 
 
 def main(argv: Sequence[str]) -> None:
-    """`qarl-trl plan`: other options go to the recipe. Exits with 1 if the run does not fit; `ValueError` if it cannot run."""
+    """
+    `qarl-trl plan`.
+
+    Args:
+        argv: The command line. Options that are not of this command go to the recipe.
+
+    Raises:
+        SystemExit: with code 1 if the run does not fit.
+        ValueError: if it cannot run.
+    """
+    args, overrides = _parser().parse_known_args(argv)
+    # Late, because it loads torch and transformers: `--help` and a wrong option have ended above.
+    from .ways import explore
+
+    memory, _ = GPUS[args.gpu]
+    if args.memory is not None:
+        memory = args.memory
+
+    plan = explore(["--config", args.config, *overrides], args.gpus, memory, args.sharding)
+    lines = [*table(plan.name, plan.run, plan.alone), *verdict(plan.run, plan.together)]
+    print("\n".join(lines))
+
+    # So that a script can ask before it rents a machine.
+    if not items.fits(plan.run):
+        raise SystemExit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qarl-trl plan",
-        description="Estimate the memory of each GPU from a recipe, without loading a model. Other options override the recipe.",
-        allow_abbrev=False,
+        description="Estimate the memory of each GPU from a recipe, without loading a model. "
+        "Other options override the recipe.",
+        allow_abbrev=False,  # the start of an option's name may be a field of the recipe
     )
     parser.add_argument("--config", required=True, help="recipe (.yaml), as for qarl-trl train")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each (default: 1)")
     parser.add_argument("--gpu", default="h100", choices=GPUS, help="GPU; A100 and H100 have 80 GB (default: h100)")
     parser.add_argument("--memory", type=float, help="GiB of each GPU, for another type")
     parser.add_argument("--sharding", choices=("fsdp2", "ddp"), help="for several GPUs (default: fsdp2)")
-    args, overrides = parser.parse_known_args(argv)  # `--help` ends here
-    from .ways import explore
-
-    memory = GPUS[args.gpu][0] if args.memory is None else args.memory
-    name, run, alone, together = explore(["--config", args.config, *overrides], args.gpus, memory, args.sharding)
-    print("\n".join([*table(name, run, alone), *verdict(run, together)]))
-    if not items.fits(run):
-        raise SystemExit(1)
+    return parser
 
 
-def table(name: str, run: Run, alone: Mapping[str, tuple[str, Run | None]]) -> Iterator[str]:
-    """The memory of each GPU, and with each option that saves memory, in GiB."""
-    moments = items.moments(run)
-    yield f"{name}: {sum(p.entries for p in run.parameters) / 1e9:.2f} billion parameters"
-    yield f"{run.ranks} x {run.memory / GIB:g} GiB, {'FSDP2' if run.fsdp2 else 'DDP' if run.ranks > 1 else 'one GPU'}"
-    optimizers = ", ".join({p.optimizer: "" for p in run.parameters if p.optimizer})
-    yield f"micro-batch: {run.rows} rows of {run.tokens} tokens; max_tokens_per_pass: {run.budget}; optimizer: {optimizers}"
-    yield f"host memory of a machine: {items.host_bytes(run) / GIB:.0f} GiB; a sync moves {items.synced_bytes(run) / GIB:.2f} GiB"
-    if run.engine:
-        share = f"; vllm_gpu_memory_utilization: at most {items.best_utilization(run):g} would fit"
-        share = share if run.engine == "colocate" else ""
-        yield f"engine of {run.engine_ranks} GPU(s): key-value cache for {items.cache_tokens(run):,} tokens{share}"
-    yield "\n" + cells("GiB on each GPU (estimated)", moments)
-    for name in dict.fromkeys(name for held in moments.values() for name in held):
-        yield cells(name, (held.get(name, "") for held in moments.values()))
-    yield cells("sum", items.peaks(run).values())
+def table(name: str, run: Run, alone: Mapping[str, Way]) -> Iterator[str]:
+    """
+    Lines that show the memory of each GPU, in GiB.
+
+    Args:
+        name: The model and its scheme.
+        run: The run.
+        alone: Ways to save memory, each taken alone. Empty: the part that compares them is left out.
+    """
+    yield from _heading(name, run)
+    yield from _memory_of_each_gpu(run)
     if alone:
-        yield "\n" + cells("each alone", [*moments, "sync moves", "host"])
-    for name, (options, other) in alone.items():
-        sizes = [*items.peaks(other).values(), items.synced_bytes(other), items.host_bytes(other)] if other else []
-        yield f"{cells(name, sizes)}  {options}"
+        yield from _comparison(run, alone)
     yield ""
 
 
-def cells(name: str, values: Iterable[int | str]) -> str:
-    """A row of the table: texts, and bytes in GiB."""
-    texts = (value if isinstance(value, str) else f"{value / GIB:.1f}" for value in values)
-    return f"{name:30}" + "".join(f"{text:>16}" for text in texts)
+def _heading(name: str, run: Run) -> Iterator[str]:
+    """What the run is, and what is no part of a GPU's memory."""
+    entries = sum(parameter.entries for parameter in run.parameters)
+    yield f"{name}: {entries / 1e9:.2f} billion parameters"
+    yield f"{run.ranks} x {run.memory / GIB:g} GiB, {_sharding(run)}"
+
+    # Each once, in the order of the model.
+    optimizers = dict.fromkeys(parameter.optimizer for parameter in run.parameters if parameter.trained)
+    micro_batch = f"{run.rows} rows of {run.tokens} tokens"
+    yield f"micro-batch: {micro_batch}; max_tokens_per_pass: {run.budget}; optimizer: {', '.join(optimizers)}"
+
+    host = items.host_bytes(run) / GIB
+    synced = items.synced_bytes(run) / GIB
+    yield f"host memory of a machine: {host:.0f} GiB; a sync moves {synced:.2f} GiB"
+
+    if run.engine:
+        yield _engine_line(run)
+
+
+def _sharding(run: Run) -> str:
+    if run.ranks == 1:
+        return "one GPU"
+    return "FSDP2" if run.fsdp2 else "DDP"
+
+
+def _engine_line(run: Run) -> str:
+    line = f"engine of {run.engine_ranks} GPU(s): key-value cache for {items.cache_tokens(run):,} tokens"
+    # A server has its GPUs for itself, so that any share fits.
+    if run.engine == "colocate":
+        line += f"; vllm_gpu_memory_utilization: at most {items.best_utilization(run):g} would fit"
+    return line
+
+
+def _memory_of_each_gpu(run: Run) -> Iterator[str]:
+    """A row for each item, a column for each moment."""
+    moments = items.moments(run)
+    yield "\n" + _row("GiB on each GPU (estimated)", moments)
+
+    # Moments share most items. Each item has one row, where it first comes; an empty cell where it is not there.
+    names = dict.fromkeys([*moments["rollout"], *moments["backward"]])
+    for name in names:
+        yield _row(name, [moments["rollout"].get(name, ""), moments["backward"].get(name, "")])
+    yield _row("sum", items.peaks(run).values())
+
+
+def _comparison(run: Run, alone: Mapping[str, Way]) -> Iterator[str]:
+    """A row for each way to save memory: the peaks with it, what a sync moves, the host memory, and its options."""
+    yield "\n" + _row("each alone", [*items.moments(run), "sync moves", "host"])
+
+    for name, way in alone.items():
+        sizes: list[int] = []  # none for a way that is refused, whose text says why
+        if way.run is not None:
+            sizes = [*items.peaks(way.run).values(), items.synced_bytes(way.run), items.host_bytes(way.run)]
+        yield f"{_row(name, sizes)}  {way.text}"
+
+
+def _row(name: str, values: Iterable[int | str]) -> str:
+    """A row of the table: texts as they are, bytes in GiB."""
+    row = f"{name:30}"
+    for value in values:
+        text = value if isinstance(value, str) else f"{value / GIB:.1f}"
+        row += f"{text:>16}"
+    return row
 
 
 def verdict(run: Run, together: Mapping[str, Run]) -> Iterator[str]:
-    """Lines that say whether it fits and, if not, which options make it fit."""
+    """
+    Lines that say whether the run fits and, if not, which options make it fit.
+
+    Args:
+        run: The run.
+        together: Options that make it fit, and the run with them.
+    """
     if items.fits(run):
-        yield f"It fits: {max(items.peaks(run).values()) / GIB:.1f} GiB of {run.memory / GIB:g}."
+        yield f"It fits: {_highest_peak(run):.1f} GiB of {run.memory / GIB:g}."
         return
+
     for moment, size in items.peaks(run).items():
         if size > run.memory:
-            largest = sorted(items.moments(run)[moment].items(), key=lambda item: -item[1])[:3]
-            names = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-            yield f"It does not fit: {moment} {size / GIB:.1f} GiB, mostly {names}."
+            yield f"It does not fit: {moment} {size / GIB:.1f} GiB, mostly {_largest_items(run, moment)}."
+    # Every moment may fit and the cache still be too small: the engine then refuses to start.
     if run.engine and items.cache_tokens(run) < run.tokens:
         yield "The engine has no room for one row."
-    for options, other in together.items():
-        yield f"This fits, in {max(items.peaks(other).values()) / GIB:.1f} GiB: {options}"
+
+    for options, fitting in together.items():
+        yield f"This fits, in {_highest_peak(fitting):.1f} GiB: {options}"
     if not together:
         yield "Nothing here fits: take more --gpus with fsdp2, shorter rows, or a smaller model."
+
+
+def _highest_peak(run: Run) -> float:
+    """The memory that the run needs on each GPU, in GiB."""
+    return max(items.peaks(run).values()) / GIB
+
+
+def _largest_items(run: Run, moment: str) -> str:
+    """The three largest items at a moment, with their sizes in GiB."""
+    sizes = items.moments(run)[moment]
+    largest_first = sorted(sizes, key=lambda name: -sizes[name])
+    return ", ".join(f"{name} {sizes[name] / GIB:.1f}" for name in largest_first[:3])

@@ -1,163 +1,206 @@
-"""Convert the settings of a run to numbers, by a model without weights, prepared as the trainer prepares the real one."""
+"""A model without weights, prepared as the trainer prepares the real one, and what a plan counts of its parameters."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...quant import apply_quantization
 from ...quant.convert import quantized_modules
-from ...quant.experts import PROJECTIONS, QuantExperts, num_experts
+from ...quant.experts import PROJECTIONS, QuantExperts
 from ...quant.gathers import gathers_quantized
+from ...quant.linear import LowBitLayer
 from ...quant.quantize import meta_tensors
 from ...quant.scheme import support_of
-from ...quant.start import quantized_source
-from .items import GIB, Parameter, Run
+from .run import Parameter
 
 
-PROMPT = 512  # tokens, assumed if nothing limits the length
-MOST = 10**6  # limit for GPUs and their GiB, far above real ones
 # The relevant fields of config.json for each model that README, recipes and TRL's docs name; its variants share them.
 BUNDLED = json.loads(Path(__file__).with_name("models.json").read_text())
-_kept: dict[str, nn.Module] = {}
 VARIANT = re.compile(r"-(Base|Instruct|Math|2507)(?=-|$)")
 
-
-def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding: str | None) -> Run:
-    """
-    The run of `settings` (`QaRLConfig`) and TRL's `model_args` on `gpus` of `memory` GiB each.
-
-    `sharding` is "ddp" or "fsdp2" (the default). `ValueError` for a run that cannot work, or an unknown model.
-    """
-    for name, value in {"gpus": gpus, "memory": memory}.items():
-        if not 0 < value <= MOST:
-            raise ValueError(f"--{name} must be a number above 0, at most {MOST}, got {value:g}.")
-    engine = settings.vllm_mode if settings.use_vllm else ""
-    engine_ranks = settings.vllm_tensor_parallel_size
-    if engine_ranks < 1 or (engine == "colocate" and gpus % engine_ranks):
-        raise ValueError(f"vllm_tensor_parallel_size={engine_ranks} must divide the GPUs, got --gpus {gpus}.")
-    name = model_args.model_name_or_path
-    config, source = read_config(name), quantized_source(name) if settings.from_checkpoint else None
-    plan = settings.quant_plan(None if source is None else source.plan())
-    if not hasattr(config.get_text_config(), "num_attention_heads"):
-        raise ValueError(f"plan needs a model with attention, got {name} ({config.model_type}).")
-    dtype = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
-    dtype = (config.dtype or "float32") if dtype == "auto" else dtype
-    adapter = None
-    if model_args.use_peft:
-        from trl import get_peft_config  # loads pandas and datasets
-
-        adapter = get_peft_config(model_args)
-    model = skeleton(config, dtype, adapter, plan)
-    frozen, fsdp2 = settings.frozen, gpus > 1 and sharding != "ddp"
-    if frozen and (adapter is None or num_experts(config) or engine == "server"):
-        raise ValueError("lora_base='frozen' needs use_peft: true, a model without experts, and vllm_mode='colocate'.")
-    optim = "muon" if settings.optim_muon else settings.optim.value
-    gathers = fsdp2 and settings.quantize_learner and settings.quant_kernel != "engine" and not frozen
-    return Run(
-        parameters=parameters(model, optim, gpus if gathers else 1, frozen),
-        config=config.get_text_config(),
-        low_bit_forward=plan is not None and settings.quantize_learner,
-        memory=int(memory * GIB),
-        rows=settings.per_device_train_batch_size,
-        tokens=settings.vllm_max_model_length or (settings.max_completion_length or 0) + PROMPT,
-        budget=settings.max_tokens_per_pass,
-        checkpointing=settings.gradient_checkpointing,
-        compute=2 if settings.bf16 else 4,
-        engine=engine,
-        utilization=settings.vllm_gpu_memory_utilization,
-        sleep=settings.vllm_enable_sleep_mode,
-        frozen=frozen,
-        engine_ranks=engine_ranks,
-        ranks=gpus,
-        fsdp2=fsdp2,
-        reference=settings.beta > 0 and not hasattr(model, "peft_config"),
-    )
+_skeletons: dict[str, nn.Module] = {}
 
 
 def read_config(name: str) -> PretrainedConfig:
-    """The config of a model folder, of a model in the Hub's cache, or from the bundled sizes, without download; else `ValueError`."""
-    if (known := BUNDLED.get(VARIANT.sub("", name))) and not Path(name).exists():
-        return AutoConfig.for_model(**known)
+    """
+    The unquantized config of a model. Downloads nothing.
+
+    Args:
+        name: A model folder, a model in the Hub's cache, or a model whose sizes are bundled.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    # A user's own folder of that name comes first.
+    sizes = BUNDLED.get(VARIANT.sub("", name))
+    if sizes and not Path(name).exists():
+        return AutoConfig.for_model(**sizes)
+
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model_name_or_path={name!r} is not a folder with a config.json that transformers reads, and its sizes are not bundled "
-            f"({', '.join(BUNDLED)}). Download its config.json and give that folder. ({str(error).strip().splitlines()[0]})"
+            f"model_name_or_path={name!r} is not a folder with a config.json that transformers reads, and its "
+            f"sizes are not bundled ({', '.join(BUNDLED)}). Download its config.json and give that folder. "
+            f"({reason})"
         ) from error
+
+    # transformers would build the checkpoint's own quantized layers. What is low-bit here is the trainer's choice.
     vars(config).pop("quantization_config", None)
     return config
 
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = None, plan: Any = None) -> nn.Module:
-    """The model of `config` on the meta device, with peft's `adapter` and the low-bit layers of `plan`. Do not change it: it is cached."""
-    key = repr((config.to_dict(), dtype, adapter, plan))
-    if key not in _kept:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        if adapter is not None:
-            from peft import get_peft_model
+    """
+    A model without weights, with an adapter and low-bit layers. It is cached: do not change it.
 
-            model = get_peft_model(model, adapter)
-        _kept[key] = model if plan is None else apply_quantization(model, plan)
-    return _kept[key]
+    `validate.skeleton` is another function. It takes no dtype, on which bytes depend, and builds the class that the
+    config names: with it, vision models would be planned by formulas that do not know their layers.
+
+    Args:
+        config: The model's config.
+        dtype: Of the master weights, as transformers takes it.
+        adapter: The adapter's `peft.PeftConfig`, if any.
+        plan: What to quantize, as `apply_quantization` takes it, or `None`.
+
+    Returns:
+        The model on the meta device.
+    """
+    # The search for options plans the same model dozens of times, and a large one takes seconds.
+    key = repr((config.to_dict(), dtype, adapter, plan))
+    if key in _skeletons:
+        return _skeletons[key]
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if adapter is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, adapter)
+    if plan is not None:
+        model = apply_quantization(model, plan)
+
+    _skeletons[key] = model
+    return model
 
 
 def parameters(model: nn.Module, optim: str, ranks: int = 1, frozen: bool = False) -> tuple[Parameter, ...]:
     """
-    The parameters of `model` (tied ones once), each with its optimizer for TRL's `optim`, or "muon".
+    The parameters of a model, tied ones once.
 
-    `ranks` counts the processes if FSDP2 gathers quantized values, else it is 1; `frozen` low-bit weights have no master weights.
+    Args:
+        model: The model, also without weights.
+        optim: TRL's `optim`, or `"muon"`.
+        ranks: Number of processes if FSDP2 gathers quantized values, else 1.
+        frozen: Whether low-bit weights have no master weights.
     """
-    optimizers, other = {}, optim
+    optimizers: dict[str, str] = {}
+    other_optimizer = optim
     if optim == "muon":
-        from ...optim import split_parameters  # loads the Trainer
+        optimizers = _trained_by_muon(model)
+        other_optimizer = "adamw_torch"
 
-        matrices, experts, _ = split_parameters(model)
-        optimizers = dict.fromkeys(matrices, "muon") | dict.fromkeys(experts, "experts")
-        other = "adamw_torch"
+    low_bits = _low_bits(model, ranks)
     layers = [f"{name}." for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
-    low_bit: dict[int, dict[str, Any]] = {}
-    schemes: dict[int, QuantizationScheme] = {}
 
-    @cache  # most layers are alike
-    def nbytes(rows: int, columns: int, scheme: int) -> int:
-        return sum(tensor.nbytes for tensor in meta_tensors(schemes[scheme], rows, columns).values())
+    planned = []
+    for name, param in model.named_parameters():
+        low_bit = low_bits.get(id(param), {})
+
+        size = param.element_size()
+        if frozen and low_bit:
+            size = 0
+
+        optimizer = ""
+        if param.requires_grad:
+            optimizer = optimizers.get(name, other_optimizer)
+
+        layer = _layer_of(name, layers)
+        planned.append(Parameter(name, tuple(param.shape), size, layer, optimizer, **low_bit))
+    return tuple(planned)
+
+
+def _trained_by_muon(model: nn.Module) -> dict[str, str]:
+    """The names of the parameters that Muon trains, each with its kind of Muon."""
+    from ...optim import split_parameters  # loads the Trainer
+
+    matrices, experts, _ = split_parameters(model)
+    return dict.fromkeys(matrices, "muon") | dict.fromkeys(experts, "experts")
+
+
+def _layer_of(name: str, layers: Sequence[str]) -> str:
+    """The prefix of the decoder layer that a parameter is in; `""` if it is in none."""
+    for layer in layers:
+        if name.startswith(layer):
+            return layer
+    return ""
+
+
+def _low_bits(model: nn.Module, ranks: int) -> dict[int, dict[str, Any]]:
+    """What a `Parameter` says of its low-bit tensors, by the `id` of the weight."""
+    sizes = _TensorSizes()
+    low_bits = {}
 
     for _, module in quantized_modules(model):
-        in_experts = isinstance(module, QuantExperts)
-        for name in PROJECTIONS if in_experts else ("weight",):
-            weight = getattr(getattr(module, "base_layer", module), name)
-            packed = name in module.packed_parameters and weight.dtype == torch.float32
-            gathered = packed and gathers_quantized(weight.shape, ranks, module.scheme)
-            layers_stored = weight.shape[0] * len(PROJECTIONS[name]) if in_experts else 1  # each expert's projections
-            rows, kind = math.prod(weight.shape[:-1]), (weight.shape[-1], id(module.scheme))
-            schemes[id(module.scheme)] = module.scheme
-            low_bit[id(weight)] = {
-                "quantized": nbytes(rows // (ranks if gathered else 1), *kind),
-                "gathered": gathered,
-                "stored": layers_stored * nbytes(rows // layers_stored, *kind),
-                "rounds_inputs": support_of(module.scheme).activations != "none",
-            }
-    return tuple(
-        Parameter(
-            name,
-            tuple(param.shape),
-            0 if frozen and id(param) in low_bit else param.element_size(),
-            next((layer for layer in layers if name.startswith(layer)), ""),
-            optimizers.get(name, other) if param.requires_grad else "",
-            **low_bit.get(id(param), {}),
-        )
-        for name, param in model.named_parameters()
-    )
+        names = ["weight"]
+        if isinstance(module, QuantExperts):
+            names = list(PROJECTIONS)
+
+        owner = getattr(module, "base_layer", module)  # below peft's layer
+        for name in names:
+            weight = getattr(owner, name)
+            low_bits[id(weight)] = _low_bit(module, name, weight, ranks, sizes)
+    return low_bits
+
+
+def _low_bit(module: LowBitLayer, name: str, weight: Tensor, ranks: int, sizes: _TensorSizes) -> dict[str, Any]:
+    """What a `Parameter` says of the low-bit tensors of one weight, `(out, in)` or `(experts, out, in)`."""
+    *all_but_last, columns = weight.shape
+    rows = math.prod(all_but_last)
+
+    # `gather_quantized` replaces only float32 master weights, and only if each process has whole rows of its own.
+    can_gather = name in module.packed_parameters and weight.dtype == torch.float32
+    gathered = can_gather and gathers_quantized(weight.shape, ranks, module.scheme)
+    local_rows = rows
+    if gathered:  # each process keeps the quantized values of its own rows only
+        local_rows = rows // ranks
+
+    # A checkpoint stores each projection of each expert as a matrix of its own, with its own padding.
+    matrices = 1
+    if isinstance(module, QuantExperts):
+        matrices = weight.shape[0] * len(PROJECTIONS[name])
+
+    return {
+        "quantized": sizes.nbytes(module.scheme, local_rows, columns),
+        "gathered": gathered,
+        "stored": matrices * sizes.nbytes(module.scheme, rows // matrices, columns),
+        "rounds_inputs": support_of(module.scheme).activations != "none",
+    }
+
+
+class _TensorSizes:
+    """Bytes of low-bit weights. Each size is computed once, which takes a while: most layers of a model are alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int], int] = {}
+
+    def nbytes(self, scheme: QuantizationScheme, rows: int, columns: int) -> int:
+        """Bytes of the tensors that a checkpoint stores for a weight `(rows, columns)`."""
+        # Schemes have no hash. The model keeps them, so that no other can get the same `id`.
+        key = (id(scheme), rows, columns)
+        if key not in self._known:
+            tensors = meta_tensors(scheme, rows, columns)
+            self._known[key] = sum(tensor.nbytes for tensor in tensors.values())
+        return self._known[key]

@@ -7,86 +7,141 @@ import torch
 from peft import LoraConfig
 from slow.toys import save_model
 from test_trainer import make
-from transformers import AutoConfig
 
 from qarl_trl.quant.convert import quantized_modules
 from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan.backward import activations
 from tools.plan.runs import example_run, resident
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    kinds = {"dense": 0, "experts": 4}
-    return {kind: save_model(tmp_path_factory.mktemp(kind), layers=1, experts=n) for kind, n in kinds.items()}
-
-
-def counted(trainer):
-    """Bytes of the master weights, of the optimizer's state and of the quantized values of a real trainer."""
-    model, state = trainer.model, trainer.optimizer.optimizer.state
-    tensors = [t for of_parameter in state.values() for t in of_parameter.values() if isinstance(t, torch.Tensor)]
-    weights = [w for _, m in quantized_modules(model) for w in m.low_bit_cache.last().values()]
+    """Toy models on disk."""
     return {
-        "master weights": sum(p.nbytes for p in model.parameters()),
-        "optimizer state": sum(t.nbytes for t in tensors),
-        "quantized values": sum(sum(t.nbytes for t in w.tensors.values()) for w in weights),
+        "dense": save_model(tmp_path_factory.mktemp("dense"), layers=1),
+        "experts": save_model(tmp_path_factory.mktemp("experts"), layers=1, experts=4),
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("dense", {}),
-        ("dense", {"optim_muon": True}),
-        ("experts", {"optim_muon": True}),
-        ("dense", {"lora": True}),
-    ],
-)
-def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, changes):
-    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if changes.pop("lora", False) else None
-    settings = {"max_steps": 1, "export_low_bit": False, **changes}
-    trainer = make(folders[kind], tmp_path, peft_config=adapter, **settings)
-    gradients, clear = [], trainer.model.zero_grad
+def nbytes(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def resident_tensors(trainer):
+    """Bytes of what a real trainer keeps between steps, by the names of the plan; without items of size 0."""
+    state = []
+    for of_parameter in trainer.optimizer.optimizer.state.values():
+        state += [value for value in of_parameter.values() if isinstance(value, torch.Tensor)]
+
+    quantized = []
+    for _, layer in quantized_modules(trainer.model):
+        for weight in layer.low_bit_cache.last().values():
+            quantized += weight.tensors.values()
+
+    sizes = {
+        "master weights": nbytes(trainer.model.parameters()),
+        "optimizer state": nbytes(state),
+        "quantized values": nbytes(quantized),
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def record_gradients(trainer):
+    """A list that gets the bytes of a trainer's gradients before each `zero_grad` of its model."""
+    sizes = []
+    clear = trainer.model.zero_grad
 
     def zero_grad(*args):
-        gradients.append(sum(p.grad.nbytes for p in trainer.model.parameters() if p.grad is not None))
+        gradients = [param.grad for param in trainer.model.parameters() if param.grad is not None]
+        sizes.append(nbytes(gradients))
         clear(*args)
 
     trainer.model.zero_grad = zero_grad
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "muon", "lora"),
+    [
+        ("dense", False, False),
+        ("dense", True, False),
+        ("experts", True, False),
+        ("dense", False, True),
+    ],
+)
+def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, muon, lora):
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None
+    changes = {"optim_muon": True} if muon else {}
+    trainer = make(folders[kind], tmp_path, peft_config=adapter, max_steps=1, export_low_bit=False, **changes)
+    gradients = record_gradients(trainer)
     trainer.train()
+
     config = meta.read_config(folders[kind])
     skeleton = meta.skeleton(config, torch.float32, adapter, trainer.args.quant_plan())
-    muon = trainer.args.optim_muon
-    run = example_run(skeleton, config, muon, compute=4)
-    found = {name: size for name, size in counted(trainer).items() if size}
-    print("trainer", kind, found, "gradients", max(gradients))
-    assert resident(run) == found
+    # Toys train in float32, on a CPU.
+    run = example_run(skeleton, config, trainer.args.optim_muon, compute=4)
+
+    tensors = resident_tensors(trainer)
+    print("trainer", kind, tensors, "gradients", max(gradients))
+    assert resident(run) == tensors
     assert items.trained_bytes(run) == max(gradients)
-    other = meta.parameters(skeleton, "adamw_torch" if muon else "muon")
-    if adapter is None:  # control
-        assert resident(replace(run, parameters=other))["optimizer state"] != found["optimizer state"]
+
+    if not lora:  # control: the other optimizer has another state
+        other = "adamw_torch" if trainer.args.optim_muon else "muon"
+        other_run = replace(run, parameters=meta.parameters(skeleton, other))
+        assert resident(other_run)["optimizer state"] != tensors["optimizer state"]
+
+
+def moments_of_bitsandbytes(trainer):
+    """The moments in an optimizer of bitsandbytes, and their scales."""
+    tensors = []
+    for of_parameter in trainer.optimizer.optimizer.state.values():
+        tensors += [value for name, value in of_parameter.items() if name[:6] in ("state1", "state2", "absmax")]
+    return tensors
+
+
+def quantized_values(trainer):
+    """Copies of the quantized values of each layer."""
+    return [layer.low_bit().quantized.clone() for _, layer in quantized_modules(trainer.model)]
 
 
 def test_moments_of_bitsandbytes(folders, tmp_path):
-    """In 8 bits but for embeddings and norms, which the plan leaves out; the learner then quantizes the new weights."""
+    """8 bits but for embeddings and norms, which the plan leaves out; the learner then quantizes the new weights."""
     pytest.importorskip("bitsandbytes", reason="pip install --target FOLDER --no-deps bitsandbytes; PYTHONPATH=FOLDER")
     trainer = make(folders["dense"], tmp_path, max_steps=1, export_low_bit=False, optim="adamw_8bit")
-    before = [layer.low_bit().quantized.clone() for _, layer in quantized_modules(trainer.model)]
+    before = quantized_values(trainer)
     trainer.train()
+
     config = meta.read_config(folders["dense"])
     skeleton = meta.skeleton(config, torch.float32, None, trainer.args.quant_plan())
-    expected = example_run(skeleton, config, False, parameters=meta.parameters(skeleton, "adamw_8bit"))
-    state = trainer.optimizer.optimizer.state.values()
-    tensors = [t for held in state for name, t in held.items() if name[:6] in ("state1", "state2", "absmax")]
-    print("bitsandbytes", sum(t.nbytes for t in tensors), items.optimizer_state(expected))
-    assert sum(t.nbytes for t in tensors) == pytest.approx(items.optimizer_state(expected), rel=0.01)
-    other = replace(expected, parameters=meta.parameters(skeleton, "adamw_torch"))  # control
-    assert items.optimizer_state(other) > 1.5 * items.optimizer_state(expected)
-    layers = [layer for _, layer in quantized_modules(trainer.model)]
-    assert any(not torch.equal(old, layer.low_bit().quantized) for old, layer in zip(before, layers, strict=True))
-    for layer in layers:
+    run = example_run(skeleton, config, False, parameters=meta.parameters(skeleton, "adamw_8bit"))
+
+    measured = nbytes(moments_of_bitsandbytes(trainer))
+    print("bitsandbytes", measured, items.optimizer_state(run))
+    assert measured == pytest.approx(items.optimizer_state(run), rel=0.01)
+
+    # Control: torch's AdamW has a larger state.
+    plain = replace(run, parameters=meta.parameters(skeleton, "adamw_torch"))
+    assert items.optimizer_state(plain) > 1.5 * items.optimizer_state(run)
+
+    # bitsandbytes writes into weights by kernels of its own. The layers must see that their values are out of date.
+    after = quantized_values(trainer)
+    changed = [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
+    assert any(changed)
+    for _, layer in quantized_modules(trainer.model):
         assert torch.equal(layer.low_bit().quantized, quantize_weight(layer.weight, layer.scheme).quantized)
+
+
+# Qwen3-8B, by hand --------------------------------------------------------------------------------------------------
+
+# 36 layers: queries, keys, values and output for 32, 8, 8 and 32 heads of 128, and three matrices of the MLP.
+MATRICES = 36 * (4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288)
+# Embeddings, output layer and norms.
+OTHERS = 8_190_735_360 - MATRICES
+# Four bits an entry, a bfloat16 scale for each 128, and two int64 of a shape for each of 7 matrices in a layer.
+PACKED = MATRICES // 2 + 2 * MATRICES // 128 + 16 * 36 * 7
 
 
 @pytest.fixture(scope="module")
@@ -100,45 +155,56 @@ def eight_billion(skeleton_8b):
     return example_run(*skeleton_8b)
 
 
-def test_8b_by_hand(eight_billion, skeleton_8b):
-    """8.19 billion float32 master weights; Muon for 6.95 billion entries in layers, AdamW for two matrices of 151936 x 4096."""
-    hidden = 36 * (4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288)
-    rest = 8_190_735_360 - hidden
-    tensors = 2 + 1 + 36 * 4
+def test_8b_on_one_gpu(eight_billion):
+    """Float32 master weights; Muon for 6.95 billion entries in layers, AdamW for two matrices of 151936 x 4096."""
+    trained_by_adamw = 2 + 1 + 36 * 4  # tensors, each with a float32 count of its steps
     stays = resident(eight_billion)
+
     assert stays["master weights"] == 4 * 8_190_735_360
-    assert stays["optimizer state"] == 4 * hidden + 8 * rest + 4 * tensors
-    packed = hidden // 2 + 2 * hidden // 128 + 16 * 36 * 7
-    assert stays["quantized values"] == packed
-    assert items.synced_bytes(eight_billion) == packed + 2 * rest
+    assert stays["optimizer state"] == 4 * MATRICES + 8 * OTHERS + 4 * trained_by_adamw
+    assert stays["quantized values"] == PACKED
+    assert items.synced_bytes(eight_billion) == PACKED + 2 * OTHERS
+
+
+def test_8b_in_eight_shards(skeleton_8b):
     sharded = example_run(*skeleton_8b, ranks=8, fsdp2=True)
+
     assert resident(sharded)["master weights"] == 4 * 8_190_735_360 // 8
-    assert resident(sharded)["quantized values"] == hidden // 16 + 2 * hidden // 1024 + 16 * 36 * 7
-    uneven = example_run(*skeleton_8b, ranks=3, fsdp2=True)  # 4096 and 12288 rows, of which only the latter are thirds
-    thirds = 36 * 2 * 4096 * 12288
-    whole = packed - (thirds // 2 + 2 * thirds // 128 + 16 * 36 * 2)
-    assert resident(uneven)["quantized values"] == whole + thirds // 6 + 2 * thirds // 384 + 16 * 36 * 2
-    for ranks, heads in ((1, 8), (2, 4), (16, 1)):  # of keys and of values, in bfloat16
-        run = replace(eight_billion, engine_ranks=ranks)
-        assert items.cache_tokens(run) == items.cache_bytes(run) // (36 * 2 * heads * 128 * 2)
-    assert items.activations(sharded) == 4 * 18432 * (36 * 4096 * 2 + 8 * 4096)
+    assert resident(sharded)["quantized values"] == MATRICES // 16 + 2 * MATRICES // 1024 + 16 * 36 * 7
+    assert activations(sharded) == 4 * 18432 * (36 * 4096 * 2 + 8 * 4096)
+
+
+def test_8b_in_three_shards_keeps_matrices_that_three_does_not_divide_whole(skeleton_8b):
+    """Of 4096 and 12288 rows only the latter are thirds: two matrices in a layer."""
+    uneven = example_run(*skeleton_8b, ranks=3, fsdp2=True)
+
+    divisible = 36 * 2 * 4096 * 12288
+    whole = PACKED - (divisible // 2 + 2 * divisible // 128 + 16 * 36 * 2)
+    thirds = divisible // 6 + 2 * divisible // 384 + 16 * 36 * 2
+    assert resident(uneven)["quantized values"] == whole + thirds
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 8), (2, 4), (16, 1)])
+def test_the_cache_has_keys_and_values_of_the_heads_of_a_rank(eight_billion, ranks, heads):
+    run = replace(eight_billion, engine_ranks=ranks)
+
+    bytes_of_a_token = 36 * 2 * heads * 128 * 2  # keys and values, in bfloat16
+    assert items.cache_tokens(run) == items.cache_bytes(run) // bytes_of_a_token
 
 
 def test_an_engine_takes_its_share_in_the_rollout_and_without_sleep_always(eight_billion):
     share = int(0.5 * eight_billion.memory)
-    names = "engine weights", "key-value cache", "work of the engine (assumed)"
 
     def taken(run):
-        return {moment: sum(held.get(name, 0) for name in names) for moment, held in items.moments(run).items()}
+        """What the engine takes at each moment."""
+        bytes_taken = {}
+        for moment, sizes in items.moments(run).items():
+            weights = sizes.get("engine weights", 0)
+            cache = sizes.get("key-value cache", 0)
+            work = sizes.get("work of the engine (assumed)", 0)
+            bytes_taken[moment] = weights + cache + work
+        return bytes_taken
 
     assert taken(eight_billion) == {"rollout": share, "backward": 0}
-    assert set(taken(replace(eight_billion, sleep=False)).values()) == {share}
-    assert set(taken(replace(eight_billion, engine="server")).values()) == {0}
-
-
-def test_a_norm_of_whole_queries_counts_once():
-    """OLMo2, beside the Llama of its sizes."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
-    configs = [AutoConfig.for_model(kind, num_key_value_heads=4, **sizes) for kind in ("llama", "olmo2")]
-    llama, olmo = (items.layer_saved(example_run(meta.skeleton(c, torch.float32), c, False)) for c in configs)
-    assert olmo == llama + 2 * 64 * (4 + 4)
+    assert taken(replace(eight_billion, sleep=False)) == {"rollout": share, "backward": share}
+    assert taken(replace(eight_billion, engine="server")) == {"rollout": 0, "backward": 0}

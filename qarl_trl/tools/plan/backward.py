@@ -1,0 +1,189 @@
+"""
+The memory that a backward needs: what the forward saves for it, and its temporary tensors.
+
+The formulas are estimates. tests/tools/plan/test_formulas.py compares their sum with what torch's allocator gives out.
+"""
+
+from __future__ import annotations
+
+from .run import Parameter, Run
+
+
+# Size of the one tile of logits in memory, tokens by vocabulary, in TRL's `kernels/chunked_logprob.py`, which never
+# computes all logits at once.
+TILE = (4096, 32768)
+FLOAT32 = 4  # bytes
+
+
+def activations(run: Run) -> int:
+    """
+    Bytes that a micro-batch has saved when its backward begins.
+
+    Args:
+        run: The run.
+    """
+    layer = _checkpoint(run) if run.checkpointing else layer_saved(run)
+
+    # All passes of a micro-batch keep theirs until its one backward, so `max_tokens_per_pass` changes nothing here.
+    per_token = run.config.num_hidden_layers * layer + head_saved(run)
+    return run.rows * run.tokens * per_token + _saved_casts(run)
+
+
+def _saved_casts(run: Run) -> int:
+    """Bytes of the copies of the weights that autocast makes for the forward and keeps for the backward."""
+    # Checkpointing keeps no copies, low-bit layers save their quantized values, and equal dtypes need no cast.
+    if run.checkpointing or run.low_bit_forward or run.residual == run.compute:
+        return 0
+    return run.compute * sum(parameter.entries for parameter in run.in_layers)
+
+
+def _checkpoint(run: Run) -> int:
+    """Bytes per token of the hidden states between two layers."""
+    return run.residual * run.config.hidden_size
+
+
+def layer_saved(run: Run) -> int:
+    """
+    Bytes per token that a decoder layer saves for its backward, without checkpointing. Right to about 10 %.
+
+    It saves inputs and outputs of its matrices (in a mixture: of the chosen experts), and of norms the float32 input
+    and the result.
+
+    Args:
+        run: The run.
+    """
+    # Factors of an adapter are so narrow that what they save is left out.
+    of_base = [parameter for parameter in run.in_layers if not parameter.in_adapter]
+    # The first layers of a mixture may be dense. The last has experts if any has.
+    last_layer = of_base[-1].layer
+
+    saved = 0
+    for parameter in of_base:
+        if parameter.layer == last_layer:
+            saved += _saved_for(parameter, run)
+    return saved
+
+
+def _saved_for(parameter: Parameter, run: Run) -> int:
+    """Bytes per token that a layer saves for the gradient of one parameter."""
+    if len(parameter.shape) > 1:
+        return _saved_for_matrix(parameter, run)
+
+    entries = parameter.shape[0]
+    if entries == run.head_dim:
+        # A norm of each head (Qwen3). Its input comes from a matrix, so the result has the dtype of the forward.
+        heads = run.config.num_attention_heads
+        if "k_norm" in parameter.name:
+            heads = run.config.num_key_value_heads
+        return entries * heads * (FLOAT32 + run.compute)
+
+    if parameter.name.endswith("weight"):
+        return entries * (FLOAT32 + run.residual)
+    return 0  # the gradient of a bias needs nothing that is saved
+
+
+def _saved_for_matrix(parameter: Parameter, run: Run) -> int:
+    """Bytes per token of the input and the output of a matrix `(out, in)`, or of experts `(experts, out, in)`."""
+    outputs, inputs = parameter.shape[-2:]
+    input_size = run.compute
+    if run.low_bit_forward and parameter.rounds_inputs:
+        input_size = 1  # 8 bits
+
+    saved = outputs * run.compute + inputs * input_size
+    if len(parameter.shape) == 3:  # a token passes only some experts
+        return run.config.num_experts_per_tok * saved
+    return saved
+
+
+def head_saved(run: Run) -> int:
+    """
+    Bytes per token that are saved outside the layers: the final norm and its output.
+
+    Args:
+        run: The run.
+    """
+    return (FLOAT32 + 2 * run.residual) * run.config.hidden_size
+
+
+def backward_work(run: Run) -> int:
+    """
+    Bytes of the temporary tensors of a backward, and of the weights that FSDP2 gathers for it.
+
+    The fused head and the layers run one after the other, so the larger of the two counts.
+
+    Args:
+        run: The run.
+    """
+    head = _head_work(run)
+    layer = _layer_work(run)
+    if not run.fsdp2:
+        return int(max(head, layer + _cast_gradient(run)))
+
+    # Weights outside the layers, and their gradient, stay from the forward to the end of the backward. Then the
+    # gradient is reduced in float32.
+    outside = sum(parameter.entries for parameter in run.parameters if not parameter.layer)
+    gathered = 2 * run.compute * outside
+    reduction = FLOAT32 * outside
+    return int(gathered + max(head, layer + _gathered_layers(run), reduction))
+
+
+def _tokens_of_pass(run: Run) -> int:
+    """Tokens in a pass: as many whole rows as fit the budget, at least one; without a budget all rows, padded."""
+    if run.budget is None:
+        return run.tokens * run.rows
+    rows = max(1, run.budget // run.tokens)
+    return run.tokens * min(run.rows, rows)
+
+
+def _head_work(run: Run) -> int:
+    """Bytes of the fused head: float32 gradients of its input and of its weight, and a tile of logits."""
+    tokens = _tokens_of_pass(run)
+    tile = min(tokens, TILE[0]) * TILE[1] * run.compute
+    return FLOAT32 * run.config.hidden_size * (tokens + run.config.vocab_size) + tile
+
+
+def _layer_work(run: Run) -> float:
+    """Bytes of the gradients in one layer, and of one matrix."""
+    # Gradients in a layer take about 0.3 of what it saves, 0.9 if it dequantizes quantized inputs (measured).
+    share = 0.3
+    if run.low_bit_forward and any(parameter.rounds_inputs for parameter in run.parameters):
+        share = 0.9
+
+    # The head comes first in a backward: what it has saved is free by now.
+    per_token = share * layer_saved(run) - head_saved(run)
+    if run.checkpointing:
+        # The layer is computed again. What it then saves includes its checkpoint, which `activations` has counted.
+        per_token += layer_saved(run) - _checkpoint(run)
+
+    # The dequantized matrix, and the product that is its gradient.
+    matrices = 2 * run.compute * _largest_entries(run)
+    return _tokens_of_pass(run) * per_token + matrices
+
+
+def _cast_gradient(run: Run) -> int:
+    """Bytes of the float32 copy of a matrix's gradient, which autocast makes of a smaller dtype."""
+    if run.compute >= FLOAT32:
+        return 0
+    return FLOAT32 * _largest_entries(run)
+
+
+def _gathered_layers(run: Run) -> int:
+    """Bytes that FSDP2 adds: two gathered layers, the gradient of one, and its float32 copy for the reduction."""
+    by_layer: dict[str, int] = {}
+    for parameter in run.in_layers:
+        if parameter.size == 0:  # of a frozen base: FSDP2 does not shard it
+            continue
+
+        weight = parameter.entries * run.compute
+        if parameter.gathered:
+            weight = parameter.quantized * run.ranks
+        gradient = parameter.entries * (run.compute + FLOAT32)
+
+        by_layer.setdefault(parameter.layer, 0)
+        by_layer[parameter.layer] += 2 * weight + gradient
+    return max(by_layer.values())
+
+
+def _largest_entries(run: Run) -> int:
+    """Entries of the largest matrix of the decoder layers."""
+    return max(parameter.entries for parameter in run.in_layers)

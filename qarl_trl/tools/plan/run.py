@@ -1,0 +1,138 @@
+"""A run in numbers: all that the formulas of the plan read. Only the standard library, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """
+    One parameter of the policy.
+
+    Attributes:
+        name: Its name in the model.
+        shape: Of the whole parameter, not of a shard.
+        size: Bytes per entry of the master weight; 0 for a low-bit weight of a frozen base, which has none.
+        layer: The prefix of its decoder layer, whose parameters FSDP2 gathers at once; `""` outside the layers.
+        optimizer: `"muon"`, `"experts"` (Muon in place) or TRL's `optim`; `""` if it is not trained.
+        quantized: Bytes of its quantized values on each GPU.
+        gathered: Whether FSDP2 gathers quantized values instead of weights; each GPU then keeps those of its own rows.
+        stored: Bytes of its low-bit tensors in a checkpoint.
+        rounds_inputs: Whether the scheme also quantizes the inputs of the multiplication.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    layer: str
+    optimizer: str
+    quantized: int = 0
+    gathered: bool = False
+    stored: int = 0
+    rounds_inputs: bool = False
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has a gradient and an optimizer."""
+        return self.optimizer != ""
+
+    @property
+    def in_adapter(self) -> bool:
+        """Whether it is a factor of a LoRA adapter."""
+        return "lora_" in self.name
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    A run in numbers.
+
+    Attributes:
+        parameters: All parameters of the policy, tied ones once.
+        config: transformers' config of the language model.
+        low_bit_forward: Whether the learner multiplies by low-bit weights (`quantize_learner`, with a scheme).
+        memory: Bytes of each GPU, also of a server's.
+        rows: Rows in a micro-batch.
+        tokens: Tokens in the longest row.
+        budget: `max_tokens_per_pass`.
+        checkpointing: Whether gradients are checkpointed.
+        compute: Bytes per entry in forward and backward.
+        engine: `"colocate"` (on these GPUs), `"server"` (on its own GPUs), or `""` without an engine.
+        utilization: `vllm_gpu_memory_utilization`.
+        sleep: Whether the engine sleeps between rollouts.
+        frozen: `lora_base: frozen`: of the base there are only quantized values.
+        engine_ranks: GPUs of one engine.
+        ranks: GPUs of the learner, one process each.
+        fsdp2: Whether the GPUs hold shards of one model; otherwise each holds the whole.
+        reference: Whether there is a second, frozen model for the KL term.
+    """
+
+    parameters: tuple[Parameter, ...]
+    config: Any
+    low_bit_forward: bool
+    memory: int
+    rows: int
+    tokens: int
+    budget: int | None
+    checkpointing: bool
+    compute: int
+    engine: str
+    utilization: float
+    sleep: bool
+    frozen: bool = False
+    engine_ranks: int = 1
+    ranks: int = 1
+    fsdp2: bool = False
+    reference: bool = False
+
+    @property
+    def in_layers(self) -> list[Parameter]:
+        """The parameters of the decoder layers: all but embeddings, the final norm and the output layer."""
+        return [parameter for parameter in self.parameters if parameter.layer]
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether it trains a LoRA adapter."""
+        return any(parameter.in_adapter for parameter in self.parameters)
+
+    @property
+    def head_dim(self) -> int:
+        """Size of an attention head."""
+        # Some families have larger heads than the hidden size gives (Qwen3, Gemma), and say so.
+        explicit = getattr(self.config, "head_dim", None)
+        return explicit or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def residual(self) -> int:
+        """Bytes per entry of the hidden states between layers."""
+        size = self.parameters[0].size
+        # FSDP2 casts the weights, so hidden states have the smaller dtype. Autocast casts only what matrices multiply:
+        # hidden states keep the dtype of the weights.
+        if self.fsdp2:
+            return min(self.compute, size)
+        return size
+
+    def local_entries(self, parameter: Parameter) -> int:
+        """
+        Number of entries of a parameter on each GPU.
+
+        Args:
+            parameter: One of `parameters`.
+        """
+        if not self.fsdp2 or not parameter.shape:
+            return parameter.entries
+
+        # FSDP2 cuts dimension 0 and pads every part to the longest.
+        rows = math.ceil(parameter.shape[0] / self.ranks)
+        return rows * math.prod(parameter.shape[1:])

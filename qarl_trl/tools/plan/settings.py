@@ -1,0 +1,130 @@
+"""The settings of a run, as numbers for the formulas. Refuses what cannot run on so many GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from transformers import PretrainedConfig
+
+from ...quant.experts import num_experts
+from ...quant.start import quantized_source
+from .model import parameters, read_config, skeleton
+from .run import GIB, Run
+
+
+# Tokens of a prompt, assumed where nothing limits its length.
+PROMPT = 512
+# Most GPUs, and most GiB of one: far above real ones. Larger numbers are typing errors, and overflow.
+LIMIT = 10**6
+
+
+def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding: str | None) -> Run:
+    """
+    The numbers of a run.
+
+    Args:
+        settings: Its `QaRLConfig`.
+        model_args: Its `trl.ModelConfig`.
+        gpus: Processes, with one GPU each.
+        memory: GiB of each GPU.
+        sharding: `"ddp"` or `"fsdp2"`, for several GPUs; `None` means `"fsdp2"`.
+
+    Raises:
+        ValueError: if the run cannot work, or the model is unknown.
+    """
+    _check_numbers(gpus, memory)
+    engine = settings.vllm_mode if settings.use_vllm else ""
+    _check_engine_ranks(engine, settings.vllm_tensor_parallel_size, gpus)
+
+    # First, so that an unknown model is reported as one, and not by the error of what reads its files next.
+    name = model_args.model_name_or_path
+    config = read_config(name)
+    plan = _quantization_of(name, settings)
+    if not hasattr(config.get_text_config(), "num_attention_heads"):
+        raise ValueError(f"plan needs a model with attention, got {name} ({config.model_type}).")
+
+    adapter = _adapter_of(model_args)
+    model = skeleton(config, _dtype_of(config, settings, model_args), adapter, plan)
+    # The trainer refuses these too, but only at its start, on the machine with the GPUs.
+    if settings.frozen and (adapter is None or num_experts(config) or engine == "server"):
+        raise ValueError("lora_base='frozen' needs use_peft: true, a model without experts, and vllm_mode='colocate'.")
+
+    fsdp2 = gpus > 1 and sharding != "ddp"
+    ranks_that_gather = gpus if fsdp2 and _gathers_low_bits(settings) else 1
+    return Run(
+        parameters=parameters(model, _optimizer_of(settings), ranks_that_gather, settings.frozen),
+        config=config.get_text_config(),
+        low_bit_forward=plan is not None and settings.quantize_learner,
+        memory=int(memory * GIB),
+        rows=settings.per_device_train_batch_size,
+        tokens=settings.vllm_max_model_length or (settings.max_completion_length or 0) + PROMPT,
+        budget=settings.max_tokens_per_pass,
+        checkpointing=settings.gradient_checkpointing,
+        compute=2 if settings.bf16 else 4,
+        engine=engine,
+        utilization=settings.vllm_gpu_memory_utilization,
+        sleep=settings.vllm_enable_sleep_mode,
+        frozen=settings.frozen,
+        engine_ranks=settings.vllm_tensor_parallel_size,
+        ranks=gpus,
+        fsdp2=fsdp2,
+        # Without its adapter a PeftModel is its own reference.
+        reference=settings.beta > 0 and adapter is None,
+    )
+
+
+def _check_numbers(gpus: int, memory: float) -> None:
+    """`ValueError` for a number of GPUs, or of their GiB, that no machine has."""
+    for name, value in {"gpus": gpus, "memory": memory}.items():
+        # Written so that NaN is refused too.
+        if not 0 < value <= LIMIT:
+            raise ValueError(f"--{name} must be a number above 0, at most {LIMIT}, got {value:g}.")
+
+
+def _check_engine_ranks(engine: str, ranks: int, gpus: int) -> None:
+    """`ValueError` for an engine that needs other GPUs than there are; a server has its own."""
+    if ranks < 1 or (engine == "colocate" and gpus % ranks):
+        raise ValueError(f"vllm_tensor_parallel_size={ranks} must divide the GPUs, got --gpus {gpus}.")
+
+
+def _quantization_of(name: str, settings: Any) -> QuantizationConfig | None:
+    """How the run quantizes, if it does. A run that starts from a quantized checkpoint takes the plan from there."""
+    if not settings.from_checkpoint:
+        return settings.quant_plan()
+
+    source = quantized_source(name)
+    if source is None:
+        return settings.quant_plan(None)
+    return settings.quant_plan(source.plan())
+
+
+def _optimizer_of(settings: Any) -> str:
+    """TRL's `optim`, or `"muon"`."""
+    if settings.optim_muon:
+        return "muon"
+    return settings.optim.value
+
+
+def _gathers_low_bits(settings: Any) -> bool:
+    """Whether FSDP2 would gather quantized values instead of weights."""
+    # An engine's gemm keeps them in its own layout, whose rows cannot be gathered. FSDP2 shards no frozen base.
+    return settings.quantize_learner and settings.quant_kernel != "engine" and not settings.frozen
+
+
+def _dtype_of(config: PretrainedConfig, settings: Any, model_args: Any) -> torch.dtype | str:
+    """The dtype of the master weights. TRL's default is float32."""
+    dtype = (settings.model_init_kwargs or {}).get("dtype") or model_args.dtype or "float32"
+    if dtype == "auto":
+        return config.dtype or "float32"
+    return dtype
+
+
+def _adapter_of(model_args: Any) -> Any:
+    """The `peft.PeftConfig` of the run, if it trains an adapter."""
+    if not model_args.use_peft:
+        return None
+    from trl import get_peft_config  # loads pandas and datasets
+
+    return get_peft_config(model_args)

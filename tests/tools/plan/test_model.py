@@ -1,0 +1,64 @@
+"""Models without weights: bundled sizes give the models that they are named after."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl_trl.tools.plan import model as meta
+
+
+ROOT = Path(__file__).parents[3]
+
+# As the model cards count them.
+PARAMETERS = {
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "Qwen/Qwen2-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+}
+
+
+@pytest.mark.parametrize("name", meta.BUNDLED)
+def test_bundled_sizes_give_the_parameters_of_the_model_cards(name):
+    skeleton = meta.skeleton(meta.read_config(name), torch.float32)
+    parameters = meta.parameters(skeleton, "adamw_torch")
+
+    assert sum(parameter.entries for parameter in parameters) == PARAMETERS[name]
+
+
+def models_of_readme_and_recipes():
+    """The models that README and the recipes name."""
+    readme = (ROOT / "README.md").read_text()
+    names = set(re.findall(r'"(Qwen/[\w.-]+)"', readme))
+
+    for path in ROOT.glob("recipes/*/*.yaml"):
+        names.update(re.findall(r"^model_name_or_path: (\S+)", path.read_text(), re.MULTILINE))
+    return names
+
+
+def test_models_that_are_named_need_no_download():
+    names = models_of_readme_and_recipes()
+    assert len(names) > 5
+
+    variants = {"Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen3-4B-Instruct-2507", "meta-llama/Llama-3.2-1B"}
+    for name in names | variants:
+        assert meta.read_config(name).hidden_size > 0
+
+    with pytest.raises(ValueError, match="nobody/Qwen3-8B"):  # control
+        meta.read_config("nobody/Qwen3-8B")
