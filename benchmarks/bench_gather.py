@@ -21,8 +21,13 @@ sys.path.insert(0, str(common.ROOT / "tests"))
 from collectives import MovedBytes
 from slow.isolated import isolated_group
 
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
-from qarl_trl.quant.gathers import gather_quantized
+from qarl_trl.quant import (
+    apply_quantization,
+    iter_low_bit_weights,
+    low_bit_store,
+    quantize_weight,
+    quantized_modules,
+)
 
 
 SCHEMES = ("W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8")
@@ -42,18 +47,22 @@ def syncs(path: str, scheme: str, rounds: int) -> dict[str, Any]:
         fully_shard(module, mesh=mesh)
     arms = {
         "quantized": lambda: dict(iter_low_bit_weights(model)),
-        "master_weights": lambda: dict(
-            iter_low_bit_weights(model, ((n, p.full_tensor()) for n, p in model.named_parameters()))
-        ),
+        "master_weights": lambda: {n: p.full_tensor() for n, p in model.named_parameters()},
     }
-    moved, streams = {}, []
+    moved: dict[str, int] = {}
+    streams: list[dict[str, torch.Tensor]] = []
     for name, sync in arms.items():
         with MovedBytes() as counted:
             streams.append(sync())
         moved[name] = counted.gathered
-    for name, tensor in streams[0].items():
-        if not torch.equal(tensor.view(torch.uint8), streams[1][name].view(torch.uint8)):
-            raise RuntimeError(f"{name} differs")
+
+    synced, master_weights = streams
+    for name, layer in quantized_modules(model):
+        expected = quantize_weight(master_weights[f"{name}.weight"], layer.scheme)
+        for local, tensor in expected.tensors.items():
+            if not torch.equal(tensor.view(torch.uint8), synced[f"{name}.{local}"].view(torch.uint8)):
+                raise RuntimeError(f"{name}.{local} differs")
+
     layers = [n for n, _ in model.named_parameters() if "_proj" in n]
     weights = sum(model.get_parameter(n).numel() for n in layers)
     rest = sum(p.numel() for p in model.parameters()) - weights
@@ -77,7 +86,7 @@ def passes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
     for arm in ("quantized", "weights"):
         models[arm] = apply_quantization(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), scheme)
         if arm == "quantized":
-            gather_quantized([layer for _, layer in quantized_modules(models[arm])], 2, torch.device("cpu"))
+            low_bit_store(models[arm]).gather_quantized(2, torch.device("cpu"))
         for module in (*models[arm].model.layers, models[arm]):
             fully_shard(module, mesh=mesh, mp_policy=policy)
 
@@ -92,7 +101,7 @@ def passes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
         with MovedBytes() as counted:
             loss = run(arm)
         results.append([loss.detach(), *(p.grad.to_local() for p in model.parameters())])
-        weights = [w for _, layer in quantized_modules(model) for w in layer.low_bit_cache.last().values()]
+        weights = low_bit_store(model).kept().values()
         moved[arm], held[arm] = counted.gathered, sum(sum(t.nbytes for t in w.tensors.values()) for w in weights)
     if not all(map(torch.equal, *results)):
         raise RuntimeError("The losses or the gradients differ.")

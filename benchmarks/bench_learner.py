@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qarl_trl.quant import apply_quantization, quantized_modules
+from qarl_trl.quant import apply_quantization, low_bit_store, quantized_modules
 from qarl_trl.rollout.engine_gemm import GEMMS
 
 
@@ -68,6 +68,7 @@ class Arm:
         if ARMS[name] is not None:
             scheme, kernel = ARMS[name]
             apply_quantization(self.model, scheme, ignore=(), gemm=GEMMS[kernel])
+            low_bit_store(self.model).will_be_told()  # by `forget_quantized`
         self.layers = [module for _, module in quantized_modules(self.model)]
 
     def forget_quantized(self) -> None:
@@ -76,6 +77,8 @@ class Arm:
             for p in self.model.parameters():
                 p.add_(0)
                 p.grad = None
+        if self.layers:
+            low_bit_store(self.model).weights_trained()
 
     def quantize(self) -> None:
         for layer in self.layers:
@@ -110,9 +113,9 @@ class Arm:
         """Bytes per weight that the quantized values, and a kernel's layout of them, take between steps."""
         weights = sum(layer.weight.numel() for layer in self.layers)
         quantized = sum(
-            sum(t.nbytes for t in layer.low_bit_cache.last()["weight"].tensors.values()) for layer in self.layers
+            sum(t.nbytes for t in weight.tensors.values()) for weight in low_bit_store(self.model).kept().values()
         )
-        prepared = sum(_bytes_within(layer.low_bit_cache.last()["weight"].prepared) for layer in self.layers)
+        prepared = sum(_bytes_within(weight.prepared) for weight in low_bit_store(self.model).kept().values())
         return (
             {"quantized": quantized / weights, "prepared": prepared / weights}
             if weights

@@ -5,9 +5,10 @@ from transformers import MistralConfig, Qwen3Config
 from trl import GRPOConfig
 
 from qarl_trl import QaRLConfig
-from qarl_trl.config import POSITIVE, STOCK_LOSSES, UNFIT, logger
+from qarl_trl.config import POSITIVE, STOCK_LOSSES, logger
 from qarl_trl.loss import TrustBand
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
+from qarl_trl.trainers.settings import UNFIT
 
 
 VLLM = {"use_vllm": True}
@@ -128,7 +129,7 @@ def test_a_band_that_can_never_bind_is_named_with_the_arithmetic(config, caplog,
 
 
 def test_vllm_must_be_installed_before_a_model_loads(config, monkeypatch):
-    monkeypatch.setattr("qarl_trl.config.is_vllm_available", lambda: False)
+    monkeypatch.setattr("qarl_trl.trainers.settings.is_vllm_available", lambda: False)
     with pytest.raises(ImportError, match=r"pip install 'qarl_trl\[vllm\]'.*use_vllm=False"):
         config(**VLLM)
     config()

@@ -72,11 +72,14 @@ class LowBitStore:
     @property
     def model(self) -> nn.Module:
         """The model. `RuntimeError` for a store that was unpickled, until `attach` names its model."""
-        # A weak reference, because the model's layers refer to the store: a cycle would keep a deleted model in memory.
-        model = None if self._model is None else self._model()
+        model = self._model_if_any()
         if model is None:
             raise RuntimeError("This store has no model. Call `store.attach(model)`.")
         return model
+
+    def _model_if_any(self) -> nn.Module | None:
+        # A weak reference, because the model's layers refer to the store: a cycle would keep a deleted model in memory.
+        return None if self._model is None else self._model()
 
     def attach(self, model: nn.Module) -> None:
         """Make `model`, which contains the low-bit layers, the one from which checkpoint names count."""
@@ -107,17 +110,17 @@ class LowBitStore:
     def will_be_told(self) -> None:
         """Promise to call [`weights_trained`] after every optimizer step, as a trainer's callback does."""
         self._is_told = True
-        self._sharded = _is_sharded(self.model)
+        self._look_for_shards()
 
     def weights_trained(self) -> None:
         """Say that the optimizer made a step: weights that need no gradient are still up to date."""
         self._steps += 1
-        self._sharded = _is_sharded(self.model)
+        self._look_for_shards()
 
     def forget(self) -> None:
         """Say that weights were loaded, sharded or written: free all low-bit weights, and make them again when asked."""
         self._kept.clear()
-        self._sharded = _is_sharded(self.model)
+        self._look_for_shards()
 
     # One weight -------------------------------------------------------------------------------------------------------
 
@@ -175,11 +178,13 @@ class LowBitStore:
         Yields:
             Checkpoint names and tensors, see [`~qarl_trl.quant.stream.checkpoint_stream`]. A forward after it uses the same tensors.
         """
-        yield from checkpoint_stream(self.model, self._make_again, gather)
+        yield from checkpoint_stream(self.model, self.fresh_weight_of, gather)
 
     @torch.no_grad()
-    def _make_again(self, layer: LowBitLayer, name: str) -> LowBitWeight:
-        """A low-bit weight, whole, from the master weights as they are. A write through `param.data` leaves no trace to look for."""
+    def fresh_weight_of(self, layer: LowBitLayer, name: str) -> LowBitWeight:
+        """
+        Like `weight_of`, but always made again, from the master weights as they are: a write through `param.data` leaves no trace.
+        """
         frozen = layer.frozen_weight
         if frozen is not None:
             return frozen
@@ -200,6 +205,10 @@ class LowBitStore:
         gather_quantized((layer for _, layer in self.layers()), ranks, device)
 
     # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _look_for_shards(self) -> None:
+        model = self._model_if_any()
+        self._sharded = model is not None and _is_sharded(model)
 
     def _keep(
         self, layer: LowBitLayer, name: str, state: tuple[Any, ...], make: Callable[[], LowBitWeight]
@@ -246,7 +255,7 @@ class LowBitStore:
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitStore:
         # A copied model gets its own low-bit weights. `memo` has its copy, because copying a model comes before copying its layers.
         copied = LowBitStore()
-        model = None if self._model is None else self._model()
+        model = self._model_if_any()
         if id(model) in memo:
             copied.attach(memo[id(model)])
         memo[id(self)] = copied
@@ -283,10 +292,8 @@ def iter_low_bit_weights(model: nn.Module, gather: Gather = nullcontext) -> Iter
         gather: Makes parameters whole, under ZeRO-3.
     """
     store = find_store(model)
-    if store is None:
-        yield from checkpoint_stream(model, None, gather)
-    else:
-        yield from store.tensors(gather)
+    weight_of = None if store is None else store.fresh_weight_of
+    yield from checkpoint_stream(model, weight_of, gather)
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl.distributed import DistributedBackend
@@ -23,7 +22,7 @@ from ..export.sharing import SharingMixin
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
 from ..quant.names import base_model
-from ..quant.start import load_master_weights
+from ..quant.start import QuantizedSource, load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import GEMMS
@@ -79,7 +78,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         else:
-            quantize_policy(self.model, args, self._plan)
+            quantize_policy(self.model, args, self._source)
 
         if self.low_bit is not None:
             self.add_callback(_TellStore(self.low_bit))
@@ -120,7 +119,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def _build_engine(self, args: Any, model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
         """Stands for TRL's `VLLMGeneration(model, ...)` in its constructor."""
-        quantize_policy(model, args, self._plan)
+        quantize_policy(model, args, self._source)
         return LowBitVLLMGeneration(
             model,
             quantization_config=quantization_config(model),
@@ -206,7 +205,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         self._metrics[self._mode][name].append(value)
 
 
-def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None) -> None:
+def quantize_policy(model: nn.Module, args: Any, source: QuantizedSource | None = None) -> None:
     """
     Give the policy its low-bit layers and, beside a CPU engine, that engine's operations.
 
@@ -216,8 +215,9 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
     Args:
         model: The policy, with its adapter.
         args: The config of the run, with [`LowBitConfig`].
-        plan: Which layers are quantized, and how; `None`: none.
+        source: The quantized checkpoint that the run starts from, if any.
     """
+    plan = args.quant_plan(None if source is None else source.plan())
     if args.frozen:
         from ..quant.frozen import align_adapters  # imports peft
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qarl_trl.metrics.clock import WeightFlips
-from qarl_trl.quant import apply_quantization, quantized_modules
+from qarl_trl.quant import apply_quantization, low_bit_store
 
 
 FLIPS = "quant/flip_frac"
@@ -18,8 +18,10 @@ def layers(scheme, in_features=128, out_features=128):
 
 
 def sync(model):
-    """What a weight sync does to the counter: every layer's quantized values are made."""
-    return [(name, module) for name, module in quantized_modules(model) if module.low_bit()]
+    """What a weight sync leaves for the counter: the low-bit weights of every layer."""
+    store = low_bit_store(model)
+    dict(store.tensors())
+    return store.kept()
 
 
 def quantized_of(module):
@@ -62,4 +64,4 @@ def test_a_sample_of_a_large_layer_estimates_its_share():
 
 def test_without_low_bit_layers_there_is_no_share():
     counter = WeightFlips()
-    assert counter.update([]) == counter.update([]) == {}
+    assert counter.update({}) == counter.update({}) == {}

@@ -14,12 +14,12 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from qarl_trl.quant import (
     apply_quantization,
     iter_low_bit_weights,
-    linear,
+    low_bit_store,
     quantize_weight,
     quantized_modules,
     resolve_scheme,
+    store,
 )
-from qarl_trl.quant.convert import bypassed_layers
 from qarl_trl.quant.experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
 from qarl_trl.quant.gemm import Fp8Gemm, Int4Fp8Gemm, dequantize
 from qarl_trl.quant.grouped import ExpertsGemm
@@ -110,7 +110,7 @@ def test_with_the_learner_in_high_precision_the_forward_is_transformers_own():
     assert torch.equal(plain(TOKENS).logits, ours(TOKENS).logits)
     assert isinstance(experts_of(ours), QuantExperts)
     assert f"{EXPERTS}.0.gate_proj.weight_packed" in dict(iter_low_bit_weights(ours))
-    assert not bypassed_layers(ours)
+    assert not low_bit_store(ours).bypassed_layers()
 
 
 def layers_of(module, scheme, group_size=None):
@@ -329,6 +329,7 @@ def test_quantized_are_made_once_a_step_and_shared_by_forward_and_stream():
     model = quantized()
     module = experts_of(model)
     optimizer = AdamW(model.parameters(), lr=1e-2)
+    low_bit_store(model).follow(optimizer)
     model(TOKENS, labels=TOKENS).loss.backward()
     packed = module.low_bit("down_proj")
     model(TOKENS)
@@ -344,6 +345,12 @@ def test_quantized_are_made_once_a_step_and_shared_by_forward_and_stream():
     assert torch.equal(fresh.quantized[:128], quantize_weight(module.down_proj[0], module.scheme).quantized)
 
 
+def layers_of_checkpoint(module, name):
+    """The low-bit weight of a parameter, split into the layers of a checkpoint."""
+    low_bit = module.low_bit(name)
+    return low_bit.split(low_bit.shape[0] // len(layer_names(EXPERTS, module, name)))
+
+
 @pytest.mark.parametrize("scheme", NAMES)
 def test_all_experts_in_one_call_have_the_bytes_of_one_call_for_each(monkeypatch, scheme):
     # Two key heads: 128 rows, which the blocks of FP8_BLOCK divide.
@@ -352,14 +359,15 @@ def test_all_experts_in_one_call_have_the_bytes_of_one_call_for_each(monkeypatch
     with torch.no_grad():
         for parameter in (module.gate_up_proj, module.down_proj):  # so that a scale of another expert would be seen
             parameter.mul_(torch.logspace(-2, 2, len(parameter)).view(-1, 1, 1))
-    monkeypatch.setattr(linear, "quantize_weight", lambda *args: calls.append(1) or quantize_weight(*args))
+    low_bit_store(model).will_be_told()
+    monkeypatch.setattr(store, "quantize_weight", lambda *args: calls.append(1) or quantize_weight(*args))
     for name, projections in PROJECTIONS.items():
         master_weights = getattr(module, name).detach().flatten(0, 1).chunk(len(module.down_proj) * len(projections))
-        for master, part in zip(master_weights, module.low_bit_layers(name), strict=True):
+        for master, part in zip(master_weights, layers_of_checkpoint(module, name), strict=True):
             expected = quantize_weight(master, module.scheme)
             assert same_tensors(part.tensors, expected.tensors)
     assert len(calls) == 2
-    first, second = module.low_bit_layers("down_proj")[:2]
+    first, second = layers_of_checkpoint(module, "down_proj")[:2]
     assert not same_tensors(first.tensors, second.tensors)  # control
 
 
@@ -386,18 +394,18 @@ def test_the_stream_has_the_names_of_the_checkpoint(kind, prefix):
     assert [n for n, _ in iter_low_bit_weights(plain)] == [n for n, _ in plain.named_parameters()]
 
 
-def test_master_weights_given_from_outside_are_quantized_anew():
-    """As FSDP2 gives them: whole, while the module holds a shard."""
+def test_a_stream_quantizes_the_master_weights_as_they_are():
+    """Also after a write that leaves no trace in the parameter."""
     model = quantized(num_hidden_layers=1)
+    low_bit_store(model).will_be_told()
     module = experts_of(model)
-    module.low_bit("down_proj")
-    whole = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    stream = dict(iter_low_bit_weights(model, whole.items()))
-    expected = quantize_weight(whole[f"{EXPERTS}.down_proj"][1], module.scheme)
+    before = module.low_bit("down_proj")
+    module.down_proj.data.normal_()
+    assert module.low_bit("down_proj") is before  # control
+
+    stream = dict(iter_low_bit_weights(model))
+    expected = quantize_weight(module.down_proj[1], module.scheme)
     assert torch.equal(stream[f"{EXPERTS}.1.down_proj.weight_packed"], expected.quantized)
-    missing = [(name, p) for name, p in whole.items() if not name.endswith("gate_up_proj")]
-    with pytest.raises(RuntimeError, match=r"1 parameters of quantized layers or experts.*mlp\.experts\.gate_up_proj"):
-        list(iter_low_bit_weights(model, missing))
 
 
 # What is quantized --------------------------------------------------------------------------------------------------

@@ -16,9 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules, shards
-from qarl_trl.quant.gathers import GatheredWeight, MasterShard, gather_quantized
-from qarl_trl.quant.linear import LowBitLayer
+from qarl_trl.quant import (
+    LowBitStore,
+    apply_quantization,
+    iter_low_bit_weights,
+    low_bit_store,
+    quantized_modules,
+    shards,
+)
+from qarl_trl.quant.gathers import GatheredWeight, MasterShard
 from qarl_trl.rollout.sync_check import learner_logps, low_bit_forward
 from quant.schemes import same_bytes
 
@@ -28,7 +34,7 @@ def cut_model(kind: str, scheme: str, packed: bool, **changes: Any) -> torch.nn.
     model = apply_quantization(make_model(kind, num_key_value_heads=2, **changes), scheme)
     start = model.state_dict()
     if packed:
-        gather_quantized([layer for _, layer in quantized_modules(model)], 2, torch.device("cpu"))
+        low_bit_store(model).gather_quantized(2, torch.device("cpu"))
     mesh, buffers = init_device_mesh("cpu", (2,)), dict(model.named_buffers())
     model = model.to("meta")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -47,8 +53,7 @@ def cut_model(kind: str, scheme: str, packed: bool, **changes: Any) -> torch.nn.
 
 def held(model: torch.nn.Module) -> int:
     """Bytes of quantized values that this process keeps between steps."""
-    layers = [layer for _, layer in quantized_modules(model)]
-    weights = [w for layer in layers for w in layer.low_bit_cache.last().values()]
+    weights = low_bit_store(model).kept().values()
     return sum(
         t.untyped_storage().nbytes() for w in weights for name, t in w.tensors.items() if name != "weight_shape"
     )
@@ -57,6 +62,7 @@ def held(model: torch.nn.Module) -> int:
 def trained(model: torch.nn.Module, steps: int = 3) -> list[Any]:
     """Logits, loss, gradients, master weights, synced tensors, bytes moved, weights quantized and quantized values held of every step."""
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    low_bit_store(model).follow(optimizer)
     quantize, calls = shards.quantize_weight, []
     counted = lambda weight, *rest: calls.append(weight.shape) or quantize(weight, *rest)  # noqa: E731
     rank = torch.distributed.get_rank()
@@ -102,9 +108,9 @@ def both_forms(kind: str, scheme: str) -> dict[str, Any]:
     assert torch.equal(*high)
     # Control: quantized values of the step before.
     stale, old = cut_model(kind, scheme, True), {}
-    original = LowBitLayer.own_low_bit
-    first = lambda layer, name, anew=False: old.setdefault((layer, name), original(layer, name))  # noqa: E731
-    with patch.object(LowBitLayer, "own_low_bit", first):
+    original = LowBitStore.rows_of
+    first = lambda store, layer, name: old.setdefault((layer, name), original(store, layer, name))  # noqa: E731
+    with patch.object(LowBitStore, "rows_of", first):
         found = trained(stale, steps=2)
     same = [same_bytes(a, b) for a, b in zip(quantized[1][0], found[1][0], strict=True)]
     parameters = [
@@ -140,15 +146,17 @@ def test_training_by_gathered_quantized_is_training_by_gathered_weights(kind, sc
 
 def written_shards(model: torch.nn.Module, layer: torch.nn.Module) -> None:
     """What is written to a shard without an optimizer step is in the next forward, sync and export."""
+    low_bit_store(model).will_be_told()
     forward = lambda: model(torch.arange(8)[None]).logits  # noqa: E731
     with torch.no_grad():
-        before, quantized = forward(), layer.low_bit(layer.weight)
+        before, quantized = forward(), layer.low_bit()
         assert torch.equal(forward(), before)
         layer.weight.to_local().mul_(2)
         assert not torch.equal(forward(), before)
         layer.weight.detach().to_local().mul_(0.5)  # as torch.distributed.checkpoint loads; no version moves
         assert not same_bytes(layer.low_bit().scale, quantized.scale)  # control
-        assert same_bytes(layer.low_bit(layer.weight).scale, quantized.scale)
+        sent = dict(iter_low_bit_weights(model))
+        assert same_bytes(sent["model.layers.0.mlp.down_proj.weight_scale"], quantized.scale)
         assert torch.equal(forward(), before)
 
 
@@ -200,7 +208,7 @@ def test_a_coded_master_is_the_tensor_it_was_made_of(tmp_path):
 
 
 def packed(model, ranks=2):
-    gather_quantized([layer for _, layer in quantized_modules(model)], ranks, torch.device("cpu"))
+    low_bit_store(model).gather_quantized(ranks, torch.device("cpu"))
     return sum(type(p) is MasterShard for p in model.parameters())
 
 

@@ -1,7 +1,6 @@
 """`qarl_trl.quant.lora`: the merged weight, its quantized values for three readers, gradients to A and B, and what is refused."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import references
@@ -12,27 +11,24 @@ from slow.isolated import isolated_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from trl.distributed import DistributedBackend
 
 from qarl_trl.quant import (
     apply_quantization,
     iter_low_bit_weights,
-    linear,
+    low_bit_store,
+    matmul,
     quantize_weight,
-    quantized_modules,
     remove_quantization,
 )
 from qarl_trl.quant.activations import quantize_tokens_fp8
 from qarl_trl.quant.gemm import dequantize, plain_gemm
 from qarl_trl.quant.lora import merged_weight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from qarl_trl.quant.stream import readable_parameters
 from quant.schemes import relative_error, same_tensors
 
 
 SCHEMES = ["W4A16", "FP8_DYNAMIC"]
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
-ONE_PROCESS = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)))
 
 
 def adapted(model, seed=3, **changes):
@@ -242,7 +238,7 @@ def count_quantizations(monkeypatch):
         calls.append(tuple(weight.shape))
         return quantize_weight(weight, scheme, *args)
 
-    monkeypatch.setattr("qarl_trl.quant.linear.quantize_weight", counted)
+    monkeypatch.setattr("qarl_trl.quant.store.quantize_weight", counted)
     return calls
 
 
@@ -250,12 +246,14 @@ def test_quantized_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_m
     calls = count_quantizations(monkeypatch)
     model = apply_quantization(adapted(tiny_model()), "W4A16")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    low_bit_store(model).follow(optimizer)
     for expected in (14, 6, 6):  # all layers, then those with an adapter
         calls.clear()
         for _ in range(2):
             model(TOKENS, labels=TOKENS).loss.backward()
-            list(iter_low_bit_weights(model))
         assert len(calls) == expected
+        list(iter_low_bit_weights(model))
+        assert len(calls) == expected + 14  # a sync takes all weights as they are
         optimizer.step()
     calls.clear()
     for _ in range(3):
@@ -283,6 +281,7 @@ def test_quantized_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_m
 )
 def test_quantized_follow_every_source(change):
     layer = make_layer()
+    layer.store.will_be_told()
     before = layer.low_bit()
     assert layer.low_bit() is before
     with torch.no_grad():
@@ -298,11 +297,12 @@ def test_quantized_follow_every_source(change):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monkeypatch):
     model = apply_quantization(adapted(tiny_model("qwen2")), scheme)
-    used, apply = [], linear.LowBitMatmul.apply
+    used, apply = [], matmul.LowBitMatmul.apply
     spy = lambda *args: used.extend(args[2].tensors.values()) or apply(*args)  # noqa: E731
-    monkeypatch.setattr(linear.LowBitMatmul, "apply", spy)
-    model(TOKENS)
+    monkeypatch.setattr(matmul.LowBitMatmul, "apply", spy)
+    low_bit_store(model).will_be_told()
     stream = dict(iter_low_bit_weights(model))
+    model(TOKENS)
     assert len(used) == 14 * (3 if scheme == "W4A16" else 2)
     assert {id(t) for t in used} <= {id(t) for t in stream.values()}
     plain = dict(iter_low_bit_weights(apply_quantization(tiny_model("qwen2"), scheme)))
@@ -357,15 +357,18 @@ def sharded_run(folder):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    store = low_bit_store(model)
+    store.follow(optimizer)
     used = {}
     for step in range(2):
-        # The first step has no sync before it: nothing has said yet that the weights are shards.
-        streams = [dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS)))] if step else []
+        # The first step has no sync before it.
+        streams = [dict(iter_low_bit_weights(model))] if step else []
         model(TOKENS, labels=TOKENS).loss.backward()
-        for name, layer in quantized_modules(model):
-            (used_one,) = layer.low_bit_cache.last().values()
-            used |= {f"{name}.{local}": t for local, t in used_one.tensors.items()}
-        streams.append(dict(iter_low_bit_weights(model, readable_parameters(model, ONE_PROCESS))))
+        assert len(store.kept()) == len(list(store.layers()))
+        for name, used_one in store.kept().items():
+            layer = name.rpartition(".")[0]
+            used |= {f"{layer}.{local}": t for local, t in used_one.tensors.items()}
+        streams.append(dict(iter_low_bit_weights(model)))
         for stream in streams:
             assert all(torch.equal(stream[n.removeprefix("base_model.model.")], t) for n, t in used.items())
         if step == 0:

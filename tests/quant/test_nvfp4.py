@@ -9,7 +9,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import nn
 
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, resolve_scheme
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantize_weight, resolve_scheme
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.quantize import largest_magnitude
 from quant.schemes import NVFP4, normal, same_tensors
@@ -68,6 +68,7 @@ def test_layers_that_an_engine_merges_share_the_largest_weight():
 
 def test_quantized_follow_the_largest_weight_of_another_layer():
     model = apply_quantization(Attention(), NVFP4)
+    low_bit_store(model).will_be_told()
     before = model.q_proj.low_bit()
     assert model.q_proj.low_bit() is before
     with torch.no_grad():

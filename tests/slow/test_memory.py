@@ -9,7 +9,6 @@ import torch
 from tools.plan.runs import example_run, resident
 from transformers import TrainerCallback
 
-from qarl_trl.quant.convert import quantized_modules
 from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
 from slow.isolated import isolated, isolated_group
@@ -57,7 +56,7 @@ def _shards(model: str, folder: str) -> dict[str, int]:
     trainer.add_callback(gradients)
     trainer.train()
     state = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values()]
-    weights = [w for _, layer in quantized_modules(trainer.model) for w in layer.low_bit_cache.last().values()]
+    weights = trainer.low_bit.kept().values()
     return {
         "quantized values": sum(sum(t.nbytes for t in w.tensors.values()) for w in weights),
         "master weights": sum(p.to_local().nbytes for p in trainer.model.parameters()),

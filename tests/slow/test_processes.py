@@ -230,7 +230,7 @@ def _gathered(model: str, folder: str, quantized: bool) -> dict[str, Any]:
 
     changes = {"use_vllm": False, "max_completion_length": 8, "optim_muon": True, "gradient_checkpointing": True}
     trainer = _trainer(model, folder, True, max_steps=2, seed=1, **changes)
-    with patch("qarl_trl.trainer.gather_quantized", lambda *_: None) if not quantized else nullcontext():
+    with patch("qarl_trl.quant.store.gather_quantized", lambda *_: None) if not quantized else nullcontext():
         trainer.train()
     rows = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
     return {

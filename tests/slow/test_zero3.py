@@ -19,7 +19,6 @@ import torch
 from tools.plan.test_formulas import peak_bytes
 from transformers import TrainerCallback
 
-from qarl_trl.quant.convert import quantized_modules
 from qarl_trl.quant.names import base_model
 from qarl_trl.tools.plan import model as meta
 from slow.isolated import isolated, isolated_group
@@ -82,9 +81,11 @@ def _trainer(model: str, folder: str, zero3: bool, bf16: bool, **changes: Any) -
 
 
 def _parameters(trainer: Any) -> dict[str, Any]:
-    from qarl_trl.quant.stream import readable_parameters
-
-    return {name: p.clone().numpy() for name, p in readable_parameters(trainer._unwrapped, trainer._dist)}
+    parameters = {}
+    for name, param in trainer._unwrapped.named_parameters():
+        with trainer._dist.gather_params([param]):
+            parameters[name] = param.data.clone().numpy()
+    return parameters
 
 
 def _master_weights(trainer: Any) -> dict[str, Any]:
@@ -100,10 +101,7 @@ def _master_weights(trainer: Any) -> dict[str, Any]:
 
 
 def _stream(trainer: Any) -> dict[str, Any]:
-    from qarl_trl.quant.stream import iter_low_bit_weights, readable_parameters
-
-    weights = readable_parameters(trainer._unwrapped, trainer._dist)
-    return _bytes(iter_low_bit_weights(trainer._unwrapped, weights))
+    return _bytes(trainer.low_bit.tensors(trainer._dist.gather_params))
 
 
 def _bytes(tensors: Any) -> dict[str, Any]:
@@ -271,8 +269,7 @@ def _synced(model: str, master_weights: dict[str, Any], peft_config: Any = None)
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from qarl_trl.quant import apply_quantization
-    from qarl_trl.quant.stream import iter_low_bit_weights
+    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     whole = whole if peft_config is None else get_peft_model(whole, peft_config)
@@ -325,7 +322,7 @@ def _held(model: str, folder: str, adapter: Any) -> tuple[dict[str, int], dict[s
     trainer.train()
     held = trainer.deepspeed.optimizer
     state = [t for of_piece in held.optimizer.state.values() for t in of_piece.values() if isinstance(t, torch.Tensor)]
-    weights = [w for _, layer in quantized_modules(trainer._unwrapped) for w in layer.low_bit_cache.last().values()]
+    weights = trainer.low_bit.kept().values()
     items = {
         "master weights": sum(t.nbytes for t in held.fp32_partitioned_groups_flat),
         "optimizer state": sum(t.nbytes for t in state),

@@ -10,8 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from qarl_trl.learner.attention import use_packed_attention
 from qarl_trl.quant import apply_quantization
-from qarl_trl.quant.convert import quantized_modules
-from qarl_trl.quant.stream import iter_low_bit_weights
+from qarl_trl.quant.store import iter_low_bit_weights, low_bit_store
 from qarl_trl.tools.plan import backward, items
 from qarl_trl.tools.plan import model as meta
 from qarl_trl.tools.plan.run import Parameter
@@ -29,9 +28,8 @@ def nbytes(tensors):
 def quantized_bytes(model):
     """Bytes of the quantized values that the layers of a model keep."""
     total = 0
-    for _, layer in quantized_modules(model):
-        for weight in layer.low_bit_cache.last().values():
-            total += nbytes(weight.tensors.values())
+    for weight in low_bit_store(model).kept().values():
+        total += nbytes(weight.tensors.values())
     return total
 
 

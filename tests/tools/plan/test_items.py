@@ -36,9 +36,8 @@ def resident_tensors(trainer):
         state += [value for value in of_parameter.values() if isinstance(value, torch.Tensor)]
 
     quantized = []
-    for _, layer in quantized_modules(trainer.model):
-        for weight in layer.low_bit_cache.last().values():
-            quantized += weight.tensors.values()
+    for weight in trainer.low_bit.kept().values():
+        quantized += weight.tensors.values()
 
     sizes = {
         "master weights": nbytes(trainer.model.parameters()),
