@@ -36,25 +36,30 @@ from .files import flush, share
 # Router classes, named as in compressed-tensors (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 SCRATCH = ".incoming-"
+# The files of weights that transformers and vLLM read. Others are the user's ("model-backup.safetensors"), and stay.
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     """The `quantization_config` of a quantized model's `config.json`, in llm-compressor's layout; `None` for another model."""
-    quantized = dict(quantized_modules(model))
-    if not quantized:
-        return None
     groups: list[QuantizationScheme] = []
-    for module in quantized.values():  # in module order, as llm-compressor numbers them
-        if module.scheme not in groups:
-            groups.append(module.scheme)
+    for _, layer in quantized_modules(model):  # in module order, as llm-compressor numbers them
+        if layer.scheme not in groups:
+            groups.append(layer.scheme)
+    if not groups:
+        return None
+
+    # Copies: the layers keep their own schemes.
     groups = [group.model_copy(deep=True) for group in groups]
     for group in groups:
         group.weights.observer = group.weights.observer or MINMAX
+
     formats = {group.format for group in groups}
+    stored_as = formats.pop() if len(formats) == 1 else CompressionFormat.mixed_precision
     config = QuantizationConfig(
-        config_groups={f"group_{i}": group for i, group in enumerate(groups)},
-        format=(formats.pop() if len(formats) == 1 else CompressionFormat.mixed_precision).value,
+        config_groups={f"group_{number}": group for number, group in enumerate(groups)},
+        format=stored_as.value,
         ignore=_ignored(model),
         quantization_status=QuantizationStatus.COMPRESSED,
     )
@@ -73,71 +78,96 @@ def _ignored(model: nn.Module) -> list[str]:
 
     Routers are listed too: transformers has its own classes for them, but an engine makes them linear layers.
     """
-    rename = checkpoint_renaming(model)
     experts: dict[str, Any] = dict(expert_modules(model))
     names: list[str] = []
     for name, module in checkpoint_modules(model):
         if name in experts and not isinstance(module, QuantExperts):
-            layers = ("up_proj", "gate_proj", "down_proj")  # llm-compressor's order within an expert
-            number = shape_of(module.get_parameter("down_proj"))[0]
-            names += [f"{name}.{expert}.{layer}" for expert in range(number) for layer in layers]
+            names += _ignored_experts(name, module)
         elif isinstance(module, LowBitLayer):
             continue
         elif isinstance(module, nn.Linear) or _ROUTER_CLASS.search(type(module).__name__):
             names.append(name)
+
+    rename = checkpoint_renaming(model)
     return [rename(name) for name in names]
+
+
+def _ignored_experts(name: str, module: nn.Module) -> list[str]:
+    """The linear layers that a checkpoint has in place of a module of experts, in llm-compressor's order within an expert."""
+    number = shape_of(module.get_parameter("down_proj"))[0]
+    projections = ("up_proj", "gate_proj", "down_proj")
+    return [f"{name}.{expert}.{projection}" for expert in range(number) for projection in projections]
 
 
 def save_low_bit(
     model: nn.Module, tokenizer: Any, path: str | os.PathLike, *, weights: Iterable[tuple[str, Tensor]] | None = None
 ) -> Path:
     """
-    Write the low-bit checkpoint of `model`; returns the folder.
+    Write the low-bit checkpoint of `model`, as its master weights are now. They do not change.
 
-    `model` must be quantized; its master weights do not change. For a `PeftModel` this writes the base with the active adapter merged.
-    Weights in `path` are replaced, other files stay. Give the checkpoint's tensors as `weights` if `model` holds only shards.
-    `ValueError` if the model is not quantized, or if `path` holds high-precision weights.
+    Args:
+        model: A quantized model. For a `PeftModel` this writes the base with the active adapter merged.
+        tokenizer: Is saved too, unless it is `None`.
+        path: The folder. Weights in it are replaced, other files stay.
+        weights: The checkpoint's tensors, for a model of which this process holds only shards: gathering them is collective, and
+            only one process writes.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: if the model is not quantized, or if `path` holds high-precision weights.
     """
     path = Path(path)
     quant_config = quantization_config(model)
     if quant_config is None:
         raise ValueError("The model has no quantized layer. Call apply_quantization(model, scheme) before saving.")
     check_target(path)
-    stream = iter_low_bit_weights(model) if weights is None else weights
+
+    if weights is None:
+        weights = iter_low_bit_weights(model)
     # Copies: safetensors refuses tensors that share a storage, as the experts of a layer do.
-    state_dict = {name: tensor.to("cpu", copy=True) for name, tensor in stream}
+    state_dict = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
+
     path.mkdir(parents=True, exist_ok=True)
-    for left in path.glob(f"{SCRATCH}*"):  # a killed process left it
-        shutil.rmtree(left)
+    for leftover in path.glob(f"{SCRATCH}*"):  # of a killed process
+        shutil.rmtree(leftover)
+
     # The scratch folder lies inside `path`: `path` may be a mount, and a rename cannot cross mounts.
     with tempfile.TemporaryDirectory(dir=path, prefix=SCRATCH) as scratch:
-        save_torch_state_dict(state_dict, scratch, max_shard_size="5GB", metadata={"format": "pt"})
-        _save_configs(base_model(model), tokenizer, quant_config, Path(scratch))
-        share(Path(scratch))
-        flush(Path(scratch))
-        _move_into_place(Path(scratch), path)
+        folder = Path(scratch)
+        save_torch_state_dict(state_dict, folder, max_shard_size="5GB", metadata={"format": "pt"})
+        _save_configs(base_model(model), tokenizer, quant_config, folder)
+        share(folder)
+        flush(folder)
+        _move_into_place(folder, path)
     return path
 
 
 def check_target(path: str | os.PathLike) -> None:
     """Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model: the low-bit model would overwrite it."""
     path = Path(path)
-    found = [name for name in TRAINING_FILES if (path / name).exists()]
+    precious = [name for name in TRAINING_FILES if (path / name).exists()]
+
     config = path / "config.json"
     if config.exists() and "quantization_config" not in json.loads(config.read_text()):
-        found += [file.name for file in sorted(path.glob("*.safetensors"))]
-    if found:
+        precious += [file.name for file in sorted(path.glob("*.safetensors"))]
+
+    if precious:
         raise ValueError(
-            f"{path} holds a training checkpoint or an unquantized model ({found[:3]}), which the low-bit model would overwrite. Use another."
+            f"{path} holds a training checkpoint or an unquantized model ({precious[:3]}), which the low-bit model would "
+            "overwrite. Use another."
         )
 
 
 def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any], folder: Path) -> None:
+    """Write what belongs beside the weights: configs and tokenizer."""
     config = copy.deepcopy(model.config)
     config.dtype = torch.bfloat16
     config.architectures = [type(model).__name__]
     config.quantization_config = quant_config
     config.save_pretrained(folder)
+
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
@@ -147,11 +177,14 @@ def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any
 def _move_into_place(scratch: Path, path: Path) -> None:
     """Delete the old `config.json` first and move the new one last: a folder without it cannot be loaded."""
     (path / "config.json").unlink(missing_ok=True)
-    fresh = {file.name for file in scratch.iterdir()}
-    for old in path.glob("model*.safetensors*"):
-        if old.name not in fresh:
-            old.unlink()
-    for file in sorted(scratch.iterdir(), key=lambda f: f.name == "config.json"):
+
+    new_files = {file.name for file in scratch.iterdir()}
+    for file in path.iterdir():
+        if _WEIGHTS.fullmatch(file.name) and file.name not in new_files:  # a shard of the old model
+            file.unlink()
+
+    config_last = sorted(scratch.iterdir(), key=lambda file: file.name == "config.json")
+    for file in config_last:
         if file.is_dir():
             shutil.copytree(file, path / file.name, dirs_exist_ok=True)
         else:

@@ -6,6 +6,7 @@ master weights are float32, and loads broken checkpoints without an error (dev/l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,13 +54,28 @@ class QuantizedSource:
     def tensors(self) -> dict[str, Any]:
         """The names of all tensors, each with the open file that holds it."""
         files: dict[str, Any] = {}
-        for path in sorted(self.folder.glob("model*.safetensors")):
+        for path in self._files():
             try:
                 file = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise self.broken(f"{path.name} cannot be read ({error})") from error
             files |= dict.fromkeys(file.keys(), file)
         return files
+
+    def _files(self) -> list[Path]:
+        """The files that hold the weights: those of the index, or one. Others in the folder are backups, or of another model."""
+        index = self.folder / "model.safetensors.index.json"
+        one = self.folder / "model.safetensors"
+        if not index.exists():
+            return [one]
+        if one.exists():
+            raise self.broken("it has model.safetensors beside an index of several files, which may be of two models")
+
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise self.broken(f"{index.name} cannot be read ({error!r})") from error
+        return [self.folder / name for name in sorted(names)]
 
     @cached_property
     def layers(self) -> dict[str, QuantizationScheme]:

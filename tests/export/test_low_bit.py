@@ -270,3 +270,15 @@ def test_what_a_killed_save_left_goes_with_the_next(model, tmp_path):
     (tmp_path / ".incoming-killed" / "model.safetensors").write_text("half")
     save_low_bit(model, None, tmp_path)
     assert not list(tmp_path.glob(".incoming-*"))
+
+
+def test_files_of_the_user_stay(model, tmp_path):
+    """Their names begin like those of the weights."""
+    kept = ["model-backup.safetensors", "model_before_rl.safetensors.bak", "model2.safetensors"]
+    for name in kept:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("a shard of an earlier model")
+
+    save_low_bit(model, None, tmp_path)
+    assert all((tmp_path / name).read_text() == "mine" for name in kept)
+    assert not (tmp_path / "model-00001-of-00002.safetensors").exists()  # control

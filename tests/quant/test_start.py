@@ -273,3 +273,22 @@ def test_a_checkpoint_of_another_kind_is_refused(checkpoints, tmp_path, change):
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="must be quantized by compressed-tensors"):
         quantized_source(str(tmp_path / "other"))
+
+
+def test_a_second_file_of_weights_beside_the_checkpoint_is_not_read(checkpoints, tmp_path):
+    """A backup whose name sorts after the weights would have replaced them."""
+    shutil.copytree(checkpoints("ours"), tmp_path / "kept")
+    expected = load_master_weights(str(tmp_path / "kept")).state_dict()
+    tensors = load_file(tmp_path / "kept" / WEIGHTS)
+    other = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    save_file(other, tmp_path / "kept" / "model_old.safetensors")
+
+    weights = load_master_weights(str(tmp_path / "kept")).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+
+
+def test_one_file_of_weights_beside_an_index_of_others_is_refused(checkpoints, tmp_path):
+    shutil.copytree(checkpoints("ours"), tmp_path / "both")
+    (tmp_path / "both" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(ValueError, match="beside an index of several files"):
+        load_master_weights(str(tmp_path / "both"))
