@@ -19,7 +19,7 @@ from ..quant.convert import EXPERTS_LAYOUT
 from ..quant.experts import PROJECTIONS, expert_modules, layer_names
 from ..quant.names import checkpoint_renaming
 from ..quant.quantize import meta_tensors
-from ..quant.scheme import scheme_for
+from ..quant.scheme import MASTER_CAST_DTYPE, scheme_for
 
 
 # Formats of older versions of compressed-tensors, which store only the weights that are not 0.
@@ -117,7 +117,7 @@ def model_tensors(config: PretrainedConfig, layouts: Layouts) -> dict[str, Tenso
 
 
 def _model_without_weights(config: PretrainedConfig) -> nn.Module:
-    """The unquantized model of a config, on the meta device."""
+    """The unquantized model of a config, on the meta device, in the dtype that checkpoints have."""
     config = copy.deepcopy(config)
     vars(config).pop("quantization_config", None)
     class_name = (config.architectures or [""])[0]
@@ -125,9 +125,9 @@ def _model_without_weights(config: PretrainedConfig) -> nn.Module:
 
     with torch.device("meta"):
         if architecture is not None:
-            return architecture(config)
+            return architecture(config).to(MASTER_CAST_DTYPE)
         if type(config) in AutoModelForCausalLM._model_mapping:
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, dtype=MASTER_CAST_DTYPE)
     raise UnknownTensorsError(f"transformers has no model {class_name!r}")
 
 

@@ -190,7 +190,7 @@ def evaluate(
     from .sample import sample
     from .score import summarize, table
 
-    rewards: dict[str, list[list[float]]] = {}
+    rewards: dict[str, list[list[Any]]] = {}
     figures: dict[str, dict[str, float]] = {}
     with (output / "completions.jsonl").open("w") as file:
         for name, rows in problems.items():
@@ -212,8 +212,8 @@ def evaluate(
     print(f"\n{head['model']}: {head['precision']}\n\n{table(summary)}\n\nwritten to {output / 'results.json'}")
 
 
-def _grade(problem: Mapping[str, Any], completions: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The reward of each completion."""
+def _grade(problem: Mapping[str, Any], completions: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The reward of each completion. None is `None`, since problems without a readable answer are left out."""
     from ...rewards import math_reward
 
     texts = [completion["text"] for completion in completions]

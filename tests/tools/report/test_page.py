@@ -69,7 +69,7 @@ def test_advice_leads_to_a_heading_of_the_docs(tmp_path):
     site = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
     links = re.findall(r'<a href="([^"]+)">docs/([^<]+)</a>', (run / "report.html").read_text())
     assert (escape(f"{site}/troubleshooting/#the-reward-collapsed"), verdict.COLLAPSED) in links
-    pages = {limit[-1] for limit in verdict.LIMITS} | {verdict.COLLAPSED, verdict.NOTHING, verdict.MISMATCH}
+    pages = {limit.page for limit in verdict.LIMITS} | {verdict.COLLAPSED, verdict.NOTHING, verdict.MISMATCH}
     for page, _, anchor in (page.partition("#") for page in pages):
         titles = re.findall(r"^## (.*)", (ROOT / "docs" / page).read_text(), re.MULTILINE)
         assert anchor in [title.lower().replace("'", "").replace(" ", "-") for title in titles]

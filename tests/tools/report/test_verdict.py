@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qarl_trl.tools.report.runs import Run
-from qarl_trl.tools.report.verdict import headline, verdict
+from qarl_trl.tools.report.verdict import headline, judge as verdict
 
 from .folders import log
 
