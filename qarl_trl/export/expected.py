@@ -77,6 +77,7 @@ class Layouts:
         Returns:
             Empty tensors by local name (`weight_scale`).
         """
+        # By identity: the config owns its schemes, and a scheme has no hash.
         key = (id(scheme), rows, columns)
         if key not in self._known:
             self._known[key] = meta_tensors(scheme, rows, columns)
@@ -95,7 +96,7 @@ def model_tensors(config: PretrainedConfig, layouts: Layouts) -> dict[str, Tenso
         Empty tensors, by their names in the checkpoint.
 
     Raises:
-        UnknownTensorsError: if transformers does not have the model, or it has experts of which we do not know how they are stored.
+        UnknownTensorsError: if transformers does not have the model, or if its experts have a layout that we do not know.
     """
     model = _model_without_weights(config)
     rename = checkpoint_renaming(model)
@@ -106,9 +107,11 @@ def model_tensors(config: PretrainedConfig, layouts: Layouts) -> dict[str, Tenso
         owner, _, local = name.rpartition(".")
         module = model.get_submodule(owner)
 
+        # transformers stacks all experts of a layer; a checkpoint has a linear layer for each expert and projection.
         if owner in experts:
             ignored = match_targets(rename(owner), module, layouts.config.ignore or [])
             for layer, matrix in _expert_layers(owner, module, local, tensor):
+                # The module itself is no linear layer, and targets may be names of classes.
                 linear = None if ignored else nn.Linear(1, 1, device="meta")
                 tensors |= _weight_tensors(rename(f"{layer}.weight"), matrix, linear, layouts)
         else:
@@ -120,6 +123,7 @@ def _model_without_weights(config: PretrainedConfig) -> nn.Module:
     """The unquantized model of a config, on the meta device, in the dtype that checkpoints have."""
     config = copy.deepcopy(config)
     vars(config).pop("quantization_config", None)
+    # The class that wrote the file; a config alone may belong to a model with or without its vision tower.
     class_name = (config.architectures or [""])[0]
     architecture = getattr(transformers, class_name, None)
 
@@ -135,6 +139,7 @@ def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a model, tied ones once, and the buffers that it saves."""
     yield from model.named_parameters()
 
+    # Rotary frequencies, for example, are computed again, and not saved.
     saved_names = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in saved_names:

@@ -1,7 +1,7 @@
 """Check that a compressed-tensors checkpoint holds the tensors that its `config.json` says.
 
-vLLM looks for missing tensors only in unquantized checkpoints. From a quantized one it loads what is there, leaves the memory of
-the rest as it found it, and answers garbage.
+vLLM looks for missing tensors only in unquantized checkpoints. From a quantized one it loads what is there, leaves the
+memory of the rest as it was, and answers garbage.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ def check_tensors(folder: str | os.PathLike[str]) -> str | None:
     """
     Refuse a compressed-tensors checkpoint that lacks a tensor, or has one of another shape or dtype.
 
-    Reads the headers of the files, not the weights. Does not check a checkpoint that is not quantized, or by another method.
+    It reads the headers of the files, not the weights. A checkpoint that is not quantized, or by another method, is not
+    checked.
 
     Args:
         folder: A folder with a `config.json` and `*.safetensors`.
 
     Returns:
-        `None`; or, if it is not known which layers the model has, the reason. Then only layers of which the files hold a part were
-        checked, and a layer may be missing altogether.
+        `None`; or, if it is not known which tensors the model has, the reason. Then only layers of which the files hold a
+        part were checked (none at all for sparse formats), and a layer may be missing altogether.
 
     Raises:
         ValueError: if a tensor is missing or has another shape or dtype, or if a file is damaged.
@@ -102,6 +103,7 @@ def check_tensors(folder: str | os.PathLike[str]) -> str | None:
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The headers of all tensors in a folder, by name. `ValueError` if a file is damaged."""
+    # It refuses a damaged file, by name.
     shapes = tensor_shapes(folder)
 
     stored: dict[str, StoredTensor] = {}
@@ -122,6 +124,7 @@ def _dtype(file: Any, name: str) -> torch.dtype:
 
 def _low_bit_layers(tensors: Mapping[str, StoredTensor] | Mapping[str, Tensor]) -> set[str]:
     """The layers with a tensor in low bits."""
+    # FP8 and INT8 weights have the name of a plain weight; without their scale only the dtype tells.
     layers = set()
     for name, tensor in tensors.items():
         layer, _, local = name.rpartition(".")
@@ -167,6 +170,7 @@ def _check_layer(folder: Path, layer: str, layouts: Layouts, stored: Mapping[str
         return
 
     needed = _needed_names(scheme)
+    # First their presence: the size of the weight, and so all shapes, comes from them.
     for local in needed:
         if f"{layer}.{local}" not in stored:
             raise ValueError(f"{folder} must hold {layer}.{local}, got None. Download it again.")
@@ -190,6 +194,7 @@ def _needed_names(scheme: QuantizationScheme) -> tuple[str, ...]:
 def _stored_size(folder: Path, layer: str, stored: Mapping[str, StoredTensor]) -> tuple[int, int]:
     """`(out, in)` of a layer's weight, which packed formats store."""
     name = f"{layer}.weight_shape"
+    # Its own shape first, so that its two numbers can be read.
     _check_tensor(folder, name, torch.empty(2, dtype=torch.int64), stored)
 
     with safe_open(stored[name].file, framework="pt") as file:
@@ -208,6 +213,7 @@ def _size_of_values(
         raise ValueError(f"{folder} must hold {name} as a matrix, got shape {values.shape}. Download it again.")
 
     rows, columns = values.shape
-    if packed:  # several values in each element
+    if packed:
+        # Several values share an element.
         columns = columns * 8 * values.dtype.itemsize // scheme.weights.num_bits
     return rows, columns

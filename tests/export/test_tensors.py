@@ -1,4 +1,4 @@
-"""`check_tensors`: a checkpoint holds the tensors that its config.json says, in their shapes and dtypes, or is refused."""
+"""`check_tensors`: a checkpoint that lacks a tensor, or has one of another shape or dtype, is refused."""
 
 import json
 import shutil
@@ -34,12 +34,13 @@ def save(folder, kind="qwen3", scheme="W4A16", group_size=None, ignore=(), **cha
 
 
 def save_foreign(folder, scheme, dtype):
-    """A toy, quantized by compressed-tensors in any of its schemes, as its older versions write the config: one format for all."""
+    """A toy, quantized by compressed-tensors in any of its schemes; as in older configs one format stands for all groups."""
     model = make_model("qwen2", **SIZES).to(dtype)
     config = QuantizationConfig(
         config_groups={"group_0": preset_name_to_scheme(scheme, ["Linear"])}, ignore=["lm_head"]
     )
     apply_quantization_config(model, config)
+    # A scale of 0, as it is made, would give NaN.
     for module in model.modules():
         if hasattr(module, "quantization_scheme"):
             for name, param in module.named_parameters(recurse=False):
@@ -47,6 +48,7 @@ def save_foreign(folder, scheme, dtype):
                     torch.nn.init.ones_(param)
             compress_module(module)
 
+    # What llm-compressor writes beside what compressed-tensors dumps.
     written = config.model_dump(mode="json")
     written["quant_method"] = "compressed-tensors"
     written["format"] = model.model.layers[0].mlp.up_proj.quantization_scheme.format.value
@@ -269,6 +271,7 @@ def test_a_layer_that_transformers_model_lacks_is_checked_by_itself(tmp_path):
     """Such as the layers that predict several tokens, which only engines have."""
     save(tmp_path)
     damaged = Damaged(tmp_path)
+    # The second layer of a model that has one.
     extra = {}
     for name, tensor in damaged.healthy.items():
         if name.startswith(LAYER):

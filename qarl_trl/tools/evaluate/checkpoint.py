@@ -36,6 +36,7 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
     if not folder.is_dir():
         folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(files.READ_BY_ENGINE)))
 
+    # Both kinds of folders hold *.safetensors; this file tells them apart.
     is_adapter = (folder / files.ADAPTER_CONFIG).is_file()
     config_name = files.ADAPTER_CONFIG if is_adapter else "config.json"
     # Without a tokenizer transformers makes an empty one.
@@ -54,6 +55,7 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
             f"Give its {files.LOW_BIT_FOLDER}/ folder, or what `qarl-trl export` makes of it."
         )
 
+    # The base may be a folder or a Hub id, with files of its own to look for.
     base, _ = find_checkpoint(*files.base_of(folder))
     files.check_base(folder, base)
     return base, folder
@@ -73,7 +75,10 @@ def check_complete(folder: Path) -> None:
     """
     index = folder / "model.safetensors.index.json"
     stored = files.tensor_shapes(folder)
-    listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    listed: dict[str, str] = {}
+    if index.is_file():
+        listed = json.loads(index.read_text())["weight_map"]
+    # A download that was broken off leaves whole files out; vLLM reads those that are there.
     missing = sorted(listed.keys() - stored)
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} tensors of {index.name} ({missing[0]}). Download it again.")
@@ -94,9 +99,12 @@ def precision(config: PretrainedConfig) -> str:
         ValueError: on a CPU that vLLM's engine does not support.
     """
     stored = getattr(config, "quantization_config", {"quant_method": "not quantized"})
-    check_engine_cpu("cpu" if is_cpu_engine() else "cuda", four_bits="pack-quantized" in str(stored))
+    device = "cpu" if is_cpu_engine() else "cuda"
+    # The kernel of this format is the one that needs more of a CPU. It may stand at any group, or for all of them.
+    check_engine_cpu(device, four_bits="pack-quantized" in str(stored))
     if stored["quant_method"] != "compressed-tensors":
         return stored["quant_method"]
 
     schemes = QuantizationConfig.model_validate(stored).config_groups.values()
+    # A scheme that is not ours has only a name from its bits, so the description stands beside it.
     return ", ".join(f"{scheme_name(scheme)} ({describe_scheme(scheme)})" for scheme in schemes)

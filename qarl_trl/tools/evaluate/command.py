@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     if not all(1 <= k <= options.k for k in options.pass_at):
         raise ValueError(f"--pass_at must be between 1 and --k {options.k}, got {options.pass_at}.")
 
-    # The imports and checks are in the order of their cost: a wrong option must not wait for vLLM, nor for a model.
+    # Late imports, so that `--help` and a wrong option need not wait for them. Cheap checks come first.
     from transformers import AutoConfig, AutoTokenizer
 
     from .checkpoint import check_complete, find_checkpoint, precision
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     params = _sampling_params(options)
 
     folder, adapter = find_checkpoint(options.model)
+    # An adapter's folder has the tokenizer of the training, which may have another chat template than the base.
     config = AutoConfig.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(adapter or folder)
     check_complete(folder)
@@ -48,12 +49,14 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     head = _head(options, described)
 
     problems = _load_problems(suites, tokenizer, options)
-    output = _output_folder(options)  # before the engine starts
+    # A folder that cannot be written must not be found out after hours of sampling.
+    output = _output_folder(options)
 
     settings = {"seed": options.seed} | options.engine_kwargs
     # It comes last, since a smaller length would cut completions off. vLLM refuses more than the model's maximum.
     settings["max_model_len"] = _longest_prompt(problems) + options.max_new_tokens
     engine = start_engine(folder, adapter, **settings)
+    # The command line prints errors up to here in one line, and those of the function with their traceback.
     return lambda: evaluate(engine, params, problems, output, head, options)
 
 
@@ -156,11 +159,16 @@ def _load_problems(
 
 def _longest_prompt(problems: Mapping[str, list[dict[str, Any]]]) -> int:
     """The number of tokens of the longest prompt."""
-    return max(len(problem["prompt_ids"]) for rows in problems.values() for problem in rows)
+    longest = 0
+    for rows in problems.values():
+        for problem in rows:
+            longest = max(longest, len(problem["prompt_ids"]))
+    return longest
 
 
 def _output_folder(options: argparse.Namespace) -> Path:
     """Create the folder for the results."""
+    # The time keeps two evaluations of one model apart.
     name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(options.output_dir or f"runs/eval/{name}").expanduser()
     if output.is_dir() and any(output.iterdir()):
@@ -201,6 +209,7 @@ def evaluate(
             for problem, completions in zip(rows, answers, strict=True):
                 graded = _grade(problem, completions)
                 rewards[name].append(graded)
+                # One line a problem, so that a broken evaluation leaves what it has graded.
                 row = {"suite": name, **problem, "completions": completions, "rewards": graded}
                 file.write(json.dumps(row) + "\n")
             figures[name] = _figures(answers)
@@ -222,11 +231,12 @@ def _grade(problem: Mapping[str, Any], completions: Sequence[Mapping[str, Any]])
 
 def _figures(answers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
     """Figures of a suite beside its scores, from the completions of each problem."""
-    completions = [completion for of_problem in answers for completion in of_problem]
-    tokens = sum(completion["tokens"] for completion in completions)
-    cut_off = sum(completion["cut_off"] for completion in completions)
-    return {
-        "problems": len(answers),
-        "mean_tokens": tokens / len(completions),
-        "cut_off": cut_off / len(completions),
-    }
+    number = 0
+    tokens = 0
+    cut_off = 0
+    for completions in answers:
+        for completion in completions:
+            number += 1
+            tokens += completion["tokens"]
+            cut_off += completion["cut_off"]
+    return {"problems": len(answers), "mean_tokens": tokens / number, "cut_off": cut_off / number}

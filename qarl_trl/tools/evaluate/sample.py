@@ -26,10 +26,12 @@ def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any
     defaults: dict[str, Any] = {"dtype": "bfloat16"}
     if is_cpu_engine():
         choose_arithmetic()
-        defaults["enforce_eager"] = True  # compiled code rounds at other points
+        # Compiled code rounds at other points.
+        defaults["enforce_eager"] = True
         # vLLM 0.31 rewinds a seeded generator if a prompt is split over two steps; a CPU generator cannot do that.
         defaults["enable_chunked_prefill"] = False
 
+    # Late, because `choose_arithmetic` sets environment variables that vLLM reads.
     from vllm import LLM
 
     if adapter is None:
@@ -73,6 +75,7 @@ def prompt_seed(prompt_ids: Sequence[int], seed: int) -> int:
         prompt_ids: Its token ids.
         seed: The seed of the whole evaluation.
     """
+    # A hash of Python's own would differ from process to process.
     text = f"{seed} {list(prompt_ids)}"
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:4]) >> 1
@@ -89,13 +92,14 @@ def sample(engine: Any, problems: Sequence[dict[str, Any]], params: Any, seed: i
         seed: The seed of the evaluation.
 
     Returns:
-        For each problem its completions: `text` without special tokens, the number of `tokens`, and whether the length limit
-        `cut_off` the completion.
+        For each problem its completions: `text` without special tokens, the number of `tokens`, and whether the length
+        limit `cut_off` the completion.
 
     Raises:
         RuntimeError: if a completion ends for a reason other than a stop or the length limit.
     """
-    outputs = generate(engine, [problem["prompt_ids"] for problem in problems], params, seed)
+    prompts = [problem["prompt_ids"] for problem in problems]
+    outputs = generate(engine, prompts, params, seed)
 
     completions = []
     for output in outputs:
@@ -105,6 +109,7 @@ def sample(engine: Any, problems: Sequence[dict[str, Any]], params: Any, seed: i
 
 def _completion(answer: Any) -> dict[str, Any]:
     """What we keep of one of vLLM's completions."""
+    # An aborted completion is neither right nor wrong: scored, it would lower the result in silence.
     if answer.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM's finish_reason must be 'stop' or 'length', got {answer.finish_reason!r}.")
     return {"text": answer.text, "tokens": len(answer.token_ids), "cut_off": answer.finish_reason == "length"}

@@ -19,6 +19,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         correct: Number of correct ones.
         k: Number of completions to draw, at most `samples`.
     """
+    # Exact integers, which the paper's product of floats approximates.
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -31,8 +32,8 @@ def summarize(rewards: Mapping[str, Sequence[Sequence[float]]], pass_at: Sequenc
         pass_at: The k of each pass@k.
 
     Returns:
-        `suites`, by name, and `mean`. Both hold `{"value", "stderr"}` by metric, from 0 to 1. The standard error is over problems, as
-        in lm-evaluation-harness; for a single problem it is `None`.
+        `suites`, by name, and `mean`. Both hold `{"value", "stderr"}` by metric, from 0 to 1. The standard error is over
+        problems, as in lm-evaluation-harness; for a single problem it is `None`.
     """
     suites = {name: _suite_scores(rows, pass_at) for name, rows in rewards.items()}
 
@@ -48,6 +49,7 @@ def _suite_scores(rows: Sequence[Sequence[float]], pass_at: Sequence[int]) -> di
     """The metrics of a suite with the rewards `(P, k)`."""
     scores = {f"avg@{len(rows[0])}": _score([sum(row) / len(row) for row in rows])}
     for k in pass_at:
+        # Rewards are floats, 0.0 or 1.0, and the formula needs a count.
         chances = [pass_at_k(len(row), round(sum(row)), k) for row in rows]
         scores[f"pass@{k}"] = _score(chances)
     return scores
@@ -55,6 +57,7 @@ def _suite_scores(rows: Sequence[Sequence[float]], pass_at: Sequence[int]) -> di
 
 def _score(values: Sequence[float]) -> dict[str, Any]:
     """Mean over problems, with its standard error."""
+    # Over problems, not over completions: those of one problem are not independent.
     stderr = None
     if len(values) > 1:
         stderr = statistics.stdev(values) / math.sqrt(len(values))
@@ -62,7 +65,8 @@ def _score(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _mean_score(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean over suites, which are independent."""
+    """Mean over suites."""
+    # Suites are independent, so the squares of their errors add up.
     errors = [score["stderr"] for score in scores]
     stderr = None
     if None not in errors:
@@ -83,6 +87,7 @@ def table(summary: Mapping[str, Any]) -> str:
         scores = [_percent(suite[metric]) for metric in metrics]
         rows.append([name, str(suite["problems"]), *scores, f"{suite['mean_tokens']:.0f}", f"{suite['cut_off']:.1%}"])
 
+    # The mean of a single suite would repeat its row.
     if len(summary["suites"]) > 1:
         scores = [_percent(summary["mean"][metric]) for metric in metrics]
         rows.append(["mean over suites", "", *scores, "", ""])

@@ -51,6 +51,7 @@ def find_suites(entries: Sequence[str]) -> dict[str, tuple[str, str, str | None]
 
 def _find_suite(entry: str) -> tuple[str, tuple[str, str, str | None]]:
     """The name and the source of one suite."""
+    # A name of the table comes first, even if a file has the same name.
     if entry in SUITES:
         return entry, SUITES[entry]
 
@@ -89,6 +90,7 @@ def load_problems(
     rewards = math_reward([""] * len(answers), answers)
 
     problems = []
+    # A problem whose reference cannot be read would count as wrong, whatever the answer.
     for prompt, answer, reward in zip(prompts, answers, rewards, strict=True):
         if reward is not None:
             ids = _tokenize(tokenizer, prompt, template_kwargs)
@@ -101,6 +103,7 @@ def load_problems(
 
 def _tokenize(tokenizer: Any, prompt: Any, template_kwargs: dict[str, Any]) -> list[int]:
     """The token ids of a prompt, as TRL's trainer makes them for its engine."""
+    # As for a base model: the problem is completed as plain text.
     if tokenizer.chat_template is None:
         return tokenizer(prompt)["input_ids"]
 

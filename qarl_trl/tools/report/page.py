@@ -1,4 +1,7 @@
-"""`qarl-trl report`: one HTML file with embedded pictures and without scripts. This module escapes every text of a run."""
+"""`qarl-trl report`: one HTML file with embedded pictures and without scripts.
+
+This module escapes every text of a run.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ MARKS = {"good": "✓", "look": "▲", "bad": "✗", "unknown": "?"}
 
 def main(argv: Sequence[str] | None = None) -> None:
     """
-    Write one HTML page about one or more runs: a verdict and plots. A RUN is the output_dir of a QaRLTrainer or of TRL's
-    GRPOTrainer, with a trainer_state.json (at the top or in a checkpoint-*).
+    Write one HTML page about one or more runs: a verdict and plots. A RUN is the output_dir of a QaRLTrainer or of
+    TRL's GRPOTrainer, with a trainer_state.json (at the top or in a checkpoint-*).
     """
     # The docstring is also the text of --help.
     parser = argparse.ArgumentParser(prog="qarl-trl report", description=main.__doc__, allow_abbrev=False)
@@ -64,6 +67,7 @@ def page(runs: Sequence[LoggedRun]) -> str:
         _, constant = panel.split(runs)
         constants += [f"<code>{name}</code> {value:.3g}" for name, value in constant.items()]
 
+    # `Template` does not look at the values again, so a `$` in a run's name stays what it is.
     template = Template(Path(__file__).with_name("page.html").read_text())
     return template.substitute(
         title=escape(", ".join(run.name for run in runs)),
@@ -80,6 +84,7 @@ def _link(page: str) -> str:
     if not page:
         return ""
 
+    # The address of the docs stands in pyproject.toml alone.
     entries = importlib.metadata.metadata("qarl_trl").get_all("Project-URL", [])
     urls = dict(entry.split(", ") for entry in entries)
     name, _, anchor = page.partition(".md")
@@ -106,11 +111,13 @@ def _figure(panel: Panel, runs: Sequence[LoggedRun]) -> str:
     if not varying:
         return ""
 
+    # Legends inside the picture would cover lines at this size.
     drawn = dict(zip(varying, STYLES, strict=False))
     if panel.log and any(len(run.values(FLOOR)) for run in runs):
         drawn[FLOOR] = "dotted"
     keys = ", ".join(f"{style} <code>{name}</code>" for name, style in drawn.items())
 
+    # Embedded, so that the page is one file that can be sent.
     image = base64.b64encode(png(panel, runs)).decode()
     return (
         f'<figure><b>{panel.title}</b><img alt="{panel.title}" src="data:image/png;base64,{image}">'

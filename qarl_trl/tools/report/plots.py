@@ -55,6 +55,7 @@ class Panel:
             values = np.concatenate([run.values(name) for run in runs])
             if len(values) == 0:
                 continue
+            # Over all runs together: two flat lines at different heights are worth a picture.
             if np.ptp(values) == 0:
                 constant[name] = float(values[0])
             else:
@@ -88,6 +89,7 @@ def png(panel: Panel, runs: Sequence[LoggedRun]) -> bytes:
     """
     from matplotlib.figure import Figure
 
+    # Not by pyplot, which would look for a screen and keep the figure.
     figure = Figure(figsize=(4.2, 2.7), layout="constrained")
     draw(figure.add_subplot(), panel, runs)
 
@@ -116,16 +118,19 @@ def draw(axis: Axes, panel: Panel, runs: Sequence[LoggedRun]) -> None:
     axis.grid(color="#e4e7eb")
     if panel.log:
         axis.set_yscale("log")
+        # Whole powers of ten, where the axis has its labels.
         low, high = np.log10(axis.dataLim.intervaly)
-        axis.set_ylim(10 ** np.floor(low), 10 ** np.ceil(high + 0.1))  # whole powers of ten
+        axis.set_ylim(10 ** np.floor(low), 10 ** np.ceil(high + 0.1))
 
 
 def _draw_metric(axis: Axes, panel: Panel, run: LoggedRun, name: str, style: str, colour: str) -> None:
     """Draw one line: a metric of a run."""
     steps, values = run.series(name)
+    # A mismatch may be 0, which a log axis cannot show.
     if panel.log:
         values = np.maximum(values, LOG_BOTTOM)
-    marker = "o" if len(values) < 12 else None  # else a few single points would be invisible
+    # A line through a few points, or through one, is hard to see.
+    marker = "o" if len(values) < 12 else None
     axis.plot(steps, values, style, color=colour, linewidth=1.2, marker=marker, markersize=3)
 
 
@@ -137,5 +142,6 @@ def _draw_noise_floor(axis: Axes, run: LoggedRun, colour: str) -> None:
 
     floor = floors.mean()
     axis.axhline(floor, color=colour, linewidth=0.8, linestyle=":")
-    if not axis.texts:  # one label is enough for the floors of all runs
+    # One label is enough for the floors of all runs.
+    if not axis.texts:
         axis.annotate("noise floor", (0.99, floor), xycoords=("axes fraction", "data"), ha="right", va="top")

@@ -35,9 +35,11 @@ class LoggedRun:
         """
         The log with one row per rollout batch, at the step of its first update.
 
-        The ratio is 1 at the first update of a batch and moves away with each further one, so one point per update would draw a
-        sawtooth. The value of a batch is the mean over its log lines, or the extreme for names that end in `min` or `max`.
+        The ratio is 1 at the first update of a batch and moves away with each further one, so one point per update would
+        draw a sawtooth. The value of a batch is the mean over its log lines, or the extreme for names that end in `min`
+        or `max`.
         """
+        # The step of a batch is its first, not the mean of its steps.
         points = []
         for batch in self._batches():
             point = {name: _combined(name, values) for name, values in batch.items()}
@@ -52,10 +54,12 @@ class LoggedRun:
             # TRL logs the reward in the line of the update that samples.
             if "reward" in row or not batches:
                 batches.append({})
+            # Text is no point of a plot, and NaN or infinity would spread to the whole batch.
             for name, value in row.items():
                 if isinstance(value, (int, float)) and math.isfinite(value):
                     batches[-1].setdefault(name, []).append(value)
 
+        # A run of QaRL may log TRL's metrics too; ours win.
         for batch in batches:
             for ours, theirs in OF_TRL.items():
                 if ours not in batch and theirs in batch:
@@ -79,7 +83,8 @@ class LoggedRun:
         return self.series(name)[1]
 
 
-Run = LoggedRun  # its former name, for benchmarks/arms_plots.py
+# Its former name, for benchmarks/arms_plots.py.
+Run = LoggedRun
 
 
 def _combined(name: str, values: Sequence[float]) -> float:
@@ -107,7 +112,8 @@ def read_run(folder: Path, name: str) -> LoggedRun:
     if not logs:
         raise ValueError(f"{folder} is not a run: no trainer_state.json (`trainer.save_state()`), no checkpoint-*/.")
 
-    log = max(logs, key=len)  # that of the latest checkpoint holds the others
+    # Each checkpoint has the log up to its step, so the longest one holds the others.
+    log = max(logs, key=len)
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
     return LoggedRun(name, log)

@@ -11,9 +11,13 @@ import numpy as np
 from .runs import LoggedRun
 
 
-FEWEST = 8  # rollout batches needed to judge a trend
-NEAR_FLOOR = 3.0  # noise floors; the sync check warns of more
-LARGEST_KL = 0.01  # nats per token, engine to learner: a limit that other projects use
+# Rollout batches needed to judge a trend.
+FEWEST = 8
+# Noise floors; the sync check warns of more.
+NEAR_FLOOR = 3.0
+# Nats per token, engine to learner: a limit that other projects use.
+LARGEST_KL = 0.01
+# The limit of a share that is never wrong, or never only worth a look.
 NEVER = math.inf
 
 # Pages of docs/.
@@ -191,6 +195,7 @@ def _judge_reward(run: LoggedRun) -> Iterator[Judgement]:
         yield Judgement("unknown", text)
         return
 
+    # Rewards have any unit, so a rise or fall is measured by how far they went.
     spread = np.ptp(rewards)
     best = max(means)
     text = f"reward {start:.3g} in the first quarter of the run, {end:.3g} in the last"
@@ -239,10 +244,12 @@ def _judge_mismatch(run: LoggedRun) -> Judgement:
 
 def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
     """A judgement for each share above a limit, and one for all others."""
+    # The table below has upper limits alone; this share must not be 0.
     if quarters(run, "quant/flip_frac")[-1] == 0:
         advice = "Updates are lost in rounding: use float32 master weights, or a higher learning_rate."
         yield Judgement("bad", "no sync changes a quantized value", advice, NOTHING)
 
+    # What is within its limit is told in one line, so that a reader sees the figures.
     within = []
     for limit in LIMITS:
         share = quarters(run, limit.metric)[-1]

@@ -1,4 +1,4 @@
-"""`qarl-trl eval` without an engine: what is refused, in one line, before one starts; the way from completions to results."""
+"""`qarl-trl eval` without an engine: what is refused before one starts, and the way from completions to results."""
 
 import json
 import shutil
@@ -42,6 +42,7 @@ def models(tmp_path_factory):
     shutil.copytree(folder / "plain", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
 
     shutil.copytree(folder / "w4a16", folder / "cut")
+    # Its index lists one tensor more than the file holds.
     names = [*load_file(folder / "cut" / "model.safetensors"), "b"]
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (folder / "cut" / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -103,6 +104,7 @@ def test_a_model_that_cannot_be_evaluated_is_refused_before_the_engine(capsys, m
 def test_what_was_not_checked_is_said(capsys, models, tmp_path):
     folder = tmp_path / "unknown"
     shutil.copytree(models / "w4a16", folder)
+    # transformers knows this config, but no causal language model for it.
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["OfTheFuture"], "model_type": "qwen3_vl_text"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -198,6 +200,7 @@ def test_results_hold_scores_and_settings_and_versions(capsys, models, sums, eng
     assert results["precision"] == "W4A16 (weights int4 per group 128)"
     assert results["settings"]["temperature"] == 0.6
     assert None not in results["versions"].values()
+    # Two of four completions are right, and the other two are three times as long.
     suite = results["suites"]["sums"]
     assert suite["avg@4"] == suite["pass@1"] == {"value": 0.5, "stderr": 0.0}
     assert suite["pass@4"]["value"] == 1.0

@@ -69,6 +69,7 @@ def test_a_panel_of_constants_is_left_out(tmp_path):
     text = (folder / "report.html").read_text()
     assert "Extremes of the sequence ratio" not in text
     assert text.count("<figure>") == len(PANELS) - 1
+    # The page lists constants by panel, and the ratios are in two panels.
     in_order_of_the_page = sorted(RATIOS, key=text.index)
     assert ", ".join(f"<code>{name}</code> 0.25" for name in in_order_of_the_page) in text
 
@@ -102,6 +103,7 @@ def test_the_page_holds_its_pictures(hostile_page):
 
 
 def test_each_picture_has_the_colour_of_the_first_run(hostile_page):
+    # A picture may be drawn without its lines: these have the colour of their run.
     colour = [int(COLOURS[0][i : i + 2], 16) for i in (1, 3, 5)]
 
     for image in images(hostile_page):
@@ -122,6 +124,7 @@ def test_advice_is_a_link_to_the_docs(tmp_path):
 
 
 def test_advice_leads_to_a_heading_of_the_docs():
+    # Headings become anchors as MkDocs and GitHub make them.
     pages = {limit.page for limit in verdict.LIMITS} | {verdict.COLLAPSED, verdict.NOTHING, verdict.MISMATCH}
 
     for link in pages:

@@ -45,6 +45,7 @@ def test_a_point_has_the_extremes_of_its_rollout_batch(run):
 
 def test_a_point_has_the_mean_of_its_rollout_batch(rows, run):
     shares = [row["ratio/neg_low_frac"] for row in rows[:12]]
+    # Twelve updates in batches of four.
     means = [sum(shares[start : start + 4]) / 4 for start in (0, 4, 8)]
 
     assert run.values("ratio/neg_low_frac") == pytest.approx(means)
@@ -73,4 +74,5 @@ def test_a_metric_that_was_not_logged_is_empty(run):
 def test_a_line_with_a_reward_begins_a_batch(rows):
     run = LoggedRun("b", [row | {"reward": 1.0} for row in rows[:12]])
 
-    assert len(run.values("ratio/max")) == 12  # control: with a reward in each line, each is a batch
+    # Control: with a reward in each line, each is a batch.
+    assert len(run.values("ratio/max")) == 12
