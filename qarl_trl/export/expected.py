@@ -96,7 +96,7 @@ def model_tensors(config: PretrainedConfig, layouts: Layouts) -> dict[str, Tenso
         Empty tensors, by their names in the checkpoint.
 
     Raises:
-        UnknownTensorsError: if transformers does not have the model, or if its experts have a layout that we do not know.
+        UnknownTensorsError: if transformers does not have the model, or its experts have an unknown layout.
     """
     model = _model_without_weights(config)
     rename = checkpoint_renaming(model)

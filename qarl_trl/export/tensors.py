@@ -58,15 +58,15 @@ def check_tensors(folder: str | os.PathLike[str]) -> str | None:
     """
     Refuse a compressed-tensors checkpoint that lacks a tensor, or has one of another shape or dtype.
 
-    It reads the headers of the files, not the weights. A checkpoint that is not quantized, or by another method, is not
-    checked.
+    It reads the headers of the files, not the weights. A checkpoint that is not quantized, or by another method, is
+    not checked.
 
     Args:
         folder: A folder with a `config.json` and `*.safetensors`.
 
     Returns:
-        `None`; or, if it is not known which tensors the model has, the reason. Then only layers of which the files hold a
-        part were checked (none at all for sparse formats), and a layer may be missing altogether.
+        `None`; or, if it is not known which tensors the model has, the reason. Then only layers of which the files hold
+        a part were checked (none at all for sparse formats), and a layer may be missing altogether.
 
     Raises:
         ValueError: if a tensor is missing or has another shape or dtype, or if a file is damaged.

@@ -34,7 +34,7 @@ def save(folder, kind="qwen3", scheme="W4A16", group_size=None, ignore=(), **cha
 
 
 def save_foreign(folder, scheme, dtype):
-    """A toy, quantized by compressed-tensors in any of its schemes; as in older configs one format stands for all groups."""
+    """A toy, quantized by compressed-tensors in any of its schemes; one format for all, as in older configs."""
     model = make_model("qwen2", **SIZES).to(dtype)
     config = QuantizationConfig(
         config_groups={"group_0": preset_name_to_scheme(scheme, ["Linear"])}, ignore=["lm_head"]

@@ -32,8 +32,8 @@ def summarize(rewards: Mapping[str, Sequence[Sequence[float]]], pass_at: Sequenc
         pass_at: The k of each pass@k.
 
     Returns:
-        `suites`, by name, and `mean`. Both hold `{"value", "stderr"}` by metric, from 0 to 1. The standard error is over
-        problems, as in lm-evaluation-harness; for a single problem it is `None`.
+        `suites`, by name, and `mean`. Both hold `{"value", "stderr"}` by metric, from 0 to 1. The standard error is
+        over problems, as in lm-evaluation-harness; for a single problem it is `None`.
     """
     suites = {name: _suite_scores(rows, pass_at) for name, rows in rewards.items()}
 
