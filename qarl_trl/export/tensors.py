@@ -65,8 +65,8 @@ def check_tensors(folder: str | os.PathLike[str]) -> str | None:
         folder: A folder with a `config.json` and `*.safetensors`.
 
     Returns:
-        `None`; or, if it is not known which tensors the model has, the reason. Then only layers of which the files hold
-        a part were checked (none at all for sparse formats), and a layer may be missing altogether.
+        `None`; or, if it is not known which tensors the model has, the reason. Then only layers of which the files
+        hold a part were checked (none at all for sparse formats), and a layer may be missing altogether.
 
     Raises:
         ValueError: if a tensor is missing or has another shape or dtype, or if a file is damaged.

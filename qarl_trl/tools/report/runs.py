@@ -36,8 +36,8 @@ class LoggedRun:
         The log with one row per rollout batch, at the step of its first update.
 
         The ratio is 1 at the first update of a batch and moves away with each further one, so one point per update
-        would draw a sawtooth. The value of a batch is the mean over its log lines, or the extreme for names that end in
-        `min` or `max`.
+        would draw a sawtooth. The value of a batch is the mean over its log lines, or the extreme for names that end
+        in `min` or `max`.
         """
         # The step of a batch is its first, not the mean of its steps.
         points = []
