@@ -7,72 +7,104 @@ from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ...export import files
 from ...export.card import scheme_name
+from ...export.tensors import check_tensors
 from ...quant.scheme import describe_scheme
-from ...quant.start import QuantizedSource
-from ...quant.store import iter_low_bit_weights
 from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu import check_engine_cpu
-from ..plan.model import read_config, skeleton
 
 
 def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Path, Path | None]:
     """
-    The folder of a checkpoint; for a LoRA adapter, the folders of its base and the adapter. A Hub id is downloaded.
+    Find the folders of a checkpoint.
 
-    `FileNotFoundError` if it holds no model, `ValueError` for an adapter without a frozen base or with the wrong base.
+    Args:
+        name_or_path: A folder with a model or a LoRA adapter, or the Hub id of one, which is downloaded.
+        revision: Branch, tag or commit on the Hub.
+
+    Returns:
+        The folder of the model, and `None`; for an adapter, the folders of its base and of the adapter.
+
+    Raises:
+        FileNotFoundError: if the folder holds no model.
+        ValueError: for an adapter without a frozen base, or with the wrong base.
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
         folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(files.READ_BY_ENGINE)))
-    adapter = (folder / files.ADAPTER_CONFIG).is_file()
-    for needed in (files.ADAPTER_CONFIG if adapter else "config.json", "*.safetensors", "tokenizer*"):
-        if not any(folder.glob(needed)):  # without a tokenizer transformers makes an empty one
+
+    # Both kinds of folders hold *.safetensors; this file tells them apart.
+    is_adapter = (folder / files.ADAPTER_CONFIG).is_file()
+    config_name = files.ADAPTER_CONFIG if is_adapter else "config.json"
+    # Without a tokenizer transformers makes an empty one.
+    for needed in (config_name, "*.safetensors", "tokenizer*"):
+        if not any(folder.glob(needed)):
             raise FileNotFoundError(f"{folder} is no model: it has no {needed}.")
-    if not adapter:
+    if not is_adapter:
         return folder, None
-    if not (folder / files.BASE_CONFIG).is_file() or (folder / "config.json").is_file():
+
+    has_frozen_base = (folder / files.BASE_CONFIG).is_file()
+    # A later run with all weights may have left its model in the same folder.
+    has_model = (folder / "config.json").is_file()
+    if has_model or not has_frozen_base:
         raise ValueError(
-            f"{folder} must be a model, or an adapter that was trained beside a frozen base, got another adapter. Give its "
-            f"{files.LOW_BIT_FOLDER}/ folder, or what `qarl-trl export` makes of it."
+            f"{folder} must be a model, or an adapter that was trained beside a frozen base, got another adapter. "
+            f"Give its {files.LOW_BIT_FOLDER}/ folder, or what `qarl-trl export` makes of it."
         )
+
+    # The base may be a folder or a Hub id, with files of its own to look for.
     base, _ = find_checkpoint(*files.base_of(folder))
     files.check_base(folder, base)
     return base, folder
 
 
-def check_complete(folder: Path, config: PretrainedConfig) -> None:
+def check_complete(folder: Path) -> None:
     """
-    Refuse (`ValueError`) missing or cut-off files and, for a checkpoint in our schemes, missing tensors and wrong shapes.
+    Refuse missing or cut-off files and, for a compressed-tensors checkpoint, missing or wrong tensors.
 
     vLLM loads such a checkpoint without an error and generates garbage. It refuses a broken plain checkpoint itself.
+
+    Args:
+        folder: The folder of a model.
+
+    Raises:
+        ValueError: if the checkpoint is not complete.
     """
-    index, found = folder / "model.safetensors.index.json", files.tensor_shapes(folder)
-    listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-    if missing := sorted(listed.keys() - found):
+    index = folder / "model.safetensors.index.json"
+    stored = files.tensor_shapes(folder)
+    listed: dict[str, str] = {}
+    if index.is_file():
+        listed = json.loads(index.read_text())["weight_map"]
+    # A download that was broken off leaves whole files out; vLLM reads those that are there.
+    missing = sorted(listed.keys() - stored)
+    if missing:
         raise ValueError(f"{folder} lacks {len(missing)} tensors of {index.name} ({missing[0]}). Download it again.")
-    stored = getattr(config, "quantization_config", {"quant_method": None})
-    if stored["quant_method"] != "compressed-tensors" or type(config) not in AutoModelForCausalLM._model_mapping:
-        return
-    plan = QuantizedSource(str(folder), folder, QuantizationConfig.model_validate(stored)).plan()
-    try:
-        model = skeleton(read_config(str(folder)), "bfloat16", plan=plan)
-    except ValueError as error:  # a scheme that is not ours
-        print(f"{folder}: its tensors are not checked for missing ones, because {error}")
-        return
-    for name, tensor in iter_low_bit_weights(model):
-        if found.get(name) != (shape := tuple(tensor.shape)):
-            raise ValueError(f"{folder} must hold {name} of shape {shape}, got {found.get(name)}. Download it again.")
+
+    reason = check_tensors(folder)
+    if reason is not None:
+        print(f"{folder}: its tensors are not checked for missing ones, because {reason}")
 
 
 def precision(config: PretrainedConfig) -> str:
-    """The precision of the quantized layers in words; `ValueError` on a CPU that vLLM's engine does not support."""
+    """
+    The precision of the quantized layers in words.
+
+    Args:
+        config: The model's config, as it was loaded from the checkpoint.
+
+    Raises:
+        ValueError: on a CPU that vLLM's engine does not support.
+    """
     stored = getattr(config, "quantization_config", {"quant_method": "not quantized"})
-    check_engine_cpu("cpu" if is_cpu_engine() else "cuda", four_bits="pack-quantized" in str(stored))
+    device = "cpu" if is_cpu_engine() else "cuda"
+    # The kernel of this format is the one that needs more of a CPU. It may stand at any group, or for all of them.
+    check_engine_cpu(device, four_bits="pack-quantized" in str(stored))
     if stored["quant_method"] != "compressed-tensors":
         return stored["quant_method"]
+
     schemes = QuantizationConfig.model_validate(stored).config_groups.values()
+    # A scheme that is not ours has only a name from its bits, so the description stands beside it.
     return ", ".join(f"{scheme_name(scheme)} ({describe_scheme(scheme)})" for scheme in schemes)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from ...data import load_math_dataset, local_path
@@ -25,40 +23,91 @@ MATH = tuple(SUITES)[:6]
 
 
 def find_suites(entries: Sequence[str]) -> dict[str, tuple[str, str, str | None]]:
-    """Sources by suite name, for names in `SUITES`, `"math"` (the paper's six) and files (by stem); `ValueError` or `FileNotFoundError`."""
-    suites = {}
-    for entry in itertools.chain.from_iterable(MATH if entry == "math" else (entry,) for entry in entries):
-        path = None if entry in SUITES else local_path(entry)
-        if path is None and entry not in SUITES:
-            raise ValueError(f"--suite {entry!r} must be math, one of {', '.join(SUITES)}, or a file.")
-        name = path.stem if path else entry
+    """
+    Find the sources of suites.
+
+    Args:
+        entries: Names in `SUITES`, `"math"` (the paper's six), and files.
+
+    Returns:
+        Source, split and configuration of each suite, by its name; a file has the name of its stem.
+
+    Raises:
+        ValueError: for an unknown name, or for two suites of one name.
+        FileNotFoundError: for a missing file.
+    """
+    expanded: list[str] = []
+    for entry in entries:
+        expanded += MATH if entry == "math" else (entry,)
+
+    suites: dict[str, tuple[str, str, str | None]] = {}
+    for entry in expanded:
+        name, source = _find_suite(entry)
         if name in suites:
             raise ValueError(f"--suite has {name!r} twice.")
-        suites[name] = (str(path), "test", None) if path else SUITES[entry]
+        suites[name] = source
     return suites
+
+
+def _find_suite(entry: str) -> tuple[str, tuple[str, str, str | None]]:
+    """The name and the source of one suite."""
+    # A name of the table comes first, even if a file has the same name.
+    if entry in SUITES:
+        return entry, SUITES[entry]
+
+    path = local_path(entry)
+    if path is None:
+        raise ValueError(f"--suite {entry!r} must be math, one of {', '.join(SUITES)}, or a file.")
+    return path.stem, (str(path), "test", None)
 
 
 def load_problems(
     source: str, split: str, config_name: str | None, tokenizer: Any, template_kwargs: dict[str, Any], **settings: Any
 ) -> list[dict[str, Any]]:
     """
-    The problems of a suite, prompted as in training: `prompt_ids`, the `prompt` as text, and the reference `answer`.
+    Load the problems of a suite, prompted as in training, without those whose reference math-verify cannot read.
 
-    Leaves out problems whose reference math-verify cannot read.
-    The tokenizer's chat template, if any, is applied with `template_kwargs`; `settings` are those of [`load_math_dataset`].
-    `ConnectionError` if the Hub cannot be reached, `ValueError` if there is no row or no readable answer.
+    Args:
+        source: Hub id or file.
+        split: Split of the data set.
+        config_name: Its configuration on the Hub.
+        tokenizer: Its chat template, if any, is applied.
+        template_kwargs: Arguments of the chat template.
+        settings: Other arguments of [`~qarl_trl.data.load_math_dataset`].
+
+    Returns:
+        For each problem `prompt_ids`, the `prompt` as text, and the reference `answer`.
+
+    Raises:
+        ConnectionError: if the Hub cannot be reached.
+        ValueError: if there is no row or no readable answer.
     """
-    chat = tokenizer.chat_template is not None
-    rows = load_math_dataset(source, split, config_name=config_name, conversational=chat, **settings)
-    prompts, answers = rows["prompt"][:], rows["answer"][:]
-    form = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    tokenize = partial(tokenizer.apply_chat_template, **form, **template_kwargs) if chat else tokenizer
-    problems = []
+    has_template = tokenizer.chat_template is not None
+    rows = load_math_dataset(source, split, config_name=config_name, conversational=has_template, **settings)
+    prompts = rows["prompt"][:]
+    answers = rows["answer"][:]
     # The completion does not matter here: None says that the reference cannot be read.
-    for prompt, answer, reward in zip(prompts, answers, math_reward([""] * len(answers), answers), strict=True):
-        if reward is not None:  # tokenized as TRL's trainer does for its engine
-            ids = tokenize(prompt)["input_ids"]
+    rewards = math_reward([""] * len(answers), answers)
+
+    problems = []
+    # A problem whose reference cannot be read would count as wrong, whatever the answer.
+    for prompt, answer, reward in zip(prompts, answers, rewards, strict=True):
+        if reward is not None:
+            ids = _tokenize(tokenizer, prompt, template_kwargs)
             problems.append({"prompt_ids": ids, "prompt": tokenizer.decode(ids), "answer": answer})
+
     if not problems:
         raise ValueError(f"math-verify can read none of the {len(answers)} answers of {source}.")
     return problems
+
+
+def _tokenize(tokenizer: Any, prompt: Any, template_kwargs: dict[str, Any]) -> list[int]:
+    """The token ids of a prompt, as TRL's trainer makes them for its engine."""
+    # As for a base model: the problem is completed as plain text.
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt)["input_ids"]
+
+    tokenized = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
+    )
+    return tokenized["input_ids"]

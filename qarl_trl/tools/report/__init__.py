@@ -1,1 +1,4 @@
-"""`qarl-trl report`: what runs logged, side by side, as pictures and one page. Reads files only; torch is not loaded."""
+"""`qarl-trl report`: what runs logged, side by side, as pictures and one page.
+
+It reads files only; torch is not loaded.
+"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +18,14 @@ OF_TRL = {"mismatch/logp_diff_mean": "sampling/sampling_logp_difference/mean", "
 
 
 @dataclass
-class Run:
-    """One run. `log` has a row for each log line, with its `step`."""
+class LoggedRun:
+    """
+    What a run logged.
+
+    Attributes:
+        name: Name of the run, for headings.
+        log: A row for each log line, with its `step`.
+    """
 
     name: str
     log: list[dict[str, Any]]
@@ -28,29 +35,47 @@ class Run:
         """
         The log with one row per rollout batch, at the step of its first update.
 
-        The ratio is 1 at the first update of a batch and moves away with each further one, so one point per update would draw a
-        sawtooth. The value of a batch is the mean over its log lines, or the extreme for names that end in `min` or `max`.
+        The ratio is 1 at the first update of a batch and moves away with each further one, so one point per update
+        would draw a sawtooth. The value of a batch is the mean over its log lines, or the extreme for names that end
+        in `min` or `max`.
         """
+        # The step of a batch is its first, not the mean of its steps.
+        points = []
+        for batch in self._batches():
+            point = {name: _combined(name, values) for name, values in batch.items()}
+            point["step"] = batch["step"][0]
+            points.append(point)
+        return points
+
+    def _batches(self) -> list[dict[str, list[float]]]:
+        """The finite values of each metric in the log lines of each rollout batch."""
         batches: list[dict[str, list[float]]] = []
         for row in sorted(self.log, key=lambda row: row["step"]):
-            if "reward" in row or not batches:  # TRL logs the reward in the line of the update that samples
+            # TRL logs the reward in the line of the update that samples.
+            if "reward" in row or not batches:
                 batches.append({})
+            # Text is no point of a plot, and NaN or infinity would spread to the whole batch.
             for name, value in row.items():
                 if isinstance(value, (int, float)) and math.isfinite(value):
                     batches[-1].setdefault(name, []).append(value)
+
+        # A run of QaRL may log TRL's metrics too; ours win.
         for batch in batches:
-            batch |= {ours: batch[theirs] for ours, theirs in OF_TRL.items() if ours not in batch and theirs in batch}
-        combine = {"min": min, "max": max}
-        return [
-            {name: float(combine.get(name[-3:], np.mean)(values)) for name, values in batch.items()}
-            | {"step": batch["step"][0]}
-            for batch in batches
-        ]
+            for ours, theirs in OF_TRL.items():
+                if ours not in batch and theirs in batch:
+                    batch[ours] = batch[theirs]
+        return batches
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and finite values of a metric, `(N,)` each, in order; empty if it was not logged."""
-        found = [(row["step"], row[name]) for row in self.points if name in row]
-        steps, values = np.array(found, dtype=float).reshape(-1, 2).T
+        """
+        Steps and finite values of a metric, `(N,)` each, in order; empty if it was not logged.
+
+        Args:
+            name: The metric's name in the log.
+        """
+        rows = [row for row in self.points if name in row]
+        steps = np.array([row["step"] for row in rows], dtype=float)
+        values = np.array([row[name] for row in rows], dtype=float)
         return steps, values
 
     def values(self, name: str) -> np.ndarray:
@@ -58,13 +83,37 @@ class Run:
         return self.series(name)[1]
 
 
-def read_run(folder: Path, name: str) -> Run:
-    """Read a folder with a `trainer_state.json` at the top or in a `checkpoint-*`; `ValueError` if it has none or an empty one."""
+# Its former name, for benchmarks/arms_plots.py.
+Run = LoggedRun
+
+
+def _combined(name: str, values: Sequence[float]) -> float:
+    """The value of a metric for a rollout batch."""
+    if name.endswith("min"):
+        return float(min(values))
+    if name.endswith("max"):
+        return float(max(values))
+    return float(np.mean(values))
+
+
+def read_run(folder: Path, name: str) -> LoggedRun:
+    """
+    Read the log of a run.
+
+    Args:
+        folder: A folder with a `trainer_state.json` at the top or in a `checkpoint-*`.
+        name: What to call the run.
+
+    Raises:
+        ValueError: if it has none, or an empty one.
+    """
     files = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
     logs = [json.loads(file.read_text())["log_history"] for file in files]
     if not logs:
         raise ValueError(f"{folder} is not a run: no trainer_state.json (`trainer.save_state()`), no checkpoint-*/.")
-    log = max(logs, key=len)  # the longest one, if there are several
+
+    # Each checkpoint has the log up to its step, so the longest one holds the others.
+    log = max(logs, key=len)
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
-    return Run(name, log)
+    return LoggedRun(name, log)

@@ -3,39 +3,127 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from .runs import Run
+from .runs import LoggedRun
 
 
-FEWEST = 8  # rollout batches needed to judge a trend
-NEAR_FLOOR = 3.0  # noise floors; the sync check warns of more
-LARGEST_KL = 0.01  # nats per token, engine to learner: a limit that other projects use
+# Rollout batches needed to judge a trend.
+FEWEST = 8
+# Noise floors; the sync check warns of more.
+NEAR_FLOOR = 3.0
+# Nats per token, engine to learner: a limit that other projects use.
+LARGEST_KL = 0.01
+# The limit of a share that is never wrong, or never only worth a look.
 NEVER = math.inf
-COLLAPSED, NOTHING = "troubleshooting.md#the-reward-collapsed", "troubleshooting.md#nothing-is-learned"
+
+# Pages of docs/.
+COLLAPSED = "troubleshooting.md#the-reward-collapsed"
+NOTHING = "troubleshooting.md#nothing-is-learned"
 MISMATCH = "troubleshooting.md#the-mismatch-is-too-large"
-CLIPPED = "Lower learning_rate, or use fewer updates per rollout batch (steps_per_generation).", "metrics.md#ratios"
-SLOWER = "Lower learning_rate.", COLLAPSED
-LONG = "Raise max_completion_length.", "metrics.md#trls-names-to-watch"
-LOOPS = "Read some answers (log_completions), then look at the mismatch.", "metrics.md#error-tokens"
-# Shares in the last quarter of a run: the limits for "look at this" and "wrong", what it is, what to do, and the page that says
-# more.
+RATIOS = "metrics.md#ratios"
+TRL_NAMES = "metrics.md#trls-names-to-watch"
+ERROR_TOKENS = "metrics.md#error-tokens"
+
+LOWER_RATE = "Lower learning_rate, or use fewer updates per rollout batch (steps_per_generation)."
+
+
+@dataclass(frozen=True)
+class Limit:
+    """
+    The limits of a share, over the last quarter of a run.
+
+    Args:
+        metric: The metric's name in the log.
+        look: Above this share: look at it.
+        bad: Above this share it is wrong.
+        text: What it is, with a place for the share.
+        advice: What to do.
+        page: The page of docs/ that says more.
+    """
+
+    metric: str
+    look: float
+    bad: float
+    text: str
+    advice: str
+    page: str
+
+
 LIMITS = (
-    ("frac_reward_zero_std", 0.8, NEVER, "{:.0%} of the prompts have equal rewards", "Use other problems.", NOTHING),
-    ("quant/flip_frac", NEVER, 0.3, "each sync changes {:.2%} of the quantized values", *SLOWER),
-    ("ratio/pos_high_frac", 0.3, 0.7, "{:.0%} of the answers are clipped (A > 0, above)", *CLIPPED),
-    ("ratio/neg_low_frac", 0.3, 0.7, "{:.0%} of the answers are clipped (A < 0, below)", *CLIPPED),
-    ("ratio/neg_high_frac", 0.3, 0.7, "{:.0%} of the answers are clipped (A < 0, above)", *CLIPPED),
-    ("completions/clipped_ratio", 0.3, NEVER, "{:.0%} of the answers are cut off", *LONG),
-    ("error_tokens/frac", 0.01, NEVER, "{:.1%} of the tokens stand in loops", *LOOPS),
+    Limit(
+        "frac_reward_zero_std",
+        look=0.8,
+        bad=NEVER,
+        text="{:.0%} of the prompts have equal rewards",
+        advice="Use other problems.",
+        page=NOTHING,
+    ),
+    Limit(
+        "quant/flip_frac",
+        look=NEVER,
+        bad=0.3,
+        text="each sync changes {:.2%} of the quantized values",
+        advice="Lower learning_rate.",
+        page=COLLAPSED,
+    ),
+    Limit(
+        "ratio/pos_high_frac",
+        look=0.3,
+        bad=0.7,
+        text="{:.0%} of the answers are clipped (A > 0, above)",
+        advice=LOWER_RATE,
+        page=RATIOS,
+    ),
+    Limit(
+        "ratio/neg_low_frac",
+        look=0.3,
+        bad=0.7,
+        text="{:.0%} of the answers are clipped (A < 0, below)",
+        advice=LOWER_RATE,
+        page=RATIOS,
+    ),
+    Limit(
+        "ratio/neg_high_frac",
+        look=0.3,
+        bad=0.7,
+        text="{:.0%} of the answers are clipped (A < 0, above)",
+        advice=LOWER_RATE,
+        page=RATIOS,
+    ),
+    Limit(
+        "completions/clipped_ratio",
+        look=0.3,
+        bad=NEVER,
+        text="{:.0%} of the answers are cut off",
+        advice="Raise max_completion_length.",
+        page=TRL_NAMES,
+    ),
+    Limit(
+        "error_tokens/frac",
+        look=0.01,
+        bad=NEVER,
+        text="{:.1%} of the tokens stand in loops",
+        advice="Read some answers (log_completions), then look at the mismatch.",
+        page=ERROR_TOKENS,
+    ),
 )
 
 
-class Finding(NamedTuple):
-    """One line. `level` is "good", "look", "bad", or "unknown" if the log does not tell; `page` is a page of docs/."""
+@dataclass(frozen=True)
+class Judgement:
+    """
+    One line about a run.
+
+    Args:
+        level: "good", "look", "bad", or "unknown" if the log does not tell.
+        text: What is so.
+        advice: What to do.
+        page: The page of docs/ that says more.
+    """
 
     level: str
     text: str
@@ -43,77 +131,134 @@ class Finding(NamedTuple):
     page: str = ""
 
 
-def verdict(run: Run) -> list[Finding]:
-    """All findings, the most important first."""
-    return [*_reward(run), _mismatch(run), *_shares(run)]
+def judge(run: LoggedRun) -> list[Judgement]:
+    """
+    Judge a run.
+
+    Args:
+        run: What the run logged.
+
+    Returns:
+        All judgements, the most important first.
+    """
+    return [*_judge_reward(run), _judge_mismatch(run), *_judge_shares(run)]
 
 
-def headline(findings: list[Finding]) -> str:
-    """The state of the run in a few words."""
-    levels = {finding.level for finding in findings}
-    return "something is wrong" if "bad" in levels else "look at this" if "look" in levels else "healthy"
+def headline(judgements: Sequence[Judgement]) -> str:
+    """
+    The state of the run in a few words.
+
+    Args:
+        judgements: All judgements about it.
+    """
+    levels = {judgement.level for judgement in judgements}
+    if "bad" in levels:
+        return "something is wrong"
+    if "look" in levels:
+        return "look at this"
+    return "healthy"
 
 
-def quarters(run: Run, name: str) -> list[float]:
-    """Means of a metric over the four quarters of a run (for a short run four times its mean); NaN if it was not logged."""
+def quarters(run: LoggedRun, name: str) -> list[float]:
+    """
+    Means of a metric over the four quarters of a run; for a short run four times its mean.
+
+    Args:
+        run: What the run logged.
+        name: The metric's name.
+
+    Returns:
+        Four numbers, NaN if the metric was not logged.
+    """
     values = run.values(name)
-    parts = np.array_split(values, 4) if len(values) >= FEWEST else [values] * 4
-    return [float(part.mean()) if len(part) else math.nan for part in parts]
+    if len(values) == 0:
+        return [math.nan] * 4
+    if len(values) < FEWEST:
+        return [float(values.mean())] * 4
+    return [float(part.mean()) for part in np.array_split(values, 4)]
 
 
-# NaN (a metric that was not logged) makes every comparison below false, so it gives no finding.
+# NaN (a metric that was not logged) makes every comparison below false, so it gives no judgement.
 
 
-def _reward(run: Run) -> Iterator[Finding]:
-    start, *_, end = means = quarters(run, "reward")
+def _judge_reward(run: LoggedRun) -> Iterator[Judgement]:
+    """At most one judgement: whether the reward rises."""
+    means = quarters(run, "reward")
+    start = means[0]
+    end = means[-1]
     if math.isnan(end):
         return
-    spread, best, batches = np.ptp(run.values("reward")), max(means), len(run.values("reward"))
+
+    rewards = run.values("reward")
+    if len(rewards) < FEWEST:
+        text = f"reward {end:.3g}: {len(rewards)} rollout batches are too few for a trend"
+        yield Judgement("unknown", text)
+        return
+
+    # Rewards have any unit, so a rise or fall is measured by how far they went.
+    spread = np.ptp(rewards)
+    best = max(means)
     text = f"reward {start:.3g} in the first quarter of the run, {end:.3g} in the last"
-    if batches < FEWEST:
-        yield Finding("unknown", f"reward {end:.3g}: {batches} rollout batches are too few for a trend")
-    elif best - end > 0.4 * spread:
+    if best - end > 0.4 * spread:
         advice = "Stop it, and look at the mismatch before the fall."
-        yield Finding("bad", f"{text}, {best:.3g} at its best: it fell", advice, COLLAPSED)
+        yield Judgement("bad", f"{text}, {best:.3g} at its best: it fell", advice, COLLAPSED)
     elif end - start > 0.1 * spread:
-        yield Finding("good", f"{text}: it rises")
+        yield Judgement("good", f"{text}: it rises")
     else:
-        yield Finding("unknown", f"{text}: no clear trend", "Train on, or look at the rewards.", NOTHING)
+        yield Judgement("unknown", f"{text}: no clear trend", "Train on, or look at the rewards.", NOTHING)
 
 
-def _mismatch(run: Run) -> Finding:
-    start, *_, end = quarters(run, "mismatch/logp_diff_mean")
-    kl, floor = quarters(run, "mismatch/kl_k3")[-1], quarters(run, "sync/verify_noise_floor")[0]
+def _judge_mismatch(run: LoggedRun) -> Judgement:
+    """How far engine and learner are apart; the KL comes first, because it does not depend on the noise floor."""
+    means = quarters(run, "mismatch/logp_diff_mean")
+    start = means[0]
+    end = means[-1]
+    kl = quarters(run, "mismatch/kl_k3")[-1]
+    floor = quarters(run, "sync/verify_noise_floor")[0]
     if math.isnan(end):
         advice = "It needs a vLLM engine: use_vllm=True."
-        return Finding("unknown", "no log-prob mismatch was logged", advice, MISMATCH)
+        return Judgement("unknown", "no log-prob mismatch was logged", advice, MISMATCH)
+
     text = f"mismatch {end:.2g} nats per token"
     if kl > LARGEST_KL:
         advice = "Engine and learner are two policies: set quantize_learner=True, and one scheme in both."
-        return Finding("bad", f"{text}: a KL of {kl:.2g}, above {LARGEST_KL}", advice, MISMATCH)
+        return Judgement("bad", f"{text}: a KL of {kl:.2g}, above {LARGEST_KL}", advice, MISMATCH)
+
+    # A mismatch far below the limit may double by chance.
     if end > 2 * start and end > LARGEST_KL:
+        growth = f"{text}, {end / start:.1f} times that of the first quarter: it grows"
         advice = "The engine is stale, or the policy comes apart: look at sync/* and error_tokens/*."
-        return Finding("bad", f"{text}, {end / start:.1f} times that of the first quarter: it grows", advice, MISMATCH)
+        return Judgement("bad", growth, advice, MISMATCH)
+
     if end > NEAR_FLOOR * floor:
         advice = "Engine and learner differ in a kernel, in attention or in the scheme."
-        return Finding("look", f"{text}, {end / floor:.1f} noise floors", advice, MISMATCH)
+        return Judgement("look", f"{text}, {end / floor:.1f} noise floors", advice, MISMATCH)
     if end <= NEAR_FLOOR * floor:
-        return Finding("good", f"{text}; rounding alone moves the sync check's tokens by {floor:.2g}")
+        return Judgement("good", f"{text}; rounding alone moves the sync check's tokens by {floor:.2g}")
+
+    # No noise floor was logged.
     if kl <= LARGEST_KL:
-        return Finding("good", f"{text}: a KL of {kl:.2g}, below {LARGEST_KL}")
-    return Finding("unknown", f"{text}; no noise floor was logged", "verify_sync measures it.", MISMATCH)
+        return Judgement("good", f"{text}: a KL of {kl:.2g}, below {LARGEST_KL}")
+    return Judgement("unknown", f"{text}; no noise floor was logged", "verify_sync measures it.", MISMATCH)
 
 
-def _shares(run: Run) -> Iterator[Finding]:
-    within = []
+def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
+    """A judgement for each share above a limit, and one for all others."""
+    # The table below has upper limits alone; this share must not be 0.
     if quarters(run, "quant/flip_frac")[-1] == 0:
         advice = "Updates are lost in rounding: use float32 master weights, or a higher learning_rate."
-        yield Finding("bad", "no sync changes a quantized value", advice, NOTHING)
-    for name, look, bad, text, advice, page in LIMITS:
-        share = quarters(run, name)[-1]
-        if share > min(look, bad):
-            yield Finding("bad" if share > bad else "look", text.format(share), advice, page)
+        yield Judgement("bad", "no sync changes a quantized value", advice, NOTHING)
+
+    # What is within its limit is told in one line, so that a reader sees the figures.
+    within = []
+    for limit in LIMITS:
+        share = quarters(run, limit.metric)[-1]
+        text = limit.text.format(share)
+        if share > limit.bad:
+            yield Judgement("bad", text, limit.advice, limit.page)
+        elif share > limit.look:
+            yield Judgement("look", text, limit.advice, limit.page)
         elif share > 0:
-            within.append(text.format(share))
+            within.append(text)
     if within:
-        yield Finding("good", "; ".join(within))
+        yield Judgement("good", "; ".join(within))

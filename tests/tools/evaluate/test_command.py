@@ -1,25 +1,24 @@
-"""`qarl-trl eval` without an engine: what is refused, in one line, before one starts; the way from completions to results."""
+"""`qarl-trl eval` without an engine: what is refused before one starts, and the way from completions to results."""
 
 import json
 import shutil
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from qarl_trl import cli
-from qarl_trl.export import save_low_bit
 from qarl_trl.export.files import name_base
-from qarl_trl.quant import apply_quantization
-from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.tools.evaluate import sample
 from qarl_trl.tools.evaluate.checkpoint import check_complete
 
 
 SECRET = "hf_thisIsASecret"
+FACTOR = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -34,22 +33,33 @@ def no_engine(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A plain checkpoint of 256 positions, and a W4A16 one made of it."""
+    """A plain checkpoint of 256 positions, a W4A16 one made of it, and damaged copies of both."""
     folder = tmp_path_factory.mktemp("models")
     make_model(num_hidden_layers=1).save_pretrained(folder / "plain")
     make_tokenizer().save_pretrained(folder / "plain")
     cli.main(["export", str(folder / "plain"), str(folder / "w4a16")])
-    shutil.copytree(folder / "w4a16", folder / "cut")
-    index = {"weight_map": dict.fromkeys([*load_file(folder / "cut" / "model.safetensors"), "b"], "model.safetensors")}
-    (folder / "cut" / "model.safetensors.index.json").write_text(json.dumps(index))
+
     shutil.copytree(folder / "plain", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
+
+    shutil.copytree(folder / "w4a16", folder / "cut")
+    # Its index lists one tensor more than the file holds.
+    names = [*load_file(folder / "cut" / "model.safetensors"), "b"]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "cut" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    shutil.copytree(folder / "w4a16", folder / "no_scale")
+    tensors = load_file(folder / "no_scale" / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight_scale"]
+    save_file(tensors, folder / "no_scale" / "model.safetensors")
     return folder
 
 
 @pytest.fixture
 def sums(tmp_path):
+    """A suite of four problems."""
     path = tmp_path / "sums.jsonl"
-    path.write_text("".join(json.dumps({"problem": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(4)))
+    rows = [{"problem": f"{i}+{i}=", "answer": str(2 * i)} for i in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
@@ -58,9 +68,13 @@ def stopped(capsys, *argv):
     with pytest.raises(SystemExit) as end:
         cli.main(["eval", *argv])
     assert end.value.code == 2
+
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qarl-trl eval: ")]
     assert len(lines) == 1
     return lines[0]
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,109 +94,155 @@ def test_wrong_options_are_one_line(capsys, argv, field):
     [
         ("no_tokenizer", "it has no tokenizer*"),
         ("cut", "lacks 1 tensors of model.safetensors.index.json (b)"),
+        ("no_scale", "must hold model.layers.0.mlp.up_proj.weight_scale of shape (256, 1), got None"),
     ],
 )
 def test_a_model_that_cannot_be_evaluated_is_refused_before_the_engine(capsys, models, sums, model, message):
     assert message in stopped(capsys, str(models / model), "--suite", sums)
 
 
-def test_an_adapter_is_evaluated_beside_its_frozen_base_alone(capsys, models, sums, tmp_path, answering):
+def test_what_was_not_checked_is_said(capsys, models, tmp_path):
+    folder = tmp_path / "unknown"
+    shutil.copytree(models / "w4a16", folder)
+    # transformers knows this config, but no causal language model for it.
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["OfTheFuture"], "model_type": "qwen3_vl_text"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    check_complete(folder)
+
+    reason = "transformers has no model 'OfTheFuture'"
+    assert f"{folder}: its tensors are not checked for missing ones, because {reason}" in capsys.readouterr().out
+
+
+# What is evaluated --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class EngineCalls:
+    """
+    What the engine was started and asked with.
+
+    Attributes:
+        folders: The folders of model and adapter.
+        settings: The arguments of `vllm.LLM`.
+        params: The `vllm.SamplingParams` of each prompt.
+    """
+
+    folders: tuple = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    params: list[Any] = field(default_factory=list)
+
+
+@pytest.fixture
+def engine_calls(monkeypatch):
+    """An engine's stand-in, half of whose answers are right, half cut off."""
+    calls = EngineCalls()
+
+    def generate(prompts, params, use_tqdm):
+        calls.params = params
+        outputs = []
+        for number in range(len(prompts)):
+            text = f"\\boxed{{{2 * number}}}"
+            right = SimpleNamespace(text=text, token_ids=range(10), finish_reason="stop")
+            cut = SimpleNamespace(text="hm", token_ids=range(30), finish_reason="length")
+            outputs.append(SimpleNamespace(outputs=[right, right, cut, cut]))
+        return outputs
+
+    def start(*folders, **settings):
+        calls.folders = folders
+        calls.settings = settings
+        return SimpleNamespace(generate=generate)
+
+    monkeypatch.setattr(sample, "start_engine", start)
+    return calls
+
+
+def make_adapter(folder, models, base):
+    """A folder with a LoRA adapter that names its base, and a tokenizer."""
+    folder.mkdir()
+    for file in (models / "plain").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    save_file({FACTOR: torch.ones(4, 8)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    return folder
+
+
+def test_an_adapter_is_evaluated_beside_its_frozen_base_alone(capsys, models, sums, tmp_path, engine_calls):
     """Beside another model it is another policy, which nobody trained."""
-    adapter, tensors = (
-        tmp_path / "run",
-        {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 8)},
-    )
-    shutil.copytree(models / "plain", adapter, ignore=lambda _, names: [n for n in names if "tokenizer" not in n])
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(models / "w4a16")}))
+    base = models / "w4a16"
+    adapter = make_adapter(tmp_path / "run", models, base)
     assert "got another adapter" in stopped(capsys, str(adapter), "--suite", sums)
-    name_base(adapter, str(models / "w4a16"), None, models / "plain")
+
+    name_base(adapter, str(base), None, models / "plain")
     assert "w4a16 has other weights than the base" in stopped(capsys, str(adapter), "--suite", sums)
-    name_base(adapter, str(models / "w4a16"), None, models / "w4a16")
+
+    name_base(adapter, str(base), None, base)
     argv = ["eval", str(adapter), "--suite", sums, "--max_new_tokens", "16", "--output_dir", "out"]
     cli.main(argv)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["precision"] == "W4A16 (weights int4 per group 128), with an adapter beside it"
-    assert answering.started == (models / "w4a16", adapter)
+    assert engine_calls.folders == (base, adapter)
+
     (adapter / "config.json").write_text("{}")  # of a later run with all weights
     assert "got another adapter" in stopped(capsys, *argv[1:])
 
 
-@pytest.mark.parametrize(
-    ("kind", "scheme", "ignore"),
-    [
-        ("qwen3", "W4A16_ASYM", ()),
-        ("qwen3", "FP8_BLOCK", ()),
-        ("qwen3", "NVFP4A16", ()),
-        ("qwen3_moe", "W4A16_ASYM", ()),
-        ("qwen3_moe", "W8A8", ("re:.*experts.*",)),
-    ],
-)
-def test_a_tensor_that_the_config_implies_must_be_there_in_its_shape(tmp_path, kind, scheme, ignore):
-    """In one file without an index, of which vLLM would leave a part of a merged layer as it found the memory."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_key_value_heads": 4}
-    model = apply_quantization(make_model(kind, **sizes), scheme, ignore=(*DEFAULT_IGNORE, *ignore))
-    save_low_bit(model, make_tokenizer(), tmp_path)
-    config, file = AutoConfig.from_pretrained(tmp_path), tmp_path / "model.safetensors"
-    check_complete(tmp_path, config)
-    whole = load_file(file)
-    scales = [name for name in whole if name.endswith("q_proj.weight_scale")]
-    for name in ("model.norm.weight", *scales, *(name for name in whole if ".1.up_proj." in name)):
-        save_file({other: tensor for other, tensor in whole.items() if other != name}, file)
-        with pytest.raises(ValueError, match=f"{name} of shape .*, got None"):
-            check_complete(tmp_path, config)
-        save_file(whole | {name: whole[name].repeat(2, *[1] * (whole[name].ndim - 1))}, file)
-        with pytest.raises(ValueError, match=f"{name} of shape .*, got"):
-            check_complete(tmp_path, config)
+def evaluate(model, sums, *argv):
+    """Run the command on short answers, into the folder `out`."""
+    cli.main(["eval", str(model), "--suite", sums, "--max_new_tokens", "16", "--output_dir", "out", *argv])
 
 
-class Asked(list):
-    started = ()
+def test_results_hold_scores_and_settings_and_versions(capsys, models, sums, engine_calls, tmp_path):
+    evaluate(models / "w4a16", sums, "--limit", "3", "--pass_at", "1", "4")
 
-
-@pytest.fixture
-def answering(monkeypatch):
-    """In place of the engine, half of whose answers are right, half cut off; what it was started and asked with."""
-    asked = Asked()
-
-    def generate(prompts, params, use_tqdm):
-        asked.append(params)
-        cut = SimpleNamespace(text="hm", token_ids=range(30), finish_reason="length")
-        right = (
-            SimpleNamespace(text=f"\\boxed{{{2 * i}}}", token_ids=range(10), finish_reason="stop") for i in range(9)
-        )
-        return [SimpleNamespace(outputs=[r] * 2 + [cut] * 2) for r, _ in zip(right, prompts, strict=False)]
-
-    def start(*args, **settings):
-        asked.started = args
-        asked.append(settings)
-        return SimpleNamespace(generate=generate)
-
-    monkeypatch.setattr(sample, "start_engine", start)
-    return asked
-
-
-def test_results_hold_scores_settings_and_versions_but_no_secret(capsys, models, sums, answering, tmp_path):
-    argv = ["eval", str(models / "w4a16"), "--suite", sums, "--max_new_tokens", "16", "--output_dir", "out"]
-    engine = json.dumps({"hf_token": SECRET, "max_num_seqs": 2})
-    cli.main([*argv, "--limit", "3", "--pass_at", "1", "4", "--engine_kwargs", engine])
-    started, params = answering
-    assert started["hf_token"] == SECRET and started["max_num_seqs"] == 2  # the engine gets it
-    assert len({param.seed for param in params}) == 3 and params[0].n == 4
-    text = (tmp_path / "out" / "results.json").read_text()
-    results, out = json.loads(text), capsys.readouterr().out
-    assert SECRET not in text + out + (tmp_path / "out" / "completions.jsonl").read_text()
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["precision"] == "W4A16 (weights int4 per group 128)"
-    assert results["settings"]["temperature"] == 0.6 and results["settings"]["engine_kwargs"]["max_num_seqs"] == 2
+    assert results["settings"]["temperature"] == 0.6
     assert None not in results["versions"].values()
+    # Two of four completions are right, and the other two are three times as long.
     suite = results["suites"]["sums"]
     assert suite["avg@4"] == suite["pass@1"] == {"value": 0.5, "stderr": 0.0}
     assert suite["pass@4"]["value"] == 1.0
     assert (suite["problems"], suite["mean_tokens"], suite["cut_off"]) == (3, 20.0, 0.5)
-    assert "sums   3         50.0 ± 0.0" in out
-    rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
-    assert [(row["prompt"], row["rewards"]) for row in rows] == [(f"{i}+{i}=", [1.0, 1.0, 0.0, 0.0]) for i in range(3)]
-    assert "new or empty" in stopped(capsys, *argv[1:])
+    assert "sums   3         50.0 ± 0.0" in capsys.readouterr().out
+
+
+def test_completions_are_written_with_their_prompts_and_rewards(models, sums, engine_calls, tmp_path):
+    evaluate(models / "w4a16", sums, "--limit", "3")
+
+    lines = (tmp_path / "out" / "completions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["prompt"] for row in rows] == ["0+0=", "1+1=", "2+2="]
+    assert [row["rewards"] for row in rows] == [[1.0, 1.0, 0.0, 0.0]] * 3
+
+
+def test_each_prompt_has_its_own_seed(models, sums, engine_calls):
+    evaluate(models / "w4a16", sums, "--limit", "3")
+
+    assert len({params.seed for params in engine_calls.params}) == 3
+    assert engine_calls.params[0].n == 4
+
+
+def test_secrets_reach_the_engine_and_nothing_else(capsys, models, sums, engine_calls, tmp_path):
+    settings = {"hf_token": SECRET, "max_num_seqs": 2}
+
+    evaluate(models / "w4a16", sums, "--engine_kwargs", json.dumps(settings))
+
+    assert engine_calls.settings["hf_token"] == SECRET
+    assert engine_calls.settings["max_num_seqs"] == 2
+    written = (tmp_path / "out" / "results.json").read_text()
+    completions = (tmp_path / "out" / "completions.jsonl").read_text()
+    assert SECRET not in written + completions + capsys.readouterr().out
+    assert json.loads(written)["settings"]["engine_kwargs"]["max_num_seqs"] == 2  # control: the rest is there
+
+
+def test_results_are_not_overwritten(capsys, models, sums, engine_calls):
+    evaluate(models / "w4a16", sums)
+
+    line = stopped(capsys, str(models / "w4a16"), "--suite", sums, "--output_dir", "out")
+
+    assert "new or empty" in line
 
 
 def test_an_answer_that_vllm_aborted_is_not_scored():

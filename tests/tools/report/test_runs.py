@@ -4,33 +4,75 @@ import math
 
 import pytest
 
-from qarl_trl.tools.report.runs import Run, read_run
+from qarl_trl.tools.report.runs import LoggedRun, read_run
 
 from .folders import log, write_run
+
+
+@pytest.fixture
+def rows():
+    """Three rollout batches of four updates, with an evaluation, a NaN and the summary of a training."""
+    rows = log(batches=3, updates=4)
+    rows[4]["entropy"] = math.nan
+    rows.append({"step": 4, "eval_reward": 0.5, "eval_runtime": 1.0})
+    rows.append({"step": 12, "train_runtime": 9.0})
+    return rows
+
+
+@pytest.fixture
+def run(rows):
+    return LoggedRun("a", rows)
 
 
 def test_the_log_that_is_furthest_on_is_read(tmp_path):
     write_run(tmp_path / "a", log(1), checkpoint=4)
     write_run(tmp_path / "a", log(3), checkpoint=12)
     write_run(tmp_path / "a", log(2))
-    assert read_run(tmp_path / "a", "a").log[-1]["step"] == 12
+
+    run = read_run(tmp_path / "a", "a")
+
+    assert run.log[-1]["step"] == 12
 
 
-def test_a_point_is_a_rollout_batch():
-    """The ratio saw-tooths from update to update; its mean and its extremes over a batch do not."""
-    rows = log(batches=3, updates=4)
-    rows[4] |= {"entropy": math.nan}
-    rows += [{"step": 4, "eval_reward": 0.5, "eval_runtime": 1.0}, {"step": 12, "train_runtime": 9.0}]
-    run = Run("a", rows)
-    assert [part.tolist() for part in run.series("ratio/max")] == [
-        [1, 5, 9],
-        [1 + 3 / 64 + batch / 1024 for batch in range(3)],
-    ]
+def test_a_point_has_the_extremes_of_its_rollout_batch(run):
+    """The ratio saw-tooths from update to update; its extremes over a batch do not."""
+    steps, largest = run.series("ratio/max")
+
+    assert steps.tolist() == [1, 5, 9]
+    assert largest.tolist() == [1 + 3 / 64 + batch / 1024 for batch in range(3)]
     assert run.values("ratio/min").tolist() == [1 - 3 / 64 - batch / 1024 for batch in range(3)]
+
+
+def test_a_point_has_the_mean_of_its_rollout_batch(rows, run):
     shares = [row["ratio/neg_low_frac"] for row in rows[:12]]
-    assert run.values("ratio/neg_low_frac") == pytest.approx([sum(shares[i : i + 4]) / 4 for i in (0, 4, 8)])
-    assert run.values("entropy")[1] == pytest.approx(sum(row["entropy"] for row in rows[5:8]) / 3)  # without the NaN
-    assert [part.tolist() for part in run.series("eval_reward")] == [[1], [0.5]]
-    assert run.series("nothing")[0].size == 0
-    by_line = Run("b", [row | {"reward": 1.0} for row in rows[:12]])
-    assert len(by_line.values("ratio/max")) == 12  # control: with a reward in each line, each is a batch
+    # Twelve updates in batches of four.
+    means = [sum(shares[start : start + 4]) / 4 for start in (0, 4, 8)]
+
+    assert run.values("ratio/neg_low_frac") == pytest.approx(means)
+
+
+def test_a_mean_leaves_out_nan(rows, run):
+    finite = [row["entropy"] for row in rows[5:8]]
+
+    assert run.values("entropy")[1] == pytest.approx(sum(finite) / 3)
+
+
+def test_an_evaluation_stands_at_its_rollout_batch(run):
+    steps, rewards = run.series("eval_reward")
+
+    assert steps.tolist() == [1]
+    assert rewards.tolist() == [0.5]
+
+
+def test_a_metric_that_was_not_logged_is_empty(run):
+    steps, values = run.series("nothing")
+
+    assert steps.size == 0
+    assert values.size == 0
+
+
+def test_a_line_with_a_reward_begins_a_batch(rows):
+    run = LoggedRun("b", [row | {"reward": 1.0} for row in rows[:12]])
+
+    # Control: with a reward in each line, each is a batch.
+    assert len(run.values("ratio/max")) == 12

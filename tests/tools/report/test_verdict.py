@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from qarl_trl.tools.report.runs import Run
-from qarl_trl.tools.report.verdict import headline, verdict
+from qarl_trl.tools.report.runs import LoggedRun
+from qarl_trl.tools.report.verdict import headline, judge
 
 from .folders import log
 
@@ -14,17 +14,34 @@ from .folders import log
 ARMS = Path(__file__).parents[3] / "benchmarks" / "results" / "arms"
 
 
-def levels(rows):
-    return {finding.level: finding for finding in verdict(Run("a", rows))}
+def judge_log(rows):
+    return judge(LoggedRun("a", rows))
+
+
+def levels_of(judgements):
+    return [judgement.level for judgement in judgements]
+
+
+def texts_of(judgements):
+    return "\n".join(judgement.text for judgement in judgements)
+
+
+def judgements_of_level(rows, level):
+    return [judgement for judgement in judge_log(rows) if judgement.level == level]
 
 
 def test_a_healthy_run():
-    findings = verdict(Run("a", log()))
-    assert headline(findings) == "healthy" and [finding.level for finding in findings] == ["good"] * 3
-    assert any("rounding alone moves" in finding.text for finding in findings)
-    assert (
-        "6% of the answers are clipped (A < 0, below)" in findings[-1].text
-    )  # what is within bounds, with its figure
+    judgements = judge_log(log())
+
+    assert headline(judgements) == "healthy"
+    assert levels_of(judgements) == ["good"] * 3
+    assert "rounding alone moves" in texts_of(judgements)
+
+
+def test_what_is_within_its_limit_is_told_with_its_figure():
+    last = judge_log(log())[-1]
+
+    assert "6% of the answers are clipped (A < 0, below)" in last.text
 
 
 @pytest.mark.parametrize(
@@ -40,45 +57,73 @@ def test_a_healthy_run():
     ],
 )
 def test_what_is_wrong_is_said_with_what_to_do(changes, level, text):
-    finding = levels(log(**changes))[level]
-    assert text in finding.text and finding.advice and finding.page
+    (judgement,) = judgements_of_level(log(**changes), level)
+
+    assert text in judgement.text
+    assert judgement.advice
+    assert judgement.page
 
 
-def test_trends_are_of_quarters_and_not_of_short_runs():
+def falling_log():
+    """Twelve rollout batches: the reward rises, and falls to 0 after the eighth; the mismatch grows all the time."""
     rows = log(batches=12)
     for row in rows:
-        batch = (row["step"] - 1) // 4
         if "reward" in row:
-            row |= {"reward": 0.1 * batch if batch < 8 else 0.0, "mismatch/logp_diff_mean": 0.02 * (batch + 1)}
-    texts = [finding.text for finding in verdict(Run("a", rows)) if finding.level == "bad"]
-    assert any("it fell" in text for text in texts) and any("it grows" in text for text in texts)
-    assert "bad" not in levels(rows[:28])  # control: 7 batches
+            batch = (row["step"] - 1) // 4
+            row["reward"] = 0.1 * batch if batch < 8 else 0.0
+            row["mismatch/logp_diff_mean"] = 0.02 * (batch + 1)
+    return rows
+
+
+def test_trends_are_of_quarters():
+    texts = texts_of(judgements_of_level(falling_log(), "bad"))
+
+    assert "it fell" in texts
+    assert "it grows" in texts
+
+
+def test_a_short_run_has_no_trend():
+    seven_batches = falling_log()[:28]
+
+    # Control of the test above: one batch fewer than a trend needs.
+    assert not judgements_of_level(seven_batches, "bad")
 
 
 def test_without_a_log_of_it_nothing_is_claimed():
-    found = verdict(Run("a", [{"step": 1, "reward": 0.5}]))
-    assert [finding.level for finding in found] == ["unknown", "unknown"]
-    assert "too few for a trend" in found[0].text
+    judgements = judge_log([{"step": 1, "reward": 0.5}])
+
+    assert levels_of(judgements) == ["unknown", "unknown"]
+    assert "too few for a trend" in judgements[0].text
+
+
+def log_of_trl():
+    """The log of a run of plain TRL, with a mismatch of 0.2."""
+    rows = []
+    for row in log():
+        mismatch = row.get("mismatch/logp_diff_mean", 0) + 0.2
+        others = {name: value for name, value in row.items() if not name.startswith(("mismatch/", "sync/"))}
+        rows.append(others | {"sampling/sampling_logp_difference/mean": mismatch})
+    return rows
 
 
 def test_a_run_of_plain_trl_has_its_mismatch():
-    rows = [
-        row | {"sampling/sampling_logp_difference/mean": row.pop("mismatch/logp_diff_mean", 0) + 0.2} for row in log()
-    ]
-    rows = [
-        {name: value for name, value in row.items() if not name.startswith(("mismatch/", "sync/"))} for row in rows
-    ]
-    run = Run("a", rows)
+    run = LoggedRun("a", log_of_trl())
+
     assert run.values("mismatch/logp_diff_mean") == pytest.approx([0.2] * 8, rel=1e-4)
-    assert any("mismatch 0.2 nats" in finding.text for finding in verdict(run))
+    assert "mismatch 0.2 nats" in texts_of(judge(run))
 
 
-@pytest.mark.parametrize(("arm", "wrong"), [("qarl_tbpo", False), ("rollout-only_grpo", True)])
-def test_committed_runs(arm, wrong):
+def committed_log(regime, arm):
+    """The log of a committed run, a row a step."""
+    columns = json.loads((ARMS / regime / f"{arm}.0.json").read_text())["log"]
+    rows = []
+    for step in range(len(columns["reward"])):
+        row = {name: values[step] for name, values in columns.items() if values[step] is not None}
+        rows.append({"step": step} | row)
+    return rows
+
+
+@pytest.mark.parametrize(("arm", "state"), [("qarl_tbpo", "healthy"), ("rollout-only_grpo", "something is wrong")])
+def test_committed_runs(arm, state):
     """Regime "stale": the rollout-only arm collapses (docs/results.md)."""
-    cell = json.loads((ARMS / "stale" / f"{arm}.0.json").read_text())["log"]
-    rows = [
-        {"step": step} | {name: values[step] for name, values in cell.items() if values[step] is not None}
-        for step in range(len(cell["reward"]))
-    ]
-    assert headline(verdict(Run(arm, rows))) == ("something is wrong" if wrong else "healthy")
+    assert headline(judge_log(committed_log("stale", arm))) == state
