@@ -95,6 +95,7 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
             check_fit(self)
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
+        _check_seed(self)
         _check_threshold(self)
         _check_passes(self)
         if self.optim_muon and (self.deepspeed or getattr(self, "deepspeed_plugin", None)):
@@ -144,6 +145,16 @@ def _check_sampling(args: QaRLConfig) -> None:
                 f"{name}={value!r} changes the engine's sampling distribution, so the mismatch weight would be wrong. Leave it "
                 "out (temperature is allowed), or set vllm_importance_sampling_correction=False."
             )
+
+
+def _check_seed(args: QaRLConfig) -> None:
+    """Refuse (`ValueError`) a seed for each request: colocated vLLM gets the prompt of a group once for each answer."""
+    seed = (args.generation_kwargs or {}).get("seed")
+    if args.use_vllm and args.vllm_mode == "colocate" and seed is not None:
+        raise ValueError(
+            f"generation_kwargs must have no seed with vllm_mode='colocate', got {seed}: all answers of a group would be equal, "
+            "and nothing would be trained. `seed` decides the draws of a run."
+        )
 
 
 def _check_threshold(args: QaRLConfig) -> None:

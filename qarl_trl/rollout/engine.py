@@ -40,6 +40,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         frozen: The first sync sends the base, later ones only the adapter.
         sync_folder: A server gets its weights through this folder, which both mount.
         sync_check: Compares engine and learner after syncs; `None`: never.
+        seed: The run's seed. TRL starts every run's engine with the same seeds.
+        stop_token_ids: Tokens that end an answer for the trainer. The engine knows only those of the model's files.
 
     Attributes:
         rollout_seconds: Seconds of generation since `reset_clock`.
@@ -50,6 +52,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
     """
 
     alone = False
+    _adapter_folder: TemporaryDirectory[str] | None = None  # vLLM loads the adapter of a frozen base from a file
 
     def __init__(
         self,
@@ -59,15 +62,16 @@ class LowBitVLLMGeneration(VLLMGeneration):
         frozen: bool = False,
         sync_folder: str | None = None,
         sync_check: SyncCheck | None = None,
+        seed: int = 0,
+        stop_token_ids: Sequence[int] = (),
         **kwargs: Any,
     ) -> None:
         self.quantization_config = quantization_config
         self.engine_kwargs = engine_kwargs or {}
         self.sync_folder = sync_folder
         self.sync_check = sync_check
+        self.seed = seed
 
-        # vLLM loads the adapter of a frozen base from a file.
-        self._adapter_folder: TemporaryDirectory[str] | None = None
         if frozen:
             model = kwargs.get("model", args[0] if args else None)
             self._adapter_folder = TemporaryDirectory(dir=_vllm_lora.adapter_place(model))
@@ -81,7 +85,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
         # The trainer decodes token ids itself. Text takes a fifth of the engine's CPU time, and only stop strings need it.
         needs_text = bool(self.generation_kwargs.get("stop"))
-        self.generation_kwargs = {"detokenize": needs_text} | self.generation_kwargs
+        stops = {"detokenize": needs_text, "stop_token_ids": list(stop_token_ids)}
+        self.generation_kwargs = stops | self.generation_kwargs
 
     # Start ------------------------------------------------------------------------------------------------------------
 
@@ -103,6 +108,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
             shapes = {name: tensor.shape for name, tensor in adapter_tensors(self.model)}
             settings |= _vllm_lora.lora_settings(shapes)
+
+        # The ranks of one engine share a seed, and no two engines of a run do.
+        engines = self.accelerator.num_processes // self.tensor_parallel_size
+        settings["seed"] = self.seed * engines + self.accelerator.process_index // self.tensor_parallel_size
 
         # TRL puts the engine to sleep right after it builds it, so the sync check must score the random weights before that.
         look = None if self.sync_check is None else self.sync_check.look_before

@@ -127,6 +127,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             frozen=args.frozen,
             sync_folder=args.sync_folder,
             sync_check=self._build_sync_check(),
+            seed=args.seed,
+            stop_token_ids=getattr(self, "eos_token_ids", ()),
             **engine_args,
         )
 
@@ -145,6 +147,21 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
                 return learner_logps(self._unwrapped, tokens)
 
         return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_value)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's method, with the weights as they are: a callback may put others in for an evaluation (EMA), and back."""
+        self._weights_may_differ()
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            self._weights_may_differ()
+
+    def _weights_may_differ(self) -> None:
+        """Make low-bit weights again, and let TRL sync the engine before it samples, also within an optimizer step."""
+        if self.low_bit is not None:
+            self.low_bit.forget()
+        if hasattr(self, "_last_loaded_step"):
+            self._last_loaded_step = -1
 
     # Accelerate and the Trainer ---------------------------------------------------------------------------------------
 
