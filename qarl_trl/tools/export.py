@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     check_target(args.output)
 
     model = source.load()
-    # From the adapter's own folder: a run may have changed its base's tokenizer.
+    # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     apply_quantization(
         model,
@@ -243,7 +243,7 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
     )
     token_ids = tokens.tolist()
 
-    # As training computes, so that only the rounding of the merged adapter is between the two.
+    # Under the autocast of training, so that both round activations as they do there.
     with torch.autocast("cpu", torch.bfloat16):
         exported_logps = learner_logps(model, token_ids).plain
         frozen_logps = learner_logps(frozen, token_ids).plain
@@ -270,7 +270,7 @@ def push(argv: Sequence[str]) -> None:
     from ..export.push import open_repo
     from ..export.push import push as push_model
 
-    # Made for its refusal of a folder without a low-bit model.
+    # Only to refuse a folder without a low-bit model, before the Hub is asked.
     model_card(args.folder)
     name = open_repo(args.repo, private=args.private, revision=args.revision)
 

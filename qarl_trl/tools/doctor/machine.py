@@ -56,9 +56,9 @@ def _check_gpu(index: int) -> CheckResult:
     """Name, generation and memory of a GPU. One without bfloat16 fails."""
     free, total = torch.cuda.mem_get_info(index)
     memory = f"{free / GIB:.0f} of {total / GIB:.0f} GiB free"
-    # vLLM's quantized kernels and the learner's autocast need bfloat16.
     device = torch.cuda.get_device_name(index)
 
+    # The learner's autocast and vLLM's quantized kernels need bfloat16, which older GPUs have not.
     generation = gpu_generation(torch.cuda.get_device_capability(index))
     if generation is None:
         return CheckResult(FAIL, f"GPU {index}", f"{device}, older than Ampere: no bfloat16, {memory}")

@@ -50,15 +50,15 @@ def probe_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
     # GiB of key-value cache of a CPU engine: by itself vLLM takes a share of all memory, however much is in use.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
-    mismatch = measure(str(folder), args, _prompt_ids(tokenizer, dataset["prompt"], args.chat_template_kwargs))
+    prompts = _prompt_ids(tokenizer, dataset["prompt"], args.chat_template_kwargs)
+    mismatch = measure(str(folder), args, prompts)
 
-    floor = f"{mismatch.floor:.2e} nats per token, bf16 engine against bf16 learner"
-    yield CheckResult(OK, "kernel floor", floor)
+    floor = f"{mismatch.floor:.2e} nats per token"
+    yield CheckResult(OK, "kernel floor", f"{floor}, bf16 engine against bf16 learner")
     if args.quantized:
-        rollout_only = f"{mismatch.rollout_only:.2e}, {args.quant_name} engine, bf16 learner"
-        learner = f"{mismatch.learner:.2e}, {args.quant_name} engine, learner of this run"
-        yield CheckResult(OK, "quantized rollout", rollout_only)
-        yield CheckResult(OK, "QaRL", learner)
+        engine = f"{args.quant_name} engine"
+        yield CheckResult(OK, "quantized rollout", f"{mismatch.rollout_only:.2e}, {engine}, bf16 learner")
+        yield CheckResult(OK, "QaRL", f"{mismatch.learner:.2e}, {engine}, learner of this run")
 
     yield judge_mismatch(mismatch, args)
     if args.quantized:
