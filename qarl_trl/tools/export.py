@@ -1,70 +1,224 @@
 """`qarl-trl export` writes a low-bit checkpoint for vLLM; `qarl-trl push` uploads it to the Hub."""
 
+from __future__ import annotations
+
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+
+# Modules of the method are imported in the functions: `--help` is instant.
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    from ..quant.start import QuantizedSource
+
+DEFAULT_SCHEME = "W4A16"
+DEFAULT_TARGETS = ["Linear"]
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """
+    What an export starts from, found and checked but not loaded.
+
+    Attributes:
+        base: Folder or Hub id of the model, or of the base of an adapter. The card names it.
+        load: Loads the model with high-precision weights; an adapter as a `PeftModel`.
+        quantized_base: The base of an adapter, if it is stored in low bits.
+        frozen: Whether the adapter was trained beside the low bits of this base, so that merging makes another policy.
+    """
+
+    base: str
+    load: Callable[[], Any]
+    quantized_base: QuantizedSource | None = None
+    frozen: bool = False
 
 
 def main(argv: Sequence[str]) -> None:
     """
-    Quantize a checkpoint, or a LoRA adapter merged into its base, by round-to-nearest, and write it for vLLM.
+    Quantize a model by round-to-nearest, and write it for vLLM.
 
-    If the run used the same scheme, the output has the tensors of training. An adapter that is merged into a frozen base becomes
-    another policy; the command prints their distance. `ValueError` if the model cannot be quantized.
+    Args:
+        argv: Options of `qarl-trl export`.
+
+    Raises:
+        ValueError: if the model cannot be quantized, or the output would overwrite another model.
+        OSError: if the model cannot be read, or the output cannot be written.
     """
-    parser = argparse.ArgumentParser("qarl-trl export", description=main.__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
-    parser.add_argument("output", help="folder to write")
-    parser.add_argument("--scheme", help="a scheme of `qarl-trl schemes` (default: W4A16, or a quantized base's own)")
-    parser.add_argument("--group_size", type=int, help="weights per scale, -1: per channel (default: the scheme's)")
-    parser.add_argument("--targets", nargs="+", default=["Linear"], help="modules to quantize (default: Linear)")
-    parser.add_argument("--ignore", nargs="+", help="modules not to quantize (default: lm_head and MoE routers)")
-    args = parser.parse_args(argv)
+    args = _export_parser().parse_args(argv)
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from ..export import check_target, check_writable, save_low_bit
     from ..export.card import base_facts, write_card
-    from ..export.files import ADAPTER_CONFIG, BASE_CONFIG, base_of, check_base, tensor_shapes
+    from ..export.files import tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
-    from ..quant.start import load_master_weights, quantized_source
 
-    resolve_scheme(args.scheme or "W4A16", args.group_size)  # before the weights are read
-    load, weights, hub = AutoModelForCausalLM.from_pretrained, args.checkpoint, dict[str, Any]()
-    if adapter := Path(weights, ADAPTER_CONFIG).is_file():
-        from peft import AutoPeftModelForCausalLM, PeftModel
-
-        load, (weights, revision) = AutoPeftModelForCausalLM.from_pretrained, base_of(Path(weights))
-        hub = {"revision": revision} if revision else {}
-    if (source := quantized_source(weights, **hub)) and not adapter:
-        raise ValueError(f"{weights} is quantized already. Give the checkpoint that holds the master weights.")
-    if source and (args.group_size or args.targets != ["Linear"] or args.ignore is not None) and not args.scheme:
-        raise ValueError("--group_size, --targets and --ignore need --scheme: without it the base's own are used.")
-    if frozen := source and Path(args.checkpoint, BASE_CONFIG).is_file():
-        check_base(Path(args.checkpoint), source.folder)
+    # All that can be refused is refused before the weights are read.
+    resolve_scheme(args.scheme or DEFAULT_SCHEME, args.group_size)
+    source = _find_source(args)
+    # Reads only the headers of the weight files, and so finds one that is cut off.
     tensor_shapes(args.checkpoint)
     check_writable(args.output, "output")
     check_target(args.output)
-    if source is None:
-        model = load(args.checkpoint, dtype="auto")
-    else:
-        model = PeftModel.from_pretrained(load_master_weights(weights, dtype="auto", **hub), args.checkpoint)
+
+    model = source.load()
+    # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
-    ignore = DEFAULT_IGNORE if args.ignore is None else args.ignore
-    scheme = args.scheme or (source.plan() if source else "W4A16")
-    apply_quantization(model, scheme, args.targets, ignore, group_size=args.group_size)
+    apply_quantization(
+        model,
+        scheme=_scheme(args, source),
+        targets=args.targets,
+        ignore=DEFAULT_IGNORE if args.ignore is None else args.ignore,
+        group_size=args.group_size,
+    )
+
     folder = save_low_bit(model, tokenizer, args.output)
-    write_card(folder, **base_facts(weights))
-    if frozen:
-        distance = _distance(model, source, args.checkpoint, tokenizer.eos_token_id)
+    write_card(folder, **base_facts(source.base))
+
+    # Only here: an adapter with master weights below it was merged in training, too.
+    if source.frozen:
+        distance = _distance_to_frozen(
+            model,
+            base=source.quantized_base,
+            adapter=args.checkpoint,
+            first_token=tokenizer.eos_token_id,
+        )
         print(f"{args.output} is {distance:.4f} nats per token from base and adapter, in what these sample.")
     print(f"The low-bit checkpoint is in {args.output}. `qarl-trl push` shares it.")
 
 
-def _distance(model: Any, source: Any, adapter: str, start: int) -> float:
-    """Mean absolute log-prob difference between `model` and the adapter on its low-bit base `source`, over 256 tokens from the latter."""
+def _export_parser() -> argparse.ArgumentParser:
+    """The options of `qarl-trl export`."""
+    parser = argparse.ArgumentParser(
+        prog="qarl-trl export",
+        description="Quantize a checkpoint, or a LoRA adapter merged into its base, by round-to-nearest, and write it "
+        "for vLLM. If the run used the same scheme, the output has the tensors of training. An adapter that is merged "
+        "into a frozen base becomes another policy; the command prints their distance. `ValueError` if the model "
+        "cannot be quantized.",
+        allow_abbrev=False,
+    )
+
+    parser.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
+    parser.add_argument("output", help="folder to write")
+    parser.add_argument(
+        "--scheme",
+        help="a scheme of `qarl-trl schemes` (default: W4A16, or a quantized base's own)",
+    )
+    parser.add_argument(
+        "--group_size",
+        type=int,
+        help="weights per scale, -1: per channel (default: the scheme's)",
+    )
+    parser.add_argument("--targets", nargs="+", default=DEFAULT_TARGETS, help="modules to quantize (default: Linear)")
+    parser.add_argument("--ignore", nargs="+", help="modules not to quantize (default: lm_head and MoE routers)")
+    return parser
+
+
+def _scheme(args: argparse.Namespace, source: ExportSource) -> str | QuantizationConfig:
+    """The scheme to quantize with: the user's, or else that of a quantized base."""
+    if args.scheme:
+        return args.scheme
+    if source.quantized_base is not None:
+        return source.quantized_base.plan()
+    return DEFAULT_SCHEME
+
+
+# What can be exported ----------------------------------------------------------------------------------------------
+
+
+def _find_source(args: argparse.Namespace) -> ExportSource:
+    """Find out what the user gave, and check it, without reading weights."""
+    from ..export.files import ADAPTER_CONFIG
+
+    if Path(args.checkpoint, ADAPTER_CONFIG).is_file():
+        return _adapter(args)
+    return _full_checkpoint(args.checkpoint)
+
+
+def _full_checkpoint(name: str) -> ExportSource:
+    """A model with all its weights, in high precision."""
+    from transformers import AutoModelForCausalLM
+
+    from ..quant.start import quantized_source
+
+    if quantized_source(name) is not None:
+        # Rounding low bits once more would give another model than the one that was trained.
+        raise ValueError(f"{name} is quantized already. Give the checkpoint that holds the master weights.")
+    load = partial(AutoModelForCausalLM.from_pretrained, name, dtype="auto")
+    return ExportSource(base=name, load=load)
+
+
+def _adapter(args: argparse.Namespace) -> ExportSource:
+    """A LoRA adapter, to be merged into its base."""
+    from peft import AutoPeftModelForCausalLM
+
+    from ..export.files import base_of
+    from ..quant.start import quantized_source
+
+    base, revision = base_of(Path(args.checkpoint))
+    hub = {"revision": revision} if revision else {}
+    quantized_base = quantized_source(base, **hub)
+    if quantized_base is not None:
+        return _adapter_of_quantized_base(args, quantized_base, hub)
+
+    # PEFT finds the base and its revision by itself.
+    load = partial(AutoPeftModelForCausalLM.from_pretrained, args.checkpoint, dtype="auto")
+    return ExportSource(base=base, load=load)
+
+
+def _adapter_of_quantized_base(
+    args: argparse.Namespace, quantized_base: QuantizedSource, hub: dict[str, Any]
+) -> ExportSource:
+    """A LoRA adapter whose base is a compressed-tensors checkpoint; `hub` has the base's revision, if it has one."""
+    from ..export.files import BASE_CONFIG, check_base
+
+    changes_layers = args.group_size or args.targets != DEFAULT_TARGETS or args.ignore is not None
+    if changes_layers and not args.scheme:
+        raise ValueError("--group_size, --targets and --ignore need --scheme: without it the base's own are used.")
+
+    # Only an adapter that was trained beside a frozen base has this file.
+    frozen = Path(args.checkpoint, BASE_CONFIG).is_file()
+    if frozen:
+        check_base(Path(args.checkpoint), quantized_base.folder)
+
+    return ExportSource(
+        base=quantized_base.name,
+        load=partial(_load_onto_quantized_base, quantized_base.name, args.checkpoint, hub),
+        quantized_base=quantized_base,
+        frozen=frozen,
+    )
+
+
+def _load_onto_quantized_base(base: str, adapter: str, hub: dict[str, Any]) -> Any:
+    """The adapter as a `PeftModel`, on the base's low bits as high-precision weights."""
+    from peft import PeftModel
+
+    from ..quant.start import load_master_weights
+
+    # PEFT would load the base by transformers, whose model has no weights that could be quantized again.
+    model = load_master_weights(base, dtype="auto", **hub)
+    return PeftModel.from_pretrained(model, adapter)
+
+
+def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -> float:
+    """
+    The distance of an exported model from the policy that was trained, an adapter beside its frozen low-bit base.
+
+    Args:
+        model: The quantized model, a `PeftModel`.
+        base: The `QuantizedSource` of the base.
+        adapter: The adapter's folder.
+        first_token: The token that both models continue.
+
+    Returns:
+        Mean absolute log-prob difference, nats per token, over 256 tokens that the adapter on its frozen base samples.
+    """
     import torch
     from peft import PeftModel
 
@@ -72,33 +226,74 @@ def _distance(model: Any, source: Any, adapter: str, start: int) -> float:
     from ..quant.start import load_master_weights
     from ..rollout.sync_check import learner_logps
 
-    frozen: Any = PeftModel.from_pretrained(load_master_weights(str(source.folder), freeze=source.plan()), adapter)
+    low_bit_base = load_master_weights(str(base.folder), freeze=base.plan())
+    frozen: Any = PeftModel.from_pretrained(low_bit_base, adapter)
+    # In training, adapters round as the engine's do.
     align_adapters(frozen)
+
     torch.manual_seed(0)
     (tokens,) = frozen.generate(
-        torch.tensor([[start]]), do_sample=True, top_k=0, top_p=1.0, min_new_tokens=256, max_new_tokens=256
+        torch.tensor([[first_token]]),
+        # From the whole distribution: the base's generation_config.json may have a top_k and a top_p.
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        min_new_tokens=256,
+        max_new_tokens=256,
     )
+    token_ids = tokens.tolist()
+
+    # Under the autocast of training, so that both round activations as they do there.
     with torch.autocast("cpu", torch.bfloat16):
-        one, other = (learner_logps(policy, tokens.tolist()).plain for policy in (model, frozen))
-    return (one - other).abs().mean().item()
+        exported_logps = learner_logps(model, token_ids).plain
+        frozen_logps = learner_logps(frozen, token_ids).plain
+    return (exported_logps - frozen_logps).abs().mean().item()
+
+
+# Push --------------------------------------------------------------------------------------------------------------
 
 
 def push(argv: Sequence[str]) -> None:
-    """Push a low-bit folder to the Hub, and put its Hub id into its card."""
-    parser = argparse.ArgumentParser("qarl-trl push", description=push.__doc__, allow_abbrev=False)
-    parser.add_argument("folder", type=Path, help="folder, as `save_model` and `qarl-trl export` write it")
-    parser.add_argument("repo", help="user/model; created if it does not exist")
-    # The token comes from HF_TOKEN or `hf auth login`: other users can read a command line.
-    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
-    parser.add_argument("--revision", help="branch to push to (default: main)")
-    args = parser.parse_args(argv)
+    """
+    Push a low-bit folder to the Hub, and put its Hub id into its card.
+
+    Args:
+        argv: Options of `qarl-trl push`.
+
+    Raises:
+        ValueError: if the folder holds no low-bit model.
+        OSError: if the Hub refuses or cannot be reached.
+    """
+    args = _push_parser().parse_args(argv)
 
     from ..export.card import ADDRESS, CARD, model_card
     from ..export.push import open_repo
     from ..export.push import push as push_model
 
-    model_card(args.folder)  # refuses a folder without a low-bit model
+    # Only to refuse a folder without a low-bit model, before the Hub is asked.
+    model_card(args.folder)
     name = open_repo(args.repo, private=args.private, revision=args.revision)
-    if (card := args.folder / CARD).exists():
+
+    # Before the push, so that the card on the Hub has the address, too.
+    card = args.folder / CARD
+    if card.exists():
         card.write_text(card.read_text().replace(ADDRESS, name))
-    print(f"pushed: {push_model(args.folder, name, 'Low-bit model', revision=args.revision).commit_url}")
+
+    commit = push_model(args.folder, name, "Low-bit model", revision=args.revision)
+    print(f"pushed: {commit.commit_url}")
+
+
+def _push_parser() -> argparse.ArgumentParser:
+    """The options of `qarl-trl push`."""
+    parser = argparse.ArgumentParser(
+        prog="qarl-trl push",
+        description="Push a low-bit folder to the Hub, and put its Hub id into its card.",
+        allow_abbrev=False,
+    )
+
+    parser.add_argument("folder", type=Path, help="folder, as `save_model` and `qarl-trl export` write it")
+    parser.add_argument("repo", help="user/model; created if it does not exist")
+    # The token comes from HF_TOKEN or `hf auth login`: other users can read a command line.
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--revision", help="branch to push to (default: main)")
+    return parser

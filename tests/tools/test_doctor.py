@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,11 @@ from conftest import make_model, make_tokenizer
 
 from qarl_trl import _compat, cli
 from qarl_trl.rewards import last_boxed, math_reward
-from qarl_trl.tools.doctor import FAIL, OK, WARN, machine, measure, rewards
+from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, judge, machine, rewards
+
+
+RULE = Path(judge.__file__).with_name("rule.json")
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -18,68 +23,93 @@ def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     make_model(num_hidden_layers=1).save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
-    rows = [{"problem": f"{i} + 1", "answer": str(i + 1)} for i in range(9)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {
-        "model_name_or_path": str(folder / "model"),
-        "dataset_name_or_path": str(folder / "sums.jsonl"),
-        "output_dir": str(folder / "out"),
-        "max_completion_length": 8,
-        "report_to": "none",
-    }
-    (folder / "recipe.yaml").write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+
+    lines = [json.dumps({"problem": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(9)]
+    (folder / "sums.jsonl").write_text("".join(lines))
+
+    (folder / "recipe.yaml").write_text(
+        f"model_name_or_path: {folder}/model\n"
+        f"dataset_name_or_path: {folder}/sums.jsonl\n"
+        f"output_dir: {folder}/out\n"
+        "max_completion_length: 8\n"
+        "report_to: none\n"
+    )
     return str(folder / "recipe.yaml")
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def cache_of_this_test(tmp_path, monkeypatch):
+    # The user's cache may hold what an earlier run made of the data, or may not be writable.
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def doctor(capsys, *argv):
-    """Exit code, and what was found as `{name: status}` beside the text."""
-    code = 0
+def run_doctor(capsys, *argv):
+    """The exit code, the status of each check by its name, and what was printed."""
+    exit_code = 0
     try:
         cli.main(["doctor", *argv])
     except SystemExit as stopped:
-        code = stopped.code
-    said = capsys.readouterr()
-    found = {m[2].strip(): m[1] for m in re.finditer(r"^  (ok|warn|FAIL|-) +(.{20})", said.out, re.MULTILINE)}
-    return code, found, said
+        exit_code = stopped.code
+    printed = capsys.readouterr()
+
+    statuses = {}
+    # A result is one line: two spaces, the status, the name in 20 columns, the text.
+    for match in re.finditer(r"^  (ok|warn|FAIL|-) +(.{20})", printed.out, re.MULTILINE):
+        statuses[match[2].strip()] = match[1]
+    return exit_code, statuses, printed
 
 
-def test_every_section_of_a_run_reports_in_lines_of_one_finding(recipe, capsys, monkeypatch):
+# A run ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_section_of_a_run_reports_its_results_a_line_each(recipe, capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    code, found, said = doctor(capsys, "--config", recipe)
-    assert code == 0 and "hf_secret" not in said.out
-    names = ("versions", "math_reward", "settings")
-    assert {found[name] for name in names} <= {OK, WARN}
-    assert "right answers 1.00, wrong ones 0.00; told apart in 9 of 9 rows" in said.out
-    assert found["mismatch"] == "-" and "use_vllm: false" in said.out
+
+    exit_code, statuses, printed = run_doctor(capsys, "--config", recipe)
+
+    assert exit_code == 0
+    # Users paste this output into issues.
+    assert "hf_secret" not in printed.out
+    for name in ("versions", "math_reward", "settings"):
+        assert statuses[name] in (OK, WARN)
+    assert "right answers 1.00, wrong ones 0.00; told apart in 9 of 9 rows" in printed.out
+    # The recipe has no engine, so there is nothing to measure.
+    assert statuses["mismatch"] == SKIPPED
+    assert "use_vllm: false" in printed.out
 
 
 def test_a_section_that_cannot_be_run_says_why_and_does_not_fail_the_rest(recipe, capsys):
-    _, found, said = doctor(capsys, "--config", recipe, "--model_name_or_path", "no/such-model", "--use_vllm")
-    assert (found["model"], found["mismatch"]) == ("-", "-")
-    assert "9 of 9 rows" in said.out
+    # The doctor downloads nothing, so this model is nowhere.
+    argv = ["--config", recipe, "--model_name_or_path", "no/such-model", "--use_vllm"]
+
+    _, statuses, printed = run_doctor(capsys, *argv)
+
+    assert statuses["model"] == SKIPPED
+    assert statuses["mismatch"] == SKIPPED
+    assert "9 of 9 rows" in printed.out
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "word"),
+    ("options", "expected_code", "word"),
     [
-        (["--steps_per_generation", "16"], 1, "at least 16 prompts, got 9"),  # 8 rows x 16, 8 completions a prompt
+        # A rollout batch of 8 rows x 16 steps, with 8 completions of each prompt.
+        (["--steps_per_generation", "16"], 1, "at least 16 prompts, got 9"),
         (["--num_iterations", "0"], 2, "num_iterations"),
-        (["--quant_scheme", "W8A16", "--use_vllm", "--probe_prompts", "0"], 1, "W8A16"),  # no kernel here
+        # The CPU engine has no kernel for it.
+        (["--quant_scheme", "W8A16", "--use_vllm", "--probe_prompts", "0"], 1, "W8A16"),
         (["--no_such_key", "1"], 2, "no_such_key"),
     ],
 )
-def test_what_would_fail_or_train_nothing_is_found(recipe, capsys, options, code, word):
-    found, _, said = doctor(capsys, "--config", recipe, *options)
-    assert found == code and word in said.out + said.err and "Traceback" not in said.err
+def test_what_would_fail_or_train_nothing_is_found(recipe, capsys, options, expected_code, word):
+    exit_code, _, printed = run_doctor(capsys, "--config", recipe, *options)
+
+    assert exit_code == expected_code
+    assert word in printed.out + printed.err
+    assert "Traceback" not in printed.err
 
 
 @pytest.mark.parametrize(
-    ("gpu", "options", "code", "words"),
+    ("gpu", "options", "expected_code", "words"),
     [
         ("l4", [], 0, ["W4A16 runs on Ampere or Ada or Hopper or Blackwell, this is Ada", "It fits: 15."]),
         (
@@ -93,97 +123,183 @@ def test_what_would_fail_or_train_nothing_is_found(recipe, capsys, options, code
         ("h100", ["--steps_per_generation", "16"], 1, ["at least 16 prompts, got 9"]),
     ],
 )
-def test_a_run_is_checked_for_a_gpu_that_is_not_here(recipe, capsys, gpu, options, code, words):
+def test_a_run_is_checked_for_a_gpu_that_is_not_here(recipe, capsys, gpu, options, expected_code, words):
     engine = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_gpu_memory_utilization", "0.5"]
-    found, _, said = doctor(capsys, "--config", recipe, "--gpu", gpu, *engine, *options)
-    assert found == code and all(word in said.out for word in words) and "mismatch" not in said.out.lower()
+
+    exit_code, _, printed = run_doctor(capsys, "--config", recipe, "--gpu", gpu, *engine, *options)
+
+    assert exit_code == expected_code
+    for word in words:
+        assert word in printed.out
+    # An engine of this machine says nothing about that GPU.
+    assert "mismatch" not in printed.out.lower()
+
+
+# The machine ---------------------------------------------------------------------------------------------------------
+
+
+def test_versions_inside_of_their_windows_are_one_line_without_development_tools():
+    (result,) = machine.compare_versions()
+
+    assert result.status == OK
+    assert "trl" in result.text
+    assert "pytest" not in result.text
 
 
 def test_a_version_outside_of_its_window_fails(monkeypatch):
-    (fine,) = machine.versions()
-    assert fine.status == OK and "trl" in fine.text and "pytest" not in fine.text
-    real = _compat.installed_version
-    monkeypatch.setattr(_compat, "installed_version", lambda name: {"trl": "1.15.0"}.get(name) or real(name))
-    _, other = machine.versions()
-    assert (other.status, other.name) == (FAIL, "trl") and "1.15.0" in other.text
+    installed_version = _compat.installed_version
+
+    def with_another_trl(name):
+        return "1.15.0" if name == "trl" else installed_version(name)
+
+    # `machine` has a name of its own for the function, so its first line still shows the real version.
+    monkeypatch.setattr(_compat, "installed_version", with_another_trl)
+
+    _, result = machine.compare_versions()
+
+    assert result.status == FAIL
+    assert result.name == "trl"
+    assert "1.15.0" in result.text
 
 
-def test_a_cpu_without_avx512_is_said_to_have_no_4_bit_engine(monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "status", "word"),
+    [
+        ("", WARN, "no AVX-512"),
+        ("avx512f", WARN, "VNNI"),
+        ("avx512_vnni", OK, "cores"),
+    ],
+)
+def test_a_cpu_without_avx512_is_said_to_have_no_4_bit_engine(monkeypatch, flags, status, word):
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
-    for flags, status, words in (("", WARN, "no AVX-512"), ("avx512f", WARN, "VNNI"), ("avx512_vnni", OK, "cores")):
-        monkeypatch.setattr(machine, "cpu_flags", lambda flags=flags: frozenset(flags.split()))
-        monkeypatch.setattr(machine, "why_no_engine", lambda flags, _, four_bits: None if flags else "no AVX-512")
-        found = list(machine.devices())[-1]
-        assert found.status == status and words in found.text
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(machine, "why_no_engine", lambda flags, _, four_bits: None if flags else "no AVX-512")
+
+    # A warning about the engine follows the line of the CPU, which is the one with the cores.
+    *_, last = machine.describe_devices()
+
+    assert last.status == status
+    assert word in last.text
 
 
-ROWS = [{"prompt": "p", "answer": answer} for answer in ("1", "2", "2", "3")]  # the second is not asked about
+# Rewards -------------------------------------------------------------------------------------------------------------
 
 
-def backwards(completions, answer, **_):
-    return [float(last_boxed(text) != a) for text, a in zip(completions, answer, strict=True)]
+ROWS = [
+    {"prompt": "p", "answer": "1"},
+    {"prompt": "p", "answer": "2"},  # not asked about, because the next answer is the same and so not a wrong one
+    {"prompt": "p", "answer": "2"},
+    {"prompt": "p", "answer": "3"},
+]
 
 
-async def later(completions, answer, **_):
-    return [1 - reward for reward in backwards(completions, answer)]
+def pays_for_wrong_answers(completions, answer, **_):
+    pairs = zip(completions, answer, strict=True)
+    return [float(last_boxed(text) != expected) for text, expected in pairs]
 
 
-def boxed(completions, **_):
+async def asynchronous(completions, answer, **_):
+    return math_reward(completions, answer)
+
+
+def pays_for_any_box(completions, **_):
     return [1.0] * len(completions)
 
 
-def half(completions, answer, **_):
-    return [1 - r if a == "2" else None for r, a in zip(backwards(completions, answer), answer, strict=True)]
+def scores_only_one_row(completions, answer, **_):
+    rewards_of_all = math_reward(completions, answer)
+    pairs = zip(rewards_of_all, answer, strict=True)
+    return [reward if expected == "2" else None for reward, expected in pairs]
+
+
+def raises_an_error(**_):
+    return 1 / 0
 
 
 @pytest.mark.parametrize(
     ("reward", "status", "words"),
     [
         (math_reward, OK, "right answers 1.00, wrong ones 0.00; told apart in 3 of 3 rows"),
-        (later, OK, "3 of 3 rows"),
-        (boxed, WARN, "right answers 1.00, wrong ones 1.00; told apart in 0 of 3"),
-        (half, WARN, "right answers 1.00, wrong ones 0.00; told apart in 1 of 3"),
-        (backwards, FAIL, "wrong answer pays more"),
-        (lambda **_: 1 / 0, FAIL, "ZeroDivisionError"),
+        (asynchronous, OK, "3 of 3 rows"),
+        (pays_for_any_box, WARN, "right answers 1.00, wrong ones 1.00; told apart in 0 of 3"),
+        (scores_only_one_row, WARN, "right answers 1.00, wrong ones 0.00; told apart in 1 of 3"),
+        (pays_for_wrong_answers, FAIL, "wrong answer pays more"),
+        (raises_an_error, FAIL, "ZeroDivisionError"),
     ],
 )
 def test_a_reward_is_judged_by_right_and_wrong_answers(reward, status, words):
-    found = rewards.check_reward(reward, ROWS)
-    assert found.status == status and words in found.text
-    assert rewards.check_reward(reward, ROWS[1:3]).status == "-"  # no wrong answers to ask about
+    result = rewards.check_reward(reward, ROWS)
+
+    assert result.status == status
+    assert words in result.text
+
+
+@pytest.mark.parametrize("reward", [math_reward, asynchronous, pays_for_any_box, raises_an_error])
+def test_a_reward_is_not_judged_if_all_answers_are_the_same(reward):
+    assert rewards.check_reward(reward, ROWS[1:3]).status == SKIPPED
 
 
 def test_conversational_rows_get_messages():
     rows = [row | {"prompt": [{"role": "user", "content": "?"}]} for row in ROWS]
+
     assert rewards.check_reward(math_reward, rows).status == OK
 
 
-MEASURED = measure.Mismatch(0.006, 0.012, 0.0)
+# The mismatch --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings", "status", "words"),
+    ("changes", "quantize_learner", "status", "words"),
     [
-        ({}, {}, OK, "agree as far as kernels let them"),
-        ({"learner": 0.03, "rollout_only": 0.031}, {}, FAIL, "does not compute what the engine does"),
-        ({"learner": 0.03, "weight_only": False, "rollout_only": 0.031}, {}, WARN, "5.0 times the floor"),
-        ({"learner": 0.012}, {"quantize_learner": False}, WARN, "2.0 times the floor"),
+        ({}, True, OK, "agree as far as kernels let them"),
+        ({"learner": 0.03, "rollout_only": 0.031}, True, FAIL, "does not compute what the engine does"),
+        ({"learner": 0.03, "rollout_only": 0.031, "weight_only": False}, True, WARN, "5.0 times the floor"),
+        ({"learner": 0.012}, False, WARN, "2.0 times the floor"),
     ],
 )
-def test_the_verdict_follows_the_numbers(changes, settings, status, words):
-    args = SimpleNamespace(**{"quantize_learner": True} | settings)
-    found = measure.verdict(MEASURED._replace(**changes), args)
-    assert found.status == status and words in found.text
+def test_the_verdict_follows_the_numbers(changes, quantize_learner, status, words):
+    aligned = judge.Mismatch(floor=0.006, rollout_only=0.012, learner=0.0)
+    args = SimpleNamespace(quantize_learner=quantize_learner)
+
+    result = judge.judge_mismatch(replace(aligned, **changes), args)
+
+    assert result.status == status
+    assert words in result.text
 
 
-def test_the_rule_is_that_of_the_docs():
-    """One table: the docs show the thresholds and the advice that the doctor reads."""
-    rows = json.loads(Path(measure.__file__).with_name("rule.json").read_text())
-    page = (Path(__file__).parents[2] / "docs" / "do_i_need_qarl.md").read_text()
+def thresholds_of_the_docs():
+    """Threshold and advice of each row of the table in docs/do_i_need_qarl.md."""
+    page = (DOCS / "do_i_need_qarl.md").read_text()
     table = page.split("<!-- thresholds: begin -->")[1].split("<!-- thresholds: end -->")[0]
-    shown = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.strip().splitlines()[2:]]
-    assert [[f"{row['from']:g}", row["advice"]] for row in rows] == [[f, a.replace("`", "")] for f, a in shown]
-    assert rows[0]["from"] == 0 and [row["from"] for row in rows] == sorted(row["from"] for row in rows)
-    for mean, row in ((0.0, 0), (0.0029, 0), (0.003, 1), (0.27, 2)):
-        found = measure.rule(mean)
-        assert found.status == OK and rows[row]["advice"] in found.text and "docs/do_i_need_qarl.md" in found.text
+
+    shown = []
+    # Below the header and the line under it.
+    for line in table.strip().splitlines()[2:]:
+        threshold, advice = line.split("|")[1:3]
+        shown.append((threshold.strip(), advice.strip().replace("`", "")))
+    return shown
+
+
+# Two copies of one table: users read that of the page before a run, and that of the doctor after it.
+def test_the_docs_show_the_thresholds_and_the_advice_that_the_doctor_reads():
+    rows = json.loads(RULE.read_text())
+
+    assert [(f"{row['from']:g}", row["advice"]) for row in rows] == thresholds_of_the_docs()
+
+
+def test_the_thresholds_begin_at_0_and_rise():
+    thresholds = [row["from"] for row in json.loads(RULE.read_text())]
+
+    assert thresholds[0] == 0
+    assert thresholds == sorted(thresholds)
+
+
+@pytest.mark.parametrize(("rollout_only", "row"), [(0.0, 0), (0.0029, 0), (0.003, 1), (0.27, 2)])
+def test_the_advice_is_that_of_the_last_threshold_reached(rollout_only, row):
+    rows = json.loads(RULE.read_text())
+
+    result = judge.advise_on_qarl(rollout_only)
+
+    assert result.status == OK
+    assert rows[row]["advice"] in result.text
+    assert "docs/do_i_need_qarl.md" in result.text

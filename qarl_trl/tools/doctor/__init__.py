@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-OK, WARN, FAIL, SKIPPED = "ok", "warn", "FAIL", "-"
+# What a check may come to. They are also the words that the command prints.
+OK = "ok"
+WARN = "warn"
+FAIL = "FAIL"
+SKIPPED = "-"
 
 
-class Finding(NamedTuple):
-    """One line: what was checked, and the result or what to do. `SKIPPED` gives the reason why it was not checked."""
+@dataclass(frozen=True)
+class CheckResult:
+    """
+    The result of one check, which `str` makes the line that the command prints.
+
+    Attributes:
+        status: `OK`, `WARN`, `FAIL` or `SKIPPED`.
+        name: What was checked.
+        text: What came out, or what to do. After `SKIPPED`: why it was not checked.
+    """
 
     status: str
     name: str
     text: str
 
     def __str__(self) -> str:
-        return f"  {self.status:<5}{self.name:<20}  {' '.join(self.text.split())}"
+        # The text may be an error message of several lines.
+        one_line = " ".join(self.text.split())
+        return f"  {self.status:<5}{self.name:<20}  {one_line}"

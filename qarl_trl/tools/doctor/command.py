@@ -8,65 +8,109 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from ..plan.command import GPUS
-from . import FAIL, WARN, Finding
+from . import FAIL, WARN, CheckResult
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print all sections; exit code 1 if a check failed. `ValueError`, `OSError` or `ImportError` for bad use."""
+    """
+    Print all sections. The exit code is 1 if a check failed.
+
+    Args:
+        argv: Options of `qarl-trl doctor`; all others belong to the recipe, as for `qarl-trl train`.
+
+    Raises:
+        ValueError, OSError, ImportError: if the recipe, the data or a reward function cannot be read.
+    """
+    options, recipe_argv = _parser().parse_known_args(argv)
+    # The checks load vLLM and tokenizers, whose notes would stand between the results.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    statuses = []
+    for title, results in sections(options, recipe_argv):
+        print(f"\n{title}")
+        for result in with_error_as_result(title, results):
+            # Flushed, because the next check may take minutes.
+            print(result, flush=True)
+            statuses.append(result.status)
+
+    print(f"\n{statuses.count(FAIL)} failed, {statuses.count(WARN)} warnings")
+    if FAIL in statuses:
+        raise SystemExit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The options of the command itself."""
     parser = argparse.ArgumentParser(
-        "qarl-trl doctor",
-        "qarl-trl doctor [--config FILE] [--key value ...]",
+        prog="qarl-trl doctor",
+        usage="qarl-trl doctor [--config FILE] [--key value ...]",
         description="Check this machine and, with a recipe or keys of `qarl-trl train`, the run: settings, "
         "data, rewards, and with a local model the log-prob mismatch (starts two engines, minutes).",
         epilog="Exit code: 0 fine, 1 a check failed, 2 bad use.",
+        # What looks like the beginning of an option may be a key of the recipe.
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="recipe; any of its keys may also be given here, as for `qarl-trl train`")
     parser.add_argument("--gpu", choices=GPUS, help="check the run for such a GPU, which this machine need not have")
     parser.add_argument("--probe_prompts", type=int, default=8, help="prompts to measure the mismatch with (8)")
-    own, others = parser.parse_known_args(argv)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    found = []
-    for title, findings in sections(own, others):
-        print(f"\n{title}")
-        for finding in caught(title, findings):
-            print(finding, flush=True)
-            found.append(finding.status)
-    print(f"\n{found.count(FAIL)} failed, {found.count(WARN)} warnings")
-    if FAIL in found:
-        raise SystemExit(1)
+    return parser
 
 
-def caught(title: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """The findings of a section; an error that ends it, such as a refused setting, is the last one."""
+def with_error_as_result(title: str, results: Iterator[CheckResult]) -> Iterator[CheckResult]:
+    """
+    Yield the results of a section. An error that ends it, such as a refused setting, becomes its last result.
+
+    Args:
+        title: The section's title, which names the error.
+        results: The section's results. Its checks run as they are read.
+    """
     try:
-        yield from findings
+        yield from results
     except Exception as error:
-        yield Finding(FAIL, title.lower(), f"{type(error).__name__}: {error}")
+        yield CheckResult(FAIL, title.lower(), f"{type(error).__name__}: {error}")
 
 
-def sections(own: argparse.Namespace, others: list[str]) -> Iterator[tuple[str, Iterator[Finding]]]:
-    """Titles and checks, cheap ones first; without a recipe only the machine's."""
-    from .machine import devices, versions
+def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tuple[str, Iterator[CheckResult]]]:
+    """
+    Yield the sections, cheap ones first; without a recipe only the machine's.
 
-    yield "Machine", chain(versions(), devices())
-    if own.config is None and not others:
+    Args:
+        options: The options of the command itself.
+        recipe_argv: Keys of the recipe and their values, which override the recipe's own.
+
+    Yields:
+        The title of a section, and its results. Its checks run as they are read.
+    """
+    # These load torch, transformers and TRL, which `--help` must not.
+    from .machine import compare_versions, describe_devices
+
+    # Before the recipe is read: an error in the recipe must not hide what is wrong with the machine.
+    yield "Machine", chain(compare_versions(), describe_devices())
+    if options.config is None and not recipe_argv:
         return
+
     from ...rewards import load_rewards
     from ...train import load_datasets, parse
-    from .measure import check_mismatch
-    from .rewards import check_reward
-    from .settings import check_elsewhere, check_settings, local_folder
+    from .measure import probe_mismatch
+    from .rewards import check_rewards
+    from .settings import check_for_gpu, check_settings, local_folder
 
-    argv = [*(["--config", own.config] if own.config else []), *others]
+    argv = list(recipe_argv)
+    if options.config:
+        argv = ["--config", options.config, *argv]
     script_args, args, model_args = parse(argv, any_device=True)
     dataset, _ = load_datasets(script_args, with_eval=args.eval_strategy != "no")
     rewards = load_rewards(script_args.reward_funcs)
     folder = local_folder(model_args.model_name_or_path)
-    yield "Rewards", (check_reward(reward, dataset) for reward in rewards)
-    if own.gpu:
-        yield f"One {own.gpu}", check_elsewhere(own.gpu, argv, args, dataset)
+
+    yield "Rewards", check_rewards(rewards, dataset)
+
+    if options.gpu:
+        # The other sections check this machine's devices and engine, which say nothing about that GPU.
+        yield f"One {options.gpu}", check_for_gpu(options.gpu, argv, args, dataset)
         return
+
     yield "Settings", check_settings(folder, args, model_args, dataset)
-    yield "Mismatch", check_mismatch(folder, args, dataset.select(range(min(own.probe_prompts, len(dataset)))))
+
+    number_of_prompts = min(options.probe_prompts, len(dataset))
+    yield "Mismatch", probe_mismatch(folder, args, dataset.select(range(number_of_prompts)))

@@ -13,34 +13,74 @@ from ..._compat import installed_version, requirements, why_untested
 from ...quant.scheme import gpu_generation
 from ...rollout.cpu import cpu_flags, why_no_engine
 from ..plan.items import GIB
-from . import FAIL, OK, SKIPPED, WARN, Finding
+from . import FAIL, OK, SKIPPED, WARN, CheckResult
 
 
-def versions() -> Iterator[Finding]:
-    """One line with the installed packages, and one for each whose version is outside the tested window."""
-    found = {name: version for name in requirements() if (version := installed_version(name))}
-    text = ", ".join(f"{name} {version}" for name, version in found.items())
-    yield Finding(OK, "versions", f"Python {platform.python_version()}, {text}")
-    for name, needed in requirements().items():
-        if reason := why_untested(needed):
-            yield Finding(FAIL, name, reason)
+def compare_versions() -> Iterator[CheckResult]:
+    """Yield one result with the installed packages, and one for each whose version is outside the tested window."""
+    needed = requirements()
+
+    versions = [f"Python {platform.python_version()}"]
+    for name in needed:
+        version = installed_version(name)
+        # Packages of extras may be missing.
+        if version:
+            versions.append(f"{name} {version}")
+    yield CheckResult(OK, "versions", ", ".join(versions))
+
+    for name, requirement in needed.items():
+        reason = why_untested(requirement)
+        if reason:
+            yield CheckResult(FAIL, name, reason)
 
 
-def devices() -> Iterator[Finding]:
-    """One line per GPU; without GPUs the CPU, and whether the engine runs on it."""
-    for i in range(torch.cuda.device_count()):
-        free, total = (size / GIB for size in torch.cuda.mem_get_info(i))
-        generation = gpu_generation(torch.cuda.get_device_capability(i))
-        text = f"{torch.cuda.get_device_name(i)}, {generation or 'older than Ampere: no bfloat16'}, {free:.0f} of {total:.0f} GiB free"
-        yield Finding(OK if generation else FAIL, f"GPU {i}", text)
-    if torch.cuda.device_count():
+def describe_devices() -> Iterator[CheckResult]:
+    """Yield one result per GPU; without GPUs those of the CPU, and whether the engine runs on it."""
+    # Whatever GPU the recipe is for: what follows runs on the devices that are here.
+    number_of_gpus = torch.cuda.device_count()
+    for index in range(number_of_gpus):
+        yield _check_gpu(index)
+    if number_of_gpus:
         return
-    flags, cores = cpu_flags(), len(os.sched_getaffinity(0))
-    yield Finding(SKIPPED, "GPU", "no CUDA device: also a recipe for GPUs is checked as a run on this CPU")
-    memory = f"{psutil.virtual_memory().available / GIB:.0f} GiB available"
-    yield Finding(OK, "CPU", f"{platform.machine()}, {cores} cores, {memory}")
-    # Not a failure, because users check recipes for GPUs on laptops. The settings refuse a run that needs this engine.
-    if (reason := why_no_engine(flags, platform.machine(), four_bits=True)) is None and "avx512_vnni" not in flags:
-        reason = "without VNNI W8A8 sums saturate in oneDNN (docs/numerics.md); other schemes are exact"
+
+    yield CheckResult(SKIPPED, "GPU", "no CUDA device: also a recipe for GPUs is checked as a run on this CPU")
+    yield _describe_cpu()
+
+    reason = _why_no_exact_engine()
     if reason:
-        yield Finding(WARN, "engine on the CPU", reason)
+        # Not a failure, because users check recipes for GPUs on laptops. The settings refuse a run that needs it.
+        yield CheckResult(WARN, "engine on the CPU", reason)
+
+
+def _check_gpu(index: int) -> CheckResult:
+    """Name, generation and memory of a GPU. One without bfloat16 fails."""
+    free, total = torch.cuda.mem_get_info(index)
+    memory = f"{free / GIB:.0f} of {total / GIB:.0f} GiB free"
+    device = torch.cuda.get_device_name(index)
+
+    # The learner's autocast and vLLM's quantized kernels need bfloat16, which older GPUs have not.
+    generation = gpu_generation(torch.cuda.get_device_capability(index))
+    if generation is None:
+        return CheckResult(FAIL, f"GPU {index}", f"{device}, older than Ampere: no bfloat16, {memory}")
+    return CheckResult(OK, f"GPU {index}", f"{device}, {generation}, {memory}")
+
+
+def _describe_cpu() -> CheckResult:
+    """Architecture, cores and memory of this machine."""
+    # The cores that this process may use: a container may have fewer than the machine.
+    cores = len(os.sched_getaffinity(0))
+    available = psutil.virtual_memory().available / GIB
+    return CheckResult(OK, "CPU", f"{platform.machine()}, {cores} cores, {available:.0f} GiB available")
+
+
+def _why_no_exact_engine() -> str | None:
+    """Why vLLM's engine does not run on this CPU with every scheme, or not exactly; `None` if it does."""
+    flags = cpu_flags()
+    reason = why_no_engine(flags, platform.machine(), four_bits=True)
+    if reason is not None:
+        return reason
+
+    # With VNNI oneDNN sums int8 products in 32 bits, without it in 16.
+    if "avx512_vnni" not in flags:
+        return "without VNNI W8A8 sums saturate in oneDNN (docs/numerics.md); other schemes are exact"
+    return None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from ...config import QaRLConfig
 from ...cpu_exact.arithmetic import choose_arithmetic
@@ -21,125 +19,185 @@ from ...quant import apply_quantization, remove_quantization
 from ...quant.experts import num_experts
 from ...quant.scheme import support_of
 from ..evaluate.sample import generate, start_engine
-from . import FAIL, OK, SKIPPED, WARN, Finding
+from . import OK, SKIPPED, CheckResult
+from .judge import Mismatch, advise_on_qarl, judge_mismatch
 
 
 TOKENS = 64  # sampled after each prompt
 LIMIT_S = 1800  # for an engine's process, from start to end
 SEED = 0
 
-
-class Mismatch(NamedTuple):
-    """Mean absolute differences of log-probs of sampled tokens, nats per token. Without a scheme all engines and learners are bf16."""
-
-    floor: float  # bf16 engine and bf16 learner
-    rollout_only: float  # low-bit engine and bf16 learner
-    learner: float  # low-bit engine and the learner of the run
-    weight_only: bool = True  # the scheme leaves activations alone
-
-
-def check_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> Iterator[Finding]:
-    """Measure the mismatch with all prompts of `dataset`, or give the reason why not."""
-    trust = {"trust_remote_code": args.trust_remote_code}
-    config = folder and AutoConfig.from_pretrained(folder, **trust)
-    reasons = {
-        "no local model": config is None,
-        "the model is quantized already": getattr(config, "quantization_config", None) is not None,
-        "a mixture of experts": config is not None and num_experts(config) > 0,
-        "use_vllm: false, so the learner samples itself": not args.use_vllm,
-        "no prompts": not len(dataset),
-    }
-    if reason := next((reason for reason, applies in reasons.items() if applies), None):
-        yield Finding(SKIPPED, "mismatch", f"{reason}: not measured")
-        return
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
-    chat = {"add_generation_prompt": True, "return_dict": False} | (args.chat_template_kwargs or {})
-    text = isinstance(dataset[0]["prompt"], str)
-    ids = [tokenizer(p)["input_ids"] if text else tokenizer.apply_chat_template(p, **chat) for p in dataset["prompt"]]
-    found = measure(str(folder), args, ids)
-    yield Finding(OK, "kernel floor", f"{found.floor:.2e} nats per token, bf16 engine against bf16 learner")
-    if args.quantized:
-        yield Finding(OK, "quantized rollout", f"{found.rollout_only:.2e}, {args.quant_name} engine, bf16 learner")
-        yield Finding(OK, "QaRL", f"{found.learner:.2e}, {args.quant_name} engine, learner of this run")
-    yield verdict(found, args)
-    if args.quantized:
-        yield rule(found.rollout_only)
-
-
-def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mismatch:
-    """Measure the mismatch with the model in `folder` and `prompts` of token ids."""
-    from ...trainer import prepare
-
-    choose_arithmetic()
-    settings: dict[str, Any] = {"max_model_len": max(map(len, prompts)) + TOKENS, "seed": SEED}
-    settings["logprobs_mode"] = "processed_logprobs"
-    if args.device.type == "cuda":
-        settings["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
-        settings["tensor_parallel_size"] = args.vllm_tensor_parallel_size
-    engine = (settings | args.engine_kwargs, prompts, args.temperature)
-    samples = in_fresh_process("the bf16 engine", sample, folder, *engine, limit_s=LIMIT_S)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(args.device)
-    floor, schemes = logp_diff(model, samples, args.temperature), []
-    if args.quantized:
-        plan: Any = args.quant_plan()
-        schemes = [support_of(scheme) for scheme in plan.config_groups.values()]
-        with tempfile.TemporaryDirectory() as low_bit:
-            save_low_bit(apply_quantization(model, plan), AutoTokenizer.from_pretrained(folder), low_bit)
-            remove_quantization(model)
-            samples = in_fresh_process("the low-bit engine", sample, low_bit, *engine, limit_s=LIMIT_S)
-    rollout_only = logp_diff(model, samples, args.temperature)
-    prepare(model, args, None)
-    learner = logp_diff(model, samples, args.temperature, bf16=args.bf16)
-    return Mismatch(floor, rollout_only, learner, all(scheme.activations == "none" for scheme in schemes))
-
-
 # Token ids of a prompt and of its answer, and the engine's log-probs of the answer.
 Sample = tuple[list[int], list[int], list[float]]
 
 
+def probe_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> Iterator[CheckResult]:
+    """
+    Measure and judge the mismatch, or give the reason why it is not measured.
+
+    Args:
+        folder: The model's folder, `None` if it is not on this machine.
+        args: The settings of the run.
+        dataset: The prompts to sample after; all are used.
+    """
+    trust = {"trust_remote_code": args.trust_remote_code}
+    config = None if folder is None else AutoConfig.from_pretrained(folder, **trust)
+    reason = _why_not_measured(config, args, dataset)
+    if reason is not None:
+        yield CheckResult(SKIPPED, "mismatch", f"{reason}: not measured")
+        return
+
+    # GiB of key-value cache of a CPU engine: by itself vLLM takes a share of all memory, however much is in use.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
+    prompts = _prompt_ids(tokenizer, dataset["prompt"], args.chat_template_kwargs)
+    mismatch = measure(str(folder), args, prompts)
+
+    floor = f"{mismatch.floor:.2e} nats per token"
+    yield CheckResult(OK, "kernel floor", f"{floor}, bf16 engine against bf16 learner")
+    if args.quantized:
+        engine = f"{args.quant_name} engine"
+        yield CheckResult(OK, "quantized rollout", f"{mismatch.rollout_only:.2e}, {engine}, bf16 learner")
+        yield CheckResult(OK, "QaRL", f"{mismatch.learner:.2e}, {engine}, learner of this run")
+
+    yield judge_mismatch(mismatch, args)
+    if args.quantized:
+        yield advise_on_qarl(mismatch.rollout_only)
+
+
+def _why_not_measured(config: PretrainedConfig | None, args: QaRLConfig, dataset: Dataset) -> str | None:
+    """Why the mismatch of a run cannot be measured here; `None` if it can."""
+    if config is None:
+        return "no local model"
+    if getattr(config, "quantization_config", None) is not None:
+        return "the model is quantized already"
+    if num_experts(config) > 0:
+        return "a mixture of experts"
+    if not args.use_vllm:
+        return "use_vllm: false, so the learner samples itself"
+    if len(dataset) == 0:
+        return "no prompts"
+    return None
+
+
+def _prompt_ids(
+    tokenizer: Any, prompts: Sequence[Any], chat_template_kwargs: dict[str, Any] | None
+) -> list[list[int]]:
+    """The token ids of prompts, which are all texts or all lists of chat messages."""
+    if isinstance(prompts[0], str):
+        return [tokenizer(prompt)["input_ids"] for prompt in prompts]
+
+    settings = {"add_generation_prompt": True, "return_dict": False} | (chat_template_kwargs or {})
+    return [tokenizer.apply_chat_template(prompt, **settings) for prompt in prompts]
+
+
+def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mismatch:
+    """
+    Measure the mismatch of a run with its model and these prompts.
+
+    Each engine samples in a process of its own, which gives back all of its memory when it ends.
+
+    Args:
+        folder: The model's folder, with high-precision weights.
+        args: The settings of the run.
+        prompts: Token ids of each prompt.
+
+    Raises:
+        RuntimeError, TimeoutError: if an engine fails, or takes longer than `LIMIT_S`.
+    """
+    from ...trainer import prepare
+
+    choose_arithmetic()
+    settings = _engine_settings(args, longest_prompt=max(map(len, prompts)))
+    request = (settings, prompts, args.temperature)
+
+    samples = in_fresh_process("the bf16 engine", sample, folder, *request, limit_s=LIMIT_S)
+    # In float32, as master weights; autocast rounds them to bfloat16.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(args.device)
+    floor = logp_diff(model, samples, args.temperature)
+
+    # Without a scheme the numbers below are those of bf16 alone, and nothing quantizes activations.
+    schemes = []
+    if args.quantized:
+        plan: Any = args.quant_plan()
+        schemes = [support_of(scheme) for scheme in plan.config_groups.values()]
+        with tempfile.TemporaryDirectory() as low_bit:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            save_low_bit(apply_quantization(model, plan), tokenizer, low_bit)
+            # The bf16 learner again, which scores what the low-bit engine samples.
+            remove_quantization(model)
+            samples = in_fresh_process("the low-bit engine", sample, low_bit, *request, limit_s=LIMIT_S)
+    rollout_only = logp_diff(model, samples, args.temperature)
+
+    prepare(model, args, None)
+    # In the precision of the run: without bf16 its learner does not round to it.
+    learner = logp_diff(model, samples, args.temperature, bf16=args.bf16)
+
+    weight_only = all(scheme.activations == "none" for scheme in schemes)
+    return Mismatch(floor, rollout_only, learner, weight_only)
+
+
+def _engine_settings(args: QaRLConfig, longest_prompt: int) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`, beside the model: the run's own, and room for the longest prompt and its answer."""
+    settings: dict[str, Any] = {
+        "max_model_len": longest_prompt + TOKENS,
+        "seed": SEED,
+        # After the temperature, as TRL asks for, and as the learner computes them.
+        "logprobs_mode": "processed_logprobs",
+    }
+    if args.device.type == "cuda":
+        settings["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
+        settings["tensor_parallel_size"] = args.vllm_tensor_parallel_size
+    return settings | args.engine_kwargs
+
+
 def sample(folder: str, settings: dict[str, Any], prompts: Sequence[list[int]], temperature: float) -> list[Sample]:
-    """Sample answers from a new engine; call it in a separate process."""
-    llm = start_engine(folder, **settings)
+    """
+    Sample an answer to each prompt from a new engine. Call it in a separate process.
+
+    Args:
+        folder: The model's folder.
+        settings: Arguments of `vllm.LLM`.
+        prompts: Token ids of each prompt.
+        temperature: The temperature to sample with.
+    """
+    engine = start_engine(folder, **settings)
+    # After the engine, because `start_engine` sets variables that vLLM may read when it is imported.
     from vllm import SamplingParams
 
+    # logprobs=0: those of the sampled tokens alone.
     params = SamplingParams(temperature=temperature, max_tokens=TOKENS, logprobs=0)
-    answers = [output.outputs[0] for output in generate(llm, prompts, params, SEED)]
-    return [
-        (list(ids), list(a.token_ids), [s[t].logprob for s, t in zip(a.logprobs, a.token_ids, strict=True)])
-        for ids, a in zip(prompts, answers, strict=True)
-    ]
+    outputs = generate(engine, prompts, params, SEED)
+
+    samples = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = output.outputs[0]
+        steps = zip(answer.logprobs, answer.token_ids, strict=True)
+        logps = [step[token].logprob for step, token in steps]
+        samples.append((list(prompt), list(answer.token_ids), logps))
+    return samples
 
 
 @torch.no_grad()
-def logp_diff(model: PreTrainedModel, samples: list[Sample], temperature: float, bf16: bool = True) -> float:
-    """Mean absolute difference between the engine's log-probs and those of `model`, by default in bfloat16."""
+def logp_diff(model: PreTrainedModel, samples: Sequence[Sample], temperature: float, bf16: bool = True) -> float:
+    """
+    Mean absolute difference between the engine's log-probs and those of a model, nats per token.
+
+    Args:
+        model: The learner, in evaluation mode.
+        samples: What the engine sampled.
+        temperature: The temperature that the engine sampled with.
+        bf16: Run the model under bfloat16 autocast.
+    """
     differences = []
-    for prompt, answer, expected in samples:
-        ids = torch.tensor([prompt + answer], device=model.device)
+    for prompt, answer, engine_logps in samples:
+        ids = torch.tensor([prompt + answer], device=model.device)  # (1, T)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
             logits = model(input_ids=ids).logits[:, :-1].float()
-        logps = (logits / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-        differences.append(logps[0, len(prompt) - 1 :].cpu() - torch.tensor(expected))
+
+        logps = (logits / temperature).log_softmax(-1)
+        logps = logps.gather(-1, ids[:, 1:, None]).squeeze(-1)  # (1, T - 1)
+        # The first token has no log-prob, so the answer's begin one place earlier than its tokens.
+        answer_logps = logps[0, len(prompt) - 1 :].cpu()
+        differences.append(answer_logps - torch.tensor(engine_logps))
     return torch.cat(differences).abs().mean().item()
-
-
-def verdict(found: Mismatch, args: QaRLConfig) -> Finding:
-    """Judge the numbers: a learner's mismatch above the kernel floor is a failure, or a warning if the scheme explains it."""
-    if found.learner <= 1.5 * found.floor:
-        return Finding(OK, "verdict", "engine and learner agree as far as kernels let them")
-    times = f"{found.learner / max(found.floor, 1e-9):.1f} times the floor"
-    if not args.quantize_learner:
-        return Finding(WARN, "verdict", f"quantize_learner: false leaves {times}")
-    if found.weight_only and found.learner > 0.5 * found.rollout_only and found.rollout_only > 2 * found.floor:
-        text = "the low-bit learner is hardly nearer to the engine than a bf16 one: it does not compute what the engine does. "
-        return Finding(FAIL, "verdict", text + "Compare versions above; report model and scheme")
-    text = f"{times}. With quantized activations this is expected if engine and learner round at different places "
-    return Finding(WARN, "verdict", text + "(docs/numerics.md); a weight-only scheme (W4A16) reaches the floor")
-
-
-def rule(mismatch: float) -> Finding:
-    """The advice of docs/do_i_need_qarl.md for this mismatch between a low-bit engine and a bf16 learner."""
-    rows = json.loads(Path(__file__).with_name("rule.json").read_text())
-    advice = [row["advice"] for row in rows if mismatch >= row["from"]][-1]
-    return Finding(OK, "do I need QaRL?", f"at {mismatch:.2g} nats per token: {advice} (docs/do_i_need_qarl.md)")

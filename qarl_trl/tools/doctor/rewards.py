@@ -1,55 +1,104 @@
-"""Does a reward tell right answers from wrong ones? Test it with each row's own answer and with that of another row."""
+"""Does a reward tell right answers from wrong ones? Test it with each row's answer and with that of another row."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import FAIL, OK, SKIPPED, WARN, Finding
+from . import FAIL, OK, SKIPPED, WARN, CheckResult
 
 
 ROWS = 32
+# A reward that tells fewer of the answers apart gets a warning.
+SHARE_TOLD_APART = 0.9
 
 
-def check_reward(reward: Callable[..., Any], dataset: Sequence[dict[str, Any]]) -> Finding:
-    """Compare the rewards of right and wrong boxed answers to the first rows, which have the columns `prompt` and `answer`."""
+def check_rewards(rewards: Sequence[Callable[..., Any]], dataset: Sequence[dict[str, Any]]) -> Iterator[CheckResult]:
+    """Yield the result of [`check_reward`] for each reward function."""
+    for reward in rewards:
+        yield check_reward(reward, dataset)
+
+
+def check_reward(reward: Callable[..., Any], dataset: Sequence[dict[str, Any]]) -> CheckResult:
+    r"""
+    Compare the rewards of right and wrong `\boxed{}` answers to the first rows of a dataset.
+
+    A reward that pays more for wrong answers fails, one that often does not tell them apart gets a warning.
+
+    Args:
+        reward: A reward function as TRL takes it, also an async one.
+        dataset: Rows with the columns `prompt` and `answer`.
+    """
     name = getattr(reward, "__name__", str(reward))
-    first = [dataset[i] for i in range(min(ROWS, len(dataset)))]
+    first_rows = list(islice(dataset, ROWS))
+
     # The answer of the next row is wrong, and looks like the right one.
-    pairs = [(a, b) for a, b in zip(first, [*first[1:], first[0]], strict=True) if a["answer"] != b["answer"]]
-    if not pairs:
-        return Finding(SKIPPED, name, "not checked: all answers are the same")
-    rows = [row for row, _ in pairs]
+    next_rows = [*first_rows[1:], first_rows[0]]
+    rows = []
+    right_answers = []
+    wrong_answers = []
+    for row, next_row in zip(first_rows, next_rows, strict=True):
+        if row["answer"] != next_row["answer"]:
+            rows.append(row)
+            right_answers.append(row["answer"])
+            wrong_answers.append(next_row["answer"])
+    if not rows:
+        return CheckResult(SKIPPED, name, "not checked: all answers are the same")
+
     try:
-        right, wrong = (_score(reward, rows, [pair[i]["answer"] for pair in pairs]) for i in (0, 1))
+        right = _score(reward, rows, right_answers)
+        wrong = _score(reward, rows, wrong_answers)
     except Exception as error:  # any error of a user's function
-        return Finding(FAIL, name, f"raised {type(error).__name__}: {error}")
-    told, inverted = int((right > wrong).sum()), int((right < wrong).sum())
-    means = f"right answers {right.nanmean():.2f}, wrong ones {wrong.nanmean():.2f}"
-    text = f"{means}; told apart in {told} of {len(rows)} rows, first answer {rows[0]['answer'][:60]!r}"
-    if inverted > told:
-        return Finding(FAIL, name, f"{text}: in {inverted} the wrong answer pays more")
-    if told < 0.9 * len(rows):
-        return Finding(WARN, name, rf"{text}. It judges something else (a format?), or cannot read \boxed{{...}}")
-    return Finding(OK, name, text)
+        return CheckResult(FAIL, name, f"raised {type(error).__name__}: {error}")
+
+    told_apart = int((right > wrong).sum())
+    inverted = int((right < wrong).sum())
+    text = (
+        f"right answers {right.nanmean():.2f}, wrong ones {wrong.nanmean():.2f}; "
+        f"told apart in {told_apart} of {len(rows)} rows, first answer {right_answers[0][:60]!r}"
+    )
+
+    if inverted > told_apart:
+        return CheckResult(FAIL, name, f"{text}: in {inverted} the wrong answer pays more")
+    if told_apart < SHARE_TOLD_APART * len(rows):
+        return CheckResult(WARN, name, rf"{text}. It judges something else (a format?), or cannot read \boxed{{...}}")
+    return CheckResult(OK, name, text)
 
 
 def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], answers: Sequence[str]) -> Tensor:
-    """Call the reward as TRL does: `(rows,)`, with NaN for `None`, because NaN is neither above nor below another reward."""
+    """The rewards `(rows,)` for completions with these answers, NaN for `None`; calls the function as TRL does."""
     texts = [rf"The answer is $\boxed{{{answer}}}$." for answer in answers]
+
+    completions: list[Any] = texts
     conversational = not isinstance(rows[0]["prompt"], str)
-    completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
-    columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
-    prompts = [row["prompt"] for row in rows]
-    hooks = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
-    ids = [list(text.encode()) for text in texts]
-    scores = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns, **hooks)
+    if conversational:
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+
+    # TRL gives a reward all columns of the dataset.
+    columns = {}
+    for key in rows[0]:
+        if key != "prompt":
+            columns[key] = [row[key] for row in rows]
+
+    scores = reward(
+        prompts=[row["prompt"] for row in rows],
+        completions=completions,
+        # The bytes stand for token ids: the model's tokenizer may not be on this machine.
+        completion_ids=[list(text.encode()) for text in texts],
+        **columns,
+        trainer_state=None,
+        log_extra=lambda *_: None,
+        log_metric=lambda *_: None,
+    )
     if inspect.iscoroutine(scores):
         scores = asyncio.run(scores)
+
+    # NaN is neither above nor below another reward, so a row that was not scored counts as not told apart.
     return torch.tensor([math.nan if score is None else score for score in scores])

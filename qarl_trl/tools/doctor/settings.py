@@ -1,4 +1,4 @@
-"""Check the settings that the trainer would refuse on this machine."""
+"""Check the settings that the trainer would refuse on this machine, or on a GPU that is not here."""
 
 from __future__ import annotations
 
@@ -17,44 +17,91 @@ from ...validate import check_arguments, check_data, check_run
 from ..plan.command import GPUS, verdict
 from ..plan.items import fits
 from ..plan.ways import explore
-from . import FAIL, OK, SKIPPED, Finding
+from . import FAIL, OK, SKIPPED, CheckResult
 
 
 def local_folder(name: str) -> str | None:
-    """The folder of a model on this machine, also in the Hub's cache; `None` if there is none. Downloads nothing."""
-    if Path(name).expanduser().is_dir():
-        return str(Path(name).expanduser())
+    """
+    The folder of a model on this machine, also in the Hub's cache; `None` if there is none. Downloads nothing.
+
+    Args:
+        name: A folder, in which `~` stands for the user's home, or a Hub id.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder)
+
     try:
         return snapshot_download(name, local_files_only=True)
+    # ValueError: the name can be no Hub id, as that of a folder that is not there.
     except (OSError, ValueError):
         return None
 
 
-def check_settings(folder: str | None, args: QaRLConfig, model_args: Any, dataset: Dataset) -> Iterator[Finding]:
-    """Run the trainer's checks before it loads the model, and raise its errors."""
+def check_settings(folder: str | None, args: QaRLConfig, model_args: Any, dataset: Dataset) -> Iterator[CheckResult]:
+    """
+    Run the checks that the trainer makes before it loads the model.
+
+    Args:
+        folder: The model's folder. `None` checks all but its layers.
+        args: The settings of the run.
+        model_args: TRL's `ModelConfig` of the run.
+        dataset: The training set.
+
+    Raises:
+        ValueError, OSError, ImportError: those of the trainer's checks.
+    """
+    # A copy, because later sections read the settings of the run.
     args = copy.copy(args)
     args.push_to_hub = False  # the trainer's check creates the repository
-    given = {"peft_config": get_peft_config(model_args), "train_dataset": dataset}
+    trainer_arguments = {"peft_config": get_peft_config(model_args), "train_dataset": dataset}
+
     if folder is None:
         name = model_args.model_name_or_path
-        yield Finding(SKIPPED, "model", f"{name} is not on this machine: its layers were not checked")
-        check_arguments(name, args, given)
-        check_data(given, args)
+        yield CheckResult(SKIPPED, "model", f"{name} is not on this machine: its layers were not checked")
+        check_arguments(name, args, trainer_arguments)
+        check_data(trainer_arguments, args)
     else:
-        check_run(folder, args, given)
+        check_run(folder, args, trainer_arguments)
+
     engine = "vLLM" if args.use_vllm else "transformers (slow)"
     text = f"{args.quant_name}, {args.loss_type}, {len(dataset)} prompts, rollouts by {engine}"
-    yield Finding(OK, "settings", text)
+    yield CheckResult(OK, "settings", text)
 
 
-def check_elsewhere(gpu: str, argv: Sequence[str], args: QaRLConfig, dataset: Dataset) -> Iterator[Finding]:
-    """Check the run of `argv` for one `gpu` that is not here: schemes, memory, number of prompts."""
+def check_for_gpu(gpu: str, argv: Sequence[str], args: QaRLConfig, dataset: Dataset) -> Iterator[CheckResult]:
+    """
+    Check a run for one GPU that need not be here: schemes, memory, number of prompts.
+
+    Args:
+        gpu: A name in `GPUS`.
+        argv: The run, as options of `qarl-trl train`.
+        args: Its settings.
+        dataset: The training set.
+
+    Raises:
+        ValueError: if the dataset has too few prompts, or the run cannot be planned.
+    """
     memory, capability = GPUS[gpu]
-    generation, scheme = gpu_generation(capability), args.quant_plan()
-    for row in [] if scheme is None else map(support_of, scheme.config_groups.values()):
-        found = OK if generation in row.gpus else FAIL
-        yield Finding(found, "scheme", f"{row.name} runs on {' or '.join(row.gpus) or 'no GPU'}, this is {generation}")
-    _, run, _, together = explore(argv, 1, memory, None)
-    for line in verdict(run, together):
-        yield Finding(OK if fits(run) else FAIL, "memory", line)
+    yield from _check_schemes(args, gpu_generation(capability))
+
+    # One GPU, so nothing is sharded.
+    _, run, _, fitting_runs = explore(argv, 1, memory, None)
+    status = OK if fits(run) else FAIL
+    for line in verdict(run, fitting_runs):
+        yield CheckResult(status, "memory", line)
+
     check_data({"train_dataset": dataset}, args)
+
+
+def _check_schemes(args: QaRLConfig, generation: str | None) -> Iterator[CheckResult]:
+    """Whether each scheme of a run has kernels on this generation of GPUs."""
+    plan = args.quant_plan()
+    if plan is None:
+        return
+
+    for scheme in plan.config_groups.values():
+        support = support_of(scheme)
+        status = OK if generation in support.gpus else FAIL
+        generations = " or ".join(support.gpus) or "no GPU"
+        yield CheckResult(status, "scheme", f"{support.name} runs on {generations}, this is {generation}")
