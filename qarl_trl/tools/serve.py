@@ -111,7 +111,7 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     from ..rollout._vllm import keep_block_scales
     from ..rollout.engine import low_bit_settings
     from ..rollout.support import default_engine_kwargs
-    from ..trainer import prepare
+    from ..trainers.low_bit import quantize_policy
     from ..validate import check_run, config_of, skeleton
 
     keep_block_scales()
@@ -119,7 +119,7 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     source = check_run(model, args, {})
     # The engine's arguments depend on the layers of the policy, not on its weights.
     policy = skeleton(config_of(model, args), args)
-    prepare(policy, args, source)
+    quantize_policy(policy, args, source)
 
     from_trl = {  # what TRL gives a colocated engine (`VLLMGeneration._init_vllm`)
         "model": model,

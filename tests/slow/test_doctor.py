@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def _measure(model: str, folder: str):
 
     from qarl_trl import QaRLConfig
     from qarl_trl.tools.doctor import measure
+    from qarl_trl.tools.doctor.judge import judge_mismatch
     from qarl_trl.trainers.low_bit import quantize_policy
 
     args = QaRLConfig(**settings(Path(folder)))
@@ -33,8 +35,8 @@ def _measure(model: str, folder: str):
     found = measure.measure(model, args, [tokenizer(row["prompt"])["input_ids"] for row in prompts(16)])
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     quantize_policy(plain, other)
-    wrong = found._replace(learner=logp_diff(plain, seen[-1], args.temperature, bf16=args.bf16))
-    return found, measure.verdict(found, args).status, wrong, measure.verdict(wrong, args).status
+    wrong = replace(found, learner=logp_diff(plain, seen[-1], args.temperature, bf16=args.bf16))
+    return found, judge_mismatch(found, args).status, wrong, judge_mismatch(wrong, args).status
 
 
 def test_the_low_bit_learner_removes_the_logp_diff_and_one_that_computes_something_else_fails(tmp_path):

@@ -105,7 +105,7 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mism
     Raises:
         RuntimeError, TimeoutError: if an engine fails, or takes longer than `LIMIT_S`.
     """
-    from ...trainer import prepare
+    from ...trainers.low_bit import quantize_policy
 
     choose_arithmetic()
     settings = _engine_settings(args, longest_prompt=max(map(len, prompts)))
@@ -129,7 +129,7 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mism
             samples = in_fresh_process("the low-bit engine", sample, low_bit, *request, limit_s=LIMIT_S)
     rollout_only = logp_diff(model, samples, args.temperature)
 
-    prepare(model, args, None)
+    quantize_policy(model, args)
     # In the precision of the run: without bf16 its learner does not round to it.
     learner = logp_diff(model, samples, args.temperature, bf16=args.bf16)
 
