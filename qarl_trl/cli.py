@@ -13,8 +13,8 @@ from .errors import in_one_line, is_of_the_user, naming_config
 from .redact import redact
 
 
-# The module and function that get the other arguments, also `--help`. It may return a function for the long work, whose
-# errors keep their traceback.
+# The module and function that get the other arguments, also `--help`. It may return a function for the long work,
+# whose errors keep their traceback.
 COMMANDS = {
     "train": (".train:main", "train from a recipe; on several GPUs: accelerate launch -m qarl_trl.train"),
     "serve": (".tools.serve:main", "run the engine of a recipe as a server, for a trainer with vllm_mode=server"),
@@ -96,7 +96,7 @@ def run(argv: Sequence[str]) -> Callable[[], None] | None:
 
 def schemes(argv: Sequence[str]) -> None:
     """
-    Print the schemes, when to take which, and where vLLM can sample with them; learner and export run on any CPU.
+    Print a row for each scheme.
 
     Args:
         argv: The arguments, of which there are none but `--help`.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The first match wins. A dot names a nested column: verl's files have the reference in `reward_model.ground_truth`, and a
-# whole solution in `target`.
+# The first match wins. A dot names a nested column: verl's files have the reference in `reward_model.ground_truth`,
+# and a whole solution in `target`.
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model.ground_truth", "solution", "target")
 
@@ -39,13 +39,14 @@ def load_math_dataset(
     r"""
     Load problems with their reference answers, in row order.
 
-    The columns are `prompt`, messages or text, and `answer`, a text by [`final_answer`]. Rows without a prompt or an answer are left out, and a warning says how many.
+    The columns are `prompt`, messages or text, and `answer`, a text by [`final_answer`]. Rows without a prompt or an
+    answer are left out, and a warning says how many.
 
     Args:
         name_or_path: A Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file.
         split: The split; slices work (`"train[:100]"`). A file has one split, which is any that is asked for.
-        prompt_template: A text with `{problem}`. It applies to the last message of the user, if the problem is a list of
-            chat messages.
+        prompt_template: A text with `{problem}`. It applies to the last message of the user, if the problem is a list
+            of chat messages.
         config_name: The configuration of a dataset on the Hub.
         problem_column: The column of the problems, by default the first of `PROBLEM_COLUMNS` that exists.
         answer_column: The column of the answers, by default the first of `ANSWER_COLUMNS` that exists.

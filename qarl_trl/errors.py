@@ -11,8 +11,8 @@ from traceback import walk_tb
 
 # Errors that a user can fix by another setting, file or package.
 _OF_THE_USER = (ValueError, OSError, ImportError, OverflowError)
-# Errors about a config or a weight file, and about any other file. Their messages mostly lack the name of the file. As names
-# of classes, because their packages load late.
+# Errors about a config or a weight file, and about any other file. Their messages mostly lack the name of the file. As
+# names of classes, because their packages load late.
 _ABOUT_A_MODEL = {"StrictDataclassError", "SafetensorError", "ValidationError"}
 _ABOUT_A_FILE = {"YAMLError", "JSONDecodeError", "UnicodeDecodeError"}
 # transformers accepts any JSON as a config, and fails where it first uses a value.

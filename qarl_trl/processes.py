@@ -3,9 +3,9 @@
 The subprocess does not run the caller's `__main__` again, as `multiprocessing` does with "spawn", so a script needs no
 guard. Functions are pickled by name: define them in a module, not in `__main__`.
 
-`concurrent.futures` does not do that. Its `ProcessPoolExecutor` starts processes by `multiprocessing`, which runs `__main__`
-again, or forks a process that has threads. Its time limit ends the waiting and not the work. A process that dies gives
-`BrokenProcessPool` without the signal, and leaves what it started.
+`concurrent.futures` does not do that. Its `ProcessPoolExecutor` starts processes by `multiprocessing`, which runs
+`__main__` again, or forks a process that has threads. Its time limit ends the waiting and not the work. A process that
+dies gives `BrokenProcessPool` without the signal, and leaves what it started.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Worker:
     """
     A process for many calls, from any thread. The first call starts it, as does the next one after it died.
 
-    Functions run in its main thread, where SIGALRM works. Ctrl-C reaches only the caller. The process ends with the caller.
+    Functions run in its main thread, where SIGALRM works. Ctrl-C reaches only the caller. The process ends with the
+    caller.
 
     Attributes:
         process: The process while it runs, else `None`.
@@ -104,7 +105,8 @@ class Worker:
             try:
                 self._pipe.send((function, args))
                 while not self._pipe.poll(min(_LOOK_S, limit_s)):
-                    # A fork of it (vLLM's engine is one) may keep its end of the pipe open, so look at the process, too.
+                    # A fork of it (vLLM's engine is one) may keep its end of the pipe open, so look at the process,
+                    # too.
                     if process.poll() is not None:
                         raise EOFError
                     if time.monotonic() >= end:

@@ -33,9 +33,9 @@ class RecipeParser(HfArgumentParser):
     """
     The parser of transformers' scripts, on which TRL's is built, for a command line and the recipe that it names.
 
-    `TrlParser` adds to it a reader of YAML, which does not fit. It sets the environment variables that a file names, and it
-    puts the values of the file into the dataclasses unchecked, so that a list as the learning rate fails in the optimizer.
-    Here each value of a recipe is converted as the same text on a command line is.
+    `TrlParser` adds to it a reader of YAML, which does not fit. It sets the environment variables that a file names,
+    and it puts the values of the file into the dataclasses unchecked, so that a list as the learning rate fails in the
+    optimizer. Here each value of a recipe is converted as the same text on a command line is.
 
     Args:
         groups: The dataclasses of a run.
@@ -96,8 +96,8 @@ class RecipeParser(HfArgumentParser):
             recipe: The content of a recipe, from [`read_recipe`].
 
         Raises:
-            ValueError: for an unknown key, or a value that is of a wrong type, NaN, infinite, or negative where that makes
-                no sense.
+            ValueError: for an unknown key, or a value that is of a wrong type, NaN, infinite, or negative where that
+                makes no sense.
         """
         check_keys(recipe, self._fields)
 

@@ -32,8 +32,9 @@ def redact(value: Any, name: str = "") -> Any:
     """
     Copy a value without its secrets.
 
-    Hides a text whose name or key is that of a secret. Hides the value of an environment variable with such a name, wherever
-    it occurs in a text. Numbers and booleans are no secrets (`token: true` means "the one I am logged in with").
+    Hides a text whose name or key is that of a secret. Hides the value of an environment variable with such a name,
+    wherever it occurs in a text. Numbers and booleans are no secrets (`token: true` means "the one I am logged in
+    with").
 
     Args:
         value: Mappings and sequences are copied deep, other values than text stay as they are.

@@ -33,8 +33,8 @@ _ALARM_S = 5
 _START_S = 120
 _LIMIT_S = 30
 
-# math-verify stops endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may use. The worker runs in
-# a main thread, whatever thread asks. If the alarm does not stop the work, the worker is killed.
+# math-verify stops endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may use. The worker
+# runs in a main thread, whatever thread asks. If the alarm does not stop the work, the worker is killed.
 _WORKER = Worker()
 # In a fork: the worker belongs to the parent.
 os.register_at_fork(after_in_child=_WORKER.__init__)  # type: ignore[misc]
@@ -88,8 +88,8 @@ def math_reward(
     Reward 1.0 for a completion whose final answer equals the reference, else 0.0, judged by math-verify.
 
     The answer is the last `\boxed{...}`, else the last expression announced as the answer ("the answer is 42"). A bare
-    number somewhere in the text does not count. Boxes close to each other count as one answer of several parts, so two guesses
-    do not pay.
+    number somewhere in the text does not count. Boxes close to each other count as one answer of several parts, so two
+    guesses do not pay.
 
     ```python
     >>> math_reward([r"So it is $\boxed{\frac{1}{2}}$.", "no idea"], answer=["0.5", "7"])
@@ -103,8 +103,8 @@ def math_reward(
         kwargs: The other columns of the data, and what else TRL gives to rewards; not used.
 
     Returns:
-        A reward for each completion. `None`, which leaves the sample out, if its reference is unreadable; a warning names
-        the first such reference.
+        A reward for each completion. `None`, which leaves the sample out, if its reference is unreadable; a warning
+        names the first such reference.
 
     Raises:
         ImportError: if math-verify is missing.
@@ -208,7 +208,7 @@ class _BatchTimeoutError(Exception):
 
 
 def _judge(completion: str, reference: str, end: float) -> float | None:
-    """The reward of one completion, 0 if the grader fails; [`_BatchTimeoutError`] when the monotonic clock reaches `end`."""
+    """The reward of one completion, 0 if the grader fails. [`_BatchTimeoutError`] when the clock reaches `end`."""
     # It was killed, if it failed at the answer before.
     _start_worker()
 
