@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.remove("--traceback")
 
     try:
+        # Most commands get their model on the command line.
         with naming_config(arguments):
             work = run(arguments)
     except Exception as error:
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"qarl-trl {arguments[0]}: {line} (--traceback: where)", file=sys.stderr)
         raise SystemExit(2) from error
 
+    # Outside of the try: an error in the middle of training is no bad input.
     if work is not None:
         work()
 
@@ -84,6 +86,7 @@ def run(argv: Sequence[str]) -> Callable[[], None] | None:
         epilog="Every command takes --traceback: bad input then gives a traceback instead of one line.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    # Only for the list in `--help`: each command parses its own arguments.
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     command = parser.parse_args(argv[:1]).command

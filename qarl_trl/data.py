@@ -118,6 +118,7 @@ def final_answer(reference: Any) -> str:
         `""` without an answer. Whole floats lose their `.0`.
     """
     if isinstance(reference, float) and reference.is_integer():
+        # AMC has its answers as floats, and "27.0" is not what a model writes.
         reference = int(reference)
     if isinstance(reference, list) and all(isinstance(part, str) for part in reference):
         # OlympiadBench: the parts of one answer.
@@ -167,6 +168,7 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
     path = local_path(name_or_path)
     try:
         if path is not None and path.is_file():
+            # A file has one split, so give it the name that is asked for, without the slice.
             files = {split.partition("[")[0]: str(path)}
             return load_dataset(BUILDERS[path.suffix], data_files=files, split=split)
         return load_dataset(str(path or name_or_path), name=config_name, split=split)
@@ -190,6 +192,7 @@ def _column(dataset: Dataset, name: str | None, known: Sequence[str], argument: 
 def _prompt(problem: Any, template: str | None, system_prompt: str | None, conversational: bool) -> Any:
     """The prompt of a row, as messages or text; `None` if the user's message is empty."""
     messages = _messages(problem)
+    # The last message of the user is the question; those before it are an example or a conversation.
     from_user = [message for message in messages if message["role"] == "user"]
     if not from_user:
         raise ValueError(f"A prompt has no user message: {messages}. Name the problem's column with problem_column.")

@@ -72,6 +72,7 @@ def _is_about_a_model(error: Exception) -> bool:
     if _kinds(error) & _ABOUT_A_MODEL:
         return True
 
+    # Where it was raised: the same kinds of error from elsewhere are faults of a program.
     *_, (last_frame, _) = walk_tb(error.__traceback__)
     return bool(_USES_A_CONFIG.search(last_frame.f_code.co_filename))
 

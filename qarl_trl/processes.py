@@ -113,6 +113,7 @@ class Worker:
                         raise TimeoutError(f"{step}: no result within {limit_s:g} s, so its process was killed.")
                 result, error = self._pipe.recv()
             except (EOFError, ConnectionError):
+                # The pipe breaks before there is an exit code.
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=10)
                 self.close()
@@ -149,11 +150,13 @@ class Worker:
 
         process = subprocess.Popen(
             [sys.executable, "-c", program],
+            # It must not take what is typed for the caller.
             stdin=subprocess.DEVNULL,
             pass_fds=[other_end.fileno()],
             # So that Ctrl-C does not reach it, and it can be killed with all processes that it starts.
             start_new_session=True,
         )
+        # Else the pipe would not break when the process dies.
         other_end.close()
         return process
 
@@ -183,6 +186,7 @@ def _answer(request: bytes) -> tuple[Any, tuple[str, str] | None]:
 
 def _end_with(caller: int) -> None:
     """Kill this process and all that it started when the caller is gone."""
+    # An orphan gets another parent.
     while os.getppid() == caller:
         time.sleep(_LOOK_S)
     _kill_group(os.getpid())

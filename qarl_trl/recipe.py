@@ -99,12 +99,14 @@ class RecipeParser(HfArgumentParser):
             ValueError: for an unknown key, or a value that is of a wrong type, NaN, infinite, or negative where that
                 makes no sense.
         """
+        # First: argparse would report an unknown key as an option, with its value, which may be a secret.
         check_keys(recipe, self._fields)
 
         options: list[str] = []
         others: dict[str, Any] = {}
         for name, value in recipe.items():
             if isinstance(value, str):
+                # One word, because a text may begin with a dash.
                 options.append(f"--{name}={value}")
             else:
                 others[name] = self._checked(name, value)
@@ -136,6 +138,7 @@ class RecipeParser(HfArgumentParser):
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
         """The fields that options set."""
+        # Not `parse_args`, which would refuse unknown keys without a suggestion.
         namespace, others = self.parse_known_args(words)
 
         for word in others:
@@ -153,6 +156,7 @@ class RecipeParser(HfArgumentParser):
 
     def _checked(self, name: str, value: Any) -> Any:
         """Check a list, a mapping or null, which no option can say, by the type of the field."""
+        # transformers has defaults of None in fields whose type does not allow it.
         if value is None and self._fields[name].default is None:
             return None
 
@@ -160,6 +164,7 @@ class RecipeParser(HfArgumentParser):
         try:
             return TypeAdapter(self._hints[name], config=config).validate_python(value)
         except ValidationError as error:
+            # For each type that a field may have; several may have the same reason.
             reasons = dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in error.errors())
             shown = redact(value, name)
             raise ValueError(f"{name} must be {', or '.join(reasons)}, got {shown!r}.") from None

@@ -52,6 +52,7 @@ def redact(value: Any, name: str = "") -> Any:
     if isinstance(value, bytes):
         return value
 
+    # A token also stands in URLs, in command lines and in messages of errors.
     for variable, secret in os.environ.items():
         if len(secret) >= _SHORTEST and is_secret(variable):
             value = value.replace(secret, HIDDEN)

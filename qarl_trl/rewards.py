@@ -252,6 +252,7 @@ def _parse_reference(reference: str) -> list:
     if not reference:
         return []
 
+    # math-verify reads LaTeX only where it is marked.
     is_marked = r"\boxed" in reference or reference.count("$") > 1
     if not is_marked:
         reference = rf"\boxed{{{reference}}}"

@@ -103,6 +103,7 @@ def parse(
         raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
 
     if not engine_only:
+        # Before a model loads, which takes minutes.
         _check_data(script_args, with_eval=training_args.eval_strategy != "no")
         training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
     return script_args, training_args, model_args
@@ -134,6 +135,7 @@ def describe_options() -> str:
     """The text of `--help`: our fields in groups."""
     from trl import GRPOConfig
 
+    # Our loss_type takes TBPO, too.
     stock = {option.name for option in fields(GRPOConfig)} - {"loss_type"}
     script_group, config_group, _ = _groups()
     options = [*fields(script_group), *fields(config_group)]
@@ -181,6 +183,7 @@ def make_trainer(script_args: QaRLScriptArguments, training_args: QaRLConfig, mo
         "dtype": model_args.dtype,
         "trust_remote_code": training_args.trust_remote_code,
     }
+    # What the user sets there counts.
     training_args.model_init_kwargs = model_settings | (training_args.model_init_kwargs or {})
 
     with naming_config([model_args.model_name_or_path]):
@@ -303,6 +306,7 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     if script_args.dry_run:
         # Finds a reward that cannot be imported.
         load_rewards(script_args.reward_funcs, script_args.reward_timeout)
+        # With torchrun, once.
         if training_args.process_index == 0:
             print(describe(script_args, training_args, model_args))
         return None
