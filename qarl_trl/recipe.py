@@ -269,9 +269,9 @@ def _check_number(field: Field, value: float) -> None:
 
 def _message(error: Exception, values: Mapping[str, Any]) -> str:
     """The message of an error, with the field that names the missing file, if that is the error."""
-    missing = str(getattr(error, "filename", None))
+    missing = getattr(error, "filename", None)
     for name, value in values.items():
-        if value == missing:
+        if missing is not None and value == str(missing):
             return f"{name}={value!r}: {error}"
     return str(error)
 
