@@ -14,6 +14,7 @@ import pytest
 from conftest import make_model, make_tokenizer
 
 from qarl_trl import cli
+from qarl_trl.errors import in_one_line
 
 
 LIBRARIES = ("torch", "transformers", "trl", "vllm", "llmcompressor", "matplotlib", "datasets")
@@ -190,6 +191,18 @@ def test_what_users_get_wrong_is_one_line_that_names_it(argv, words, capfd, monk
     for word in words:
         assert word in line
     assert "hf_secret" not in line
+
+
+def test_an_error_about_a_file_names_the_files_of_the_command_line_once(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text("{")
+    argv = ["report", str(file), "--title", "nowhere"]
+    with pytest.raises(ValueError) as raised:
+        json.loads(file.read_text())
+
+    assert in_one_line(raised.value, argv).startswith(f"{file}: Expecting property name")
+    # Control: an error that says more than the content needs no file.
+    assert in_one_line(ValueError("title must be short"), argv) == "title must be short"
 
 
 def test_a_crash_in_the_work_that_a_command_returns_keeps_its_traceback(monkeypatch):
