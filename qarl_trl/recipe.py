@@ -150,8 +150,12 @@ class RecipeParser(HfArgumentParser):
 
         values = vars(namespace)
         for name, value in values.items():
-            if name in self._fields and isinstance(value, int | float) and not isinstance(value, bool):
-                _check_number(self._fields[name], value)
+            if isinstance(value, list):
+                for item in value:
+                    _check_finite(name, item)
+            elif name in self._fields:
+                _check_finite(name, value)
+                _check_sign(self._fields[name], value)
         return values
 
     def _checked(self, name: str, value: Any) -> Any:
@@ -159,6 +163,10 @@ class RecipeParser(HfArgumentParser):
         # transformers has defaults of None in fields whose type does not allow it.
         if value is None and self._fields[name].default is None:
             return None
+
+        choices = self._fields[name].metadata.get("choices")
+        if choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
 
         config = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
         try:
@@ -257,13 +265,19 @@ def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:
         raise ValueError(message)
 
 
-def _check_number(field: Field, value: float) -> None:
-    """Refuse NaN, infinity, and numbers that are negative where that makes no sense."""
-    if not math.isfinite(value):
-        raise ValueError(f"{field.name} must be a finite number, got {value}.")
+def _check_finite(name: str, value: Any) -> None:
+    """Refuse NaN and infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value}.")
+
+
+def _check_sign(field: Field, value: Any) -> None:
+    """Refuse a number that is negative where that makes no sense."""
+    if not isinstance(value, int | float) or value >= 0 or field.name in MAY_BE_NEGATIVE:
+        return
 
     has_negative_default = isinstance(field.default, int | float) and field.default < 0
-    if value < 0 and not has_negative_default and field.name not in MAY_BE_NEGATIVE:
+    if not has_negative_default:
         raise ValueError(f"{field.name} must not be negative, got {value}.")
 
 

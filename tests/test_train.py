@@ -203,6 +203,7 @@ def test_what_no_option_can_say_is_taken_from_the_recipe_by_its_type(base, tmp_p
         (["--max_steps", "1", "2"], "'2' is neither an option"),
         (["--num_generations", "0"], "num_generations must be above 0, got 0"),
         (["--reward_timeout", "nan"], "reward_timeout must be a finite number"),
+        (["--reward_weights", "1", "inf"], "reward_weights must be a finite number"),
         (["--vllm_engine_kwargs", "x=1"], "vllm_engine_kwargs: must be a mapping"),
         (["--quant_recipe", "nowhere.yaml"], "quant_recipe='nowhere.yaml': .*No such file"),
         (["--quant_ignore", "re:["], "re:\\["),
