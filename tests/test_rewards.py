@@ -33,11 +33,11 @@ def grade_slowly(completion, reference):
 
 
 @pytest.fixture
-def warnings(monkeypatch, caplog):
-    """The warnings of this test, none of which was said before."""
+def log(monkeypatch, caplog):
+    """The log of this test, whose `records` are its warnings; none of them was said before."""
     monkeypatch.setattr(rewards, "_said", set())
     with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
-        yield caplog.records
+        yield caplog
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_broken_completion_gets_zero_and_no_exception(garbage):
 
 
 @pytest.mark.parametrize("reference", ["", "   ", None])
-def test_unreadable_reference_is_not_scored_and_is_said_once(reference, warnings):
+def test_unreadable_reference_is_not_scored_and_is_said_once(reference, log):
     assert math_reward([r"\boxed{3}", r"\boxed{3}"], [reference, "3"]) == [None, 1.0]
     assert math_reward([r"\boxed{3}"], [reference]) == [None]
 
-    assert len(warnings) == 1
+    assert len(log.records) == 1
 
 
-def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, warnings):
+def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, log):
     monkeypatch.setattr(rewards, "_LIMIT_S", 1)
     assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
     graded = []
@@ -95,12 +95,12 @@ def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, warnings):
 
     assert graded == [0.0, 0.0]
     assert time.monotonic() - start < 15
-    assert [record for record in warnings if "no result within 1 s" in record.message] == warnings[:1]
+    assert [record for record in log.records if "no result within 1 s" in record.message] == log.records[:1]
     # A fresh process goes on.
     assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
 
 
-def test_answers_that_are_not_graded_within_the_time_of_their_batch_count_as_wrong(monkeypatch, warnings):
+def test_answers_that_are_not_graded_within_the_time_of_their_batch_count_as_wrong(monkeypatch, log):
     monkeypatch.setattr(rewards, "_grade", grade_slowly)
     math_reward(["starts the process"], ["3"])
 
@@ -112,29 +112,29 @@ def test_answers_that_are_not_graded_within_the_time_of_their_batch_count_as_wro
     # Two of the slow ones, or fewer on a busy machine.
     assert graded == [1.0] * right + [0.0] * (21 - right)
     assert 1 <= right <= 3
-    (warning,) = warnings
+    (warning,) = log.records
     assert warning.message.startswith(f"{21 - right} of 21 answers were not graded within reward_timeout=2.5 s")
 
 
-def test_the_time_of_a_batch_starts_anew_with_each_and_each_says_how_many(monkeypatch, warnings):
+def test_the_time_of_a_batch_starts_anew_with_each_and_each_says_how_many(monkeypatch, log):
     monkeypatch.setattr(rewards, "_grade", grade_slowly)
     (reward,) = rewards.load_rewards(["math_reward"], reward_timeout=0.5)
 
     assert reward(["slow", "quick"], answer=["3", "3"]) == [0.0, 0.0]
     assert reward(["quick", "slow"], answer=["3", "3"]) == [1.0, 0.0]
 
-    assert [record.message.split(" were")[0] for record in warnings] == ["2 of 2 answers", "1 of 2 answers"]
+    assert [record.message.split(" were")[0] for record in log.records] == ["2 of 2 answers", "1 of 2 answers"]
 
 
-def test_killed_grader_scores_zero_says_so_once_and_goes_on(monkeypatch, warnings):
+def test_killed_grader_scores_zero_says_so_once_and_goes_on(monkeypatch, log):
     monkeypatch.setattr(rewards, "_grade", die_or_grade)
 
     assert math_reward(["die", r"\boxed{3}", "die"], ["3"] * 3) == [0.0, 1.0, 0.0]
 
-    assert [record.message.count("died of SIGKILL") for record in warnings] == [1]
+    assert [record.message.count("died of SIGKILL") for record in log.records] == [1]
 
 
-def test_grader_that_always_fails_is_an_error_at_the_start_and_said_once_later(monkeypatch, warnings):
+def test_grader_that_always_fails_is_an_error_at_the_start_and_said_once_later(monkeypatch, log):
     monkeypatch.setattr(rewards, "_grade", fail)
     rewards._WORKER.close()
 
@@ -142,7 +142,7 @@ def test_grader_that_always_fails_is_an_error_at_the_start_and_said_once_later(m
         math_reward(["1"], ["1"])
     assert math_reward(["1", "2"], ["1", "2"]) == [0.0, 0.0]
 
-    assert [record.message.count("ZeroDivisionError") for record in warnings] == [1]
+    assert [record.message.count("ZeroDivisionError") for record in log.records] == [1]
 
 
 def test_fork_grades_for_itself():
