@@ -1,6 +1,9 @@
 """Load math datasets, from the Hub or a file, with the columns `prompt` and `answer` for training."""
 
+from __future__ import annotations
+
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,12 +11,12 @@ from .rewards import last_boxed, text_of
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
 logger = logging.getLogger(__name__)
 
-# The first match wins. A dot names a nested column: verl's files have the reference in `reward_model.ground_truth`, and a whole
-# solution in `target`.
+# The first match wins. A dot names a nested column: verl's files have the reference in `reward_model.ground_truth`,
+# and a whole solution in `target`.
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model.ground_truth", "solution", "target")
 
@@ -32,24 +35,36 @@ def load_math_dataset(
     system_prompt: str | None = None,
     conversational: bool = True,
     max_samples: int | None = None,
-) -> "Dataset":
+) -> Dataset:
     r"""
-    Load problems with their reference answers, in row order: the columns `prompt` and `answer` (text, by [`final_answer`]).
+    Load problems with their reference answers, in row order.
 
-    `name_or_path` is a Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file. A file has one split; slices work (`"train[:100]"`).
-    By default the columns are the first of `PROBLEM_COLUMNS` and `ANSWER_COLUMNS` that exist. If the problem is a list of chat
-    messages, the template applies to the last user message. The other arguments are those of `QaRLScriptArguments`.
+    The columns are `prompt`, messages or text, and `answer`, a text by [`final_answer`]. Rows without a prompt or an
+    answer are left out, and a warning says how many.
 
-    Leaves out rows without a prompt or an answer. `FileNotFoundError`, or `ValueError` if a column is missing, the template has no
-    `{problem}`, or no row has both.
+    Args:
+        name_or_path: A Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file.
+        split: The split; slices work (`"train[:100]"`). A file has one split, which is any that is asked for.
+        prompt_template: A text with `{problem}`. It applies to the last message of the user, if the problem is a list
+            of chat messages.
+        config_name: The configuration of a dataset on the Hub.
+        problem_column: The column of the problems, by default the first of `PROBLEM_COLUMNS` that exists.
+        answer_column: The column of the answers, by default the first of `ANSWER_COLUMNS` that exists.
+        system_prompt: The system message; it replaces one in the data.
+        conversational: Whether prompts are chat messages, or text.
+        max_samples: Read at most so many rows.
+
+    Raises:
+        FileNotFoundError: if the file is missing.
+        ValueError: if a column is missing, the template has no `{problem}`, or no row has a prompt and an answer.
     """
-    from datasets import Features, List, Value
-
     if prompt_template is not None and _SLOT not in prompt_template:
         raise ValueError(f"prompt_template={prompt_template!r} must have {_SLOT} where the problem belongs.")
     if system_prompt is not None and not conversational:
         raise ValueError("system_prompt needs conversational=True. For plain text put it into prompt_template.")
-    dataset = load_rows(name_or_path, split, config_name).flatten()  # nested columns get dotted names
+
+    # Nested columns get dotted names.
+    dataset = load_rows(name_or_path, split, config_name).flatten()
     if max_samples is not None:
         dataset = dataset.select(range(min(max_samples, len(dataset))))
     problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
@@ -57,36 +72,58 @@ def load_math_dataset(
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         problem = row[problem_column]
-        prompt = _prompt(problem, prompt_template, system_prompt, conversational) if problem else None
+        prompt = None
+        if problem:
+            prompt = _prompt(problem, prompt_template, system_prompt, conversational)
         return {"prompt": prompt, "answer": final_answer(row[answer_column])}
 
-    # Without explicit features a column that keeps its name keeps its type, and AMC's answer "27" turns back into 27.0.
-    text = Value("string")
-    features = Features({"prompt": List({"role": text, "content": text}) if conversational else text, "answer": text})
-    converted = dataset.map(convert, remove_columns=dataset.column_names, features=features, desc="Reading problems")
-    whole = converted.filter(lambda row: bool(row["prompt"] and row["answer"]), desc="Checking rows")
-    if len(whole) < len(converted):
+    converted = dataset.map(
+        convert,
+        remove_columns=dataset.column_names,
+        features=_features(conversational),
+        desc="Reading problems",
+    )
+    complete = converted.filter(lambda row: bool(row["prompt"] and row["answer"]), desc="Checking rows")
+
+    if len(complete) < len(converted):
+        incomplete = len(converted) - len(complete)
         lacking = (
-            f"{len(converted) - len(whole)} of {len(converted)} rows of {name_or_path!r} (split {split!r}) lack a problem in "
+            f"{incomplete} of {len(converted)} rows of {name_or_path!r} (split {split!r}) lack a problem in "
             f"{problem_column!r} or an answer in {answer_column!r}"
         )
-        if not len(whole):
+        if len(complete) == 0:
             raise ValueError(f"{lacking}. Set problem_column or answer_column: {dataset.column_names}.")
         logger.warning(f"{lacking}, and are left out.")
-    return whole
+    return complete
+
+
+def _features(conversational: bool) -> Features:
+    """The types of the two columns."""
+    from datasets import Features, List, Value
+
+    # Without them a column that keeps its name keeps its type, and AMC's answer "27" turns back into 27.0.
+    text = Value("string")
+    prompt = List({"role": text, "content": text}) if conversational else text
+    return Features({"prompt": prompt, "answer": text})
 
 
 def final_answer(reference: Any) -> str:
     r"""
     Read the final answer in a reference: the text after GSM8K's `####` or in the last `\boxed{}`, else the whole text.
 
-    A reference is a text, a number, a list of texts (parts of one answer), or chat messages (it reads the last one).
-    Returns `""` without an answer; whole floats lose their `.0`.
+    Args:
+        reference: A text, a number, a list of texts (the parts of one answer), or chat messages (the last counts).
+
+    Returns:
+        `""` without an answer. Whole floats lose their `.0`.
     """
     if isinstance(reference, float) and reference.is_integer():
+        # AMC has its answers as floats, and "27.0" is not what a model writes.
         reference = int(reference)
     if isinstance(reference, list) and all(isinstance(part, str) for part in reference):
-        reference = ", ".join(reference)  # OlympiadBench: the parts of one answer
+        # OlympiadBench: the parts of one answer.
+        reference = ", ".join(reference)
+
     text = text_of(reference)
     if "####" in text:
         return text.rsplit("####", 1)[1].strip().replace(",", "")
@@ -94,7 +131,16 @@ def final_answer(reference: Any) -> str:
 
 
 def local_path(name_or_path: str) -> Path | None:
-    """The existing file or folder `name_or_path`, or `None` for a Hub id. `ValueError` for a file of an unknown kind."""
+    """
+    The file or folder of a dataset, or `None` for a Hub id.
+
+    Args:
+        name_or_path: As for [`load_math_dataset`].
+
+    Raises:
+        FileNotFoundError: if the name is that of a file which is missing.
+        ValueError: for a file of an unknown kind.
+    """
     path = Path(name_or_path).expanduser()
     if path.suffix in BUILDERS and not path.exists():
         raise FileNotFoundError(f"The dataset {name_or_path!r} was not found at {path.absolute()}.")
@@ -103,44 +149,77 @@ def local_path(name_or_path: str) -> Path | None:
     return path if path.exists() else None
 
 
-def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> "Dataset":
-    """Load a dataset unchanged; a single local file is used for any split. Errors: [`local_path`]'s, and `ValueError`."""
+def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> Dataset:
+    """
+    Load a dataset unchanged.
+
+    Args:
+        name_or_path: As for [`load_math_dataset`], as the others.
+        split: For a single local file it may be any.
+        config_name: The configuration of a dataset on the Hub.
+
+    Raises:
+        FileNotFoundError: if the file is missing.
+        ValueError: if the dataset cannot be read.
+    """
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
     path = local_path(name_or_path)
     try:
         if path is not None and path.is_file():
-            return load_dataset(BUILDERS[path.suffix], data_files={split.partition("[")[0]: str(path)}, split=split)
+            # A file has one split, so give it the name that is asked for, without the slice.
+            files = {split.partition("[")[0]: str(path)}
+            return load_dataset(BUILDERS[path.suffix], data_files=files, split=split)
         return load_dataset(str(path or name_or_path), name=config_name, split=split)
-    except (DatasetGenerationError, ValueError) as error:  # their messages name neither the file nor the cause
+    except (DatasetGenerationError, ValueError) as error:
+        # Their messages name neither the file nor the cause.
         cause = error.__cause__ or error
         raise ValueError(f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {cause}") from error
 
 
-def _column(dataset: "Dataset", given: str | None, table: tuple[str, ...], argument: str, name_or_path: str) -> str:
-    candidates = table if given is None else (given,)
-    if found := [column for column in candidates if column in dataset.column_names]:
-        return found[0]
+def _column(dataset: Dataset, name: str | None, known: Sequence[str], argument: str, name_or_path: str) -> str:
+    """The column `name`, or without a name the first of the known ones that exists; `ValueError` if there is none."""
+    candidates = known if name is None else [name]
+    for column in candidates:
+        if column in dataset.column_names:
+            return column
+
     missing = " or ".join(candidates)
     raise ValueError(f"The dataset {name_or_path!r} has columns {dataset.column_names}, no {missing}. Set {argument}.")
 
 
 def _prompt(problem: Any, template: str | None, system_prompt: str | None, conversational: bool) -> Any:
     """The prompt of a row, as messages or text; `None` if the user's message is empty."""
-    messages = problem if isinstance(problem, list) else [{"role": "user", "content": str(problem)}]
-    if not all(isinstance(message, dict) and message.keys() >= {"role", "content"} for message in messages):
-        raise ValueError(f"A prompt must be text, or messages that each have role and content, got {messages!r:.200}.")
-    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
-    user = next((message for message in reversed(messages) if message["role"] == "user"), None)
-    if user is None:
+    messages = _messages(problem)
+    # The last message of the user is the question; those before it are an example or a conversation.
+    from_user = [message for message in messages if message["role"] == "user"]
+    if not from_user:
         raise ValueError(f"A prompt has no user message: {messages}. Name the problem's column with problem_column.")
-    if not user["content"]:
+
+    question = from_user[-1]
+    if not question["content"]:
         return None
     if template is not None:
-        user["content"] = template.replace(_SLOT, user["content"])  # not str.format: it may hold \boxed{}
+        # Not str.format: the template may hold \boxed{}.
+        question["content"] = template.replace(_SLOT, question["content"])
+
     if not conversational:
-        return user["content"]
-    if system_prompt is not None:
-        messages = [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
-    return messages
+        return question["content"]
+    if system_prompt is None:
+        return messages
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": system_prompt}, *others]
+
+
+def _messages(problem: Any) -> list[dict[str, Any]]:
+    """A problem as new chat messages of role and content."""
+    if not isinstance(problem, list):
+        return [{"role": "user", "content": str(problem)}]
+
+    for message in problem:
+        if not (isinstance(message, dict) and message.keys() >= {"role", "content"}):
+            raise ValueError(
+                f"A prompt must be text, or messages that each have role and content, got {problem!r:.200}."
+            )
+    return [{"role": message["role"], "content": message["content"]} for message in problem]

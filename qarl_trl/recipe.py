@@ -1,118 +1,313 @@
-"""Read a recipe, and convert its values and those of the command line to the types of their fields.
+"""Read a recipe and a command line into the dataclasses of a run.
 
-People share recipes, so we read them as plain data: no YAML tags, and only fields of the run.
+People share recipes, so we read them as plain data: no YAML tags, no aliases, and only fields of the run.
 """
 
-import dataclasses
+from __future__ import annotations
+
+import argparse
 import difflib
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from .redact import redact
 
 
 # Negative numbers are mistakes, except in these fields and in fields with a negative default.
 MAY_BE_NEGATIVE = ("quant_group_size", "top_k", "save_total_limit", "entropy_coef")
-# Text fields that accept YAML's words for booleans (on, off, yes, no).
-_WORDS = ("verify_sync", "resume_from_checkpoint", "scale_rewards")
+# YAML's words for booleans. Text fields that accept them have their own meaning for each (`verify_sync: off`).
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_SWITCH_OR_TEXT = ("verify_sync", "resume_from_checkpoint", "scale_rewards", "trackio_static_space_id")
+
+
+class RecipeParser(HfArgumentParser):
+    """
+    The parser of transformers' scripts, on which TRL's is built, for a command line and the recipe that it names.
+
+    `TrlParser` adds to it a reader of YAML, which does not fit. It sets the environment variables that a file names,
+    and it puts the values of the file into the dataclasses unchecked, so that a list as the learning rate fails in the
+    optimizer. Here each value of a recipe is converted as the same text on a command line is.
+
+    Args:
+        groups: The dataclasses of a run.
+    """
+
+    def __init__(self, groups: Iterable[type]) -> None:
+        super().__init__(groups, add_help=False, allow_abbrev=False)
+        self.add_argument("--config")
+
+        # argparse would take -1e-5 for the name of an option.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
+        self._fields: dict[str, Field] = {}
+        self._hints: dict[str, Any] = {}
+        for group in self.dataclass_types:
+            self._fields |= {field.name: field for field in fields(group)}
+            self._hints |= get_type_hints(group)
+
+        for action in self._actions:
+            # Only what the user sets is in the result. The dataclasses know their defaults.
+            action.default = argparse.SUPPRESS
+            if action.type is string_to_bool:
+                action.type = _switch
+                action.nargs = "?"
+                action.const = True
+            elif action.dest in _SWITCH_OR_TEXT:
+                action.type = _switch_or_text
+            elif action.dest.endswith("_kwargs"):
+                action.type = _json_mapping
+            elif action.dest == "pad_to_multiple_of":
+                action.type = _number_or_auto
+
+    def read(self, argv: Sequence[str]) -> dict[str, Any]:
+        """
+        Read a command line and the recipe that its `--config` names; the command line wins.
+
+        Args:
+            argv: The command line, without the program's name.
+
+        Returns:
+            The fields that are set, with their values.
+
+        Raises:
+            ValueError: for an unknown key or a wrong value, which it names.
+            FileNotFoundError: if there is no such recipe.
+        """
+        options = self._parse(argv)
+        config = options.pop("config", None)
+        if not config:
+            return options
+        return self.convert(read_recipe(Path(config))) | options
+
+    def convert(self, recipe: Mapping[str, Any]) -> dict[str, Any]:
+        """
+        Convert the values of a recipe to the types of their fields: `1e-5`, which is text for YAML, becomes a number.
+
+        Args:
+            recipe: The content of a recipe, from [`read_recipe`].
+
+        Raises:
+            ValueError: for an unknown key, or a value that is of a wrong type, NaN, infinite, or negative where that
+                makes no sense.
+        """
+        # First: argparse would report an unknown key as an option, with its value, which may be a secret.
+        check_keys(recipe, self._fields)
+
+        options: list[str] = []
+        others: dict[str, Any] = {}
+        for name, value in recipe.items():
+            if isinstance(value, str):
+                # One word, because a text may begin with a dash.
+                options.append(f"--{name}={value}")
+            else:
+                others[name] = self._checked(name, value)
+        return others | self._parse(options)
+
+    def build(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """
+        Make the dataclasses from the fields that are set.
+
+        Args:
+            values: From [`read`].
+
+        Raises:
+            ValueError: with the message of the dataclass that refuses its values, whatever kind of error it raises.
+        """
+        # TRL divides by it before it checks it: its error would be "integer modulo by zero".
+        if not values.get("num_generations", 1):
+            raise ValueError(f"num_generations must be above 0, got {values['num_generations']}.")
+
+        try:
+            return self.parse_dict(dict(values))
+        except Exception as error:
+            raise ValueError(_message(error, values)) from error
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for a wrong value. Its own method would print all options, and end the process."""
+        # "argument --max_steps/--max-steps: invalid ...", also for a value of the recipe.
+        raise ValueError(re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message))
+
+    def _parse(self, words: Sequence[str]) -> dict[str, Any]:
+        """The fields that options set."""
+        # Not `parse_args`, which would refuse unknown keys without a suggestion.
+        namespace, others = self.parse_known_args(words)
+
+        for word in others:
+            if word.startswith("--"):
+                name = word.removeprefix("--").partition("=")[0]
+                check_keys([name.replace("-", "_")], self._fields)
+        if others:
+            raise ValueError(f"{others[0]!r} is neither an option nor the value of one: write --key value.")
+
+        values = vars(namespace)
+        for name, value in values.items():
+            if isinstance(value, list):
+                for item in value:
+                    _check_finite(name, item)
+            elif name in self._fields:
+                _check_finite(name, value)
+                _check_sign(self._fields[name], value)
+        return values
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Check a list, a mapping or null, which no option can say, by the type of the field."""
+        # transformers has defaults of None in fields whose type does not allow it.
+        if value is None and self._fields[name].default is None:
+            return None
+
+        choices = self._fields[name].metadata.get("choices")
+        if choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+
+        config = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
+        try:
+            return TypeAdapter(self._hints[name], config=config).validate_python(value)
+        except ValidationError as error:
+            # For each type that a field may have; several may have the same reason.
+            reasons = dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in error.errors())
+            shown = redact(value, name)
+            raise ValueError(f"{name} must be {', or '.join(reasons)}, got {shown!r}.") from None
 
 
 def read_recipe(recipe: Path) -> dict[str, Any]:
-    """The recipe, merged over the one that its `base:` names (relative to its folder); `ValueError` if the base has a base."""
+    """
+    Read a recipe, merged over the one that its `base:` names.
+
+    Args:
+        recipe: A YAML file. Its `base:` is relative to its folder.
+
+    Returns:
+        By key: the text of a value, as a command line would have it, or a list, a mapping or `None`.
+
+    Raises:
+        ValueError: if a file is no mapping of plain YAML, or the base has a base of its own.
+    """
     content = _load(recipe)
-    if "base" in content:
-        path = recipe.parent / str(content.pop("base"))
-        base = _load(path)
-        if "base" in base:
-            raise ValueError(f"base of {recipe}: {path} must be a whole recipe, without a base of its own.")
-        content = base | content
-    return content
+    if "base" not in content:
+        return content
+
+    path = recipe.parent / str(content.pop("base"))
+    base = _load(path)
+    if "base" in base:
+        raise ValueError(f"base of {recipe}: {path} must be a whole recipe, without a base of its own.")
+    return base | content
 
 
 def _load(recipe: Path) -> dict[str, Any]:
-    import yaml
+    """The content of one file."""
+    try:
+        text = recipe.read_text()
+        _check_plain(recipe, text)
+        content = yaml.safe_load(text)
+        # The same with each scalar as it is written. YAML reads the text `off` as False, and 1e-5 as text.
+        written = yaml.load(text, Loader=yaml.BaseLoader)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--config {recipe} must be text, got other bytes: {error}.") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {recipe} must be YAML, got {_problem(error)}.") from None
 
-    text = recipe.read_text()
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-        # A few hundred nested aliases would take minutes.
-        raise ValueError(f"--config {recipe} must have no aliases (*name): a recipe is flat.")
-    content = yaml.safe_load(text)
     if not isinstance(content, dict):
         raise ValueError(f"--config {recipe} must be a mapping of keys to values, got {type(content).__name__}.")
-    return content
+
+    values: dict[str, Any] = {}
+    for (name, as_written), value in zip(written.items(), content.values(), strict=True):
+        is_text = isinstance(as_written, str) and value is not None
+        values[name] = as_written if is_text else value
+    return values
+
+
+def _check_plain(recipe: Path, text: str) -> None:
+    """Refuse aliases and tags."""
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            # A few hundred nested aliases would take minutes.
+            raise ValueError(f"--config {recipe} must have no aliases (*name): a recipe is flat.")
+        if getattr(event, "tag", None) is not None:
+            raise ValueError(f"--config {recipe} must have no tags (!name), got {event.tag}: a recipe is data.")
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """What a YAML file has wrong, and where; without the line itself, which may hold a token."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return "characters that are not allowed"
+    return f"an error in line {mark.line + 1}: {error.problem}"
 
 
 def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:
-    """Refuse (`ValueError`) unknown keys, and suggest the closest known one."""
+    """
+    Refuse unknown keys.
+
+    Args:
+        keys: The keys of a recipe.
+        known: All keys that exist.
+
+    Raises:
+        ValueError: for the first unknown key, with the nearest known one.
+    """
     known = list(known)
     for key in keys:
-        if key not in known:
-            near = next(iter(difflib.get_close_matches(str(key), known, 1)), None)
-            raise ValueError(f"{key} is not a key of a recipe." + (f" Did you mean {near}?" if near else ""))
+        if key in known:
+            continue
+        message = f"{key} is not a key of a recipe."
+        nearest = difflib.get_close_matches(str(key), known, n=1)
+        if nearest:
+            message += f" Did you mean {nearest[0]}?"
+        raise ValueError(message)
 
 
-def checked(values: Mapping[str, Any], groups: Iterable[type]) -> dict[str, Any]:
-    """
-    Convert `values` to the types of these dataclasses' fields: "1e-5", which YAML reads as text, becomes a number.
-
-    `ValueError` names the field if a value has a wrong type, is NaN or infinite, or is negative where that makes no sense.
-    """
-    found = {}
-    for group in groups:
-        hints = get_type_hints(group)
-        for field in dataclasses.fields(group):
-            if field.name in values:
-                found[field.name] = _checked(field, values[field.name], hints[field.name])
-    return found
+def _check_finite(name: str, value: Any) -> None:
+    """Refuse NaN and infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value}.")
 
 
-def _checked(field: dataclasses.Field, value: Any, hint: Any) -> Any:
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
+def _check_sign(field: Field, value: Any) -> None:
+    """Refuse a number that is negative where that makes no sense."""
+    if not isinstance(value, int | float) or value >= 0 or field.name in MAY_BE_NEGATIVE:
+        return
 
-    name, default, types = field.name, field.default, str(hint)
-    if type(value) is type(default) and value == default:
-        return value
-    if value is False and name.endswith("_strategy"):  # `save_strategy: no`
-        return "no"
-    if "Literal[False]" in types and str(value).lower() == "false":  # `trackio_static_space_id: false`
-        return False
-    if isinstance(value, bool) and "bool" not in types:
-        if name in _WORDS:
-            return value
-        value = [value]  # else pydantic takes it for a number
-    if isinstance(value, str) and "list[" in types and "str |" not in types:  # `reward_funcs: math_reward`
-        value = [value]
-    config = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
-    try:
-        value = TypeAdapter(hint, config=config).validate_python(value)
-    except ValidationError as error:
-        reasons = dict.fromkeys(found["msg"].removeprefix("Input should be ") for found in error.errors())
-        raise ValueError(f"{name} must be {', or '.join(reasons)}, got {redact(value, name)!r}.") from None
-    choices = field.metadata.get("choices")
-    if choices and value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}.")
-    may_be_negative = name in MAY_BE_NEGATIVE or (isinstance(default, int | float) and default < 0)
-    if isinstance(value, int | float) and value < 0 and not may_be_negative:
-        raise ValueError(f"{name} must not be negative, got {value}.")
-    return value
+    has_negative_default = isinstance(field.default, int | float) and field.default < 0
+    if not has_negative_default:
+        raise ValueError(f"{field.name} must not be negative, got {value}.")
 
 
-def construct(group: type, values: Mapping[str, Any]) -> Any:
-    """Make a `group` from its fields in `values`. Errors of its `__post_init__` become a `ValueError` that names the field."""
-    given = {field.name: values[field.name] for field in dataclasses.fields(group) if field.name in values}
-    try:
-        return group(**given)
-    except Exception as error:
-        # Messages of transformers may not name the field, so find the one without which there is no error.
-        guilty = [name for name in given if _constructs(group, {k: v for k, v in given.items() if k != name})]
-        named = "" if not guilty or any(name in str(error) for name in guilty) else f"{' or '.join(guilty)}: "
-        raise ValueError(f"{named}{error}") from error
+def _message(error: Exception, values: Mapping[str, Any]) -> str:
+    """The message of an error, with the field that names the missing file, if that is the error."""
+    missing = getattr(error, "filename", None)
+    for name, value in values.items():
+        if missing is not None and value == str(missing):
+            return f"{name}={value!r}: {error}"
+    return str(error)
 
 
-def _constructs(group: type, values: Mapping[str, Any]) -> bool:
-    try:
-        group(**values)
-    except Exception:
-        return False
-    return True
+def _switch(text: str) -> bool:
+    """The boolean that a text means, for YAML or transformers."""
+    return string_to_bool(_SWITCHES.get(text.lower(), text))
+
+
+def _switch_or_text(text: str) -> bool | str:
+    """The boolean that a text means for YAML, or the text."""
+    return _SWITCHES.get(text.lower(), text)
+
+
+def _json_mapping(text: str) -> str:
+    """A text that transformers reads as JSON."""
+    # It leaves another text as it is, and fails where it first uses it.
+    if not text.startswith("{"):
+        raise argparse.ArgumentTypeError(f"must be a mapping, or its JSON, got {text!r}")
+    return text
+
+
+def _number_or_auto(text: str) -> int | str:
+    """A number, or TRL's word for "find one"."""
+    return text if text == "auto" else int(text)

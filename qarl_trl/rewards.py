@@ -1,13 +1,17 @@
 """Verifiable rewards for math: is the final answer of a completion equal to the reference?
 
-Every completion, however broken, gets a number, never an exception; `None` ("not scored") if its *reference* is unreadable.
+Every completion, however broken, gets a number, never an exception; `None` ("not scored") if its *reference* is
+unreadable.
 """
+
+from __future__ import annotations
 
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial, update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -17,131 +21,239 @@ from .processes import Worker
 
 logger = logging.getLogger(__name__)
 
+Reward = Callable[..., list[float | None]]
+
+# Seconds for a batch. An answer mostly takes milliseconds, but 128 of the worst took 11 to 18 minutes.
+REWARD_TIMEOUT_S = 120.0
 # The answer is at the end; regular expressions over 60 kB of reasoning would cost more than the comparison.
 _TAIL_CHARS = 4000
-_ALARM_S = 5  # math-verify's own limit, for parsing and again for comparing
-_START_S = 120  # limit for the imports of a new process
-_LIMIT_S = 30  # limit for a long call into C code, which the alarm does not stop
+# math-verify's own limit, for parsing and again for comparing.
+_ALARM_S = 5
+# Limits for the imports of a new process, and for a long call into C code, which the alarm does not stop.
+_START_S = 120
+_LIMIT_S = 30
 
-# math-verify stops endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may use. The worker runs in a
-# main thread, whatever thread asks. If the alarm does not stop the work, the worker is killed.
+# math-verify stops endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may use. The worker
+# runs in a main thread, whatever thread asks. If the alarm does not stop the work, the worker is killed.
 _WORKER = Worker()
-os.register_at_fork(after_in_child=_WORKER.__init__)  # type: ignore[misc]  # in a fork: the worker belongs to the parent
+# In a fork: the worker belongs to the parent.
+os.register_at_fork(after_in_child=_WORKER.__init__)  # type: ignore[misc]
 
 
-def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float | None]]]:
-    """Load reward functions (`math_reward` or dotted paths), in order; `ValueError` if there is none, or a name is not found."""
+def load_rewards(names: Sequence[str], reward_timeout: float = REWARD_TIMEOUT_S) -> list[Reward]:
+    """
+    Load reward functions, in order.
+
+    Args:
+        names: `math_reward`, or import paths such as `my_rewards.my_reward`.
+        reward_timeout: Seconds that `math_reward` may take for a batch. The other functions have no limit.
+
+    Raises:
+        ValueError: if there is none, a name is not found, or there is no time.
+    """
     if not names:
         raise ValueError("reward_funcs must name a function, got none: nothing would be learned.")
-    return [math_reward if name == "math_reward" else _load_reward(name) for name in names]
+
+    if not reward_timeout > 0:
+        raise ValueError(f"reward_timeout must be above 0 seconds, got {reward_timeout}.")
+
+    # TRL names the metrics by the function's name, which a partial lacks.
+    limited = update_wrapper(partial(math_reward, reward_timeout=reward_timeout), math_reward)
+    return [limited if name == "math_reward" else _load_reward(name) for name in names]
 
 
-def _load_reward(path: str) -> Callable[..., list[float | None]]:
+def _load_reward(path: str) -> Reward:
+    """The function that an import path names."""
     module, _, attribute = path.rpartition(".")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: a file here must not replace an installed package
+        # Last: a file here must not replace an installed package.
+        sys.path.append(os.getcwd())
+
     try:
-        if not callable(found := getattr(import_module(module), attribute)):
+        reward = getattr(import_module(module), attribute)
+        if not callable(reward):
             raise ImportError("it is not a function")
-        return found
-    except (ImportError, AttributeError, ValueError) as error:  # ValueError: a name without a dot
-        text = f"reward_funcs has {path!r}, which cannot be imported: {error}. Give math_reward, or package.function."
-        raise ValueError(text) from error
+    except (ImportError, AttributeError, ValueError) as error:
+        # A ValueError is a name without a dot.
+        raise ValueError(
+            f"reward_funcs has {path!r}, which cannot be imported: {error}. Give math_reward, or package.function."
+        ) from error
+    return reward
 
 
-def math_reward(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
+def math_reward(
+    completions: Sequence[Any], answer: Sequence[Any], reward_timeout: float = REWARD_TIMEOUT_S, **kwargs: Any
+) -> list[float | None]:
     r"""
     Reward 1.0 for a completion whose final answer equals the reference, else 0.0, judged by math-verify.
 
-    The answer is the last `\boxed{...}`, else the last expression announced as the answer ("the answer is 42"). A bare number
-    somewhere in the text does not count. Boxes close to each other count as one answer of several parts, so two guesses do not pay.
-
-    `answer` has the references: numbers, text or LaTeX, with or without `$...$` or `\boxed{}`. If a reference is unreadable, the
-    reward is `None`, which leaves the sample out; a warning names the first such reference.
+    The answer is the last `\boxed{...}`, else the last expression announced as the answer ("the answer is 42"). A bare
+    number somewhere in the text does not count. Boxes close to each other count as one answer of several parts, so two
+    guesses do not pay.
 
     ```python
     >>> math_reward([r"So it is $\boxed{\frac{1}{2}}$.", "no idea"], answer=["0.5", "7"])
     [1.0, 0.0]
     ```
+
+    Args:
+        completions: Texts or chat messages.
+        answer: The references: numbers, text or LaTeX, with or without `$...$` or `\boxed{}`.
+        reward_timeout: Seconds for the whole batch. What is not graded then counts as wrong; a warning says how many.
+        kwargs: The other columns of the data, and what else TRL gives to rewards; not used.
+
+    Returns:
+        A reward for each completion. `None`, which leaves the sample out, if its reference is unreadable; a warning
+        names the first such reference.
+
+    Raises:
+        ImportError: if math-verify is missing.
+        RuntimeError: if the grader does not start.
     """
     if find_spec("math_verify") is None:
         raise ImportError("math_reward needs the package math-verify. Run `pip install qarl_trl[math]`.")
-    rewards = [_judge(text_of(c)[-_TAIL_CHARS:], text_of(a)) for c, a in zip(completions, answer, strict=True)]
+
+    # The imports of the other process are no grading.
+    _start_worker()
+    end = time.monotonic() + reward_timeout
+    rewards: list[float | None] = []
+    for completion, reference in zip(completions, answer, strict=True):
+        try:
+            rewards.append(_judge(text_of(completion)[-_TAIL_CHARS:], text_of(reference), end))
+        except _BatchTimeoutError:
+            break
+
+    ungraded = len(completions) - len(rewards)
+    if ungraded > 0:
+        rewards += [0.0] * ungraded
+        logger.warning(
+            f"{ungraded} of {len(completions)} answers were not graded within reward_timeout={reward_timeout:g} s, "
+            "and count as wrong."
+        )
+
     if None in rewards:
-        unread = text_of(answer[rewards.index(None)])[:200]
-        _warn_once("reference", "math-verify cannot read the reference answer %r. Such samples get no reward.", unread)
+        unreadable = text_of(answer[rewards.index(None)])[:200]
+        _warn_once(
+            "reference", "math-verify cannot read the reference answer %r. Such samples get no reward.", unreadable
+        )
     return rewards
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` or `\fbox{...}`, braces balanced; `None` if there is none or it is not closed."""
+    r"""
+    The content of the last `\boxed{...}` or `\fbox{...}`, with balanced braces.
+
+    Args:
+        text: A completion or a solution.
+
+    Returns:
+        `None` if there is no box, or it is not closed.
+    """
     start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
     if start < 0:
         return None
+
     start = text.index("{", start) + 1
     depth = 1
     for position in range(start, len(text)):
-        escaped = text[position - 1] == "\\"  # \{ and \} are printed braces: {1, 2} as a set
-        depth += 0 if escaped else {"{": 1, "}": -1}.get(text[position], 0)
+        # \{ and \} are printed braces: {1, 2} as a set.
+        if text[position - 1] == "\\":
+            continue
+        if text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
         if depth == 0:
             return text[start:position].strip()
     return None
 
 
 def text_of(value: Any) -> str:
-    """The text of a completion or a reference: a string, a number, or (the last of) chat messages."""
-    if isinstance(value, str):
-        return value
+    """
+    The text of a completion or a reference.
+
+    Args:
+        value: A text, a number, one chat message, or several, of which the last counts.
+    """
+    if value is None:
+        return ""
     if isinstance(value, dict):
         return text_of(value.get("content", value.get("text")))
     if isinstance(value, list | tuple):
-        # Join the parts of one message, {"type": "text", "text": ...}; of several messages the last counts.
-        parts = all(isinstance(part, dict) and "type" in part for part in value)
-        return "".join(text_of(part) for part in value) if parts else text_of(value[-1])
-    return "" if value is None else str(value)
+        # Join the parts of one message: {"type": "text", "text": ...}. An empty list is a message without parts.
+        if all(isinstance(part, dict) and "type" in part for part in value):
+            return "".join(text_of(part) for part in value)
+        return text_of(value[-1])
+    return str(value)
 
 
 _said: set[str] = set()
 
 
 def _warn_once(about: str, message: str, argument: Any) -> None:
+    """Log a warning, if there was none about this before."""
     if about not in _said:
         _said.add(about)
         logger.warning(f"{message} Said once.", argument)
 
 
-def _judge(completion: str, reference: str) -> float | None:
-    if _WORKER.process is None:  # a failure here would repeat in every call, and must not look like wrong answers
+def _start_worker() -> None:
+    """Start the other process. A failure here would repeat in every call, and must not look like wrong answers."""
+    if _WORKER.process is None:
         _WORKER.call("math_reward", _grade, "", "", limit_s=_START_S)
+
+
+class _BatchTimeoutError(Exception):
+    """The time for the batch is over."""
+
+
+def _judge(completion: str, reference: str, end: float) -> float | None:
+    """The reward of one completion, 0 if the grader fails. [`_BatchTimeoutError`] when the clock reaches `end`."""
+    # It was killed, if it failed at the answer before.
+    _start_worker()
+
+    remaining_s = end - time.monotonic()
+    if remaining_s <= 0:
+        raise _BatchTimeoutError
     try:
-        return _WORKER.call("math_reward", _grade, completion, reference, limit_s=_LIMIT_S)
+        return _WORKER.call("math_reward", _grade, completion, reference, limit_s=min(_LIMIT_S, remaining_s))
     except Exception as error:
+        if isinstance(error, TimeoutError) and remaining_s < _LIMIT_S:
+            raise _BatchTimeoutError from error
         _warn_once(type(error).__name__, "The grader failed on an answer, which scored 0: %r", error)
         return 0.0
 
 
 def _grade(completion: str, reference: str) -> float | None:
     """The comparison itself, in the other process."""
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # garbage is normal here
+    # Garbage is normal here.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     gold = _parse_reference(reference)
     if not gold:
         return None
+
     announced = [
         LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),
         ExprExtractionConfig(try_extract_without_anchor=False),
     ]
-    found = parse(completion, extraction_config=announced, parsing_timeout=_ALARM_S)
-    return float(verify(gold, found, timeout_seconds=_ALARM_S))
+    answer = parse(completion, extraction_config=announced, parsing_timeout=_ALARM_S)
+    return float(verify(gold, answer, timeout_seconds=_ALARM_S))
 
 
-@lru_cache(maxsize=1024)  # the completions of a group share their reference
+# The completions of a group share their reference.
+@lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list:
+    """The expressions in a reference."""
     from math_verify import parse
 
     reference = reference.strip()
     if not reference:
         return []
-    marked = r"\boxed" in reference or reference.count("$") > 1
-    return parse(reference if marked else rf"\boxed{{{reference}}}", parsing_timeout=_ALARM_S)
+
+    # math-verify reads LaTeX only where it is marked.
+    is_marked = r"\boxed" in reference or reference.count("$") > 1
+    if not is_marked:
+        reference = rf"\boxed{{{reference}}}"
+    return parse(reference, parsing_timeout=_ALARM_S)

@@ -1,24 +1,26 @@
 """Train from a recipe, a flat YAML file: qarl-trl train --config recipe.yaml [--key value ...]
 
-Its keys are the options below and TRL's. The command line overrides it. `base: other.yaml` names a recipe that it extends.
+Its keys are the options below and TRL's. The command line overrides it. `base: other.yaml` names one that it extends.
 On several GPUs: accelerate launch -m qarl_trl.train --config recipe.yaml
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 from .data import load_math_dataset, local_path
-from .recipe import check_keys, checked, construct, read_recipe
+from .errors import naming_config
 from .redact import redact
-from .rewards import load_rewards
+from .rewards import REWARD_TIMEOUT_S, load_rewards
 
 
-if TYPE_CHECKING:  # at run time in the functions: `--help` of other commands is instant, and a dry run loads no vLLM
+# At run time inside of functions: `--help` of other commands must be instant, and a dry run loads no vLLM.
+if TYPE_CHECKING:
     from datasets import Dataset
     from trl import ModelConfig
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:  # at run time in the functions: `--help` of other commands is
 
 
 def _arg(*, help: str, **default: Any) -> Any:
+    """A field with a help text. transformers' `HfArg` does the same, but its import takes seconds."""
     return field(metadata={"help": help}, **default)
 
 
@@ -48,44 +51,66 @@ class QaRLScriptArguments:
         default_factory=lambda: ["math_reward"],
         metadata={"help": "math_reward, or import paths such as my_rewards.my_reward, also from the current folder."},
     )
+    reward_timeout: float = _arg(
+        default=REWARD_TIMEOUT_S,
+        help="Seconds that math_reward may take for a batch. Answers that are not graded then count as wrong.",
+    )
     dry_run: bool = _arg(default=False, help="Only check and print the settings; load nothing.")
+
+
+# Groups of our fields in `--help`, by the beginnings of their names.
+GROUPS = {
+    "Data and rewards": tuple(option.name for option in fields(QaRLScriptArguments)),
+    "Loss": ("loss_type", "tbpo_", "advantage_", "optim_muon"),
+    "Quantization": ("quant", "learner_", "lora_base", "export_"),
+    "Engine and memory": ("vllm_engine_", "verify_", "sync_", "mismatch_", "max_tokens_"),
+}
 
 
 def parse(
     argv: Sequence[str], any_device: bool = False, engine_only: bool = False
-) -> tuple[QaRLScriptArguments, "QaRLConfig", "ModelConfig"]:
+) -> tuple[QaRLScriptArguments, QaRLConfig, ModelConfig]:
     """
-    Read and check the command line (without the program's name) and the recipe that it names.
+    Read and check the command line and the recipe that it names.
 
-    `any_device`, or a dry run, accepts a recipe for GPUs on a machine without one. `engine_only` ignores the data and the
-    checkpoint to resume from, which a server's machine may lack. `FileNotFoundError`, or `ValueError`.
+    Args:
+        argv: The command line, without the program's name.
+        any_device: Accept a recipe for GPUs on a machine without one, as a dry run does.
+        engine_only: Ignore the data and the checkpoint to resume from, which a server's machine may lack.
+
+    Returns:
+        The settings of data and rewards, of the trainer, and of the model.
+
+    Raises:
+        FileNotFoundError: if the recipe or a dataset's file is missing.
+        ValueError: for unknown keys and refused settings.
     """
     import torch
 
     from .checkpoints.resume import resume_path
+    from .recipe import RecipeParser
 
-    groups = _groups()
-    given = _given(argv)
-    config = given.pop("config", None)
-    values = (read_recipe(Path(str(config))) if config else {}) | given
-    check_keys(values, [field.name for group in groups for field in fields(group)])
-    values = checked(values, groups)
-    if (any_device or values.get("dry_run")) and not torch.cuda.is_available():
-        values.setdefault("use_cpu", True)  # transformers then accepts a GPU's settings, bf16 among them
-    script_args, training_args, model_args = (construct(group, values) for group in groups)
+    parser = RecipeParser(_groups())
+    values = parser.read(argv)
+
+    only_checks = any_device or values.get("dry_run")
+    if only_checks and not torch.cuda.is_available():
+        # transformers then accepts a GPU's settings, bf16 among them.
+        values.setdefault("use_cpu", True)
+
+    script_args, training_args, model_args = parser.build(values)
     if not model_args.model_name_or_path:
         raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
-    names = ["dataset_name_or_path"] + ["eval_dataset_name_or_path"] * (training_args.eval_strategy != "no")
-    for name in [] if engine_only else names:
-        if not getattr(script_args, name):
-            raise ValueError(f"{name} is missing: give a Hub id or a .jsonl, .json or .parquet file.")
-        local_path(getattr(script_args, name))
+
     if not engine_only:
+        # Before a model loads, which takes minutes.
+        _check_data(script_args, with_eval=training_args.eval_strategy != "no")
         training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
     return script_args, training_args, model_args
 
 
 def _groups() -> tuple[type, ...]:
+    """The dataclasses whose fields are the keys of a recipe."""
     from trl import ModelConfig
 
     from .config import QaRLConfig
@@ -93,117 +118,170 @@ def _groups() -> tuple[type, ...]:
     return QaRLScriptArguments, QaRLConfig, ModelConfig
 
 
-def _given(argv: Sequence[str]) -> dict[str, Any]:
-    """The options by key: a text, a list of texts, or `True` without a value; [`checked`] converts them to their types."""
-    given: dict[str, list[str]] = {}
-    values: list[str] | None = None
-    for word in argv:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--"):
-            values = given[name.replace("-", "_")] = [value] if equals else []
-        elif values is None:
-            raise ValueError(f"{word!r} is no option: write --key value.")
-        else:
-            values.append(word)
-    return {key: words[0] if len(words) == 1 else words or True for key, words in given.items()}
+def _check_data(script_args: QaRLScriptArguments, with_eval: bool) -> None:
+    """Refuse settings without data, or whose files are missing."""
+    names = ["dataset_name_or_path"]
+    if with_eval:
+        names.append("eval_dataset_name_or_path")
 
-
-# Groups of our fields, by the beginnings of their names.
-GROUPS = {
-    "Data and rewards": tuple(field.name for field in fields(QaRLScriptArguments)),
-    "Loss": ("loss_type", "tbpo_", "advantage_", "optim_muon"),
-    "Quantization": ("quant", "learner_", "lora_base", "export_"),
-    "Engine and memory": ("vllm_engine_", "verify_", "sync_", "mismatch_", "max_tokens_"),
-}
+    for name in names:
+        name_or_path = getattr(script_args, name)
+        if not name_or_path:
+            raise ValueError(f"{name} is missing: give a Hub id or a .jsonl, .json or .parquet file.")
+        local_path(name_or_path)
 
 
 def describe_options() -> str:
     """The text of `--help`: our fields in groups."""
     from trl import GRPOConfig
 
-    stock = {one.name for one in fields(GRPOConfig)} - {"loss_type"}
-    own = [one for group in _groups()[:2] for one in fields(group) if one.name not in stock]
+    # Our loss_type takes TBPO, too.
+    stock = {option.name for option in fields(GRPOConfig)} - {"loss_type"}
+    script_group, config_group, _ = _groups()
+    options = [*fields(script_group), *fields(config_group)]
+    added = [option for option in options if option.name not in stock]
+
     lines = [f"usage: qarl-trl train --config FILE [--key value ...]\n\n{__doc__}"]
     for title, starts in GROUPS.items():
         lines.append(f"{title}\n")
-        for one in (one for one in own if one.name.startswith(starts)):
-            default = "" if one.default in (None, MISSING) else f" (default: {one.default})"
-            lines.append(f"  --{one.name}\n{indent(fill(one.metadata['help'] + default, 110), ' ' * 8)}")
+        for option in added:
+            if option.name.startswith(starts):
+                lines.append(_describe_option(option))
         lines.append("")
+
     lines.append("TRL's options: the fields of GRPOConfig and ModelConfig, https://huggingface.co/docs/trl")
     return "\n".join(lines)
 
 
-def make_trainer(script_args: QaRLScriptArguments, training_args: "QaRLConfig", model_args: Any) -> "QaRLTrainer":
-    """The trainer of a recipe, with data, model and engine loaded."""
+def _describe_option(option: Field) -> str:
+    """Name, meaning and default of a field."""
+    text = option.metadata["help"]
+    if option.default is not None and option.default is not MISSING:
+        text += f" (default: {option.default})"
+    return f"  --{option.name}\n" + indent(fill(text, 110), " " * 8)
+
+
+def make_trainer(script_args: QaRLScriptArguments, training_args: QaRLConfig, model_args: ModelConfig) -> QaRLTrainer:
+    """
+    Make the trainer of a recipe, with data, model and engine loaded.
+
+    Args:
+        script_args: Data and rewards; from [`parse`], as the others.
+        training_args: Its `model_init_kwargs` get the model's settings.
+        model_args: The model, its dtype, and the adapter.
+    """
     from trl import get_peft_config, get_quantization_config
 
     from .trainer import QaRLTrainer
 
-    reward_funcs = load_rewards(script_args.reward_funcs)
+    reward_funcs = load_rewards(script_args.reward_funcs, script_args.reward_timeout)
     train_dataset, eval_dataset = load_datasets(script_args, with_eval=training_args.eval_strategy != "no")
-    training_args.model_init_kwargs = {
+
+    model_settings = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
         "trust_remote_code": training_args.trust_remote_code,
-        **(training_args.model_init_kwargs or {}),
     }
-    return QaRLTrainer(
-        model=model_args.model_name_or_path,
-        reward_funcs=reward_funcs,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    # What the user sets there counts.
+    training_args.model_init_kwargs = model_settings | (training_args.model_init_kwargs or {})
+
+    with naming_config([model_args.model_name_or_path]):
+        return QaRLTrainer(
+            model=model_args.model_name_or_path,
+            reward_funcs=reward_funcs,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
 
 
-def train(trainer: "QaRLTrainer", dataset: str | None) -> None:
-    """Train, save and (with `push_to_hub`) push; `dataset` is a name for the model card."""
+def train(trainer: QaRLTrainer, dataset: str | None) -> None:
+    """
+    Train, save and (with `push_to_hub`) push.
+
+    Args:
+        trainer: From [`make_trainer`].
+        dataset: The dataset, for the model card. A local path is left out of it.
+
+    Raises:
+        SystemExit: with one line, if no step updated the weights.
+    """
     from .checkpoints.saving import NoUpdateError
 
     args = trainer.args
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    except NoUpdateError as error:  # an error of the data, so print one line
+    except NoUpdateError as error:
+        # An error of the data: a traceback would not help.
         raise SystemExit(f"qarl-trl train: {error}") from error
-    if args.push_to_hub:  # saves first
-        trainer.push_to_hub(dataset_name=dataset if dataset and local_path(dataset) is None else None)
+
+    if args.push_to_hub:
+        is_on_hub = bool(dataset) and local_path(str(dataset)) is None
+        # This saves first.
+        trainer.push_to_hub(dataset_name=dataset if is_on_hub else None)
     else:
         trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"Model saved in {args.output_dir}")
 
 
-def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple["Dataset", "Dataset | None"]:
-    """The training set and, if asked for, the evaluation set, with the columns `prompt` and `answer`."""
-    s: Any = script_args
-    names = "problem_column", "answer_column", "prompt_template", "system_prompt", "conversational"
-    common = {name: getattr(s, name) for name in names} | {"config_name": s.dataset_config}
-    train = load_math_dataset(s.dataset_name_or_path, s.dataset_split, **common)
+def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple[Dataset, Dataset | None]:
+    """
+    Load the training set and, if asked for, the evaluation set, with the columns `prompt` and `answer`.
+
+    Args:
+        script_args: Where the data are, and how to read them.
+        with_eval: Whether to load the evaluation set. Without it the second result is `None`.
+    """
+
+    def load(name_or_path: Any, split: str) -> Dataset:
+        return load_math_dataset(
+            name_or_path,
+            split,
+            script_args.prompt_template,
+            config_name=script_args.dataset_config,
+            problem_column=script_args.problem_column,
+            answer_column=script_args.answer_column,
+            system_prompt=script_args.system_prompt,
+            conversational=script_args.conversational,
+        )
+
+    train_dataset = load(script_args.dataset_name_or_path, script_args.dataset_split)
     if not with_eval:
-        return train, None
-    return train, load_math_dataset(s.eval_dataset_name_or_path, s.eval_dataset_split, **common)
+        return train_dataset, None
+    return train_dataset, load(script_args.eval_dataset_name_or_path, script_args.eval_dataset_split)
 
 
-def describe(script_args: QaRLScriptArguments, args: "QaRLConfig", model_args: Any) -> str:
-    """The settings to print: method, batch sizes, and every field that differs from its default."""
+def describe(script_args: QaRLScriptArguments, args: QaRLConfig, model_args: ModelConfig) -> str:
+    """
+    The settings to print: method, batch sizes, and every field that differs from its default.
+
+    Args:
+        script_args: Data and rewards; from [`parse`], as the others.
+        args: The settings of the trainer.
+        model_args: The settings of the model.
+    """
     import torch
 
     from .config import changed_fields
 
+    completions = args.generation_batch_size
+    prompts = completions // args.num_generations
     per_update = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
-    updates = args.generation_batch_size * args.num_iterations / per_update
+    updates = completions * args.num_iterations / per_update
     learner = "quantized" if args.quantized and args.quantize_learner else "in high precision"
+
     lines = [
         f"model: {model_args.model_name_or_path}, scheme {args.quant_name}, learner {learner}",
-        f"rollout batch: {args.generation_batch_size // args.num_generations} prompts x {args.num_generations} = "
-        f"{args.generation_batch_size} completions on {args.world_size} process(es)",
+        f"rollout batch: {prompts} prompts x {args.num_generations} = {completions} completions "
+        f"on {args.world_size} process(es)",
         f"update: {per_update} completions; {updates:g} updates per rollout batch",
     ]
     if not torch.cuda.is_available():
         lines.append("device: no CUDA device here, so the settings were checked for a CPU")
+
     for group in (script_args, args, model_args):
         for name, value in sorted(changed_fields(group).items()):
             lines.append(f"{type(group).__name__}.{name}: {redact(value, name)!r}")
@@ -211,20 +289,35 @@ def describe(script_args: QaRLScriptArguments, args: "QaRLConfig", model_args: A
 
 
 def main(argv: Sequence[str]) -> Callable[[], None] | None:
-    """`qarl-trl train`: check everything, load everything, and return the training; `None` after a dry run."""
-    if {"--help", "-h"} & {*argv}:
-        return print(describe_options())
+    """
+    `qarl-trl train`: check everything, and load everything.
+
+    Args:
+        argv: The command line after the command's name.
+
+    Returns:
+        The training, or `None` after `--help` or a dry run.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(describe_options())
+        return None
+
     script_args, training_args, model_args = parse(argv)
-    if not script_args.dry_run:
-        return partial(train, make_trainer(script_args, training_args, model_args), script_args.dataset_name_or_path)
-    load_rewards(script_args.reward_funcs)
-    if training_args.process_index == 0:
-        print(describe(script_args, training_args, model_args))
-    return None
+    if script_args.dry_run:
+        # Finds a reward that cannot be imported.
+        load_rewards(script_args.reward_funcs, script_args.reward_timeout)
+        # With torchrun, once.
+        if training_args.process_index == 0:
+            print(describe(script_args, training_args, model_args))
+        return None
+
+    trainer = make_trainer(script_args, training_args, model_args)
+    return partial(train, trainer, script_args.dataset_name_or_path)
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path:  # `python -m` puts the current folder first: no file there may replace a package
+    # `python -m` puts the current folder first: no file there may replace a package.
+    if not sys.flags.safe_path:
         sys.path.append(sys.path.pop(0))
     from .cli import main as cli_main
 

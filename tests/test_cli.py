@@ -14,9 +14,20 @@ import pytest
 from conftest import make_model, make_tokenizer
 
 from qarl_trl import cli
+from qarl_trl.errors import in_one_line
 
 
 LIBRARIES = ("torch", "transformers", "trl", "vllm", "llmcompressor", "matplotlib", "datasets")
+# Runs a command, and prints which libraries it has loaded.
+PRINT_LOADED = """
+import sys
+from qarl_trl.cli import main
+try:
+    main({argv})
+except SystemExit:
+    pass
+print(*(name for name in {libraries} if name in sys.modules))
+"""
 ROOT = Path(__file__).parents[1]
 DRY = ["train", "--config", str(ROOT / "recipes/qwen3-8b-base/w4a16_qarl_tbpo.yaml"), "--dry_run"]
 
@@ -36,21 +47,22 @@ def test_a_command_loads_only_the_libraries_that_it_may(argv, loaded, said, seco
     """
     Start-up is imports: which ones is pinned, and the CPU time that the user pays for them.
 
-    The dry run has no way to load vLLM or TRL's trainer. It took 9.8 s in a quiet moment and 13 s beside four processes, the
-    others 0.1 s.
+    The dry run has no way to load vLLM or TRL's trainer. It took 9.8 s in a quiet moment and 13 s beside four
+    processes, the others 0.1 s.
     """
-    code = (
-        f"import sys\nfrom qarl_trl.cli import main\ntry: main({argv})\nexcept SystemExit: pass\n"
-        f"print(*(m for m in {LIBRARIES} if m in sys.modules))"
-    )
+    code = PRINT_LOADED.format(argv=argv, libraries=LIBRARIES)
     no_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+
     before = cpu_seconds()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=no_gpu)
-    assert cpu_seconds() - before < seconds
+    used = cpu_seconds() - before
+
+    assert used < seconds
     assert said in done.stdout
-    found = set(done.stdout.splitlines()[-1].split())
-    assert found <= loaded
-    assert ("torch" in found) == ("torch" in loaded)  # control: what is loaded is seen
+    seen = set(done.stdout.splitlines()[-1].split())
+    assert seen <= loaded
+    # Control: what is loaded is seen.
+    assert ("torch" in seen) == ("torch" in loaded)
 
 
 def cpu_seconds():
@@ -63,47 +75,62 @@ def cpu_seconds():
 def test_wrong_command_line_exits_with_usage(argv, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
+
     assert stopped.value.code == 2
     assert "usage: qarl-trl" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
+    """The folder of a small model."""
     path = tmp_path_factory.mktemp("model")
     make_model(num_hidden_layers=1).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path
 
 
-def test_with_traceback_bad_input_is_a_traceback(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "argv", [["export", "nowhere", "out", "--scheme", "W2A2"], ["train", "--config", "nowhere.yaml"]]
+)
+def test_with_traceback_bad_input_is_a_traceback(argv, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for argv in (["export", "nowhere", "out", "--scheme", "W2A2"], ["train", "--config", "nowhere.yaml"]):
-        with pytest.raises((ValueError, OSError), match="W2A2|nowhere"):
-            cli.main([*argv, "--traceback"])
+
+    with pytest.raises((ValueError, OSError), match="W2A2|nowhere"):
+        cli.main([*argv, "--traceback"])
 
 
 @pytest.fixture
 def broken(checkpoint, tmp_path, monkeypatch):
     """The current folder: models that are truncated or whose config.json is nonsense, data and recipes alike."""
     monkeypatch.chdir(tmp_path)
+
     for name in ("whole", "cut", "list", "binary", "wrong", "zero", "other"):
         shutil.copytree(checkpoint, name)
-    Path("cut/model.safetensors").write_bytes(Path("cut/model.safetensors").read_bytes()[:2000])
+    weights = Path("cut/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:2000])
+
     Path("list/config.json").write_text("[1]")
     Path("binary/config.json").write_bytes(b"\xff\xfe\x00")
-    good = json.loads(Path("wrong/config.json").read_text())
-    for name, value in {
-        "wrong": {"num_hidden_layers": "two"},
-        "zero": {"num_key_value_heads": 0},
-        "other": {"intermediate_size": 3},
-    }.items():
-        Path(name, "config.json").write_text(json.dumps(good | value))
-    Path("sums.jsonl").write_text("".join(f'{{"problem": "{i} + 1", "answer": "{i + 1}"}}\n' for i in range(64)))
+    change_config("wrong", num_hidden_layers="two")
+    change_config("zero", num_key_value_heads=0)
+    change_config("other", intermediate_size=3)
+
+    rows = [json.dumps({"problem": f"{i} + 1", "answer": f"{i + 1}"}) for i in range(64)]
+    Path("sums.jsonl").write_text("\n".join(rows))
     Path("no_content.jsonl").write_text('{"prompt": [{"role": "user"}], "answer": "1"}\n')
+
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
+    Path("open.yaml").write_text("hub_token: hf_secret\nlora_target_modules: [q_proj\n")
     Path("list.yaml").write_text("- a\n")
     Path("types.yaml").write_text("learning_rate: [1]\n")
     Path("plan.yaml").write_text("model_name_or_path: cut\ndataset_name_or_path: sums.jsonl\n")
+    Path("wrong.yaml").write_text("model_name_or_path: wrong\ndataset_name_or_path: sums.jsonl\n")
+
+
+def change_config(folder, **values):
+    """Change values in the config.json of a model."""
+    path = Path(folder, "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 TRAIN = [
@@ -126,6 +153,8 @@ TRAIN = [
         ([*TRAIN, "--config", "types.yaml"], ["learning_rate", "[1]"]),
         ([*TRAIN, "--config", "list.yaml"], ["list.yaml", "must be a mapping"]),
         ([*TRAIN, "--config", "binary.yaml"], ["binary.yaml"]),
+        ([*TRAIN, "--config", "open.yaml"], ["open.yaml", "line 3"]),
+        (["train", "--config", "wrong.yaml", "--use_cpu"], ["num_hidden_layers", "wrong/config.json"]),
         ([*TRAIN, "--dataset_name_or_path", "no_content.jsonl"], ["content"]),
         ([*TRAIN, "--dataset_split", "nope["], ["sums.jsonl", "nope["]),
         ([*TRAIN, "--model_name_or_path", "a/b/c"], ["'a/b/c' is neither a folder"]),
@@ -152,12 +181,28 @@ TRAIN = [
 def test_what_users_get_wrong_is_one_line_that_names_it(argv, words, capfd, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("cache").absolute())
+
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
+
     said = capfd.readouterr().err.splitlines()
     assert stopped.value.code == 2, said
     (line,) = [text for text in said if text.startswith("qarl-trl ")]
-    assert all(word in line for word in words), line
+    for word in words:
+        assert word in line
+    assert "hf_secret" not in line
+
+
+def test_an_error_about_a_file_names_the_files_of_the_command_line_once(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text("{")
+    argv = ["report", str(file), "--title", "nowhere"]
+    with pytest.raises(ValueError) as raised:
+        json.loads(file.read_text())
+
+    assert in_one_line(raised.value, argv).startswith(f"{file}: Expecting property name")
+    # Control: an error that says more than the content needs no file.
+    assert in_one_line(ValueError("title must be short"), argv) == "title must be short"
 
 
 def test_a_crash_in_the_work_that_a_command_returns_keeps_its_traceback(monkeypatch):
@@ -165,11 +210,12 @@ def test_a_crash_in_the_work_that_a_command_returns_keeps_its_traceback(monkeypa
         raise ValueError("in the middle of training")
 
     monkeypatch.setattr("qarl_trl.train.main", lambda argv: crash)
+
     with pytest.raises(ValueError, match="in the middle"):
         cli.main(["train"])
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapter"])
 def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_path, lora):
     import torch
     from peft import LoraConfig, get_peft_model
@@ -179,19 +225,25 @@ def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_pat
     from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    source = checkpoint
     if lora:
         config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
         model = get_peft_model(model, config)
-        model.save_pretrained(tmp_path / "adapter")
-        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "adapter")
+        source = tmp_path / "adapter"
+        model.save_pretrained(source)
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(source)
+
     ignore = ["lm_head", "re:.*o_proj$"]
-    given = str(tmp_path / "adapter" if lora else checkpoint)
-    cli.main(["export", given, str(tmp_path / "out"), "--group_size", "32", "--ignore", *ignore])
+    cli.main(["export", str(source), str(tmp_path / "out"), "--group_size", "32", "--ignore", *ignore])
+
     expected = dict(iter_low_bit_weights(apply_quantization(model, "W4A16", ignore=ignore, group_size=32)))
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert "model.layers.0.self_attn.o_proj.weight" in found  # control: --ignore reached the quantizer
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(written[name], tensor), name
+    # Control: --ignore reached the quantizer.
+    assert "model.layers.0.self_attn.o_proj.weight" in written
+
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.config.quantization_config is not None
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<eos>"
@@ -199,6 +251,7 @@ def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_pat
 
 def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):
     cli.main(["export", str(checkpoint), str(tmp_path / "once"), "--scheme", "FP8_DYNAMIC"])
+
     with pytest.raises(ValueError, match="quantized already"):
         cli.run(["export", str(tmp_path / "once"), str(tmp_path / "twice")])
 
@@ -207,12 +260,13 @@ def test_schemes_prints_a_row_for_each_of_the_table(capsys):
     from qarl_trl.quant.scheme import SUPPORTED
 
     cli.main(["schemes"])
+
     _, *rows, _, advice = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    printed = {row[0]: row for row in rows}
     assert [row[0] for row in rows] == list(SUPPORTED)
-    assert rows[list(SUPPORTED).index("W4A16")][1] == "32, 64, 128, channel"
-    assert [row[-1].endswith("some mismatch stays") for row in rows] == [
-        r.activations != "none" for r in SUPPORTED.values()
-    ]
+    assert printed["W4A16"][1] == "32, 64, 128, channel"
+    for name, scheme in SUPPORTED.items():
+        assert printed[name][-1].endswith("some mismatch stays") == (scheme.activations != "none")
     assert "W4A16 first" in advice[0]
 
 
@@ -223,13 +277,18 @@ def test_help_of_train_has_each_field_of_ours_once_and_in_a_group(capsys):
     from qarl_trl.train import GROUPS, QaRLScriptArguments
 
     cli.main(["train", "--help"])
+
     said = capsys.readouterr().out
     stock = {field.name for field in fields(GRPOConfig)} - {"loss_type"}
-    own = [
-        field.name for group in (QaRLScriptArguments, QaRLConfig) for field in fields(group) if field.name not in stock
-    ]
-    assert sorted(re.findall(r"^  --(\w+)$", said, re.MULTILINE)) == sorted(own)
-    parts = re.split(rf"^({'|'.join(GROUPS)})$", said, flags=re.MULTILINE)
-    assert parts[1::2] == list(GROUPS) and all("  --" in part for part in parts[2::2])
-    assert "--quant_scheme" in parts[2 * (list(GROUPS).index("Quantization") + 1)]
-    assert "--learning_rate" not in said and "huggingface.co/docs/trl" in said
+    ours = {field.name for group in (QaRLScriptArguments, QaRLConfig) for field in fields(group)} - stock
+    assert sorted(re.findall(r"^  --(\w+)$", said, re.MULTILINE)) == sorted(ours)
+
+    _, *parts = re.split(rf"^({'|'.join(GROUPS)})$", said, flags=re.MULTILINE)
+    titles = parts[0::2]
+    options = dict(zip(titles, parts[1::2], strict=True))
+    assert titles == list(GROUPS)
+    for text in options.values():
+        assert "  --" in text
+    assert "--quant_scheme" in options["Quantization"]
+    assert "--learning_rate" not in said
+    assert "huggingface.co/docs/trl" in said

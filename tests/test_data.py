@@ -14,11 +14,14 @@ BOXED = "{problem}\nAnswer in \\boxed{}."
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
+    """A cache of data sets for each test."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture
 def write(tmp_path):
+    """A function that writes rows to a file, and returns its path."""
+
     def to_file(rows, name="set.jsonl"):
         path = tmp_path / name
         if path.suffix == ".parquet":
@@ -33,13 +36,16 @@ def write(tmp_path):
 
 
 def user(text):
+    """A prompt of one message."""
     return [{"role": "user", "content": text}]
 
 
 @pytest.mark.parametrize("name", ["set.jsonl", "set.json", "set.parquet"])
 def test_file_becomes_prompt_and_answer_only(write, name):
     path = write([{"id": 7, "problem": "1+1?", "answer": "2"}, {"id": 8, "problem": "2+2?", "answer": "4"}], name)
+
     dataset = load_math_dataset(path)
+
     assert dataset.column_names == ["prompt", "answer"]
     assert dataset[:] == {"prompt": [user("1+1?"), user("2+2?")], "answer": ["2", "4"]}
 
@@ -47,44 +53,54 @@ def test_file_becomes_prompt_and_answer_only(write, name):
 @pytest.mark.parametrize(
     ("row", "problem", "answer"),
     [
-        ({"question": "q", "answer": "so 6*7\n#### 1,042"}, "q", "1042"),  # GSM8K
-        ({"problem": "p", "solution": r"then \boxed{\frac{1}{2}}."}, "p", r"\frac{1}{2}"),  # Minerva
-        ({"problem": "p", "solution": r"\boxed{1}", "answer": "2"}, "p", "2"),  # MATH-500: the answer goes first
-        ({"problem": "p", "question": "p", "answer": 27.0}, "p", "27"),  # AMC
+        ({"question": "q", "answer": "so 6*7\n#### 1,042"}, "q", "1042"),
+        ({"problem": "p", "solution": r"then \boxed{\frac{1}{2}}."}, "p", r"\frac{1}{2}"),
+        # The column of the answer goes first.
+        ({"problem": "p", "solution": r"\boxed{1}", "answer": "2"}, "p", "2"),
+        ({"problem": "p", "question": "p", "answer": 27.0}, "p", "27"),
         ({"prompt": "p", "target": "5"}, "p", "5"),
-        # verl
         ({"prompt": "p", "target": "worked", "reward_model": {"ground_truth": "5", "style": "rule"}}, "p", "5"),
     ],
+    ids=["GSM8K", "Minerva", "MATH-500", "AMC", "prompt and target", "verl"],
 )
 def test_columns_and_answers_of_known_sets_are_found(write, row, problem, answer):
     assert load_math_dataset(write([row]))[0] == {"prompt": user(problem), "answer": answer}
 
 
 def test_messages_of_the_data_are_kept_around_the_template(write):
+    system = {"role": "system", "content": "Think."}
     row = {
-        "prompt": [{"role": "system", "content": "Think."}, *user("1+1?")],
+        "prompt": [system, *user("1+1?")],
         "target": [{"role": "assistant", "content": r"Hm. \boxed{3}"}],
         "reward_model": {"ground_truth": "2", "style": "rule"},
     }
     path = write([row], "verl.parquet")
-    system = [{"role": "system", "content": "Think."}]
-    asked = user("1+1?\nAnswer in \\boxed{}.")
-    assert load_math_dataset(path)[0] == {"prompt": [*system, *user("1+1?")], "answer": "2"}
-    assert load_math_dataset(path, prompt_template=BOXED)[0]["prompt"] == [*system, *asked]
-    assert load_math_dataset(path, prompt_template=BOXED, conversational=False)[0]["prompt"] == asked[0]["content"]
-    replaced = load_math_dataset(path, system_prompt="Be brief.")[0]["prompt"]
-    assert replaced == [{"role": "system", "content": "Be brief."}, *user("1+1?")]
-    assert load_math_dataset(path, answer_column="target")[0]["answer"] == "3"
+
+    def first(**settings):
+        return load_math_dataset(path, **settings)[0]
+
+    assert first() == {"prompt": [system, *user("1+1?")], "answer": "2"}
+    assert first(answer_column="target")["answer"] == "3"
+
+    question = "1+1?\nAnswer in \\boxed{}."
+    assert first(prompt_template=BOXED)["prompt"] == [system, *user(question)]
+    assert first(prompt_template=BOXED, conversational=False)["prompt"] == question
+
+    replaced = {"role": "system", "content": "Be brief."}
+    assert first(system_prompt="Be brief.")["prompt"] == [replaced, *user("1+1?")]
 
 
 def test_named_columns_win(write):
     path = write([{"problem": "a", "text": "b", "answer": "1", "meta": {"gold": "2"}}])
+
     dataset = load_math_dataset(path, problem_column="text", answer_column="meta.gold")
+
     assert dataset[0] == {"prompt": user("b"), "answer": "2"}
 
 
 def test_single_file_is_whatever_split_is_asked_for(write):
     path = write([{"problem": str(i), "answer": str(i)} for i in range(5)])
+
     assert load_math_dataset(path, "test[1:3]")["answer"] == ["1", "2"]
     assert load_math_dataset(path, max_samples=2)["answer"] == ["0", "1"]
 
@@ -92,8 +108,10 @@ def test_single_file_is_whatever_split_is_asked_for(write):
 def test_rows_without_problem_or_answer_are_left_out_and_counted(write, caplog):
     rows = [("a", ""), ("b", "1"), ("c", None), (None, "2"), ("", "3")]
     path = write([{"problem": problem, "answer": answer} for problem, answer in rows])
+
     with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):
         assert load_math_dataset(path)["answer"] == ["1"]
+
     assert "4 of 5 rows" in caplog.text
 
 
@@ -114,15 +132,24 @@ def test_data_without_a_problem_or_an_answer_are_refused_by_the_settings_that_na
         load_math_dataset(write([row]), **settings)
 
 
-def test_files_that_are_missing_or_unreadable_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="none"):
-        load_math_dataset(str(tmp_path / "none.jsonl"))
+@pytest.mark.parametrize(
+    ("name", "content", "error", "words"),
+    [
+        ("none.jsonl", None, FileNotFoundError, "none"),
+        ("a.csv", b"problem,answer\n1,2\n", ValueError, r"\.csv"),
+        ("a.jsonl", b"\xff\xfe\x00", ValueError, "a.jsonl.* cannot be read: JSON parse error"),
+    ],
+)
+def test_files_that_are_missing_or_unreadable_are_named(tmp_path, name, content, error, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(error, match=words):
+        load_math_dataset(str(tmp_path / name))
+
+
+def test_a_hub_id_is_no_path():
     assert local_path("openai/gsm8k") is None
-    (tmp_path / "a.csv").write_text("problem,answer\n1,2\n")
-    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\x00")
-    for name, words in (("a.csv", r"\.csv"), ("a.jsonl", "a.jsonl.* cannot be read: JSON parse error")):
-        with pytest.raises(ValueError, match=words):
-            load_math_dataset(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,30 @@ from qarl_trl.rewards import last_boxed, math_reward
 
 
 def die_or_grade(completion, reference):
+    """In the grader's place: dies of the answer "die"."""
     if completion == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     return float(completion == rf"\boxed{{{reference}}}")
 
 
 def fail(completion, reference):
+    """In the grader's place: always fails."""
     return 1 / 0
+
+
+def grade_slowly(completion, reference):
+    """In the grader's place: takes a second for the answer "slow", which is right."""
+    if completion == "slow":
+        time.sleep(1)
+    return 1.0
+
+
+@pytest.fixture
+def log(monkeypatch, caplog):
+    """The log of this test, whose `records` are its warnings; none of them was said before."""
+    monkeypatch.setattr(rewards, "_said", set())
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
+        yield caplog
 
 
 @pytest.mark.parametrize(
@@ -44,10 +61,10 @@ def fail(completion, reference):
     ],
 )
 def test_answer_is_judged(completion, answer, reward):
-    assert math_reward([completion], [answer]) == math_reward(
-        [[{"role": "assistant", "content": completion}]], [answer]
-    )
+    message = [{"role": "assistant", "content": completion}]
+
     assert math_reward([completion], [answer]) == [reward]
+    assert math_reward([message], [answer]) == [reward]
 
 
 @pytest.mark.parametrize(
@@ -59,60 +76,91 @@ def test_broken_completion_gets_zero_and_no_exception(garbage):
 
 
 @pytest.mark.parametrize("reference", ["", "   ", None])
-def test_unreadable_reference_is_not_scored_and_is_said_once(reference, caplog, monkeypatch):
-    monkeypatch.setattr(rewards, "_said", set())
-    with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
-        assert math_reward([r"\boxed{3}", r"\boxed{3}"], [reference, "3"]) == [None, 1.0]
-        assert math_reward([r"\boxed{3}"], [reference]) == [None]
-    assert len(caplog.records) == 1
+def test_unreadable_reference_is_not_scored_and_is_said_once(reference, log):
+    assert math_reward([r"\boxed{3}", r"\boxed{3}"], [reference, "3"]) == [None, 1.0]
+    assert math_reward([r"\boxed{3}"], [reference]) == [None]
+
+    assert len(log.records) == 1
 
 
-def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, caplog):
+def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, log):
     monkeypatch.setattr(rewards, "_LIMIT_S", 1)
-    monkeypatch.setattr(rewards, "_said", set())
     assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(math_reward([r"\boxed{9^{9^{9^{9}}}}"] * 2, ["3"] * 2)))
+    graded = []
+    thread = threading.Thread(target=lambda: graded.extend(math_reward([r"\boxed{9^{9^{9^{9}}}}"] * 2, ["3"] * 2)))
+
     start = time.monotonic()
-    with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
-        thread.start()
-        thread.join()
-    assert found == [0.0, 0.0]
+    thread.start()
+    thread.join()
+
+    assert graded == [0.0, 0.0]
     assert time.monotonic() - start < 15
-    assert [record for record in caplog.records if "no result within 1 s" in record.message] == caplog.records[:1]
-    assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]  # and a fresh process goes on
+    assert [record for record in log.records if "no result within 1 s" in record.message] == log.records[:1]
+    # A fresh process goes on.
+    assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
 
 
-def test_killed_grader_scores_zero_says_so_once_and_goes_on(monkeypatch, caplog):
-    monkeypatch.setattr(rewards, "_said", set())
+def test_answers_that_are_not_graded_within_the_time_of_their_batch_count_as_wrong(monkeypatch, log):
+    monkeypatch.setattr(rewards, "_grade", grade_slowly)
+    math_reward(["starts the process"], ["3"])
+
+    start = time.monotonic()
+    graded = math_reward(["quick", *["slow"] * 20], ["3"] * 21, reward_timeout=2.5)
+
+    assert time.monotonic() - start < 6
+    right = graded.count(1.0)
+    # Two of the slow ones, or fewer on a busy machine.
+    assert graded == [1.0] * right + [0.0] * (21 - right)
+    assert 1 <= right <= 3
+    (warning,) = log.records
+    assert warning.message.startswith(f"{21 - right} of 21 answers were not graded within reward_timeout=2.5 s")
+
+
+def test_the_time_of_a_batch_starts_anew_with_each_and_each_says_how_many(monkeypatch, log):
+    monkeypatch.setattr(rewards, "_grade", grade_slowly)
+    (reward,) = rewards.load_rewards(["math_reward"], reward_timeout=0.5)
+
+    assert reward(["slow", "quick"], answer=["3", "3"]) == [0.0, 0.0]
+    assert reward(["quick", "slow"], answer=["3", "3"]) == [1.0, 0.0]
+
+    assert [record.message.split(" were")[0] for record in log.records] == ["2 of 2 answers", "1 of 2 answers"]
+
+
+def test_killed_grader_scores_zero_says_so_once_and_goes_on(monkeypatch, log):
     monkeypatch.setattr(rewards, "_grade", die_or_grade)
-    with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
-        assert math_reward(["die", r"\boxed{3}", "die"], ["3"] * 3) == [0.0, 1.0, 0.0]
-    assert [record.message.count("died of SIGKILL") for record in caplog.records] == [1]
+
+    assert math_reward(["die", r"\boxed{3}", "die"], ["3"] * 3) == [0.0, 1.0, 0.0]
+
+    assert [record.message.count("died of SIGKILL") for record in log.records] == [1]
 
 
-def test_grader_that_always_fails_is_an_error_at_the_start_and_said_once_later(monkeypatch, caplog):
-    monkeypatch.setattr(rewards, "_said", set())
+def test_grader_that_always_fails_is_an_error_at_the_start_and_said_once_later(monkeypatch, log):
     monkeypatch.setattr(rewards, "_grade", fail)
     rewards._WORKER.close()
+
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         math_reward(["1"], ["1"])
-    with caplog.at_level(logging.WARNING, logger="qarl_trl.rewards"):
-        assert math_reward(["1", "2"], ["1", "2"]) == [0.0, 0.0]
-    assert [record.message.count("ZeroDivisionError") for record in caplog.records] == [1]
+    assert math_reward(["1", "2"], ["1", "2"]) == [0.0, 0.0]
+
+    assert [record.message.count("ZeroDivisionError") for record in log.records] == [1]
 
 
 def test_fork_grades_for_itself():
     assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
+
     child = os.fork()
     if child == 0:
-        os._exit(int(math_reward([r"\boxed{3}", r"\boxed{4}"], ["3", "3"]) != [1.0, 0.0]))
-    assert os.waitpid(child, 0)[1] == 0
+        graded = math_reward([r"\boxed{3}", r"\boxed{4}"], ["3", "3"])
+        os._exit(int(graded != [1.0, 0.0]))
+
+    _, status = os.waitpid(child, 0)
+    assert status == 0
     assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
 
 
 def test_missing_math_verify_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
+
     with pytest.raises(ImportError, match=r"pip install qarl_trl\[math\]"):
         math_reward(["1"], ["1"])
 
