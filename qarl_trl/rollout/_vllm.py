@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,8 @@ from . import _vllm_cpu
 
 # Parameters of attention layers for checkpoints with a quantized KV cache; our syncs never have them.
 _CACHE_SCALES = re.compile(r"(^|\.)(q|k|v|prob)_(scale|zero_point)$")
-# vLLM's switch that rounds scales of float8 blocks to powers of two; on if DeepGEMM is installed (`vllm.utils.deep_gemm`).
+# vLLM's switch that rounds scales of float8 blocks to powers of two. It is on if DeepGEMM is installed
+# (`vllm.utils.deep_gemm`).
 BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
 
 
@@ -34,7 +36,13 @@ def keep_block_scales() -> None:
 
 @contextmanager
 def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -> Iterator[None]:
-    """Add keyword arguments to the `vllm.LLM(...)` that TRL builds, and call `built` with the engine before TRL uses it."""
+    """
+    Add keyword arguments to the `vllm.LLM(...)` that TRL builds inside this context.
+
+    Args:
+        built: Is called with the engine before TRL uses it.
+        extra: The arguments. They replace TRL's of the same names.
+    """
     original = vllm_generation.LLM
 
     def build(**kwargs: Any) -> Any:
@@ -56,14 +64,14 @@ def keep_cache_scales() -> None:
     """
     Start engines with random weights, but with scales of 1 for KV cache, queries and attention probabilities.
 
-    vLLM's loader of random weights (`load_format="dummy"`) also draws these scales. A reload does not touch attention layers, and
-    FlashInfer's kernels and CUDA graphs keep the numbers of the first forward. So the scales must be right before that: this
-    replaces vLLM's loader, once, for the whole process.
+    vLLM's loader of random weights (`load_format="dummy"`) also draws these scales. A reload does not touch attention
+    layers, and FlashInfer's kernels and CUDA graphs keep the numbers of the first forward. So the scales must be right
+    before that: this replaces vLLM's loader, once, for the whole process.
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     load = DummyModelLoader.load_weights
-    if hasattr(load, "__wrapped__"):
+    if hasattr(load, "__wrapped__"):  # replaced already
         return
 
     @wraps(load)
@@ -76,29 +84,41 @@ def keep_cache_scales() -> None:
 
 @torch.no_grad()
 def reset_cache_scales(model: torch.nn.Module) -> None:
-    """Set the scales of KV cache, queries and attention probabilities to 1 in every attention layer, also their copies on the host."""
+    """
+    Set the scales of KV cache, queries and attention probabilities to 1, also their copies on the host.
+
+    Args:
+        model: The engine's model. Every attention layer in it has such scales.
+    """
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 
     for layer in model.modules():
         if not hasattr(layer, "_k_scale"):
             continue
+
         # A checkpoint would fill these; vLLM makes the scales from them after it loads weights, and removes them.
         for name, parameter in layer.named_parameters(recurse=False):
             if _CACHE_SCALES.search(name):
                 parameter.fill_(1)
+
         set_default_quant_scales(layer)
 
 
 @contextmanager
 def same_draws(group: Any) -> Iterator[None]:
     """
-    Make numpy's global generator draw the same numbers in all processes of `group` (a torch group); restore it afterwards.
+    Make numpy's global generator draw the same numbers in all processes of a group; restore it afterwards.
 
-    vLLM's model runner V2, which GPUs use, takes the seeds of requests from it (`SamplingStates.add_request`). Each rank of an
-    engine samples for itself: if a reward function drew a number in one of them, their tokens would differ.
+    vLLM's model runner V2, which GPUs use, takes the seeds of requests from it (`SamplingStates.add_request`). Each
+    rank of an engine samples for itself: if a reward function drew a number in one of them, their tokens would differ.
+
+    Args:
+        group: A torch process group, all of whose processes enter this context.
     """
-    seed = [int(np.random.randint(2**32, dtype=np.uint64))]  # all draw, so that the next seed differs
+    # Every process draws, although only the first one's number counts: so the next seed differs from this one.
+    seed = [int(np.random.randint(2**32, dtype=np.uint64))]
     torch.distributed.broadcast_object_list(seed, group=group, group_src=0)
+
     state = np.random.get_state()
     np.random.seed(seed[0])
     try:
@@ -109,10 +129,17 @@ def same_draws(group: Any) -> Iterator[None]:
 
 def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """
-    Stream tensors of a checkpoint into a colocated engine; one call must have all of them.
+    Stream tensors of a checkpoint into a colocated engine.
 
-    vLLM restores each layer's checkpoint layout, loads, processes, and copies into the memory that its kernels already use, so
-    CUDA graphs stay valid.
+    vLLM restores each layer's checkpoint layout, loads, processes, and copies into the memory that its kernels already
+    use, so CUDA graphs stay valid.
+
+    Args:
+        llm: A colocated `vllm.LLM`.
+        weights: Names and tensors of a whole checkpoint: one call must have all of them.
+
+    Raises:
+        RuntimeError: as [`reload_model`] does.
     """
     worker = llm.llm_engine.model_executor.driver_worker
     reload_model(engine_model(llm), partial(worker.reload_weights, weights_iterator=iter(weights)))
@@ -120,38 +147,35 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     """
-    Run vLLM's `reload` of an engine's model, and check that every parameter was loaded completely.
+    Run vLLM's reload of an engine's model, and check that every parameter was loaded completely.
 
     It also handles what vLLM 0.31's reload leaves out: loaders and storage of biases, layouts of CPU kernels
     (`_vllm_cpu.complete_reload`) and scales of attention layers.
 
+    Args:
+        model: The engine's model.
+        reload: Calls vLLM's reload of this model with a stream of weights.
+
     Raises:
-        RuntimeError: if the stream lacks elements of a parameter. vLLM only logs that, or takes the missing part of a merged layer
-            (q, k, v; gate, up; all experts) for padding, and computes with old memory.
+        RuntimeError: if the stream lacks elements of a parameter. vLLM only logs that, or takes the missing part of a
+            merged layer (q, k, v; gate, up; all experts) for padding, and computes with old memory.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
-    tied, biases, count = _tied_names(model), _prepare_biases(model), layerwise.get_numel_loaded
-    expected: dict[str, tuple[Tensor, int]] = {}
-    came: Counter[int] = Counter()
+    tied = _tied_names(model)
+    biases = _prepare_biases(model)
+    loaded = _LoadedElements(model, layerwise.get_numel_loaded)
 
-    def counted(loader: Callable[..., Any], call: inspect.BoundArguments) -> tuple[int, Any]:
-        # At the first call vLLM has already replaced the kernels' parameters by those of the checkpoint.
-        if not expected:
-            expected.update(_places(model))
-        number, result = count(loader, call)
-        came[id(call.arguments["param"])] += max(number, 1)  # vLLM counts copied elements, and it fills scalars
-        return number, result
-
-    with patch.object(layerwise, "get_numel_loaded", counted), _vllm_cpu.complete_reload(model):
+    with patch.object(layerwise, "get_numel_loaded", loaded.load), _vllm_cpu.complete_reload(model):
         reload()
+
     _keep_biases(model, biases)
     reset_cache_scales(model)
-    if not expected:
+
+    if not loaded.places:
         raise RuntimeError(f"vLLM {installed_version('vllm')} reloaded without its loaders. Use a tested version.")
-    whole = {name for name, (parameter, number) in expected.items() if came[id(parameter)] >= number}
-    # After the reload a tied parameter is one storage again: loaded under one name, it is loaded under all.
-    missing = sorted(name for name in expected.keys() - whole if not tied.get(name, set()) & whole)
+
+    missing = loaded.missing(tied)
     if missing:
         raise RuntimeError(
             f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the synced stream does "
@@ -159,8 +183,58 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
         )
 
 
-def _places(model: torch.nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """Each parameter that vLLM's loaders fill, by name, and its number of elements in a checkpoint."""
+@dataclass(frozen=True)
+class _Place:
+    """A parameter of the engine that vLLM's loaders fill, and its number of elements in a checkpoint."""
+
+    parameter: Tensor  # also keeps its `id`, by which loaded elements are counted, from being used again
+    elements: int
+
+
+class _LoadedElements:
+    """
+    Counts the elements that vLLM's loaders copy into each parameter during a reload.
+
+    Args:
+        model: The engine's model.
+        load: vLLM's function that runs a loader, and returns the number of copied elements and the loader's result.
+    """
+
+    def __init__(self, model: torch.nn.Module, load: Callable[..., tuple[int, Any]]) -> None:
+        self.places: dict[str, _Place] = {}  # by name; empty until vLLM loads something
+        self._model = model
+        self._load = load
+        self._elements: Counter[int] = Counter()
+
+    def load(self, loader: Callable[..., Any], call: inspect.BoundArguments) -> tuple[int, Any]:
+        """Run a loader with the arguments `call`, as vLLM's function does, and count."""
+        # Not earlier: at the first call vLLM has replaced the kernels' parameters by those of the checkpoint.
+        if not self.places:
+            self.places = _places(self._model)
+
+        elements, result = self._load(loader, call)
+        # vLLM counts copied elements. It fills scalars instead, so a scalar would count 0.
+        self._elements[id(call.arguments["param"])] += max(elements, 1)
+        return elements, result
+
+    def missing(self, tied: dict[str, set[str]]) -> list[str]:
+        """The names of the parameters that lack elements, sorted; `tied` comes from [`_tied_names`]."""
+        complete = set()
+        for name, place in self.places.items():
+            if self._elements[id(place.parameter)] >= place.elements:
+                complete.add(name)
+
+        missing = []
+        for name in self.places:
+            # After the reload a tied parameter is one storage again: loaded under one name, it is loaded under all.
+            names = tied.get(name, {name})
+            if complete.isdisjoint(names):
+                missing.append(name)
+        return sorted(missing)
+
+
+def _places(model: torch.nn.Module) -> dict[str, _Place]:
+    """Each parameter that vLLM's loaders fill, by name."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
     from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
@@ -168,11 +242,16 @@ def _places(model: torch.nn.Module) -> dict[str, tuple[Tensor, int]]:
     places = {}
     for prefix, layer in model.named_modules():
         for name, parameter in layer.named_parameters(prefix, recurse=False):
-            if _CACHE_SCALES.search(name) or name.rpartition(".")[2] in SKIP_LOAD_TENSORS:
+            if _CACHE_SCALES.search(name) or _last_part(name) in SKIP_LOAD_TENSORS:
                 continue
-            # The last rows of a vocabulary are padding, which no checkpoint has; for the shapes of experts vLLM counts calls.
-            uncounted = isinstance(layer, VocabParallelEmbedding) or name.endswith("_weight_shape")
-            places[name] = parameter, 1 if uncounted else get_tensor_load_numel(parameter)
+
+            # The last rows of a vocabulary are padding, which no checkpoint has, and for the shapes of experts vLLM
+            # counts calls. So nobody knows their number: one element must do.
+            if isinstance(layer, VocabParallelEmbedding) or name.endswith("_weight_shape"):
+                elements = 1
+            else:
+                elements = get_tensor_load_numel(parameter)
+            places[name] = _Place(parameter, elements)
     return places
 
 
@@ -180,41 +259,64 @@ def _prepare_biases(model: torch.nn.Module) -> dict[str, Tensor]:
     """
     Make every bias of the engine loadable, and return the storage of each by name, for [`_keep_biases`].
 
-    Kernels that permute or cast a bias (Marlin for NVFP4 and FP8, W4A8 on a CPU) replace it by an ordinary parameter. That lacks the
-    loader that vLLM calls for merged layers, or the dimension along which it splits; the layer itself still has the loader.
+    Kernels that permute or cast a bias (Marlin for NVFP4 and FP8, W4A8 on a CPU) replace it by an ordinary parameter.
+    That lacks the loader that vLLM calls for merged layers, or the dimension along which it splits; the layer itself
+    still has the loader.
     """
     for layer in model.modules():
         bias: Any = getattr(layer, "bias", None)
-        plain = isinstance(bias, torch.nn.Parameter) and not hasattr(bias, "output_dim")
-        if plain and hasattr(layer, "weight_loader"):
-            bias.output_dim, bias.weight_loader = 0, layer.weight_loader
-    return {name: p.data for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias"}
+        ordinary = isinstance(bias, torch.nn.Parameter) and not hasattr(bias, "output_dim")
+        if ordinary and hasattr(layer, "weight_loader"):
+            bias.output_dim = 0
+            bias.weight_loader = layer.weight_loader
+
+    return {name: param.data for name, param in model.named_parameters() if _last_part(name) == "bias"}
 
 
 def _keep_biases(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
     """
     Copy every bias back into the storage that CUDA graphs were captured with.
 
-    vLLM's reload copies a kernel's prepared tensors into the old storage, except biases (`SKIP_TENSORS`). Marlin's layers permute
-    theirs into a new tensor: a graph would continue to read the old storage, where the bias is not permuted.
+    vLLM's reload copies a kernel's prepared tensors into the old storage, except biases (`SKIP_TENSORS`). Marlin's
+    layers permute theirs into a new tensor: a graph would continue to read the old storage, where the bias is not
+    permuted.
     """
-    for name, old in before.items():
+    for name, storage in before.items():
         bias = model.get_parameter(name)
-        if bias.data_ptr() != old.data_ptr():
-            old.copy_(bias.data)
-            bias.data = old
+        if bias.data_ptr() != storage.data_ptr():
+            storage.copy_(bias.data)
+            bias.data = storage
 
 
 def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
-    """All names of each parameter that the engine holds under several names."""
-    names: dict[int, set[str]] = {}
+    """For each name of a parameter that the engine holds under several names: all of its names."""
+    names_of: dict[int, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), set()).add(name)
-    return {name: group for group in names.values() if len(group) > 1 for name in group}
+        names_of.setdefault(id(param), set()).add(name)
+
+    tied = {}
+    for names in names_of.values():
+        if len(names) > 1:
+            tied.update(dict.fromkeys(names, names))
+    return tied
+
+
+def _last_part(name: str) -> str:
+    """The part of a dotted name after the last dot."""
+    return name.rpartition(".")[2]
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Clear cached keys, values and image features of the old weights; `RuntimeError` if the engine refuses."""
+    """
+    Clear cached keys, values and image features of the old weights.
+
+    Args:
+        llm: A colocated `vllm.LLM`.
+
+    Raises:
+        RuntimeError: if the engine refuses.
+    """
     llm.llm_engine.reset_encoder_cache()
+
     if llm.reset_prefix_cache() is False:
         raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a weight sync.")
