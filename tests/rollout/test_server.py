@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 from vllm.v1.worker.gpu_worker import Worker
 
-from qarl_trl.rollout import _vllm, server
-from qarl_trl.rollout._vllm_server import WorkerExtension, tensors_of
-from qarl_trl.rollout.server import ServerClient, engine_facts, save_parts
+from qarl_trl.rollout import _vllm, sync_files
+from qarl_trl.rollout._vllm_server import WorkerExtension
+from qarl_trl.rollout.server import ServerClient, engine_facts
+from qarl_trl.rollout.sync_files import read_parts, save_parts
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -174,7 +175,7 @@ def reads(folder, got):
     """Answers of a stub that reads a weight sync as the server does."""
 
     def call(body):
-        got.extend((name, tensor.clone()) for name, tensor in tensors_of(str(folder), *body))
+        got.extend((name, tensor.clone()) for name, tensor in read_parts(str(folder), *body))
         return 200, [None]
 
     return {"/qarl_load": call, "/reset_prefix_cache": {"success": True}}
@@ -218,7 +219,7 @@ def test_parts_end_at_their_size_and_hold_views_of_one_storage(tmp_path):
 
 
 def test_a_full_folder_is_said_with_its_name_and_the_server_is_not_asked(tmp_path):
-    full = patch.object(server, "save_file", side_effect=OSError(28, "No space left on device"))
+    full = patch.object(sync_files, "save_file", side_effect=OSError(28, "No space left on device"))
     with client_of(reads(tmp_path, []), tmp_path) as client, full:
         with pytest.raises(RuntimeError, match=f"sync_folder '{tmp_path}'.*No space left"):
             client.sync(TENSORS.items())
@@ -229,16 +230,16 @@ def test_the_server_reads_its_folder_only_and_whole_files(tmp_path):
     inside, root = tmp_path / "shared" / "run-1", str(tmp_path / "shared")
     inside.mkdir(parents=True)
     assert save_parts(TENSORS.items(), inside) == 1
-    assert {name for name, _ in tensors_of(root, "run-1", 1)} == TENSORS.keys()
+    assert {name for name, _ in read_parts(root, "run-1", 1)} == TENSORS.keys()
     for elsewhere in ("run-2", "..", "../shared/..", str(tmp_path), "."):
         with pytest.raises(ValueError, match="has no folder .* in its sync_folder .*both must mount the same"):
-            tensors_of(root, elsewhere, 1)
+            read_parts(root, elsewhere, 1)
     with pytest.raises(ValueError, match=r"cannot read all 2 files of .*run-1"):
-        tensors_of(root, "run-1", 2)
+        read_parts(root, "run-1", 2)
     part = inside / "0.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"cannot read all 1 files of .*run-1"):
-        tensors_of(root, "run-1", 1)
+        read_parts(root, "run-1", 1)
 
 
 # The workers ----------------------------------------------------------------------------------------------------------
