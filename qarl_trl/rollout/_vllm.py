@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +16,10 @@ from trl.generation import vllm_generation
 
 from .._compat import installed_version
 from . import _vllm_cpu
+from ._vllm_loaded import CACHE_SCALES as _CACHE_SCALES
+from ._vllm_loaded import LoadedElements, tied_names
 
 
-# Parameters of attention layers for checkpoints with a quantized KV cache; our syncs never have them.
-_CACHE_SCALES = re.compile(r"(^|\.)(q|k|v|prob)_(scale|zero_point)$")
 # vLLM's switch that rounds scales of float8 blocks to powers of two. It is on if DeepGEMM is installed
 # (`vllm.utils.deep_gemm`).
 BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
@@ -162,9 +158,9 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
-    tied = _tied_names(model)
+    tied = tied_names(model)
     biases = _prepare_biases(model)
-    loaded = _LoadedElements(model, layerwise.get_numel_loaded)
+    loaded = LoadedElements(model, layerwise.get_numel_loaded)
 
     with patch.object(layerwise, "get_numel_loaded", loaded.load), _vllm_cpu.complete_reload(model):
         reload()
@@ -183,78 +179,6 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A parameter of the engine that vLLM's loaders fill, and its number of elements in a checkpoint."""
-
-    parameter: Tensor  # also keeps its `id`, by which loaded elements are counted, from being used again
-    elements: int
-
-
-class _LoadedElements:
-    """
-    Counts the elements that vLLM's loaders copy into each parameter during a reload.
-
-    Args:
-        model: The engine's model.
-        load: vLLM's function that runs a loader, and returns the number of copied elements and the loader's result.
-    """
-
-    def __init__(self, model: torch.nn.Module, load: Callable[..., tuple[int, Any]]) -> None:
-        self.places: dict[str, _Place] = {}  # by name; empty until vLLM loads something
-        self._model = model
-        self._load = load
-        self._elements: Counter[int] = Counter()
-
-    def load(self, loader: Callable[..., Any], call: inspect.BoundArguments) -> tuple[int, Any]:
-        """Run a loader with the arguments `call`, as vLLM's function does, and count."""
-        # Not earlier: at the first call vLLM has replaced the kernels' parameters by those of the checkpoint.
-        if not self.places:
-            self.places = _places(self._model)
-
-        elements, result = self._load(loader, call)
-        # vLLM counts copied elements. It fills scalars instead, so a scalar would count 0.
-        self._elements[id(call.arguments["param"])] += max(elements, 1)
-        return elements, result
-
-    def missing(self, tied: dict[str, set[str]]) -> list[str]:
-        """The names of the parameters that lack elements, sorted; `tied` comes from [`_tied_names`]."""
-        complete = set()
-        for name, place in self.places.items():
-            if self._elements[id(place.parameter)] >= place.elements:
-                complete.add(name)
-
-        missing = []
-        for name in self.places:
-            # After the reload a tied parameter is one storage again: loaded under one name, it is loaded under all.
-            names = tied.get(name, {name})
-            if complete.isdisjoint(names):
-                missing.append(name)
-        return sorted(missing)
-
-
-def _places(model: torch.nn.Module) -> dict[str, _Place]:
-    """Each parameter that vLLM's loaders fill, by name."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
-
-    places = {}
-    for prefix, layer in model.named_modules():
-        for name, parameter in layer.named_parameters(prefix, recurse=False):
-            if _CACHE_SCALES.search(name) or _last_part(name) in SKIP_LOAD_TENSORS:
-                continue
-
-            # The last rows of a vocabulary are padding, which no checkpoint has, and for the shapes of experts vLLM
-            # counts calls. So nobody knows their number: one element must do.
-            if isinstance(layer, VocabParallelEmbedding) or name.endswith("_weight_shape"):
-                elements = 1
-            else:
-                elements = get_tensor_load_numel(parameter)
-            places[name] = _Place(parameter, elements)
-    return places
-
-
 def _prepare_biases(model: torch.nn.Module) -> dict[str, Tensor]:
     """
     Make every bias of the engine loadable, and return the storage of each by name, for [`_keep_biases`].
@@ -270,7 +194,7 @@ def _prepare_biases(model: torch.nn.Module) -> dict[str, Tensor]:
             bias.output_dim = 0
             bias.weight_loader = layer.weight_loader
 
-    return {name: param.data for name, param in model.named_parameters() if _last_part(name) == "bias"}
+    return {name: param.data for name, param in model.named_parameters() if name.rpartition(".")[2] == "bias"}
 
 
 def _keep_biases(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
@@ -286,24 +210,6 @@ def _keep_biases(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
         if bias.data_ptr() != storage.data_ptr():
             storage.copy_(bias.data)
             bias.data = storage
-
-
-def _tied_names(model: torch.nn.Module) -> dict[str, set[str]]:
-    """For each name of a parameter that the engine holds under several names: all of its names."""
-    names_of: dict[int, set[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(param), set()).add(name)
-
-    tied = {}
-    for names in names_of.values():
-        if len(names) > 1:
-            tied.update(dict.fromkeys(names, names))
-    return tied
-
-
-def _last_part(name: str) -> str:
-    """The part of a dotted name after the last dot."""
-    return name.rpartition(".")[2]
 
 
 def reset_prefix_cache(llm: Any) -> None:

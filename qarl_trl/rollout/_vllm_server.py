@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cpu_exact.arithmetic import choose_arithmetic
 from . import _vllm, _vllm_cpu
-from .server import engine_facts
+from .server_facts import engine_facts
 from .sync_files import read_parts
 
 
@@ -72,7 +72,7 @@ class WorkerExtension:
         model.qarl_version = version
 
     def qarl_state(self) -> dict[str, Any]:
-        """The version of this worker's weights, and its facts ([`~qarl_trl.rollout.server.engine_facts`])."""
+        """The version of this worker's weights, and its facts ([`~qarl_trl.rollout.server_facts.engine_facts`])."""
         config = self.vllm_config.model_config.hf_config
         quantization = config.to_dict().get("quantization_config")
         if quantization:

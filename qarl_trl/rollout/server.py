@@ -1,8 +1,7 @@
-"""The trainer's side of a vLLM server: check what it runs, sync weights, and check that it answers with the last sync."""
+"""The trainer's side of a vLLM server: checks what it runs, syncs weights, and makes sure of the last sync."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import time
@@ -14,36 +13,15 @@ from typing import Any
 import requests
 from requests.adapters import HTTPAdapter
 from torch import Tensor
-from transformers import PretrainedConfig
-from transformers.utils import flatten_dict
 from trl.generation.vllm_client import VLLMClient
 from urllib3.connection import HTTPConnection
 
-from .._compat import installed_version
+from .server_facts import engine_facts as engine_facts  # also importable from here
 from .server_guard import find_key
 from .sync_files import save_parts
 
 
 TIMEOUT = 2 * 60 * 60  # seconds for one answer, which may be a batch of long completions
-# Fields of a config that determine a text model; a learner and an engine with different files differ in one of these.
-_OF_THE_MODEL = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_experts",
-    "num_experts_per_tok",
-    "sliding_window",
-    "rms_norm_eps",
-    "rope_parameters",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
 
 
 class ServerClient(VLLMClient):
@@ -293,26 +271,3 @@ def _keepalive_options() -> list[tuple[int, int, int]]:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),  # seconds
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),  # milliseconds
     ]
-
-
-def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) -> dict[str, Any]:
-    """
-    Facts that learner and server must share.
-
-    Args:
-        config: The model's config.
-        quantization: compressed-tensors' config of its schemes; `None` for bfloat16.
-
-    Returns:
-        Plain values by dotted name, such as `config.hidden_size`.
-    """
-    text_config = config.get_text_config()
-    facts = {
-        "config": {name: getattr(text_config, name, None) for name in _OF_THE_MODEL},
-        "quantization_config": quantization,
-        "vllm": installed_version("vllm"),
-    }
-
-    # The server's facts come through JSON, so these go through it too: tuples become lists.
-    plain = json.loads(json.dumps(facts))
-    return {name: value for name, value in flatten_dict(plain).items() if value != {}}

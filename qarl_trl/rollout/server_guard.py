@@ -29,8 +29,8 @@ class Guard:
     ASGI middleware: requires the key except on `/health`, allows only listed paths and no browsers, and routes to our
     workers.
 
-    vLLM requires the key only on some paths, and its `/collective_rpc` calls any method of a worker: a web page that is
-    open on the machine could replace the weights.
+    vLLM requires the key only on some paths, and its `/collective_rpc` calls any method of a worker: a web page that
+    is open on the machine could replace the weights.
 
     Args:
         app: vLLM's web server.

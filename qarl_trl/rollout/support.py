@@ -49,8 +49,8 @@ def _check_scheme(scheme: SchemeSupport, args: QaRLConfig) -> None:
     missing = missing_in_engine(scheme, args.device)
     if missing is not None:
         raise ValueError(
-            f"quant_scheme={scheme.name!r} cannot be sampled on device {args.device.type!r}: {missing}. Choose another "
-            "scheme (`qarl-trl schemes` lists what runs where), or use_vllm=False."
+            f"quant_scheme={scheme.name!r} cannot be sampled on device {args.device.type!r}: {missing}. Choose "
+            "another scheme (`qarl-trl schemes` lists what runs where), or use_vllm=False."
         )
 
     check_engine_cpu(args.device.type, four_bits=scheme.format == "pack-quantized")
@@ -60,7 +60,8 @@ def _check_scheme(scheme: SchemeSupport, args: QaRLConfig) -> None:
     if one_scale_per_token and args.vllm_tensor_parallel_size > 1:
         logger.warning(
             f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {scheme.name}: each rank quantizes its "
-            "part of the inputs of o_proj and down_proj, the learner all of them, so log-probs differ. Use 1, or W4A16."
+            "part of the inputs of o_proj and down_proj, the learner all of them, so log-probs differ. Use 1, or "
+            "W4A16."
         )
 
 

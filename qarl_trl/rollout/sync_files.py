@@ -1,4 +1,4 @@
-"""The files of a weight sync to a server: the trainer writes them into a shared folder, the server's workers read them."""
+"""The files of a weight sync to a server: a trainer writes them into a shared folder, workers read them."""
 
 from __future__ import annotations
 
