@@ -39,6 +39,7 @@ def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -
         built: Is called with the engine before TRL uses it.
         extra: The arguments. They replace TRL's of the same names.
     """
+    # TRL builds the engine from arguments of its own, and has no place for others.
     original = vllm_generation.LLM
 
     def build(**kwargs: Any) -> Any:
@@ -137,6 +138,7 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     Raises:
         RuntimeError: as [`reload_model`] does.
     """
+    # Of this process: each rank of an engine in several processes reloads its own model.
     worker = llm.llm_engine.model_executor.driver_worker
     reload_model(engine_model(llm), partial(worker.reload_weights, weights_iterator=iter(weights)))
 
@@ -158,6 +160,7 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
+    # Before the reload, which replaces a tied parameter by one for each of its names.
     tied = tied_names(model)
     biases = _prepare_biases(model)
     loaded = LoadedElements(model, layerwise.get_numel_loaded)
@@ -168,6 +171,7 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     _keep_biases(model, biases)
     reset_cache_scales(model)
 
+    # Without a single call of vLLM's counter nothing could be missing, and nothing would be checked.
     if not loaded.places:
         raise RuntimeError(f"vLLM {installed_version('vllm')} reloaded without its loaders. Use a tested version.")
 

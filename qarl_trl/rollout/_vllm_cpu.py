@@ -112,6 +112,7 @@ def _pack_tied_embeddings(model: nn.Module) -> None:
     The output layer has its own packed copy. But a checkpoint has the shared weight only once, for the embedding,
     which packs nothing.
     """
+    # Modules that hold the same parameter, by its identity.
     holders = Counter(id(module._parameters.get("weight")) for module in model.modules())
 
     layer: Any

@@ -117,6 +117,7 @@ def _empty_layer(weight: LowBitWeight) -> Any:
 
 def _load(layer: Any, weight: LowBitWeight) -> None:
     """Load the tensors of a weight into vLLM's layer. `RuntimeError` if it holds others."""
+    # A tensor that is not loaded would keep what was in memory before, without an error.
     parameters = dict(layer.named_parameters())
     if parameters.keys() != weight.tensors.keys():
         raise RuntimeError(

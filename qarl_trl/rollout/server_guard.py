@@ -51,6 +51,7 @@ class Guard:
         from starlette.requests import Request  # comes with vLLM, which a trainer may lack
         from starlette.responses import PlainTextResponse
 
+        # The server's own start and end.
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
@@ -59,6 +60,7 @@ class Guard:
         request = Request(scope, receive)
         path = scope["path"]
 
+        # Before anything else of the request is read, such as its body.
         refusal = self.refusal(request, path)
         if refusal is not None:
             text, status = refusal
@@ -89,6 +91,7 @@ class Guard:
         if path == "/health":
             return None
 
+        # Compared in constant time, so that the time of a refusal says nothing about the key.
         authorization = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(authorization, self.expected):
             return f"The server wants another key: set {KEY} to the one that `qarl-trl serve` printed.", 401
@@ -110,6 +113,7 @@ def _known(host: str) -> bool:
     if _is_address(name):
         return True
 
+    # A page's name may be made to point to this machine, but the browser still sends that name as the Host.
     listed = os.environ.get(HOSTS, "").split(",")
     known = {"localhost", socket.gethostname().lower(), *listed}
     return name != "" and name in known
@@ -169,6 +173,7 @@ def find_key(sync_folder: str | Path) -> str:
     Args:
         sync_folder: The folder of weight syncs.
     """
+    # First, because a trainer may mount only the sync folder, and the file is beside it.
     key = os.environ.get(KEY)
     if key:
         return key

@@ -53,6 +53,7 @@ def _check_scheme(scheme: SchemeSupport, args: QaRLConfig) -> None:
             "another scheme (`qarl-trl schemes` lists what runs where), or use_vllm=False."
         )
 
+    # The table says what some CPU can run; this one may lack the kernel of W4A16.
     check_engine_cpu(args.device.type, four_bits=scheme.format == "pack-quantized")
 
     # The split layers see only a part of a token, so their scale is of that part.

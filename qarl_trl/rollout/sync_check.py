@@ -106,6 +106,7 @@ def learner_logps(model: nn.Module, token_ids: Sequence[int]) -> Scores:
 
 def _forward(model: nn.Module, ids: Tensor) -> Tensor:
     """Log-probs `(T - 1,)` of `ids`, `(1, T)`."""
+    # Without a cache: nothing is generated from it.
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     logps = logits[0, :-1].float().log_softmax(-1)
     return logps.gather(-1, ids[0, 1:, None]).squeeze(-1)
@@ -143,6 +144,7 @@ def rounding_noise(model: nn.Module) -> Iterator[None]:
         factor = (1 + u).to(output.device)
         return (output.float() * factor).to(output.dtype)
 
+    # Also the head, which is not quantized: the engine's kernel rounds its sums, too.
     layers = [module for module in model.modules() if isinstance(module, (nn.Linear, LowBitLayer))]
     with ExitStack() as stack:
         for layer in layers:
@@ -226,6 +228,7 @@ class SyncCheck:
         if failure is not None:
             raise failure
 
+        # The same in all processes, so that all of them stop or none.
         worst = max(readings, key=lambda reading: (reading.wrong, reading.logp_diff))
         self._report(worst)
         if worst.wrong:
@@ -260,7 +263,7 @@ class SyncCheck:
         """Log the worst reading of all processes."""
         values = {"logp_diff": worst.logp_diff, "noise_floor": worst.noise_floor, "allowed": worst.limit}
         for name, value in values.items():
-            # A logger may not take NaN or infinity.
+            # Neither NaN nor infinity says anything in a log, and JSON has neither.
             if value < math.inf:
                 self.report(f"sync/verify_{name}", value)
 

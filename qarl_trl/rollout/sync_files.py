@@ -67,11 +67,13 @@ def read_parts(root: str, folder: str, files: int) -> Iterator[tuple[str, Tensor
         ValueError: immediately, not during the reload, if the folder is not in `root`, or if a file is missing or
             truncated.
     """
+    # Resolved, so that neither `..` nor a link leads out of the sync folder.
     shared = Path(root).resolve()
     inside = Path(root, folder).resolve()
     if inside.parent != shared or not inside.is_dir():
         raise ValueError(f"the server has no folder {folder!r} in its sync_folder {root!r}: both must mount the same")
 
+    # To open a file reads its header, which says how long the file must be.
     try:
         parts = [safe_open(_part_path(inside, number), "pt") for number in range(files)]
     except Exception as error:  # OSError, SafetensorError
@@ -94,6 +96,7 @@ def _part_path(folder: Path, number: int) -> Path:
 def _save_part(part: dict[str, Tensor], path: Path) -> None:
     """Write a file of a sync with the mode that the umask allows. `RuntimeError` if it cannot be written."""
     try:
+        # Of a file that was made as usual.
         path.touch()
         mode = path.stat().st_mode
         save_file(part, path)

@@ -1,4 +1,4 @@
-"""`qarl_trl.rollout.engine` without an engine, mostly when a sync is checked. The rest runs on a real one, in tests/slow."""
+"""`qarl_trl.rollout.engine` without an engine. The rest runs on a real one, in tests/slow."""
 
 from types import SimpleNamespace
 
@@ -52,6 +52,7 @@ def test_a_sync_that_is_due_is_checked_once_and_its_time_counted():
     order = []
     engine, sync_check = generation(order, due=lambda number: number in (1, 4))
 
+    # A batch may be sampled without a new sync.
     for num_syncs in (1, 1, 2, 4):
         engine.num_syncs = num_syncs
         engine._check_sync(sync_check)
@@ -188,6 +189,7 @@ def test_only_stop_strings_need_text(monkeypatch, settings, text):
     assert engine.generation_kwargs == settings | {"detokenize": text}
 
 
+# 1000 numbers of 2 bytes, twice.
 @pytest.mark.parametrize(("free", "place"), [(4001, "/dev/shm"), (4000, None)])
 def test_an_adapter_goes_to_memory_where_it_fits_and_else_to_disk(monkeypatch, free, place):
     parameters = [("q.lora_A.weight", torch.empty(1000)), ("q.weight", torch.empty(9**6))]

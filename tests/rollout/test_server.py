@@ -139,6 +139,7 @@ def test_no_server_or_something_else_at_the_address_is_one_clear_error():
     with pytest.raises(ConnectionError, match=nobody):
         ServerClient("nowhere", base_url="http://127.0.0.1:9")
 
+    # Another program, which has no such route.
     with pytest.raises(ConnectionError, match="404"), client_of({"/health": lambda body: (404, {})}):
         pass
 
@@ -156,6 +157,7 @@ def test_the_key_goes_with_every_request_and_a_wrong_one_is_a_permission_error(m
 
 def test_a_machine_that_vanishes_is_noticed_by_keepalive_packets():
     with client_of({}) as client:
+        # A connection as `requests` would make it.
         manager = client.session.get_adapter(client.base_url).poolmanager
         pool = manager.connection_from_url(client.base_url)
         connection = pool.ConnectionCls(pool.host, pool.port, **pool.conn_kw)
@@ -205,6 +207,7 @@ def test_no_completion_of_other_weights_is_returned(before, after, words):
         client.version = "mine"
         answer = client.generate([[1, 2]], n=1)
 
+        # The error comes later, when all processes have their answers.
         assert answer["completion_ids"] == []
         with pytest.raises(RuntimeError, match="resume from the last checkpoint") as error:
             client.raise_failure()
@@ -219,6 +222,7 @@ def test_a_server_that_dies_is_asked_once():
 
         with pytest.raises(ConnectionError, match="died or hung up during /qarl_state"):
             client.raise_failure()
+        # Not again: it may have sampled the answer that was lost.
         assert asked_paths(client).count("/qarl_state") == 1
 
 

@@ -44,7 +44,7 @@ class GuardedApp:
 
 @pytest.fixture
 def ask(monkeypatch):
-    """A function that sends a request with the right headers; `headers` replace these, and an empty one is left out."""
+    """Sends a request with the right headers; `headers` replace these, and an empty one is left out."""
     monkeypatch.setenv(KEY, "sesame")
     transport = httpx.ASGITransport(app=GuardedApp())
 

@@ -66,6 +66,7 @@ def test_a_scheme_needs_a_gpu_that_has_a_kernel(monkeypatch, scheme, capability)
 def test_several_engine_ranks_scale_a_token_in_parts(monkeypatch, caplog, scheme, warns):
     PartialState()  # which the logger asks for
 
+    # Control: one rank has whole tokens.
     check_on_gpu(monkeypatch, scheme)
     assert not caplog.text
 

@@ -91,10 +91,12 @@ def test_small_updates_add_up_until_a_stale_engine_shows(monkeypatch, case):
     stale, _ = sync_check(monkeypatch, [case.before, *[case.plain] * 6], learner)
     with pytest.raises(RuntimeError, match="stale") as error:
         run_checks(stale, 6)
+    # The first one cannot show it: there is nothing to compare with yet.
     assert "After sync 1 " not in str(error.value)
 
 
 def test_what_cannot_be_judged_is_said_once_and_stops_nothing(monkeypatch, caplog, case):
+    # As near before the sync as after it.
     before = case.plain + 0.5 * NOISE
     check, reported = sync_check(monkeypatch, [before, *[case.plain] * 3], [case.plain] * 3)
 
@@ -111,6 +113,7 @@ def test_a_process_stops_for_the_engine_of_another(monkeypatch, case):
     with pytest.raises(RuntimeError, match="3.0000 nats per token"):
         run_checks(check, 1)
 
+    # What is reported is the worst of all.
     assert reported[0] == ("sync/verify_logp_diff", 3.0)
 
 

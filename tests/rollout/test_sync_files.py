@@ -11,6 +11,7 @@ TENSORS = {f"{name}.{number}": torch.arange(8) + number for number in range(3) f
 
 
 def test_parts_end_at_their_size_and_hold_views_of_one_storage(tmp_path):
+    # 32, 32 and 64 bytes.
     whole = torch.arange(8)
     stream = [("b", whole[:4]), ("a", whole[4:]), ("c", whole)]
 
@@ -46,6 +47,7 @@ def test_a_sync_is_read_by_the_name_of_its_folder(root):
 
 
 def test_no_other_folder_is_read(root, tmp_path):
+    # One that is not there, the parent in three ways, and the sync folder itself.
     for elsewhere in ("run-2", "..", "../shared/..", str(tmp_path), "."):
         with pytest.raises(ValueError, match="has no folder .* in its sync_folder .*both must mount the same"):
             read_parts(root, elsewhere, 1)
@@ -55,6 +57,7 @@ def test_a_file_that_is_missing_or_truncated_is_an_error_before_anything_is_read
     with pytest.raises(ValueError, match=r"cannot read all 2 files of .*run-1"):
         read_parts(root, "run-1", 2)
 
+    # By one byte.
     part = tmp_path / "shared" / "run-1" / "0.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"cannot read all 1 files of .*run-1"):

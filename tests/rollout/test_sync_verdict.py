@@ -60,6 +60,7 @@ def test_identical_answers_pass_also_without_any_noise(case):
 def test_a_learner_that_answers_as_random_weights_do_gives_no_verdict(case):
     before = case.plain + noise(0.8 * USUAL)
 
+    # Neither an engine that came near nor one that did not.
     for size in (1, 40):
         reading = read_first(case.plain + noise(size), case.learner, before)
         assert reading.limit == math.inf
@@ -107,6 +108,7 @@ def test_an_engine_with_the_old_weights_has_not_followed(case, size):
     assert stale.followed == 0
     assert stale.stale
     assert stale.wrong
+    # Only the large update shows in the mismatch, too.
     assert (stale.logp_diff < stale.limit) is (size == 2)
 
 

@@ -60,6 +60,7 @@ def reload(tied=False, lost=()):
     model = Model()
     if tied:
         model.head.weight = model.embed.weight
+    # As vLLM does when it has made a model.
     record_metadata_for_reloading(model)
     stream = [(name, torch.ones(2, 3)) for name in ("embed.weight", "gate", "up", "head.weight") if name not in lost]
 

@@ -27,7 +27,7 @@ class Extended(Worker, WorkerExtension):
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    """A worker whose reload notes the model's version (`seen`), and fails where `fails` is set; and a sync in `run-1`."""
+    """A worker with a sync in `run-1`. Its reload notes the model's version in `seen`, and fails if `fails` is set."""
     worker = Extended(tmp_path)
     worker.seen = []
     worker.fails = False
@@ -38,6 +38,7 @@ def worker(tmp_path, monkeypatch):
             raise RuntimeError("The engine kept old values")
 
     monkeypatch.setattr(_vllm, "reload_model", reload)
+
     (tmp_path / "run-1").mkdir()
     save_parts([("a", torch.arange(8))], tmp_path / "run-1")
     return worker
@@ -55,6 +56,7 @@ def test_an_incomplete_folder_leaves_weights_and_version_and_the_next_sync_goes_
     model = worker.model_runner.get_model()
     worker.qarl("qarl_load", "run-1", 1)
 
+    # It has one file, not two.
     assert "cannot read" in worker.qarl("qarl_load", "run-1", 2)["error"]
     assert model.qarl_version == "run-1"
     assert worker.seen == [None]
@@ -72,6 +74,7 @@ def test_after_a_failed_reload_no_sync_is_taken(worker):
     assert "kept old" in worker.qarl("qarl_load", "run-1", 1)["error"]
     assert model.qarl_version is None
 
+    # Also one that would succeed, and it does not even begin.
     worker.fails = False
     assert "start it again" in worker.qarl("qarl_load", "run-1", 1)["error"]
     assert model.qarl_version is None
