@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-from safetensors import safe_open
-from torch import Tensor
 
 from ..cpu_exact.arithmetic import choose_arithmetic
 from . import _vllm, _vllm_cpu
-from .server import engine_facts
+from .server_facts import engine_facts
+from .sync_files import read_parts
 
 
 logger = logging.getLogger(__name__)
@@ -29,9 +25,17 @@ class WorkerExtension:
 
     def qarl(self, method: str, *args: Any) -> Any:
         """
-        Call one of the methods below. Returns an error as `{"error": ...}`, which the trainer raises.
+        Call one of the methods below. An error is returned, and the trainer raises it.
 
-        If it raised here, vLLM would raise the error of the first such rank, and take later ranks' answers for those of its next call.
+        If it were raised here, vLLM would raise the error of the first such rank, and take later ranks' answers for
+        those of its next call.
+
+        Args:
+            method: Its name.
+            args: Its arguments.
+
+        Returns:
+            What the method returns, or `{"error": ...}`.
         """
         try:
             return getattr(self, method)(*args)
@@ -41,41 +45,40 @@ class WorkerExtension:
 
     def qarl_load(self, version: str, files: int) -> None:
         """
-        Load a whole sync from the `files` of the folder `version` in the server's `sync_folder`.
+        Load a whole sync from the server's `sync_folder`.
 
-        It is one call, so the server stays usable if the trainer dies meanwhile. It opens everything first, so an incomplete
-        folder does not change the weights. The version is `None` during a sync and after a failed one. vLLM's next reload would
-        continue with the failed sync's buffered tensors, so such a server is refused (`RuntimeError`).
+        It is one call, so the server stays usable if the trainer dies meanwhile. It opens everything first, so an
+        incomplete folder does not change the weights.
+
+        Args:
+            version: The version of the sync, and the name of its folder.
+            files: The number of its files.
+
+        Raises:
+            RuntimeError: if an earlier sync failed.
+            ValueError: if the folder is incomplete.
         """
-        tensors = tensors_of(self.vllm_config.additional_config.get("sync_folder", ""), version, files)
+        sync_folder = self.vllm_config.additional_config.get("sync_folder", "")
+        tensors = read_parts(sync_folder, version, files)
+
+        # A model with random weights has no version. The version is `None` during a sync and after a failed one, with
+        # whose buffered tensors vLLM's next reload would continue.
         model = self.model_runner.get_model()
         if getattr(model, "qarl_version", "random") is None:
             raise RuntimeError("an earlier sync to this server failed, so it may hold mixed weights: start it again")
+
         model.qarl_version = None
         _vllm.reload_model(model, partial(self.reload_weights, weights_iterator=tensors))
         model.qarl_version = version
 
     def qarl_state(self) -> dict[str, Any]:
-        """The version of this worker's weights, and its facts ([`~qarl_trl.rollout.server.engine_facts`])."""
+        """The version of this worker's weights, and its facts ([`~qarl_trl.rollout.server_facts.engine_facts`])."""
         config = self.vllm_config.model_config.hf_config
         quantization = config.to_dict().get("quantization_config")
-        for name in ("total_num_heads", "total_num_kv_heads") if quantization else ():  # added by vLLM
-            quantization.pop(name, None)
+        if quantization:
+            # vLLM adds these to the config that the server was started with.
+            quantization.pop("total_num_heads", None)
+            quantization.pop("total_num_kv_heads", None)
+
         version = getattr(self.model_runner.get_model(), "qarl_version", None)
         return {"version": version, "facts": engine_facts(config, quantization)}
-
-
-def tensors_of(root: str, folder: str, files: int) -> Iterator[tuple[str, Tensor]]:
-    """
-    The tensors of a weight sync in `root/folder`.
-
-    `ValueError` immediately, not during the reload, if the folder is not in `root` or a file is missing or truncated.
-    """
-    shared, inside = Path(root).resolve(), Path(root, folder).resolve()
-    if inside.parent != shared or not inside.is_dir():
-        raise ValueError(f"the server has no folder {folder!r} in its sync_folder {root!r}: both must mount the same")
-    try:
-        parts = [safe_open(inside / f"{number}.safetensors", "pt") for number in range(files)]
-    except Exception as error:  # OSError, SafetensorError
-        raise ValueError(f"the server cannot read all {files} files of {inside}: {error}") from error
-    return ((name, part.get_tensor(name)) for part in parts for name in part.keys())  # noqa: SIM118

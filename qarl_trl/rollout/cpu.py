@@ -14,32 +14,82 @@ AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 
 def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
-    """The feature flags of this CPU, as Linux names them; empty if unknown."""
+    """
+    The feature flags of this CPU, as Linux names them; empty if unknown.
+
+    Args:
+        cpuinfo: The file in which Linux describes each core. The first core counts for all.
+    """
     try:
-        flags = re.search(r"^flags\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE)
-    except OSError:
+        text = Path(cpuinfo).read_text()
+    except OSError:  # not Linux
         return frozenset()
-    return frozenset(flags[1].split() if flags else ())
+
+    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    if flags is None:  # not x86: ARM has a line of "Features"
+        return frozenset()
+    return frozenset(flags[1].split())
 
 
 def why_no_engine(flags: frozenset[str], machine: str, four_bits: bool = False) -> str | None:
-    """Why vLLM's CPU engine cannot run on this CPU (with `four_bits`: W4A16 on it), in one sentence; `None` if it can."""
-    needs = [("AVX2", AVX2, "use"), ("AVX-512 for W4A16", AVX512, "use FP8_DYNAMIC,")]
-    for name, needed, instead in needs[: 1 + four_bits]:
-        if (missing := [flag for flag in needed if flag not in flags]) or machine not in ("x86_64", "AMD64"):
-            return (
-                f"vLLM's CPU engine needs an x86-64 CPU with {name}, got {machine} without {', '.join(missing)}: {instead} "
-                "another machine or a GPU, or train without the engine and its kernels (use_vllm=False, quant_kernel='auto')."
-            )
-    return None
+    """
+    Why vLLM's CPU engine cannot run on a CPU, in one sentence; `None` if it can.
+
+    Args:
+        flags: The CPU's feature flags, from [`cpu_flags`].
+        machine: The kind of CPU, from `platform.machine()`.
+        four_bits: Ask for W4A16, which needs more than the 8-bit schemes.
+    """
+    reason = _why_not("AVX2", AVX2, "another machine or a GPU", flags, machine)
+    if reason is None and four_bits:
+        # FP8_DYNAMIC needs only AVX2, which this CPU has.
+        alternatives = "FP8_DYNAMIC, another machine or a GPU"
+        reason = _why_not("AVX-512 for W4A16", AVX512, alternatives, flags, machine)
+    return reason
+
+
+def _why_not(
+    feature: str, needed: tuple[str, ...], alternatives: str, flags: frozenset[str], machine: str
+) -> str | None:
+    """The sentence about one feature that the engine needs; `None` if the CPU has it."""
+    missing = [flag for flag in needed if flag not in flags]
+    if not missing and machine in ("x86_64", "AMD64"):
+        return None
+
+    return (
+        f"vLLM's CPU engine needs an x86-64 CPU with {feature}, got {machine} without {', '.join(missing)}: "
+        f"use {alternatives}, or train without the engine and its kernels (use_vllm=False, quant_kernel='auto')."
+    )
 
 
 def check_engine_cpu(device_type: str, four_bits: bool = False) -> None:
-    """Refuse (`ValueError`) a CPU for which the engine has no kernels. Other devices pass."""
-    if device_type == "cpu" and (reason := why_no_engine(cpu_flags(), platform.machine(), four_bits)):
+    """
+    Refuse a CPU for which the engine has no kernels. Other devices pass.
+
+    Args:
+        device_type: `torch.device.type` of the device that the engine would run on.
+        four_bits: Whether it would run W4A16.
+
+    Raises:
+        ValueError: if this CPU lacks what the engine needs.
+    """
+    if device_type != "cpu":
+        return
+
+    reason = why_no_engine(cpu_flags(), platform.machine(), four_bits)
+    if reason is not None:
         raise ValueError(reason)
 
 
+def main() -> None:
+    """`cpu.py [CPUINFO [W4A16]]`: exit with 1 and the reason on stderr if the engine cannot run on this CPU."""
+    cpuinfo = sys.argv[1:2]
+    four_bits = "W4A16" in sys.argv
+
+    reason = why_no_engine(cpu_flags(*cpuinfo), platform.machine(), four_bits)
+    if reason is not None:
+        sys.exit(f"{reason} `make test` runs what needs no engine.")
+
+
 if __name__ == "__main__":
-    obstacle = why_no_engine(cpu_flags(*sys.argv[1:2]), platform.machine(), "W4A16" in sys.argv)
-    sys.exit(obstacle and f"{obstacle} `make test` runs what needs no engine.")
+    main()

@@ -25,7 +25,8 @@ from ..guards import all_or_none, on_first
 from ..quant.store import iter_low_bit_weights
 from ..quant.stream import renamed_stream
 from . import _vllm, _vllm_layer, _vllm_lora
-from .server import ServerClient, engine_facts
+from .server import ServerClient
+from .server_facts import engine_facts
 from .sync_check import SyncCheck
 
 

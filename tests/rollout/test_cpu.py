@@ -1,8 +1,7 @@
-"""`qarl_trl.rollout.cpu`: which CPU the engine runs on, and what of it is left unused. CPUs are made up from their flags."""
+"""`qarl_trl.rollout.cpu`: which CPU the engine runs on, and what of it is left unused. CPUs are made up from flags."""
 
 import os
 import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,13 +35,15 @@ SAPPHIRE_RAPIDS = COOPER_LAKE | {"avx512_fp16", "amx_tile", "amx_bf16", "amx_int
 
 
 def cpuinfo(flags):
-    core = f"processor\t: 0\nmodel name\t: made up\nflags\t\t: {' '.join(sorted(flags))}\nbugs\t\t: spectre_v1\n\n"
-    return core + core.replace("processor\t: 0", "processor\t: 1")
+    """What Linux says of a CPU with two cores and these flags."""
+    core = f"model name\t: made up\nflags\t\t: {' '.join(sorted(flags))}\nbugs\t\t: spectre_v1\n\n"
+    return f"processor\t: 0\n{core}processor\t: 1\n{core}"
 
 
 @pytest.fixture
 def a_cpu(monkeypatch):
     """Let this process run on a CPU with the flags given; all that a choice changes is put back afterwards."""
+    # The tests' own CPU may be replaced in conftest.py, and a choice may have been made.
     monkeypatch.setattr(cpu, "why_no_engine", why_no_engine)
     monkeypatch.setattr(torch, "_scaled_mm", getattr(torch._scaled_mm, "__wrapped__", torch._scaled_mm))
     for name in ("VLLM_CPU_INT4_W4A8", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_ATTN_SPLIT_KV"):
@@ -57,25 +58,44 @@ def a_cpu(monkeypatch):
 
 
 def test_the_flags_are_those_of_the_first_core(tmp_path):
-    (tmp_path / "x86").write_text(cpuinfo(SAPPHIRE_RAPIDS))
-    (tmp_path / "arm").write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")
-    assert cpu_flags(str(tmp_path / "x86")) == SAPPHIRE_RAPIDS
-    assert cpu_flags(str(tmp_path / "arm")) == cpu_flags(str(tmp_path / "none")) == frozenset()
+    x86 = tmp_path / "x86"
+    x86.write_text(cpuinfo(SAPPHIRE_RAPIDS))
+    arm = tmp_path / "arm"
+    arm.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")
+    missing = tmp_path / "missing"
+
+    assert cpu_flags(str(x86)) == SAPPHIRE_RAPIDS
+    assert cpu_flags(str(arm)) == frozenset()
+    assert cpu_flags(str(missing)) == frozenset()
+
+
+# The choice -----------------------------------------------------------------------------------------------------
 
 
 def test_the_choice_holds_for_what_vllm_and_torch_ask(a_cpu):
     a_cpu(SAPPHIRE_RAPIDS)
     stock = torch._scaled_mm
     assert torch.cpu._is_amx_tile_supported()  # control
+
     choose_arithmetic()
+
     assert not torch.cpu._is_amx_tile_supported()
-    assert os.environ["VLLM_CPU_INT4_W4A8"] == os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_CPU_INT4_W4A8"] == "0"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
     assert torch._scaled_mm.__wrapped__ is stock
-    os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "1"  # by the user
-    chosen = torch._scaled_mm
+
+
+def test_a_second_choice_changes_nothing_and_leaves_what_the_user_set(a_cpu):
+    a_cpu(SAPPHIRE_RAPIDS)
     choose_arithmetic()
-    assert torch._scaled_mm is chosen and os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "1"
+    chosen = torch._scaled_mm
+    os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "1"
+
+    choose_arithmetic()
+
+    assert torch._scaled_mm is chosen
+    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "1"
 
 
 def by_the_trainer(tmp_path, monkeypatch):
@@ -89,10 +109,15 @@ def by_the_learners_operations(tmp_path, monkeypatch):
 
 
 def by_a_fresh_engine(tmp_path, monkeypatch):
-    vllm, asked = pytest.importorskip("vllm"), []
-    monkeypatch.setattr(vllm, "LLM", lambda *_, **__: asked.append(torch.cpu._is_amx_tile_supported()))
+    vllm = pytest.importorskip("vllm")
+    answers = []
+
+    def make_llm(*args, **kwargs):
+        answers.append(torch.cpu._is_amx_tile_supported())
+
+    monkeypatch.setattr(vllm, "LLM", make_llm)
     start_engine(str(tmp_path))
-    assert asked == [False]
+    assert answers == [False]
 
 
 @pytest.mark.parametrize(
@@ -101,33 +126,41 @@ def by_a_fresh_engine(tmp_path, monkeypatch):
 )
 def test_the_choice_is_made(a_cpu, monkeypatch, tmp_path, start):
     a_cpu(SAPPHIRE_RAPIDS)
+
     start(tmp_path, monkeypatch)
+
     assert not torch.cpu._is_amx_tile_supported()
 
 
-X8, W8 = (normal(rows, 64, seed=rows).to(torch.float8_e4m3fn) for rows in (8, 32))
+X8 = normal(8, 64, seed=8).to(torch.float8_e4m3fn)
+W8 = normal(32, 64, seed=32).to(torch.float8_e4m3fn)
 
 
 def float8_gemm(width=64):
-    x, w, one = X8, W8[:, :width], torch.ones(1)
-    return torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    """A float8 product. Only with a weight of 64 columns the two fit."""
+    weight = W8[:, :width]
+    one = torch.ones(1)
+    return torch._scaled_mm(X8, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
 
 
 def test_a_float8_gemm_has_the_same_values_without_onednn(a_cpu, monkeypatch):
-    stock, seen = torch._scaled_mm, []
+    stock = torch._scaled_mm
+    onednn = []
 
     def spy(*args, **kwargs):
-        seen.append(torch.backends.mkldnn.enabled)
+        onednn.append(torch.backends.mkldnn.enabled)
         return stock(*args, **kwargs)
 
     monkeypatch.setattr(torch, "_scaled_mm", spy)
     expected = float8_gemm()
     a_cpu(SAPPHIRE_RAPIDS)
     choose_arithmetic()
+
     assert same_bytes(float8_gemm(), expected)
     with pytest.raises(RuntimeError):
         float8_gemm(width=32)
-    assert seen == [True, False, False]  # the first is the control
+
+    assert onednn == [True, False, False]  # the first is the control
     assert torch.backends.mkldnn.enabled
 
 
@@ -135,73 +168,106 @@ def test_a_compiler_traces_the_float8_gemm_whole(a_cpu):
     expected = float8_gemm()
     a_cpu(SAPPHIRE_RAPIDS)
     choose_arithmetic()
-    assert same_bytes(torch.compile(float8_gemm, backend="eager", fullgraph=True)(), expected)
+
+    compiled = torch.compile(float8_gemm, backend="eager", fullgraph=True)
+
+    assert same_bytes(compiled(), expected)
 
 
-# What the engine needs ----------------------------------------------------------------------------------------------
+# What the engine needs ------------------------------------------------------------------------------------------
+
+
+CPUS = {
+    "Haswell": (HASWELL, "x86_64"),
+    "Knights Landing": (KNIGHTS_LANDING, "x86_64"),
+    "Sandy Bridge": (SANDY_BRIDGE, "x86_64"),
+    "ARM": (frozenset(), "aarch64"),
+}
 
 
 @pytest.mark.parametrize(
-    ("flags", "machine", "eight_bits", "four_bits"),
+    ("name", "four_bits", "reason"),
     [
-        (SKYLAKE, "x86_64", None, None),
-        (
-            HASWELL,
-            "x86_64",
-            None,
-            "AVX-512 for W4A16, got x86_64 without avx512f, avx512bw, avx512dq, avx512vl: use FP8",
-        ),
-        (KNIGHTS_LANDING, "x86_64", None, "got x86_64 without avx512bw, avx512dq, avx512vl:"),
-        (SANDY_BRIDGE, "x86_64", *2 * ("AVX2, got x86_64 without avx2, f16c, fma: use another",)),
-        (frozenset(), "aarch64", *2 * ("AVX2, got aarch64 without",)),
+        ("Haswell", True, "AVX-512 for W4A16, got x86_64 without avx512f, avx512bw, avx512dq, avx512vl: use FP8"),
+        ("Knights Landing", True, "got x86_64 without avx512bw, avx512dq, avx512vl:"),
+        ("Sandy Bridge", False, "AVX2, got x86_64 without avx2, f16c, fma: use another"),
+        ("Sandy Bridge", True, "AVX2, got x86_64 without avx2, f16c, fma: use another"),
+        ("ARM", False, "AVX2, got aarch64 without"),
+        ("ARM", True, "AVX2, got aarch64 without"),
     ],
 )
-def test_a_cpu_that_the_engine_cannot_run_on_says_why(a_cpu, flags, machine, eight_bits, four_bits):
-    a_cpu(flags, machine)
-    for asked, got in ((False, eight_bits), (True, four_bits)):
-        with pytest.raises(ValueError, match=got) if got else nullcontext():
-            check_engine_cpu("cpu", asked)
-        check_engine_cpu("cuda", asked)
+def test_a_cpu_that_the_engine_cannot_run_on_says_why(a_cpu, name, four_bits, reason):
+    a_cpu(*CPUS[name])
+
+    with pytest.raises(ValueError, match=reason):
+        check_engine_cpu("cpu", four_bits)
+    check_engine_cpu("cuda", four_bits)
+
+
+@pytest.mark.parametrize(
+    ("flags", "four_bits"), [(SKYLAKE, False), (SKYLAKE, True), (HASWELL, False), (KNIGHTS_LANDING, False)]
+)
+def test_a_cpu_that_the_engine_runs_on_passes(a_cpu, flags, four_bits):
+    a_cpu(flags)
+
+    check_engine_cpu("cpu", four_bits)
+    check_engine_cpu("cuda", four_bits)
 
 
 def test_a_run_with_the_engine_is_refused_before_a_model_loads(a_cpu, tmp_path):
     a_cpu(HASWELL)
     with pytest.raises(ValueError, match=r"needs an x86-64 CPU with AVX-512.*got x86_64 without avx512f"):
         QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path, use_vllm=True, quant_scheme="W4A16"))
-    check_arguments("org/model", config(tmp_path, use_vllm=True, quant_scheme="FP8_DYNAMIC"), {})  # control: 8 bits
-    check_arguments("org/model", config(tmp_path, quant_scheme="W4A16"), {})  # control: without the engine it trains
+
+    # Controls: with 8 bits it is not, and without the engine it trains.
+    check_arguments("org/model", config(tmp_path, use_vllm=True, quant_scheme="FP8_DYNAMIC"), {})
+    check_arguments("org/model", config(tmp_path, quant_scheme="W4A16"), {})
+
     a_cpu(SAPPHIRE_RAPIDS)
     check_arguments("org/model", config(tmp_path, use_vllm=True, quant_scheme="W8A8"), {})
 
 
 def test_without_avx512_kernels_and_checkpoints_of_w4a16_are_refused(a_cpu):
     pytest.importorskip("vllm")
-    scheme, device = low_bit_of("W4A16").scheme, torch.device("cpu")
-    stored = SimpleNamespace(quantization_config=quantization_config(apply_quantization(make_model(), "W4A16")))
+    device = torch.device("cpu")
+    scheme = low_bit_of("W4A16").scheme
+    model = apply_quantization(make_model(), "W4A16")
+    stored = SimpleNamespace(quantization_config=quantization_config(model))
+
     a_cpu(HASWELL)
-    for ask in (lambda: engine_gemm(scheme, device), lambda: precision(stored)):
-        with pytest.raises(ValueError, match="AVX-512 for W4A16.*quant_kernel='auto'"):
-            ask()
-    a_cpu(SKYLAKE)  # control
-    assert isinstance(engine_gemm(scheme, device), EngineGemm) and "W4A16" in precision(stored)
+    with pytest.raises(ValueError, match="AVX-512 for W4A16.*quant_kernel='auto'"):
+        engine_gemm(scheme, device)
+    with pytest.raises(ValueError, match="AVX-512 for W4A16.*quant_kernel='auto'"):
+        precision(stored)
+
+    # Control: with AVX-512.
+    a_cpu(SKYLAKE)
+    assert isinstance(engine_gemm(scheme, device), EngineGemm)
+    assert "W4A16" in precision(stored)
 
 
 def test_make_asks_before_it_installs_anything(tmp_path):
     (tmp_path / "old").write_text(cpuinfo(SANDY_BRIDGE))
     (tmp_path / "new").write_text(cpuinfo(HASWELL))
 
-    def make(target, cpu):
-        command = ["make", target, f"CPUINFO={tmp_path / cpu}", f"VENV={tmp_path / 'venv'}"]
+    def make(target, cpu_name):
+        command = ["make", target, f"CPUINFO={tmp_path / cpu_name}", f"VENV={tmp_path / 'venv'}"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     refused = make("quickstart", "old")
-    assert refused.returncode != 0 and not (tmp_path / "venv").exists()
-    assert "without avx2" in refused.stderr and "`make test` runs what needs no engine" in refused.stderr
+    assert refused.returncode != 0
+    assert "without avx2" in refused.stderr
+    assert "`make test` runs what needs no engine" in refused.stderr
+    assert not (tmp_path / "venv").exists()
+
+    # This one has AVX2, but a real model is sampled in W4A16.
     assert "AVX-512 for W4A16" in make("real-model", "new").stderr
-    assert make("engine", "new").returncode == (0 if cpu.platform.machine() == "x86_64" else 2)
+
+    expected = 0 if cpu.platform.machine() == "x86_64" else 2
+    assert make("engine", "new").returncode == expected
 
 
-# What vLLM chooses --------------------------------------------------------------------------------------------------
+# What vLLM chooses ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -222,7 +288,10 @@ def test_with_amx_vllm_chooses_as_without(a_cpu):
     a_cpu(SKYLAKE)
     without = choices()
     assert without == {"4-bit": "vec", "attention": "vec", "sgl": [False, False], "experts": False}
+
+    # Control: by itself vLLM would choose others.
     a_cpu(SAPPHIRE_RAPIDS)
-    assert choices() == {"4-bit": "amx", "attention": "amx", "sgl": [True, True], "experts": True}  # control
+    assert choices() == {"4-bit": "amx", "attention": "amx", "sgl": [True, True], "experts": True}
+
     choose_arithmetic()
     assert choices() == without

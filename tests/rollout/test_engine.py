@@ -1,4 +1,4 @@
-"""`qarl_trl.rollout.engine` without an engine: when a weight sync is checked. The rest runs on a real one, in tests/slow."""
+"""`qarl_trl.rollout.engine` without an engine. The rest runs on a real one, in tests/slow."""
 
 from types import SimpleNamespace
 
@@ -15,15 +15,19 @@ from qarl_trl.rollout.engine import LowBitVLLMGeneration
 
 
 def generation(order, due=lambda number: True, sleep=False):
-    """A `LowBitVLLMGeneration` after one sync, whose engine and sync check write down what they are asked."""
+    """A `LowBitVLLMGeneration` after one sync, and a sync check. Both write down in `order` what they are asked."""
     engine = object.__new__(LowBitVLLMGeneration)
-    engine.enable_sleep_mode = engine._llm_weights_sleeping = sleep
-    engine.mode, engine.sync_check, engine.num_syncs, engine._checked = "colocate", None, 1, 0
+    engine.mode = "colocate"
     engine.tensor_parallel_size = 1
+    engine.enable_sleep_mode = sleep
+    engine._llm_weights_sleeping = sleep
+    engine.sync_check = None
+    engine.num_syncs = 1
+    engine._checked_syncs = 0
     engine._failed = None
-    engine.accelerator = SimpleNamespace(num_processes=1, device="cpu", gather=lambda own: own)
-    engine.reset_clock()
+    engine.accelerator = SimpleNamespace(num_processes=1, device="cpu", gather=lambda row: row)
     engine.llm = SimpleNamespace(wake_up=lambda tags: order.append(f"wake {tags}"))
+    engine.reset_clock()
 
     def sync_weights():
         order.append("sync")
@@ -36,23 +40,45 @@ def generation(order, due=lambda number: True, sleep=False):
     return engine, sync_check
 
 
+def let_trl_return_the_prompts(monkeypatch):
+    """As token ids and as completions."""
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: (prompts, prompts))
+
+
+# The sync check -------------------------------------------------------------------------------------------------
+
+
 def test_a_sync_that_is_due_is_checked_once_and_its_time_counted():
     order = []
     engine, sync_check = generation(order, due=lambda number: number in (1, 4))
-    for engine.num_syncs in (1, 1, 2, 4):
+
+    # A batch may be sampled without a new sync.
+    for num_syncs in (1, 1, 2, 4):
+        engine.num_syncs = num_syncs
         engine._check_sync(sync_check)
-    assert order == ["check 1", "check 4"] and engine.sync_seconds > 0
-    engine.num_syncs = engine._checked = 3
-    engine.num_syncs = 5  # the fourth was replaced before anything was sampled
+
+    assert order == ["check 1", "check 4"]
+    assert engine.sync_seconds > 0
+
+
+def test_a_sync_that_was_due_and_replaced_before_anything_was_sampled_is_made_up_for():
+    order = []
+    engine, sync_check = generation(order, due=lambda number: number == 4)
+    engine._checked_syncs = 3
+    engine.num_syncs = 5
+
     engine._check_sync(sync_check)
-    assert order[2:] == ["check 5"]
+
+    assert order == ["check 5"]
 
 
 def test_a_sleeping_engine_gets_its_weights_and_cache_before_the_check():
     """Level-2 sleep discards the weights, and TRL syncs again only inside `generate`."""
     order = []
     engine, sync_check = generation(order, sleep=True)
+
     engine._check_sync(sync_check)
+
     assert order == ["sync", "wake ['kv_cache']", "check 2"]
 
 
@@ -61,23 +87,33 @@ def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch)
     order = []
     llm = SimpleNamespace(sleep=lambda level: order.append(f"sleep {level}"))
 
+    def make_llm(**kwargs):
+        order.append(kwargs["load_format"])
+        return llm
+
     def init_vllm(engine):
         engine.llm = vllm_generation.LLM(seed=0)
         engine.llm.sleep(level=2)
 
+    monkeypatch.setattr(vllm_generation, "LLM", make_llm, raising=False)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", init_vllm)
-    monkeypatch.setattr(
-        vllm_generation, "LLM", lambda **kwargs: order.append(kwargs["load_format"]) or llm, raising=False
-    )
     monkeypatch.setattr(rollout_engine, "changed_positions", lambda *args: {})
     monkeypatch.setattr(rollout_engine._vllm_layer, "use_settings_of", lambda llm: None)
+
     engine, sync_check = generation(order)
     sync_check.look_before = lambda llm: order.append("look")
-    engine.model, engine.trust_remote_code = SimpleNamespace(config=None), False
-    engine.accelerator, engine.sync_check = SimpleNamespace(num_processes=2), sync_check
-    engine.quantization_config, engine.engine_kwargs = None, {}
+    engine.sync_check = sync_check
+    engine.model = SimpleNamespace(config=None)
+    engine.trust_remote_code = False
+    engine.accelerator = SimpleNamespace(num_processes=2)
+    engine.quantization_config = None
+    engine.engine_kwargs = {}
     engine._init_vllm()
+
     assert order == ["dummy", "look", "sleep 2"]
+
+
+# Failures -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [ValueError("no memory"), KeyboardInterrupt("no memory")])
@@ -89,19 +125,24 @@ def test_an_engine_in_which_something_failed_is_refused(monkeypatch, error):
     monkeypatch.setattr(VLLMGeneration, "generate", fail)
     with pytest.raises(type(error), match="no memory"):
         engine.generate([])
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: (prompts, prompts))
+
+    let_trl_return_the_prompts(monkeypatch)
     with pytest.raises(RuntimeError, match="A generation of this engine failed earlier"):
         engine.generate([])
+
+    # Control: without the mark it would answer.
     engine._failed = None
-    assert engine.generate([]) == ([], [])  # control
+    assert engine.generate([]) == ([], [])
 
 
 def test_what_failed_in_another_process_is_raised_in_this_one_too(monkeypatch):
+    def gather(row):
+        return torch.tensor([row[0], True])
+
     engine, _ = generation([])
-    engine.accelerator = SimpleNamespace(
-        num_processes=2, device="cpu", gather=lambda own: torch.tensor([own[0], True])
-    )
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: (prompts, prompts))
+    engine.accelerator = SimpleNamespace(num_processes=2, device="cpu", gather=gather)
+    let_trl_return_the_prompts(monkeypatch)
+
     with pytest.raises(RuntimeError, match="The generation failed in process 1, which says why"):
         engine.generate([])
     with pytest.raises(RuntimeError, match="failed earlier"):
@@ -110,34 +151,50 @@ def test_what_failed_in_another_process_is_raised_in_this_one_too(monkeypatch):
 
 def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
     """The loop is as long as a process has tool calls, so another one would answer with its next collective."""
-    engine, _ = generation([])
     gathered = []
-    gather = lambda own: gathered.append(own) or own  # noqa: E731
+
+    def gather(row):
+        gathered.append(row)
+        return row
+
+    engine, _ = generation([])
     engine.accelerator = SimpleNamespace(num_processes=2, device="cpu", gather=gather)
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: (prompts, prompts))
-    trainer = object.__new__(QaRLTrainer)
-    trainer.use_vllm, trainer.vllm_generation = True, engine
+    let_trl_return_the_prompts(monkeypatch)
     monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", lambda self, prompts: self.vllm_generation.generate(prompts))
-    assert trainer._tool_call_loop([[1]]) == ([[1]], [[1]]) and not gathered
+    trainer = object.__new__(QaRLTrainer)
+    trainer.use_vllm = True
+    trainer.vllm_generation = engine
+
+    assert trainer._tool_call_loop([[1]]) == ([[1]], [[1]])
+    assert not gathered
+
+    # Control: outside of the loop it waits.
     engine.generate([[1]])
-    assert len(gathered) == 1  # control
+    assert len(gathered) == 1
+
+
+# Settings -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("given", "text"), [({}, False), ({"stop": ["#"]}, True), ({"stop": []}, False), ({"detokenize": True}, True)]
+    ("settings", "text"),
+    [({}, False), ({"stop": ["#"]}, True), ({"stop": []}, False), ({"detokenize": True}, True)],
 )
-def test_only_stop_strings_need_text(monkeypatch, given, text):
+def test_only_stop_strings_need_text(monkeypatch, settings, text):
     """The trainer decodes token ids."""
     monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, **kwargs: vars(self).update(kwargs))
-    engine = LowBitVLLMGeneration(quantization_config=None, generation_kwargs=given)
-    assert engine.generation_kwargs == given | {"detokenize": text}
+
+    engine = LowBitVLLMGeneration(quantization_config=None, generation_kwargs=settings)
+
+    assert engine.generation_kwargs == settings | {"detokenize": text}
 
 
-def test_an_adapter_goes_to_memory_where_it_fits_and_else_to_disk(monkeypatch):
-    model = SimpleNamespace(
-        named_parameters=lambda: [("q.lora_A.weight", torch.empty(1000)), ("q.weight", torch.empty(9**6))]
-    )
+# 1000 numbers of 2 bytes, twice.
+@pytest.mark.parametrize(("free", "place"), [(4001, "/dev/shm"), (4000, None)])
+def test_an_adapter_goes_to_memory_where_it_fits_and_else_to_disk(monkeypatch, free, place):
+    parameters = [("q.lora_A.weight", torch.empty(1000)), ("q.weight", torch.empty(9**6))]
+    model = SimpleNamespace(named_parameters=lambda: parameters)
     monkeypatch.setattr("os.path.isdir", lambda path: True)
-    for free, place in ((4001, "/dev/shm"), (4000, None)):
-        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        assert adapter_place(model) == place
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+
+    assert adapter_place(model) == place

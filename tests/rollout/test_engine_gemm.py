@@ -16,18 +16,36 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 BF16 = torch.bfloat16
 
 
+def bias_of(size, wanted=True):
+    """A bias, or `None`."""
+    if not wanted:
+        return None
+    return normal(size, seed=2, dtype=BF16)
+
+
+def product(gemm, x, low_bit, bias=None):
+    y, _ = gemm.forward(x, low_bit, bias)
+    return y
+
+
 @pytest.mark.parametrize(("scheme", "group_size"), [("W4A16", 32), ("W4A16", -1), ("W4A16_ASYM", 128)])
 def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
-    low_bit, x = low_bit_of(scheme, group_size), normal(2, 9, 256, seed=1, dtype=BF16)
-    y, saved = EngineGemm(DequantGemm()).forward(x, low_bit)
+    gemm = EngineGemm(DequantGemm())
+    low_bit = low_bit_of(scheme, group_size)
+    x = normal(2, 9, 256, seed=1, dtype=BF16)
     exact = F.linear(x.double(), dequantize(low_bit).double())
+
+    y, saved = gemm.forward(x, low_bit)
+
     assert saved[0] is x
     # Measured 5.2e-3 against 1.6e-3 of the dequant GEMM. Without AVX512_BF16 vLLM's kernel cuts weights and result off
     # to bfloat16 where a GEMM rounds (its bits are exactly those of the cut-off product); with it it is nearer.
     assert relative_error(y, exact) < 8e-3
-    assert relative_error(DequantGemm().forward(x, low_bit)[0], exact) < 2.5e-3
+    assert relative_error(product(DequantGemm(), x, low_bit), exact) < 2.5e-3
+
+    # Control: another weight.
     other = low_bit_of(scheme, group_size, seed=5)
-    assert relative_error(EngineGemm(DequantGemm()).forward(x, other)[0], exact) > 1  # control
+    assert relative_error(product(gemm, x, other), exact) > 1
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -35,73 +53,117 @@ def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
 @pytest.mark.parametrize("shape", [(64, 128), (96, 1024)])
 def test_int8_of_the_engine_is_cut_off_where_the_plain_gemm_is_rounded(tokens, shape, with_bias):
     """Without AVX512_BF16 it has the exact sums, cut off to bfloat16."""
-    low_bit, x = low_bit_of("W8A8", shape=shape), normal(tokens, shape[1], seed=1, dtype=BF16)
+    gemm = EngineGemm(Int8Gemm())
+    low_bit = low_bit_of("W8A8", shape=shape)
+    x = normal(tokens, shape[1], seed=1, dtype=BF16)
+    bias = bias_of(shape[0], with_bias)
     if not cpu_flags() & {"avx512_vnni", "avx_vnni"}:
-        # oneDNN adds two products in 16 bits there, which larger quantized values saturate
+        # oneDNN adds two products in 16 bits there, which larger quantized values saturate.
         low_bit.quantized.clamp_(-63, 63)
-    bias = normal(shape[0], seed=2, dtype=BF16) if with_bias else None
-    y, _ = EngineGemm(Int8Gemm()).forward(x, low_bit, bias)
+
+    y = product(gemm, x, low_bit, bias)
+
     quantized, scale = quantize_tokens_int8(x)
-    exact = (quantized.long() @ low_bit.quantized.long().t()).float() * low_bit.scale.float().t() * scale
+    sums = quantized.long() @ low_bit.quantized.long().t()
+    exact = sums.float() * low_bit.scale.float().t() * scale
     if with_bias:
         exact += bias.float()
-        assert not same_bytes(y, EngineGemm(Int8Gemm()).forward(x, low_bit)[0] + bias)  # control: after the rounding
+        # Control: the bias is not added after the rounding.
+        assert not same_bytes(y, product(gemm, x, low_bit) + bias)
+
     cut_off = (exact.view(torch.int32) >> 16).to(torch.int16).view(BF16)
-    nearest, _ = Int8Gemm().forward(x, low_bit, bias)
+    nearest = product(Int8Gemm(), x, low_bit, bias)
     assert same_bytes(y, cut_off) or same_bytes(y, nearest)
-    assert not same_bytes(cut_off, nearest)  # control
+
+    # Control: the two differ.
+    assert not same_bytes(cut_off, nearest)
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
 def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
     from vllm import _custom_ops as ops
 
-    low_bit, x = low_bit_of(scheme), normal(18, 256, seed=1, dtype=BF16)
-    bias, zeros = normal(128, seed=2, dtype=BF16), low_bit.tensors.get("weight_zero_point")
-    y, _ = EngineGemm(DequantGemm()).forward(x, low_bit, bias)
+    gemm = EngineGemm(DequantGemm())
+    low_bit = low_bit_of(scheme)
+    x = normal(18, 256, seed=1, dtype=BF16)
+    bias = bias_of(128)
+
+    y = product(gemm, x, low_bit, bias)
+
+    zeros = low_bit.tensors.get("weight_zero_point")
+    if zeros is not None:
+        zeros = zeros.t().contiguous()
+    layer = low_bit.prepared["engine"]
     expected = ops.cpu_gemm_wna16(
         input=x,
-        q_weight=low_bit.prepared["engine"].weight_packed,
+        q_weight=layer.weight_packed,
         scales=low_bit.scale.t().contiguous(),
-        zeros=None if zeros is None else zeros.t().contiguous(),
+        zeros=zeros,
         bias=bias,
         pack_factor=8,
-        isa_hint=low_bit.prepared["engine"].isa_hint,
+        isa_hint=layer.isa_hint,
     )
     assert same_bytes(y, expected)
-    assert not same_bytes(y, EngineGemm(DequantGemm()).forward(x, low_bit)[0] + bias)  # control: after the rounding
+
+    # Control: not after the rounding.
+    assert not same_bytes(y, product(gemm, x, low_bit) + bias)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_fp8_is_the_layer_of_the_engine(with_bias):
-    low_bit, x = low_bit_of("FP8_DYNAMIC", shape=(96, 256)), normal(18, 256, seed=1, dtype=BF16)
-    bias = normal(96, seed=2, dtype=BF16) if with_bias else None
-    y, _ = Fp8Gemm().forward(x, low_bit, bias)
+    low_bit = low_bit_of("FP8_DYNAMIC", shape=(96, 256))
+    x = normal(18, 256, seed=1, dtype=BF16)
+    bias = bias_of(96, with_bias)
+
+    y = product(Fp8Gemm(), x, low_bit, bias)
+
     assert same_bytes(y, multiply(x, low_bit, bias))
     if with_bias:
-        assert not same_bytes(y, Fp8Gemm().forward(x, low_bit)[0] + bias)  # control: after the rounding
+        # Control: the bias is not added after the rounding.
+        assert not same_bytes(y, product(Fp8Gemm(), x, low_bit) + bias)
+
+
+def engine_layer_of_w4a8(low_bit, group_size, bias):
+    """vLLM's kernel for a weight, and the layer that it has packed."""
+    from vllm.model_executor.kernels.linear.mixed_precision.dynamic_4bit import Dynamic4bitLinearKernel
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.scalar_type import scalar_types
+
+    layer = torch.nn.Module()
+    layer.register_parameter("bias", None)
+    tensors = {"weight": low_bit.quantized, "weight_scale": low_bit.scale}
+    if bias is not None:
+        tensors["bias"] = bias
+    for name, tensor in tensors.items():
+        layer.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+
+    out_features, in_features = low_bit.shape
+    size = (in_features, out_features)
+    if group_size == -1:
+        group_size = in_features
+    config = MPLinearLayerConfig(size, size, scalar_types.int4, BF16, group_size, False)
+
+    kernel = Dynamic4bitLinearKernel(config, "weight", "weight_scale")
+    kernel.process_weights_after_loading(layer)
+    return kernel, layer
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("group_size", [32, 128, -1])
 def test_w4a8_is_the_layer_of_the_engine(group_size, with_bias):
     """Which packs its bias with the weight."""
-    from vllm.model_executor.kernels.linear.mixed_precision.dynamic_4bit import Dynamic4bitLinearKernel
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
-    from vllm.scalar_type import scalar_types
+    gemm = CpuInt4Int8Gemm()
+    low_bit = low_bit_of("W4A8", group_size, shape=(96, 256))
+    x = normal(2, 9, 256, seed=1, dtype=BF16)
+    bias = bias_of(96, with_bias)
+    kernel, layer = engine_layer_of_w4a8(low_bit, group_size, bias)
 
-    low_bit, x = low_bit_of("W4A8", group_size, shape=(96, 256)), normal(2, 9, 256, seed=1, dtype=BF16)
-    bias, layer = normal(96, seed=2, dtype=BF16) if with_bias else None, torch.nn.Module()
-    for name, tensor in (("bias", bias), ("weight", low_bit.quantized), ("weight_scale", low_bit.scale)):
-        kept = None if tensor is None else torch.nn.Parameter(tensor.clone(), requires_grad=False)
-        layer.register_parameter(name, kept)
-    groups = 256 if group_size == -1 else group_size
-    config = MPLinearLayerConfig((256, 96), (256, 96), scalar_types.int4, BF16, groups, False)
-    engine = Dynamic4bitLinearKernel(config, "weight", "weight_scale")
-    engine.process_weights_after_loading(layer)
-    y, _ = CpuInt4Int8Gemm().forward(x, low_bit, bias)
-    assert same_bytes(y, engine.apply_weights(layer, x, layer.bias))
+    y = product(gemm, x, low_bit, bias)
+
+    assert same_bytes(y, kernel.apply_weights(layer, x, layer.bias))
+
+    # Controls: another weight, and the bias after the rounding.
     other = low_bit_of("W4A8", group_size, shape=(96, 256), seed=5)
-    assert not same_bytes(CpuInt4Int8Gemm().forward(x, other, bias)[0], y)  # control
+    assert not same_bytes(product(gemm, x, other, bias), y)
     if with_bias:
-        assert not same_bytes(CpuInt4Int8Gemm().forward(x, low_bit)[0] + bias, y)  # control: after the rounding
+        assert not same_bytes(product(gemm, x, low_bit) + bias, y)

@@ -10,7 +10,8 @@ from qarl_trl.rollout import engine_gemm as rollout_gemm
 from qarl_trl.rollout.engine_gemm import GEMMS, EngineGemm
 
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 # By torch, on any device.
 PLAIN = {
     "W4A16": DequantGemm,
@@ -23,25 +24,34 @@ PLAIN = {
     "W4A8": CpuInt4Int8Gemm,
     "W4AFP8": Int4Fp8Gemm,
 }
+# For these the engine itself calls torch on a CPU.
+BY_TORCH = ("W4A8", "FP8_DYNAMIC")
 
 
 def choose(choice, scheme, device):
     """Class of a product, and of torch's inside the engine's."""
     gemm = GEMMS[choice](resolve_scheme(scheme), device)
-    return (type(gemm), type(gemm.plain)) if isinstance(gemm, EngineGemm) else type(gemm)
+    if isinstance(gemm, EngineGemm):
+        return EngineGemm, type(gemm.plain)
+    return type(gemm)
+
+
+def test_the_table_of_this_test_has_every_scheme():
+    assert PLAIN.keys() == SUPPORTED.keys()
 
 
 @pytest.mark.parametrize("scheme", PLAIN)
 def test_every_scheme_has_a_gemm_on_cpu_and_the_engine_those_of_the_table(scheme):
-    assert PLAIN.keys() == SUPPORTED.keys()
-    assert choose("auto", scheme, CPU) is PLAIN[scheme]
+    plain = PLAIN[scheme]
+    assert choose("auto", scheme, CPU) is plain
+
     if not SUPPORTED[scheme].cpu_engine:
         with pytest.raises(ValueError, match="has no kernel for"):
             choose("engine", scheme, CPU)
-    elif scheme in ("W4A8", "FP8_DYNAMIC"):  # the engine itself calls torch
-        assert choose("engine", scheme, CPU) is PLAIN[scheme]
+    elif scheme in BY_TORCH:
+        assert choose("engine", scheme, CPU) is plain
     else:
-        assert choose("engine", scheme, CPU) == (EngineGemm, PLAIN[scheme])
+        assert choose("engine", scheme, CPU) == (EngineGemm, plain)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +65,24 @@ def test_every_scheme_has_a_gemm_on_cpu_and_the_engine_those_of_the_table(scheme
 def test_a_gemm_that_is_not_there_is_an_error(scheme, device, choice, words):
     with pytest.raises(ValueError) as error:
         choose(choice, scheme, torch.device(device))
+
     assert all(word in str(error.value) for word in words)
 
 
-def test_the_engines_gemm_needs_a_vllm_for_the_device(monkeypatch):
-    for cpu_engine, right, wrong in ((True, CPU, GPU), (False, GPU, CPU)):
-        monkeypatch.setattr(rollout_gemm, "is_cpu_engine", lambda found=cpu_engine: found)
-        assert choose("engine", "W4A16", right) == (EngineGemm, DequantGemm)
-        with pytest.raises(ValueError, match=rf"on device '{wrong}' needs a vLLM for it.*'auto'"):
-            choose("engine", "W4A16", wrong)
+@pytest.mark.parametrize(("cpu_engine", "right", "wrong"), [(True, CPU, GPU), (False, GPU, CPU)])
+def test_the_engines_gemm_needs_a_vllm_for_the_device(monkeypatch, cpu_engine, right, wrong):
+    monkeypatch.setattr(rollout_gemm, "is_cpu_engine", lambda: cpu_engine)
+
+    assert choose("engine", "W4A16", right) == (EngineGemm, DequantGemm)
+    with pytest.raises(ValueError, match=rf"on device '{wrong}' needs a vLLM for it.*'auto'"):
+        choose("engine", "W4A16", wrong)
+
+
+def test_the_engines_gemm_needs_vllm(monkeypatch):
     monkeypatch.setattr(rollout_gemm, "is_vllm_available", lambda: False)
+
     with pytest.raises(ValueError, match=r"needs a vLLM for it.*make install.*'auto'"):
         choose("engine", "W8A8", CPU)
+
+    # Control: torch's does not.
     assert plain_gemm(resolve_scheme("W8A8"), CPU)

@@ -13,7 +13,7 @@ from qarl_trl.rollout.server_guard import HOSTS, KEY, METHODS, PATHS, Guard, fin
 
 
 class Engine:
-    """Answers with what it is asked, or dies before it does."""
+    """Answers with what it is asked. It dies when it is asked for its state."""
 
     errored = False
 
@@ -24,36 +24,53 @@ class Engine:
         return [method, *args]
 
 
+async def echo(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(await request.body())
+
+
+class GuardedApp:
+    """An application that answers with what it got, behind the guard."""
+
+    def __init__(self):
+        self.app = Starlette()
+        self.app.add_route("/{path:path}", echo, methods=["GET", "POST", "OPTIONS"])
+        self.app.state.engine_client = Engine()
+        self.guard = Guard(self.app)
+
+    async def __call__(self, scope, receive, send):
+        # vLLM's server puts itself into the scope, too.
+        await self.guard({**scope, "app": self.app}, receive, send)
+
+
 @pytest.fixture
 def ask(monkeypatch):
-    """A request to a guarded application, which answers with what it got."""
+    """Sends a request with the right headers; `headers` replace these, and an empty one is left out."""
     monkeypatch.setenv(KEY, "sesame")
-    app = Starlette()
+    transport = httpx.ASGITransport(app=GuardedApp())
 
-    async def echo(request: Request) -> PlainTextResponse:
-        return PlainTextResponse(await request.body())
+    async def send(method, path, headers, content):
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            return await client.request(method, path, headers=headers, content=content)
 
-    app.add_route("/{path:path}", echo, methods=["GET", "POST", "OPTIONS"])
-    app.state.engine_client = Engine()
-    guard = Guard(app)
-
-    def run(method: str, path: str, content: str = "[]", **headers: str) -> httpx.Response:
-        defaults = {"authorization": "Bearer sesame", "content-type": "application/json"}
-        given = {name: value for name, value in (defaults | headers).items() if value}
-
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(app=lambda scope, *ends: guard({**scope, "app": app}, *ends))
-            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-                return await client.request(method, path, headers=given, content=content if method == "POST" else None)
-
-        return asyncio.run(send())
+    def run(method, path, content="[]", **headers):
+        right = {"authorization": "Bearer sesame", "content-type": "application/json"}
+        sent = {name: value for name, value in (right | headers).items() if value}
+        if method != "POST":
+            content = None
+        return asyncio.run(send(method, path, sent, content))
 
     return run
 
 
+# Requests -------------------------------------------------------------------------------------------------------
+
+
 def test_a_trainer_is_let_in_with_all_that_it_asks(ask):
     for path in PATHS:
-        assert (ask("POST", path, "{}").status_code, ask("POST", path, "{}").text) == (200, "{}")
+        answer = ask("POST", path, "{}")
+        assert answer.status_code == 200
+        assert answer.text == "{}"
+
     assert ask("POST", "/qarl_load", '["run-1", 2]').json() == ["qarl", "qarl_load", "run-1", 2]
     assert ask("GET", "/health", authorization="").status_code == 200
 
@@ -61,17 +78,21 @@ def test_a_trainer_is_let_in_with_all_that_it_asks(ask):
 @pytest.mark.parametrize(
     ("status", "request_", "headers"),
     [
+        # Without the key. In the third case a path stands in the Host.
         (401, ("POST", "/v1/completions"), {"authorization": ""}),
         *((401, ("POST", method), {"authorization": "Bearer open"}) for method in METHODS),
-        (401, ("GET", "/v1/models"), {"authorization": "", "host": "127.0.0.1/health?"}),  # a path in the Host
+        (401, ("GET", "/v1/models"), {"authorization": "", "host": "127.0.0.1/health?"}),
+        # From a web page. The last name points here.
         (403, ("POST", "/qarl_load"), {"origin": "https://example.org"}),
         (403, ("GET", "/health"), {"origin": "null"}),
+        (403, ("POST", "/qarl_load"), {"host": "rebound.example.org:8000"}),
+        # Not for a trainer.
         (404, ("POST", "/collective_rpc", '{"method": "save_sharded_state", "args": ["/tmp/x"]}'), {}),
         (404, ("POST", "/qarl_load/../collective_rpc"), {}),
         (404, ("POST", "/sleep"), {}),
         (404, ("GET", "/docs"), {}),
-        (403, ("POST", "/qarl_load"), {"host": "rebound.example.org:8000"}),  # a page's name that points here
-        (415, ("POST", "/qarl_load"), {"content-type": "text/plain"}),  # all that a page may send unasked
+        # The only kind of content that a page may send without asking.
+        (415, ("POST", "/qarl_load"), {"content-type": "text/plain"}),
         (500, ("POST", "/qarl_load", "no JSON"), {}),
     ],
 )
@@ -81,27 +102,40 @@ def test_everybody_else_is_refused(ask, status, request_, headers):
 
 def test_a_call_of_an_engine_that_dies_is_answered(ask):
     answer = ask("POST", "/qarl_state")
-    assert answer.status_code == 500 and "The engine of this server died" in answer.text
+
+    assert answer.status_code == 500
+    assert "The engine of this server died" in answer.text
 
 
 @pytest.mark.parametrize("host", ["[::1]:8000", "localhost", "Node7.cluster:8000"])
 def test_a_server_answers_by_its_addresses_and_its_names(ask, monkeypatch, host):
     monkeypatch.setenv(HOSTS, "127.0.0.1,node7.cluster")
+
     assert ask("GET", "/health", host=host).status_code == 200
+
+
+# The key --------------------------------------------------------------------------------------------------------
 
 
 def test_a_made_key_is_its_owners_alone_and_found_by_a_trainer_of_the_same_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv(KEY, raising=False)
     folder = str(tmp_path / "syncs")
     assert find_key(folder) == ""
+
     key = make_key(folder)
-    assert find_key(folder) == key and len(key) == 32 and key in capsys.readouterr().out
+
+    assert len(key) == 32
+    assert key in capsys.readouterr().out
     assert stat.S_IMODE(key_file(folder).stat().st_mode) == 0o600
+    assert find_key(folder) == key
+
+    # The environment goes before the file.
     monkeypatch.setenv(KEY, "chosen")
     assert find_key(folder) == "chosen"
 
 
 def test_without_a_key_no_server_starts(monkeypatch):
     monkeypatch.delenv(KEY, raising=False)
+
     with pytest.raises(RuntimeError, match=KEY):
         Guard(None)
