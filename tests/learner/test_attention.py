@@ -16,7 +16,7 @@ def row(seed, heads=2):
 
 def test_each_sequence_of_a_row_is_attended_alone():
     query, key, value = row(1), row(2), row(3)
-    found, _ = attention._attention(torch.nn.Module(), query, key, value, torch.empty(1, 1, 0, 0), (5, 3, 4))
+    found, _ = attention.packed_attention(torch.nn.Module(), query, key, value, torch.empty(1, 1, 0, 0), (5, 3, 4))
     start = 0
     for length in (5, 3, 4):
         q, k, v = (t[0, :, start : start + length] for t in (query, key, value))
@@ -42,7 +42,7 @@ def test_the_backward_costs_the_same_for_many_short_sequences_as_for_few():
 
     def written(lengths):
         query, key, value = (torch.randn(1, 2, 64, 8).requires_grad_() for _ in range(3))
-        output, _ = attention._attention(torch.nn.Module(), query, key, value, torch.empty(1, 1, 0, 0), lengths)
+        output, _ = attention.packed_attention(torch.nn.Module(), query, key, value, torch.empty(1, 1, 0, 0), lengths)
         with CountOutputs() as count:
             output.sum().backward()
         return count.elements
@@ -65,7 +65,7 @@ def test_no_square_of_the_row_is_made(tiny_model, monkeypatch):
     model = tiny_model()
     use_packed_attention(model)
     seen = []
-    inner = attention._attention
+    inner = attention.packed_attention
     monkeypatch.setitem(
         attention.AttentionInterface._global_mapping,
         attention.ATTENTION,
