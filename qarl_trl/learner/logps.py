@@ -69,7 +69,7 @@ class PackedPasses:
             arguments: The arguments of TRL's method by name, for a batch of text: `model`, `input_ids` and
                 `attention_mask` `(B, L)`, `logits_to_keep`; optional are `batch_size`, `compute_entropy` and
                 `compute_aux_loss`.
-            order: The rows in the order in which micro-batches take them, int64 `(B,)`; `None` leaves them as they are.
+            order: The rows in the order in which micro-batches take them, int64 `(B,)`; `None`: as they stand.
 
         Returns:
             The attributes of [`Scores`], in this order.
