@@ -227,8 +227,8 @@ def build_muon(model: nn.Module, args: TrainingArguments) -> MuonWithAdamW:
     """
     The optimizer of `optim_muon=True`: groups of Muon and of its experts, then AdamW with and without weight decay.
 
-    Under FSDP2 torch's Muon sees a DTensor as the whole matrix. Each Newton-Schulz iteration gathers a matrix twice and
-    its Gram matrix once, or for `rows > columns` sums the Gram matrix twice, in bfloat16: in five iterations 20 to
+    Under FSDP2 torch's Muon sees a DTensor as the whole matrix. Each Newton-Schulz iteration gathers a matrix twice
+    and its Gram matrix once, or for `rows > columns` sums the Gram matrix twice, in bfloat16: in five iterations 20 to
     30 bytes per entry, or up to 20. [`QaRLConfig`] refuses DeepSpeed, whose stages 1 to 3 use flat pieces.
 
     Args:
