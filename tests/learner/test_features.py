@@ -226,7 +226,7 @@ def distances(run: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]
 
 
 def assert_equal_runs(run, expected):
-    """Measured for tbpo and the stock losses: losses 1.2e-7, gradients 1.3e-6 of their norm, logged 2.9e-6 (up to 7)."""
+    """Measured for tbpo and stock losses: losses 1.2e-7, gradients 1.3e-6 of their norm, logged 2.9e-6 (up to 7)."""
     off = distances(run, expected)
     assert off["losses"] < 2e-6, off
     assert off["gradients"] < 1e-5, off
