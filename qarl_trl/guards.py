@@ -118,6 +118,7 @@ def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accele
     rewards = accelerator.gather(rewards_here)
 
     # After the gather, so that all processes see the same rewards, and stop together.
+    # NaN is left alone: for TRL it is a function that does not apply.
     infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
     if infinite:
         raise ValueError(
@@ -139,6 +140,7 @@ def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], tra
     Raises:
         Exception: as in [`all_or_none`]; in the process where the check failed that of [`check_rollout`].
     """
+    # The check is inside, because only one process may have got a wrong result.
     with all_or_none("rollout_func", trainer.accelerator):
         output = rollout_func(prompts, trainer)
         check_rollout(output, len(prompts))
@@ -156,6 +158,7 @@ def check_rollout(output: Mapping[str, Any], rows: int) -> None:
     Raises:
         ValueError: if numbers of rows or of log-probs are wrong, or an answer is empty.
     """
+    # TRL checks none of this. It would take log-probs of too few tokens, and train on them.
     prompts = len(output["prompt_ids"])
     tokens = _lengths(output["completion_ids"])
     logps = _lengths(output["logprobs"])

@@ -62,7 +62,7 @@ def test_an_empty_completion_has_ratio_and_weight_one():
     [(0.0, 1.0), (0.5, math.exp(0.5)), (9.0, 2.0), (-9.0, 0.5), (math.inf, 2.0), (math.nan, 1.0)],
 )
 def test_mismatch_weight_is_between_one_over_c_and_c(logp_diff, expected):
-    """`logp_diff` is learner minus engine on every token. A token that the engine could not score counts as matched."""
+    """`logp_diff` is learner minus engine on every token; a token without a log-prob of the engine is matched."""
     old = torch.full((1, 3), -1.0)
 
     weight = mismatch_weight(old, old - logp_diff, torch.ones(1, 3), CAP)
@@ -170,7 +170,7 @@ def compute(monkeypatch):
 
 
 def set_band(trainer, band):
-    """Give a QaRL trainer these bounds, or stock TRL the clip that is TBPO with them (`delta_high >= epsilon_high`)."""
+    """Give a QaRL trainer these bounds, or stock TRL the clip that is TBPO with them."""
     if isinstance(trainer, QaRLTrainer):
         for name, value in band.items():
             setattr(trainer.args, f"tbpo_{name}", value)

@@ -103,23 +103,23 @@ def _attend_within_each(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    lengths: tuple[int, ...],
+    attention_mask: Tensor | None,
+    sequence_lengths: tuple[int, ...],
     **kwargs: Any,
 ) -> Tensor:
     """Stock sdpa on each sequence; the outputs one after the other."""
     # `split` instead of slices: the backward of each slice would make a gradient of the whole row, S sequences times
     # T tokens.
-    queries = query.split(lengths, dim=2)
-    keys = key.split(lengths, dim=2)
-    values = value.split(lengths, dim=2)
+    queries = query.split(sequence_lengths, dim=2)
+    keys = key.split(sequence_lengths, dim=2)
+    values = value.split(sequence_lengths, dim=2)
 
     outputs = []
     start = 0
-    for index, length in enumerate(lengths):
+    for index, length in enumerate(sequence_lengths):
         tokens = slice(start, start + length)
-        sequence_mask = None if mask is None else mask[:, :, tokens, tokens]
-        output, _ = sdpa_attention_forward(module, queries[index], keys[index], values[index], sequence_mask, **kwargs)
+        mask = None if attention_mask is None else attention_mask[:, :, tokens, tokens]
+        output, _ = sdpa_attention_forward(module, queries[index], keys[index], values[index], mask, **kwargs)
         outputs.append(output)
         start += length
 

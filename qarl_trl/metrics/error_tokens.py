@@ -34,6 +34,7 @@ def find_error_tokens(ids: Tensor, real: Tensor) -> Tensor:
     """
     real = real.bool()
     rows, length = ids.shape
+    # No window fits in, or there is no token to number.
     if length < WINDOW or rows == 0:
         return torch.zeros_like(real)
 

@@ -100,6 +100,7 @@ def check_mismatch(logp_diff: float, unscored: float, threshold: float | None) -
     Raises:
         RuntimeError: in all processes, since all have the same metrics.
     """
+    # A NaN of the learner is in the mean. Those of the engine are left out of it, so their share is looked at.
     if not math.isfinite(logp_diff) or unscored > MOST_UNSCORED:
         raise RuntimeError(
             f"Log-probs hold NaN or infinity: the mismatch between engine and learner is {logp_diff} nats per token, "
