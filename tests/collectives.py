@@ -31,7 +31,8 @@ class MovedBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # comes again as operations on the shards
+            # The operation comes again, on the shards.
+            return NotImplemented
 
         self._count(func, args)
         return func(*args, **(kwargs or {}))

@@ -139,7 +139,8 @@ def compute(monkeypatch):
         logps = batch.logps.clone().requires_grad_()
         forward = (logps, torch.zeros_like(logps), None)
         monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: forward)
-        monkeypatch.setattr(trainer, "_passes", None, raising=False)  # which would split what TRL's method gets
+        # Packed passes would split what TRL's method gets.
+        monkeypatch.setattr(trainer, "_passes", None, raising=False)
         # As in a run with a vLLM engine, whose weight TRL multiplies with.
         trainer.use_vllm = True
         trainer.vllm_importance_sampling_correction = True
@@ -161,7 +162,8 @@ def compute(monkeypatch):
         before = dict(inputs)
         loss = trainer._compute_loss(trainer.model, inputs)
         for name, value in before.items():
-            assert inputs[name] is value  # the batch is used again in later iterations
+            # The batch is used again in later iterations.
+            assert inputs[name] is value
 
         loss.backward()
         return loss.item(), logps.grad
@@ -250,7 +252,8 @@ def test_the_trainer_takes_the_bounds_of_its_config(trainers, compute):
         assert loss == pytest.approx(reference(batch, changed)[0], abs=TOLERANCE)
 
     names = {field.name for field in fields(QaRLConfig)} - {"generation_batch_size"}
-    again = QaRLConfig(**{name: getattr(trainer.args, name) for name in names})  # as from a file
+    # As from a file.
+    again = QaRLConfig(**{name: getattr(trainer.args, name) for name in names})
     assert again.trust_band == trainer.args.trust_band
 
 
@@ -268,4 +271,5 @@ def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute
 
     tbpo = qarl_trainer(trainers)
     set_band(tbpo, PAPER)
-    assert compute(tbpo, batch)[0] != expected_loss  # control
+    # Control.
+    assert compute(tbpo, batch)[0] != expected_loss

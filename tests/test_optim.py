@@ -144,13 +144,15 @@ def test_resume_after_two_of_four_steps_is_exact(make):
         return train(model, slice(2, 4), optimizer)
 
     assert all_equal(resumed(with_optimizer_state=True), expected)
-    assert not all_equal(resumed(with_optimizer_state=False), expected)  # control: momentum matters
+    # Control: momentum matters.
+    assert not all_equal(resumed(with_optimizer_state=False), expected)
 
 
 def test_lr_scheduler_drives_both_parts():
     model = make_model()
     optimizer = build_muon(model, make_args())
-    optimizer.load_state_dict(optimizer.state_dict())  # what accelerate does; it replaces the group dicts
+    # As accelerate does. It replaces the group dicts.
+    optimizer.load_state_dict(optimizer.state_dict())
     scheduler = LambdaLR(optimizer, lambda step: (0.0, 0.5)[min(step, 1)])
     assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-2, 1e-2, 1e-2]
 
@@ -165,7 +167,8 @@ def test_lr_scheduler_drives_both_parts():
 
     scheduler.step()
     assert scheduler.get_last_lr() == [5e-3, 5e-3, 5e-3]
-    assert moved() == [True, True, True]  # control: it is the rate that held them
+    # Control: it is the rate that held them.
+    assert moved() == [True, True, True]
 
 
 def test_global_step_post_hook_fires_last_with_all_weights_new():
@@ -187,10 +190,12 @@ def test_global_step_post_hook_fires_last_with_all_weights_new():
 
     assert fired == ["Muon", "AdamW", "MuonWithAdamW"]
     assert all_equal(weights[-1], after)
-    assert not all_equal(weights[0], after)  # control: after Muon alone the embeddings are still old
+    # Control: after Muon alone the embeddings are still old.
+    assert not all_equal(weights[0], after)
 
     train(model, slice(1), optimizer)
-    assert len(fired) == 3  # control: the removed hook is silent
+    # Control: the removed hook is silent.
+    assert len(fired) == 3
 
 
 # Who trains what ----------------------------------------------------------------------------------------------------

@@ -87,12 +87,14 @@ def test_experts_step_as_torch_muon_steps_each_matrix(shape, projections, mistak
     result = take_steps(*expert_muon(start, projections), grads)
 
     assert torch.equal(result, one_by_one(start, grads, projections))
-    assert not torch.equal(result, one_by_one(start, grads, mistaken))  # control
+    # Control.
+    assert not torch.equal(result, one_by_one(start, grads, mistaken))
 
 
 def test_experts_agree_with_the_float64_reference():
     start, grads = random_experts(3, 64, 24)
-    grads[0][-1] = grads[1][-1]  # the reference divides by the norm
+    # The reference divides by the norm.
+    grads[0][-1] = grads[1][-1]
 
     result = take_steps(*expert_muon(start, 2), grads)
 
@@ -103,8 +105,10 @@ def test_experts_agree_with_the_float64_reference():
         reference = torch.stack(stepped).reshape(start.shape)
         return (result - reference).norm() / (reference - start).norm()
 
-    assert error(2) < 0.03  # bfloat16, as for the matrices of test_optim.py
-    assert error(1) > 0.1  # control: gate and up as one matrix
+    # bfloat16, as for the matrices of test_optim.py.
+    assert error(2) < 0.03
+    # Control: gate and up as one matrix.
+    assert error(1) > 0.1
 
 
 def test_a_transposed_parameter_steps_alike():
@@ -155,7 +159,8 @@ def test_the_trainer_moves_every_matrix_by_muon(tmp_path):
     assert len(by_muon) == 4 * 3
     assert (by_muon > most / 10).all()
     assert (by_muon < most).all()
-    assert (moved(optim_muon=False) > most).all()  # control: AdamW
+    # Control: AdamW.
+    assert (moved(optim_muon=False) > most).all()
 
 
 # Sharded ------------------------------------------------------------------------------------------------------------
@@ -270,7 +275,8 @@ def test_sharded_experts_step_as_in_one_process_and_communicate_nothing(tmp_path
     assert len(expert_names) == 4
     for name in expert_names:
         assert torch.equal(sharded[name], alone.get_parameter(name))
-        assert not torch.equal(sharded[name], before_last[name])  # control: the last step moved it
+        # Control: the last step moved it.
+        assert not torch.equal(sharded[name], before_last[name])
 
     start = dict(make_moe(experts, **TALL).named_parameters())
     for name in attention:

@@ -100,7 +100,8 @@ def test_no_square_of_a_packed_row_is_made(tiny_model, masks):
 
     model(input_ids=IDS, position_ids=POSITIONS, use_cache=False, sequence_lengths=(3, 3))
 
-    assert [mask.numel() for mask in masks] == [0, 0]  # one a layer
+    # One mask for each layer, without elements.
+    assert [mask.numel() for mask in masks] == [0, 0]
 
 
 def test_other_rows_get_the_masks_of_stock_sdpa(tiny_model, masks):
@@ -127,7 +128,8 @@ def test_padded_and_generated_the_model_is_the_stock_one_bit_for_bit(tiny_model)
 
     answers = [m.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False) for m in (model, stock)]
     assert torch.equal(*answers)
-    assert model.config.to_dict() == stock.config.to_dict()  # what is saved
+    # The config is what a checkpoint saves.
+    assert model.config.to_dict() == stock.config.to_dict()
 
 
 def test_another_attention_is_left_alone(tiny_model):

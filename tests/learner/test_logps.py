@@ -157,7 +157,8 @@ def test_micro_batches_in_any_order_give_the_same_and_are_split_alike(make):
 
     assert (logps - expected).abs().max() < 5e-6
     at_once = list(seen)
-    assert [ids.shape[1] for ids in at_once] == [50, 57, 7, 24]  # 4 + 21 + 25, 35 + 22, 7, 24
+    # Tokens of the rows: 4 + 21 + 25, 35 + 22, 7, 24.
+    assert [ids.shape[1] for ids in at_once] == [50, 57, 7, 24]
 
     # The loss gets the micro-batches one by one.
     del seen[:]
@@ -223,7 +224,8 @@ def test_an_attention_across_sequences_is_caught(make, monkeypatch, caplog, kind
     expected = padded(model, **batch)[0]
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.ATTENTION, reaching_across)
     mixed, _ = run(make_passes(), model, **batch)
-    assert (mixed - expected).abs().max() > 0.1  # what is to be caught
+    # Control: there is something to be caught.
+    assert (mixed - expected).abs().max() > 0.1
 
     with caplog.at_level(logging.WARNING):
         answers = [passes.packs(model), passes.packs(model)]

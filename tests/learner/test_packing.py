@@ -48,7 +48,8 @@ def test_what_is_packed_comes_back_to_its_place_from_several_rows():
     assert torch.equal(unpacked, ids[:, -KEEP:].float())
 
     shifted = [value.roll(1) for value in values]
-    assert not torch.equal(unpack(shifted, packed, len(ids), KEEP), unpacked)  # control
+    # Control.
+    assert not torch.equal(unpack(shifted, packed, len(ids), KEEP), unpacked)
 
 
 def test_the_first_token_of_a_sequence_is_never_scored():
@@ -73,7 +74,8 @@ def test_rows_are_split_into_passes_under_the_budget(passes):
     for rows in rows_of_passes:
         assert rows
         assert sum(lengths[row] for row in rows) <= 10
-    assert len(rows_of_passes) == max(passes, 3)  # 28 tokens need three passes
+    # 28 tokens need three passes.
+    assert len(rows_of_passes) == max(passes, 3)
 
 
 def test_rows_that_fit_go_together_the_longest_first():
