@@ -271,5 +271,5 @@ def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute
 
     tbpo = qarl_trainer(trainers)
     set_band(tbpo, PAPER)
-    # Control.
+    # Control: TBPO is another loss.
     assert compute(tbpo, batch)[0] != expected_loss

@@ -87,7 +87,7 @@ def test_experts_step_as_torch_muon_steps_each_matrix(shape, projections, mistak
     result = take_steps(*expert_muon(start, projections), grads)
 
     assert torch.equal(result, one_by_one(start, grads, projections))
-    # Control.
+    # Control: the mistaken matrices step in another way.
     assert not torch.equal(result, one_by_one(start, grads, mistaken))
 
 

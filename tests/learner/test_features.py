@@ -340,7 +340,7 @@ def test_packed_passes_train_as_padded_rows_do(start, monkeypatch, feature, sche
     assert sum(tokens) == sum(size.numel() for size in large["passes"])
 
     if scheme is None:
-        # Control.
+        # Control: a mistake in packing is seen.
         break_packing(monkeypatch, "rows exchanged")
         assert distances(train(start(LARGE, **changes)), padded)["gradients"] > 0.01
 

@@ -48,7 +48,7 @@ def test_what_is_packed_comes_back_to_its_place_from_several_rows():
     assert torch.equal(unpacked, ids[:, -KEEP:].float())
 
     shifted = [value.roll(1) for value in values]
-    # Control.
+    # Control: values of the wrong tokens come back elsewhere.
     assert not torch.equal(unpack(shifted, packed, len(ids), KEEP), unpacked)
 
 

@@ -76,7 +76,7 @@ def test_error_tokens_are_those_of_one_token_at_a_time():
     assert [error[: len(row)].tolist() for error, row in zip(errors, rows, strict=True)] == expected
     assert not errors[~written].any()
     assert 0.1 < errors.sum() / written.sum() < 0.9
-    # Controls.
+    # Controls: each setting counts.
     assert by_reference(rows, ngram=9) != expected
     assert by_reference(rows, copies=4) != expected
     assert by_reference(rows, window=63) != expected

@@ -79,7 +79,7 @@ def test_metrics_are_those_of_python_floats(band):
         # Both count the same completions, so the shares are exact.
         assert {name: metrics[name] for name in shares} == pytest.approx(shares, abs=1e-9)
 
-        # Control.
+        # Control: with the other signs nearly every metric is another.
         batch.advantages = -batch.advantages
         differ |= {name for name, value in measured(batch, band).items() if value != metrics.get(name)}
 
