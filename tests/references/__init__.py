@@ -23,6 +23,8 @@ from .completions import (
 from .floats import bf16, cut_off_bf16, f32, float4_code, float8_byte, float8_value
 from .layers import experts, logps_of_each_alone, muon, straight_through
 from .weights import (
+    BF16_EPS,
+    FLOAT8_EPS,
     dequantize_rows,
     pack_int,
     pack_int4,
@@ -38,6 +40,8 @@ from .weights import (
 
 
 __all__ = [
+    "BF16_EPS",
+    "FLOAT8_EPS",
     "bf16",
     "cut_off_bf16",
     "dequantize_rows",
