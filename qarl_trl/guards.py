@@ -14,23 +14,48 @@ from torch.distributed.tensor import DTensor
 
 
 def check_gradient(norm: Tensor | float | None) -> None:
-    """Stop all processes (`RuntimeError`) if the gradient norm is NaN or infinite, before the optimizer changes the weights."""
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """
+    Stop all processes before the optimizer would change the weights by a gradient that is no number.
+
+    Args:
+        norm: The gradient norm, a scalar, which all processes have; `None` where the Trainer computes none.
+
+    Raises:
+        RuntimeError: if the norm is NaN or infinite.
+    """
+    if isinstance(norm, DTensor):
+        # A collective: under FSDP2 each process has its part of the sum.
+        norm = norm.full_tensor()
+
     if norm is not None and not math.isfinite(norm):
         raise RuntimeError(
-            f"The gradient norm is {float(norm)}, so a step would turn the weights into NaN. Resume from the last checkpoint with a "
-            "lower learning rate or max_grad_norm, and look at grad_norm, entropy and reward in the log."
+            f"The gradient norm is {float(norm)}, so a step would turn the weights into NaN. Resume from the last "
+            "checkpoint with a lower learning rate or max_grad_norm, and look at grad_norm, entropy and reward in the "
+            "log."
         )
 
 
 @contextmanager
 def all_or_none(what: str, accelerator: Any) -> Iterator[None]:
-    """Raise the error of the block in this process, and a `RuntimeError` in the others."""
+    """
+    Stop all processes if the block failed in one of them. All must enter it together.
+
+    Args:
+        what: What the block does, for the error.
+        accelerator: Has `gather` and `device`.
+
+    Raises:
+        Exception: the block's own, in the process where it failed.
+        RuntimeError: in the others; it names the first process that failed.
+    """
     failure = None
     try:
         yield
-    except Exception as error:  # raised again below, after the other processes know
+    except Exception as error:
+        # Raised below, after the other processes know.
         failure = error
+
+    # Also after a success, because a gather waits for all processes.
     failed = accelerator.gather(torch.tensor([failure is not None], device=accelerator.device))
     if failure is not None:
         raise failure
@@ -40,49 +65,115 @@ def all_or_none(what: str, accelerator: Any) -> Iterator[None]:
 
 def on_first(state: Any, decide: Callable[[], Any]) -> Any:
     """
-    Call `decide` in the first process, and return its result in all processes; `state` has `process_index`.
+    Call a function in the first process, and return its result in all processes.
 
-    Its error is raised there, and an `OSError` in the others, so that at the start of a run they too print one line.
+    Args:
+        state: Has `process_index`: accelerate's state, or the arguments of a run.
+        decide: The function. Other processes get its result pickled.
+
+    Raises:
+        Exception: the function's own, in the first process.
+        OSError: in the others, so that at the start of a run they too print one line.
     """
-    answer, failure = list[Any]([None, None]), None
+    result: Any = None
+    failure: Exception | None = None
     if state.process_index == 0:
         try:
-            answer[0] = decide()
+            result = decide()
         except Exception as error:
-            answer[1], failure = str(error), error
-    broadcast_object_list(answer)  # as text, because not every error can be pickled
-    if answer[1] is not None:
-        raise failure or OSError(f"The first process failed, and says why: {answer[1]}")
-    return answer[0]
+            # Raised below, after the other processes know.
+            failure = error
+
+    # The error goes as text, because not every error can be pickled.
+    message = None if failure is None else str(failure)
+    sent = [result, message]
+    broadcast_object_list(sent)
+
+    if failure is not None:
+        raise failure
+    result, message = sent
+    if message is not None:
+        raise OSError(f"The first process failed, and says why: {message}")
+    return result
 
 
 def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accelerator: Any) -> Tensor:
-    """The rewards of all processes `(processes * rows, functions)`. Errors as in [`all_or_none`], and `ValueError` for infinity; NaN is TRL's `None`."""
+    """
+    The rewards of all processes.
+
+    Args:
+        calculate: Returns the rewards of this process, `(rows, functions)`, NaN for TRL's `None`.
+        names: Names of the reward functions.
+        accelerator: Has `gather` and `device`.
+
+    Returns:
+        `(processes * rows, functions)`.
+
+    Raises:
+        Exception: as in [`all_or_none`].
+        ValueError: in all processes, if a reward is infinite.
+    """
     with all_or_none("rewards", accelerator):
-        own = calculate()
-    rewards = accelerator.gather(own)
-    if infinite := rewards.isinf().any(0).nonzero().flatten().tolist():
+        rewards_here = calculate()
+    rewards = accelerator.gather(rewards_here)
+
+    # After the gather, so that all processes see the same rewards, and stop together.
+    # NaN is left alone: for TRL it is a function that does not apply.
+    infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
+    if infinite:
         raise ValueError(
-            f"The reward function {names[infinite[0]]!r} gave an infinite reward. It must be a finite number, or None where it "
-            "does not apply: the advantages of its whole group would be NaN or 0."
+            f"The reward function {names[infinite[0]]!r} gave an infinite reward. It must be a finite number, or None "
+            "where it does not apply: the advantages of its whole group would be NaN or 0."
         )
     return rewards
 
 
 def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], trainer: Any) -> Any:
-    """The result of TRL's `rollout_func` for `prompts`, checked; errors as in [`all_or_none`]."""
+    """
+    The result of TRL's `rollout_func`, checked.
+
+    Args:
+        rollout_func: The user's function of `prompts` and `trainer`.
+        prompts: The prompts of this process.
+        trainer: The trainer, as `rollout_func` gets it.
+
+    Raises:
+        Exception: as in [`all_or_none`]; in the process where the check failed that of [`check_rollout`].
+    """
+    # The check is inside, because only one process may have got a wrong result.
     with all_or_none("rollout_func", trainer.accelerator):
-        check_rollout(output := rollout_func(prompts, trainer), len(prompts))
+        output = rollout_func(prompts, trainer)
+        check_rollout(output, len(prompts))
     return output
 
 
 def check_rollout(output: Mapping[str, Any], rows: int) -> None:
-    """Refuse (`ValueError`) results that TRL would train on silently: wrong numbers of rows or log-probs, empty answers."""
+    """
+    Refuse results of a `rollout_func` that TRL would train on silently.
+
+    Args:
+        output: Lists with a list for each prompt: `prompt_ids`, `completion_ids`, and `logprobs`, which may be `None`.
+        rows: Number of prompts.
+
+    Raises:
+        ValueError: if numbers of rows or of log-probs are wrong, or an answer is empty.
+    """
+    # TRL checks none of this. It would take log-probs of too few tokens, and train on them.
     prompts = len(output["prompt_ids"])
-    tokens, logps = ([len(row) for row in output[name] or ()] for name in ("completion_ids", "logprobs"))
-    scored = output["logprobs"] is None or logps == tokens
-    if not prompts == len(tokens) == rows or 0 in tokens or not scored:
+    tokens = _lengths(output["completion_ids"])
+    logps = _lengths(output["logprobs"])
+
+    rows_are_right = prompts == len(tokens) == rows
+    has_empty_answer = 0 in tokens
+    logps_are_right = output["logprobs"] is None or logps == tokens
+
+    if not rows_are_right or has_empty_answer or not logps_are_right:
         raise ValueError(
-            f"rollout_func must return, for each of {rows} prompts, prompt_ids, at least one token of completion_ids (EOS for an empty "
-            f"answer) and as many logprobs (or None for all). Got {prompts} prompts, {tokens} tokens and {logps} log-probs."
+            f"rollout_func must return, for each of {rows} prompts, prompt_ids, at least one token of completion_ids "
+            "(EOS for an empty answer) and as many logprobs (or None for all). "
+            f"Got {prompts} prompts, {tokens} tokens and {logps} log-probs."
         )
+
+
+def _lengths(sequences: Sequence[Sequence[Any]] | None) -> list[int]:
+    return [len(sequence) for sequence in sequences or ()]

@@ -1,4 +1,4 @@
-"""`qarl_trl.optim`: which parameter goes to which optimizer, and that the two together are torch's own, bit for bit."""
+"""`qarl_trl.optim`: which parameter goes to which optimizer, and that both together are torch's own, bit for bit."""
 
 import io
 import logging
@@ -56,11 +56,16 @@ def make_model(tie=True):
 
 def make_moe(experts=4, **changes):
     torch.manual_seed(0)
-    sizes = {"moe_intermediate_size": 24, "num_experts": experts, "num_experts_per_tok": min(2, experts)}
+    sizes = {
+        "moe_intermediate_size": 24,
+        "num_experts": experts,
+        "num_experts_per_tok": min(2, experts),
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY | sizes | changes))
 
 
 def train(model, steps, *optimizers):
+    """Take a slice of the steps; return the parameters."""
     for tokens in TOKENS[steps]:
         model(input_ids=tokens, labels=tokens).loss.backward()
         for optimizer in optimizers:
@@ -69,24 +74,35 @@ def train(model, steps, *optimizers):
     return list(model.parameters())
 
 
+def copies(parameters):
+    return [param.detach().clone() for param in parameters]
+
+
 def all_equal(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+# The step -----------------------------------------------------------------------------------------------------------
+
+
 def stepped_side_by_side(adamw_owns=lambda name: "proj" not in name):
     """Four steps of two torch optimizers that know nothing of each other, split by hand."""
-    model, args = make_model(), make_args()
+    model = make_model()
+    args = make_args()
     named = list(model.named_parameters())
+    matrices = [param for name, param in named if not adamw_owns(name)]
+    others = [param for name, param in named if adamw_owns(name)]
+
     muon = torch.optim.Muon(
-        [param for name, param in named if not adamw_owns(name)],
+        matrices,
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
         adjust_lr_fn="match_rms_adamw",
     )
     adamw = torch.optim.AdamW(
         [
-            {"params": [param for name, param in named if adamw_owns(name) and param.ndim == 2], "weight_decay": 0.1},
-            {"params": [param for name, param in named if adamw_owns(name) and param.ndim == 1], "weight_decay": 0.0},
+            {"params": [param for param in others if param.ndim == 2], "weight_decay": 0.1},
+            {"params": [param for param in others if param.ndim == 1], "weight_decay": 0.0},
         ],
         lr=args.learning_rate,
         betas=(0.9, 0.98),
@@ -97,9 +113,11 @@ def stepped_side_by_side(adamw_owns=lambda name: "proj" not in name):
 
 def test_four_steps_equal_torch_muon_and_torch_adamw_side_by_side():
     model = make_model()
+
     weights = train(model, slice(4), build_muon(model, make_args()))
+
     assert all_equal(weights, stepped_side_by_side())
-    # control: one hidden matrix in the wrong optimizer is noticed
+    # Control: one hidden matrix in the wrong optimizer is noticed.
     misplaced = stepped_side_by_side(lambda name: "proj" not in name or name.endswith("layers.1.mlp.up_proj.weight"))
     assert not all_equal(weights, misplaced)
 
@@ -126,7 +144,61 @@ def test_resume_after_two_of_four_steps_is_exact(make):
         return train(model, slice(2, 4), optimizer)
 
     assert all_equal(resumed(with_optimizer_state=True), expected)
-    assert not all_equal(resumed(with_optimizer_state=False), expected)  # control: momentum matters
+    # Control: momentum matters.
+    assert not all_equal(resumed(with_optimizer_state=False), expected)
+
+
+def test_lr_scheduler_drives_both_parts():
+    model = make_model()
+    optimizer = build_muon(model, make_args())
+    # As accelerate does. It replaces the group dicts.
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler = LambdaLR(optimizer, lambda step: (0.0, 0.5)[min(step, 1)])
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-2, 1e-2, 1e-2]
+
+    def moved():
+        """Whether each of the three groups moved in one step."""
+        before = [copies(group["params"]) for group in optimizer.param_groups]
+        train(model, slice(1), optimizer)
+        after = [group["params"] for group in optimizer.param_groups]
+        return [not all_equal(old, new) for old, new in zip(before, after, strict=True)]
+
+    assert moved() == [False, False, False]
+
+    scheduler.step()
+    assert scheduler.get_last_lr() == [5e-3, 5e-3, 5e-3]
+    # Control: it is the rate that held them.
+    assert moved() == [True, True, True]
+
+
+def test_global_step_post_hook_fires_last_with_all_weights_new():
+    """The cache of quantized weights hangs on this hook."""
+    model = make_model()
+    optimizer = build_muon(model, make_args())
+    fired = []
+    weights = []
+
+    def record(part, *_):
+        fired.append(type(part).__name__)
+        weights.append(copies(model.parameters()))
+
+    handle = register_optimizer_step_post_hook(record)
+    try:
+        after = train(model, slice(1), optimizer)
+    finally:
+        handle.remove()
+
+    assert fired == ["Muon", "AdamW", "MuonWithAdamW"]
+    assert all_equal(weights[-1], after)
+    # Control: after Muon alone the embeddings are still old.
+    assert not all_equal(weights[0], after)
+
+    train(model, slice(1), optimizer)
+    # Control: the removed hook is silent.
+    assert len(fired) == 3
+
+
+# Who trains what ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +209,9 @@ def test_each_trainable_parameter_is_in_exactly_one_part(tie, wrap):
     model = wrap(make_model(tie))
     frozen = next(name for name, _ in model.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight"))
     model.get_parameter(frozen).requires_grad_(False)
+
     matrices, _, others = split_parameters(model)
+
     trainable = [name for name, param in model.named_parameters() if param.requires_grad]
     assert sorted(matrices + others) == sorted(trainable)
     assert all(".layers." in name and "proj" in name for name in matrices)
@@ -147,13 +221,15 @@ def test_each_trainable_parameter_is_in_exactly_one_part(tie, wrap):
     grouped = [param for group in build_muon(model, make_args()).param_groups for param in group["params"]]
     assert {id(param) for param in grouped} == {id(model.get_parameter(name)) for name in trainable}
     assert len(grouped) == len(trainable)
-    # control: the plain rule "two dimensions" would take the embeddings as well
+    # Control: the plain rule "two dimensions" would take the embeddings as well.
     assert {name for name in trainable if model.get_parameter(name).ndim == 2} > set(matrices)
 
 
 def test_adamw_decays_what_the_trainer_decays():
     model = make_model(tie=False)
+
     muon, decayed, undecayed = build_muon(model, make_args()).param_groups
+
     names = {param: name for name, param in model.named_parameters()}
     trainers = set(Trainer.get_decay_parameter_names(None, model))
     assert {names[param] for param in muon["params"] + decayed["params"]} == trainers
@@ -161,76 +237,47 @@ def test_adamw_decays_what_the_trainer_decays():
     assert (muon["weight_decay"], decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.1, 0.0)
 
 
-def test_muon_takes_routed_experts_and_leaves_routers(caplog, tiny_model):
+def test_muon_takes_routed_experts_and_leaves_routers(caplog):
     model = make_moe()
+
     with caplog.at_level(logging.WARNING, logger="qarl_trl.optim"):
         groups = build_muon(model, make_args()).param_groups
-    matrices, experts, others = split_parameters(model)
-    assert {name.split(".")[-2] for name in matrices} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert {name.rpartition("experts.")[2]: count for name, count in experts.items()} == {
-        "gate_up_proj": 2,
-        "down_proj": 1,
-    }
-    assert len(experts) == 2 * 2
-    assert sum(name.endswith("mlp.gate.weight") for name in others) == 2
+
+    split = split_parameters(model)
+    assert {name.split(".")[-2] for name in split.matrices} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    projections = {name.rpartition("experts.")[2]: count for name, count in split.experts.items()}
+    assert projections == {"gate_up_proj": 2, "down_proj": 1}
+    assert len(split.experts) == 2 * 2
+    assert sum(name.endswith("mlp.gate.weight") for name in split.others) == 2
+
     parts = [(group["part"], group.get("projections")) for group in groups]
     assert parts == [("muon", None), ("experts", 1), ("experts", 2), ("adamw", None), ("adamw", None)]
     assert not caplog.records
+
+
+def test_quantized_layers_are_split_as_plain_ones(tiny_model):
     plain = split_parameters(tiny_model("qwen3_moe"))
-    assert len(plain[1]) == 4
-    assert split_parameters(apply_quantization(tiny_model("qwen3_moe"), "W4A16", ignore=DEFAULT_IGNORE)) == plain
+    quantized = split_parameters(apply_quantization(tiny_model("qwen3_moe"), "W4A16", ignore=DEFAULT_IGNORE))
+
+    assert len(plain.experts) == 4
+    assert quantized == plain
 
 
 def test_experts_of_another_layout_go_to_adamw_with_one_warning(caplog):
     """gpt-oss: transposed, gate and up row by row; its biases have two dimensions."""
     model = GptOssForCausalLM(GptOssConfig(**TINY, num_local_experts=4))
+
     with caplog.at_level(logging.WARNING, logger="qarl_trl.optim"):
         build_muon(model, make_args())
-    assert split_parameters(model)[1] == {}
+
+    assert split_parameters(model).experts == {}
     assert [record.getMessage().count("experts.") for record in caplog.records] == [4]
-
-
-def test_lr_scheduler_drives_both_parts():
-    model = make_model()
-    optimizer = build_muon(model, make_args())
-    optimizer.load_state_dict(optimizer.state_dict())  # what accelerate does; it replaces the group dicts
-    scheduler = LambdaLR(optimizer, lambda step: (0.0, 0.5)[min(step, 1)])
-    assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-2, 1e-2, 1e-2]
-
-    def moved():
-        """Whether each of the three groups moved in one step."""
-        before = [[param.detach().clone() for param in group["params"]] for group in optimizer.param_groups]
-        train(model, slice(1), optimizer)
-        return [not all_equal(old, group["params"]) for old, group in zip(before, optimizer.param_groups, strict=True)]
-
-    assert moved() == [False, False, False]
-    scheduler.step()
-    assert scheduler.get_last_lr() == [5e-3, 5e-3, 5e-3]
-    assert moved() == [True, True, True]  # control: it is the rate that held them
-
-
-def test_global_step_post_hook_fires_last_with_all_weights_new():
-    """The cache of quantized weights hangs on this hook."""
-    model = make_model()
-    optimizer = build_muon(model, make_args())
-    seen = []
-    handle = register_optimizer_step_post_hook(
-        lambda fired, *_: seen.append((fired, [param.detach().clone() for param in model.parameters()]))
-    )
-    try:
-        after = train(model, slice(1), optimizer)
-    finally:
-        handle.remove()
-    assert [type(fired).__name__ for fired, _ in seen] == ["Muon", "AdamW", "MuonWithAdamW"]
-    assert all_equal(seen[-1][1], after)
-    assert not all_equal(seen[0][1], after)  # control: after Muon alone the embeddings are still old
-    train(model, slice(1), optimizer)
-    assert len(seen) == 3  # control: the removed hook is silent
 
 
 def test_a_model_without_hidden_matrices_is_refused():
     model = make_model()
     for name, param in model.named_parameters():
         param.requires_grad_("proj" not in name)
+
     with pytest.raises(ValueError, match="found no hidden 2-D matrix"):
         build_muon(model, make_args())

@@ -14,6 +14,7 @@ from transformers.masking_utils import sdpa_mask
 from ..quant.names import base_model
 
 
+# transformers knows the attention and its mask by this name.
 ATTENTION = "qarl_packed_sdpa"
 
 
@@ -22,22 +23,44 @@ class LostSequences(RuntimeError):
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Make a `model` with transformers' sdpa attend within each sequence of a packed row; with a mask it is stock sdpa."""
+    """
+    Make a model with transformers' sdpa attend within each sequence of a packed row.
+
+    Padded rows and generation stay stock sdpa, bit for bit. A model with another attention is left alone.
+
+    Args:
+        model: A causal language model, also inside of a `PeftModel`.
+    """
     causal_lm = base_model(model)
     if causal_lm.config._attn_implementation == "sdpa":
         causal_lm.set_attn_implementation(ATTENTION)
 
 
 def sequence_arguments(model: nn.Module, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the forward that give the attention of `model` the lengths of the sequences in a packed row."""
-    if "flash" not in (base_model(model).config._attn_implementation or ""):
-        return {"sequence_lengths": tuple(lengths)}  # numbers: every layer would have to read back a tensor
+    """
+    Keyword arguments of a model's forward that tell its attention where the sequences of a packed row start.
+
+    Args:
+        model: A causal language model after [`use_packed_attention`].
+        lengths: Number of tokens of each sequence.
+        device: Where flash attention reads the starts.
+    """
+    implementation = base_model(model).config._attn_implementation or ""
+    if "flash" not in implementation:
+        # Numbers, not a tensor: every layer would have to read it back from the device.
+        return {"sequence_lengths": tuple(lengths)}
+
     starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
-    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+    return {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
-def _attention(
+def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -46,35 +69,98 @@ def _attention(
     sequence_lengths: tuple[int, ...] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stock sdpa on `(batch, heads, tokens, head_dim)`; with `sequence_lengths` on each sequence separately."""
-    mask = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
-    if sequence_lengths is None:
-        if mask is not attention_mask:
-            raise LostSequences("The attention got no sequence_lengths: it would reach across the sequences of a row.")
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    # `split` instead of slices: the backward of each slice would make a gradient of the whole row, S sequences times T tokens.
-    parts = zip(*(t.split(sequence_lengths, dim=2) for t in (query, key, value)), strict=True)
-    outputs, start = [], 0
-    for (q, k, v), length in zip(parts, sequence_lengths, strict=True):
-        here = slice(start, start + length)
-        own_mask = None if mask is None else mask[:, :, here, here]
-        outputs.append(sdpa_attention_forward(module, q, k, v, own_mask, **kwargs)[0])
+    """
+    Stock sdpa, or with `sequence_lengths` stock sdpa on each sequence of a packed row by itself.
+
+    Args:
+        module: The attention layer.
+        query: `(batch, heads, tokens, head_dim)`.
+        key: `(batch, key heads, tokens, head_dim)`.
+        value: `(batch, key heads, tokens, head_dim)`.
+        attention_mask: `(batch, 1, tokens, tokens)`, without elements from [`packed_mask`], or `None`.
+        sequence_lengths: Number of tokens of each sequence of a packed row.
+        kwargs: Further arguments of stock sdpa.
+
+    Returns:
+        `(batch, tokens, heads, head_dim)`, and no attention weights.
+
+    Raises:
+        LostSequences: if the mask is one for packed rows and there are no lengths.
+    """
+    is_packed_mask = attention_mask is not None and attention_mask.numel() == 0
+    mask = None if is_packed_mask else attention_mask
+
+    if sequence_lengths is not None:
+        return _attend_within_each(module, query, key, value, mask, sequence_lengths, **kwargs), None
+
+    if is_packed_mask:
+        raise LostSequences("The attention got no sequence_lengths: it would reach across the sequences of a row.")
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def _attend_within_each(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sequence_lengths: tuple[int, ...],
+    **kwargs: Any,
+) -> Tensor:
+    """Stock sdpa on each sequence; the outputs one after the other."""
+    # `split` instead of slices: the backward of each slice would make a gradient of the whole row, S sequences times
+    # T tokens.
+    queries = query.split(sequence_lengths, dim=2)
+    keys = key.split(sequence_lengths, dim=2)
+    values = value.split(sequence_lengths, dim=2)
+
+    outputs = []
+    start = 0
+    for index, length in enumerate(sequence_lengths):
+        tokens = slice(start, start + length)
+        mask = None if attention_mask is None else attention_mask[:, :, tokens, tokens]
+        output, _ = sdpa_attention_forward(module, queries[index], keys[index], values[index], mask, **kwargs)
+        outputs.append(output)
         start += length
-    return torch.cat(outputs, dim=1), None
+
+    return torch.cat(outputs, dim=1)
 
 
-def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
+def packed_mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
     """
-    Stock sdpa's mask, but for a packed row an empty one, which means "causal within each sequence" and needs no quadratic memory.
+    Stock sdpa's mask, but for a packed row one without elements.
 
-    When positions restart, transformers asks for a mask that it cannot leave out, although there is no padding. A sliding
-    window sets `local_size`, a model's own mask `use_vmap`.
+    [`packed_attention`] reads a mask without elements as "causal within each sequence".
+
+    Args:
+        batch_size: Number of rows.
+        q_length: Number of queries in a row.
+        kv_length: Number of keys in a row.
+        kwargs: Further arguments of transformers' `sdpa_mask`.
+
+    Returns:
+        Bool `(batch, 1, queries, keys)`, `(batch, 1, 0, 0)` for a packed row, or `None` for plain causal rows.
     """
-    kept = kwargs.get("attention_mask") is None and not kwargs.get("allow_is_causal_skip", True)
-    if kept and q_length == kv_length > 1 and kwargs.get("local_size") is None and not kwargs.get("use_vmap"):
-        return torch.empty(batch_size, 1, 0, 0, dtype=torch.bool, device=kwargs.get("device"))
-    return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
+    if not _is_packed(q_length, kv_length, kwargs):
+        return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
+
+    # A mask of the row would take memory that is quadratic in its tokens.
+    return torch.empty(batch_size, 1, 0, 0, dtype=torch.bool, device=kwargs.get("device"))
 
 
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _mask)
+def _is_packed(q_length: int, kv_length: int, mask_arguments: dict[str, Any]) -> bool:
+    """Whether transformers asks for the mask of a packed row that needs nothing but causality within each sequence."""
+    # When positions restart, transformers asks for a mask that it cannot leave out, although there is no padding.
+    no_padding = mask_arguments.get("attention_mask") is None
+    positions_restart = no_padding and not mask_arguments.get("allow_is_causal_skip", True)
+
+    # A step of generation has one query.
+    whole_rows = q_length == kv_length > 1
+
+    # A sliding window sets `local_size`, a model's own mask `use_vmap`: those need their elements.
+    plainly_causal = mask_arguments.get("local_size") is None and not mask_arguments.get("use_vmap")
+    return positions_restart and whole_rows and plainly_causal
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+AttentionMaskInterface.register(ATTENTION, packed_mask)

@@ -19,83 +19,208 @@ from .probe import crossing, unfit
 
 logger = get_logger(__name__)
 
-# Log-probs and entropies `(B, logits_to_keep)`, and the balancing loss of a mixture.
-Result = tuple[Tensor, Tensor | None, Tensor | None]
+# What TRL's method returns: the attributes of `Scores`, in their order.
+TrlResult = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """
+    The learner's results for a padded batch.
+
+    Attributes:
+        logps: Log-probs of the last tokens, `(B, logits_to_keep)`, 0 where there is padding.
+        entropies: Entropy of the distribution that scores each of these tokens, same shape; `None` if not wanted.
+        balance_loss: The balancing loss of a mixture, a scalar: the mean over passes. `None` if not wanted.
+    """
+
+    logps: Tensor
+    entropies: Tensor | None
+    balance_loss: Tensor | None
 
 
 @dataclass
 class PackedPasses:
-    """The passes of one trainer, for models for which `packs` is true."""
+    """
+    The passes of one trainer, for models for which `packs` is true.
 
-    budget: int  # maximum number of tokens in a pass
-    autocast: Callable[[], AbstractContextManager[Any]]  # context for the model's forward
-    gather: Callable[[Tensor], Tensor]  # concatenates the 1-D tensors of all processes
-    unwrap: Callable[[nn.Module], nn.Module]  # removes accelerate's wrappers from a model
+    Args:
+        budget: Maximum number of tokens in a pass.
+        autocast: Makes the context of the model's forward.
+        gather: Concatenates the 1-D tensors of all processes.
+        unwrap: Removes accelerate's wrappers from a model.
+    """
+
+    budget: int
+    autocast: Callable[[], AbstractContextManager[Any]]
+    gather: Callable[[Tensor], Tensor]
+    unwrap: Callable[[nn.Module], nn.Module]
+
+    # Of each model that was tested: why its rows stay padded, or `None`. Weak keys do not keep a model alive.
     _why_padded: WeakKeyDictionary[nn.Module, str | None] = field(default_factory=WeakKeyDictionary)
 
-    def run(self, given: Mapping[str, Any], order: Tensor | None = None) -> Result:
+    def run(self, arguments: Mapping[str, Any], order: Tensor | None = None) -> TrlResult:
         """
-        The result of TRL's method for its arguments `given` (text only); the balancing loss is the mean over passes.
+        The result of TRL's `_get_per_token_logps_and_entropies`.
 
-        Runs micro-batches of `batch_size` rows, taken in `order` (int64 `(B,)`), one after the other, in several passes if they
-        exceed the budget. `ValueError` if a sequence exceeds the budget.
+        Micro-batches of `batch_size` rows run one after the other, in several passes if they exceed the budget.
+
+        Args:
+            arguments: The arguments of TRL's method by name, for a batch of text: `model`, `input_ids` and
+                `attention_mask` `(B, L)`, `logits_to_keep`; optional are `batch_size`, `compute_entropy` and
+                `compute_aux_loss`.
+            order: The rows in the order in which micro-batches take them, int64 `(B,)`; `None`: as they stand.
+
+        Returns:
+            The attributes of [`Scores`], in this order.
+
+        Raises:
+            ValueError: if a sequence of any process exceeds the budget.
         """
-        ids, mask, keep = given["input_ids"], given["attention_mask"], given["logits_to_keep"]
-        order = torch.arange(len(ids)) if order is None else order
-        chunks = [chunk.tolist() for chunk in order.split(given.get("batch_size") or len(ids))]
-        router = {"output_router_logits": True} if given.get("compute_aux_loss") else {}
-        packed = [pack(ids, mask, keep, rows) for rows in self._split(mask.sum(1), chunks)]
-        outputs = [self._forward(given["model"], row, **router) for row in packed]
-        logps, entropies = unpack([o.log_probs for o in outputs], packed, len(ids), keep), None
-        if given.get("compute_entropy"):
-            entropies = unpack([o.entropy for o in outputs], packed, len(ids), keep)
-        return logps, entropies, torch.stack([o.aux_loss for o in outputs]).mean() if router else None
+        rows = len(arguments["input_ids"])
+        if order is None:
+            order = torch.arange(rows)
 
-    def _split(self, lengths: Tensor, chunks: Sequence[list[int]]) -> list[list[int]]:
-        """Rows of each pass of the micro-batches, by the `lengths` of all rows. All processes need equally many passes: wrappers wait for each other."""
+        micro_batch_size = arguments.get("batch_size") or rows
+        micro_batches = [micro_batch.tolist() for micro_batch in order.split(micro_batch_size)]
+
+        scores = self._score(
+            arguments["model"],
+            arguments["input_ids"],
+            arguments["attention_mask"],
+            arguments["logits_to_keep"],
+            micro_batches,
+            with_entropies=bool(arguments.get("compute_entropy")),
+            with_balance_loss=bool(arguments.get("compute_aux_loss")),
+        )
+        return scores.logps, scores.entropies, scores.balance_loss
+
+    def _score(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        micro_batches: Sequence[list[int]],
+        *,
+        with_entropies: bool,
+        with_balance_loss: bool,
+    ) -> Scores:
+        """Run the rows of the micro-batches in packed passes, and put the results at their places in the batch."""
+        passes = self._rows_of_passes(attention_mask.sum(1), micro_batches)
+        packed_rows = [pack(input_ids, attention_mask, logits_to_keep, rows) for rows in passes]
+
+        # Only on demand: without experts a model's forward does not know the argument.
+        options = {"output_router_logits": True} if with_balance_loss else {}
+        outputs = [self._forward(model, packed_row, **options) for packed_row in packed_rows]
+
+        def padded(values: list[Tensor]) -> Tensor:
+            return unpack(values, packed_rows, len(input_ids), logits_to_keep)
+
+        logps = padded([output.log_probs for output in outputs])
+
+        entropies = None
+        if with_entropies:
+            entropies = padded([output.entropy for output in outputs])
+
+        balance_loss = None
+        if with_balance_loss:
+            # As TRL takes the mean over its micro-batches.
+            balance_loss = torch.stack([output.aux_loss for output in outputs]).mean()
+
+        return Scores(logps, entropies, balance_loss)
+
+    def _rows_of_passes(self, lengths: Tensor, micro_batches: Sequence[list[int]]) -> list[list[int]]:
+        """The rows of each pass; `lengths` are the numbers of tokens of all rows, `(B,)`."""
+        self._check_longest(lengths)
+
+        lengths_by_micro_batch = [lengths[rows].tolist() for rows in micro_batches]
+        numbers = self._numbers_of_passes(lengths_by_micro_batch, lengths.device)
+
+        passes = []
+        for rows, row_lengths, number in zip(micro_batches, lengths_by_micro_batch, numbers, strict=True):
+            # `split_rows` numbers the rows within the micro-batch.
+            for places in split_rows(row_lengths, self.budget, number):
+                passes.append([rows[place] for place in places])
+        return passes
+
+    def _check_longest(self, lengths: Tensor) -> None:
+        """`ValueError` if a sequence of any process exceeds the budget."""
         # The longest of all processes, so that all of them stop: the others would wait for one that stops alone.
         longest = int(self.gather(lengths.amax().view(1)).max())
         if longest > self.budget:
             raise ValueError(
-                f"A sequence of {longest} tokens does not fit into max_tokens_per_pass={self.budget}. Set max_tokens_per_pass to "
-                "at least the longest prompt and completion together."
+                f"A sequence of {longest} tokens does not fit into max_tokens_per_pass={self.budget}. "
+                "Set max_tokens_per_pass to at least the longest prompt and completion together."
             )
-        by_chunk = [lengths[chunk].tolist() for chunk in chunks]
-        own_numbers = torch.tensor([len(split_rows(own, self.budget)) for own in by_chunk], device=lengths.device)
-        numbers = self.gather(own_numbers).view(-1, len(chunks)).amax(0).tolist()
-        return [
-            [chunk[i] for i in rows]
-            for chunk, own, passes in zip(chunks, by_chunk, numbers, strict=True)
-            for rows in split_rows(own, self.budget, passes)
-        ]
 
-    def _forward(self, model: nn.Module, packed: PackedRow, **more: Any) -> Any:
-        more |= sequence_arguments(self.unwrap(model), packed.lengths, packed.input_ids.device)
+    def _numbers_of_passes(self, lengths_by_micro_batch: Sequence[list[int]], device: torch.device) -> list[int]:
+        """The number of passes of each micro-batch: that of the process which needs most for it."""
+        # Wrappers (DDP, FSDP2) wait for each other in every pass, so all processes must make equally many.
+        needed = [len(split_rows(row_lengths, self.budget)) for row_lengths in lengths_by_micro_batch]
+        needed_by_process = self.gather(torch.tensor(needed, device=device)).view(-1, len(needed))
+        return needed_by_process.amax(0).tolist()
+
+    def _forward(self, model: nn.Module, packed_row: PackedRow, **options: Any) -> Any:
+        """The output of one pass: log-probs and entropies `(1, T - 1)` by TRL's fused head."""
+        sequences = sequence_arguments(self.unwrap(model), packed_row.lengths, packed_row.input_ids.device)
         with self.autocast():
-            ids, positions, labels = packed.input_ids, packed.position_ids, packed.labels
-            return model(input_ids=ids, position_ids=positions, labels=labels, fused_lm_head=True, **more)
+            # The fused head never has the logits of all tokens in memory.
+            return model(
+                input_ids=packed_row.input_ids,
+                position_ids=packed_row.position_ids,
+                labels=packed_row.labels,
+                fused_lm_head=True,
+                **options,
+                **sequences,
+            )
 
     def packs(self, model: nn.Module) -> bool:
-        """Whether packed rows of `model` give correct results; all processes test it together, once, and agree."""
-        bare = self.unwrap(model)
-        if bare not in self._why_padded:
-            reason = unfit(bare) or self._crossing(model, bare)
-            self._why_padded[bare] = reason
-            if reason is not None:
-                logger.warning("max_tokens_per_pass: %s runs on padded rows, because %s.", type(bare).__name__, reason)
-        return self._why_padded[bare] is None
+        """
+        Whether packed rows of a model give correct results. Otherwise a warning says why not.
 
-    def _crossing(self, model: nn.Module, bare: Any) -> str | None:
-        use_packed_attention(bare)
-        device = next(bare.parameters()).device
+        All processes must ask together: the first call for a model runs it, and they agree on the answer.
+
+        Args:
+            model: The model as the trainer calls it, with accelerate's wrappers.
+        """
+        unwrapped = self.unwrap(model)
+        if unwrapped not in self._why_padded:
+            reason = self._reason_to_pad(model, unwrapped)
+            self._why_padded[unwrapped] = reason
+            if reason is not None:
+                model_class = type(unwrapped).__name__
+                logger.warning("max_tokens_per_pass: %s runs on padded rows, because %s.", model_class, reason)
+
+        return self._why_padded[unwrapped] is None
+
+    def _reason_to_pad(self, model: nn.Module, unwrapped: nn.Module) -> str | None:
+        """Why packed rows of a model would be wrong in some process, or `None`."""
+        reason = unfit(unwrapped)
+        if reason is not None:
+            # From the config alone, so every process returns here, and none waits in the measurement.
+            return reason
+        return self._crossing(model, unwrapped)
+
+    def _crossing(self, model: nn.Module, unwrapped: Any) -> str | None:
+        """What a measurement in all processes finds wrong with packed rows, or `None`."""
+        # Before the measurement, which must run what the passes will run.
+        use_packed_attention(unwrapped)
+        device = next(unwrapped.parameters()).device
 
         def score(ids: Tensor, keep: int) -> Tensor:
-            packed = pack(ids.to(device), torch.ones_like(ids, device=device), keep, range(len(ids)))
-            return unpack([self._forward(model, packed).log_probs], [packed], len(ids), keep)
+            every_token = torch.ones_like(ids, device=device)
+            packed_row = pack(ids.to(device), every_token, keep, range(len(ids)))
+            output = self._forward(model, packed_row)
+            return unpack([output.log_probs], [packed_row], len(ids), keep)
 
         try:
-            reason = crossing(model, score, bare.config)
+            reason = crossing(model, score, unwrapped.config)
         except LostSequences:
             reason = "its layers do not tell their attention where sequences start"
-        wrong = self.gather(torch.tensor([reason is not None], device=device)).any()
-        return reason or ("another process found its sequences mixed" if wrong else None)
+
+        # If one process padded and the others packed, they would make different numbers of passes.
+        wrong_somewhere = self.gather(torch.tensor([reason is not None], device=device)).any()
+        if reason is None and wrong_somewhere:
+            return "another process found its sequences mixed"
+        return reason

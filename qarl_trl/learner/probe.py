@@ -1,10 +1,10 @@
-"""Whether a model keeps the sequences of a packed row apart, by its config and by a measurement."""
+"""Whether a model keeps the sequences of a packed row apart: what its config says, and what a measurement says."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,27 +14,48 @@ from ..quant.experts import num_experts
 from ..quant.names import base_model
 
 
+# Tokens of each sequence of the measurement.
 LENGTH = 12
-# Layers whose attention transformers masks by the positions of a row. State spaces and convolutions run across sequences;
-# chunked attention counts from the start of the row.
+
+# Layers whose attention transformers masks by the positions of a row. State spaces and convolutions run across
+# sequences; chunked attention counts from the start of the row.
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")
-# Tolerance for rounding, relative to the change when attention sees the neighbour. A mixture needs it, because its experts get other
-# numbers of tokens when a neighbour changes. Measured on toys: 2e-6 in float32, 0 in bfloat16; 1 if attention reaches across.
+
+# Tolerance for rounding, relative to the change when attention sees the neighbour. A mixture needs it, because its
+# experts get other numbers of tokens when a neighbour changes. Measured on toys: 2e-6 in float32, 0 in bfloat16; 1 if
+# attention reaches across.
 NOISE = 0.25
 
 
 def unfit(model: nn.Module) -> str | None:
-    """Why packed rows of `model` would be wrong, by its config and signature; `None` if nothing is wrong."""
+    """
+    Why packed rows of a model would be wrong or slow, by its config and signature.
+
+    Args:
+        model: A causal language model, also inside of a `PeftModel`.
+
+    Returns:
+        The reason, for the end of a sentence; `None` if nothing speaks against packing.
+    """
     causal_lm = base_model(model)
     config = causal_lm.config
+
     if config.get_text_config() is not config:
         return "it has other parts than a text model, which count positions in their own way"
-    if other := sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENTION_LAYERS)):
-        return f"it has layers of type {', '.join(map(repr, other))}, which run on into the next sequence"
-    if "position_ids" not in inspect.signature(causal_lm.base_model.forward).parameters:
+
+    layer_types = getattr(config, "layer_types", None) or ()
+    other_types = sorted(set(layer_types) - set(ATTENTION_LAYERS))
+    if other_types:
+        return f"it has layers of type {', '.join(map(repr, other_types))}, which run on into the next sequence"
+
+    forward = inspect.signature(causal_lm.base_model.forward)
+    if "position_ids" not in forward.parameters:
         return "it takes no position_ids"
-    if config._attn_implementation in ("eager", "flex_attention"):
-        return f"its {config._attn_implementation} attention would compute the square of a row; take sdpa or a flash attention"
+
+    attention = config._attn_implementation
+    if attention in ("eager", "flex_attention"):
+        return f"its {attention} attention would compute the square of a row; take sdpa or a flash attention"
+
     adapter = getattr(model, "active_peft_config", None)
     if adapter is not None and adapter.is_prompt_learning:
         return "its adapter puts learned tokens before each row"
@@ -43,25 +64,60 @@ def unfit(model: nn.Module) -> str | None:
 
 def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], config: PretrainedConfig) -> str | None:
     """
-    Describe the error if packing is wrong: a sequence's log-probs change with its neighbour, or when it is packed. Otherwise `None`.
+    Measure whether the sequences of a packed row cross: log-probs change with a neighbour, or by packing.
 
-    `score` returns, for ids `(B, L)`, the log-probs `(B, n)` of the last `n`, in one packed pass; evaluation mode, no gradients.
+    Runs the model four times, in evaluation mode and without gradients.
+
+    Args:
+        model: The model that `score` runs.
+        score: Returns for token ids `(B, L)` and a number `n` the log-probs `(B, n)` of the last `n` tokens of each
+            row, by one packed pass.
+        config: The model's config.
+
+    Returns:
+        What is wrong, for the end of a sentence; `None` if the sequences stay apart.
     """
-    generator = torch.Generator().manual_seed(0)
-    first, other, last = torch.randint(config.get_text_config().vocab_size, (3, 1, LENGTH), generator=generator)
+    first, other, last = _random_sequences(config)
     keep = LENGTH - 1
-    with torch.no_grad(), ExitStack() as stack:
-        stack.callback(model.train, model.training)
-        model.eval()
+
+    with torch.no_grad(), _evaluation_mode(model):
         beside_first = score(torch.cat((first, last)), keep)[1]
         beside_other = score(torch.cat((other, last)), keep)[1]
         alone = score(last, keep)[0]
-        continued = score(torch.cat((first, last), dim=1), keep)[0]  # its log-probs if it sees the first
-    seen = (continued - alone).abs().mean() * NOISE
-    change = (beside_first - beside_other).abs().mean()
-    if change > (seen if num_experts(config) else 0):
-        return f"a sequence's log-probs change by {change:.1e} with its neighbour"
-    change = (beside_first - alone).abs().mean()
-    if not change <= seen:
-        return f"a sequence's log-probs change by {change:.1e} when it is packed"
+        # One sequence of twice the length: the log-probs of `last` when it does see `first`.
+        after_first = score(torch.cat((first, last), dim=1), keep)[0]
+
+    tolerance = NOISE * _mean_change(after_first, alone)
+
+    # Of a dense model the two are the same operations on the same numbers.
+    by_neighbour = _mean_change(beside_first, beside_other)
+    allowed = tolerance if num_experts(config) else 0
+    if by_neighbour > allowed:
+        return f"a sequence's log-probs change by {by_neighbour:.1e} with its neighbour"
+
+    by_packing = _mean_change(beside_first, alone)
+    # Not `>`, which a NaN would pass.
+    if not by_packing <= tolerance:
+        return f"a sequence's log-probs change by {by_packing:.1e} when it is packed"
     return None
+
+
+def _random_sequences(config: PretrainedConfig) -> Tensor:
+    """Three sequences of token ids, `(3, 1, LENGTH)`; the same in every process, which must agree on the result."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.get_text_config().vocab_size, (3, 1, LENGTH), generator=generator)
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode in the block, and then the mode of before."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _mean_change(logps: Tensor, others: Tensor) -> Tensor:
+    return (logps - others).abs().mean()

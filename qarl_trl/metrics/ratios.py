@@ -1,4 +1,4 @@
-"""How far the policy moved since it sampled: shares beyond TBPO's bounds, extremes, quantiles (paper Figs. 4 and 5)."""
+"""How far the policy moved since it sampled: shares beyond TBPO's bounds, extremes, quantiles (paper Figs. 4, 5)."""
 
 from __future__ import annotations
 
@@ -10,69 +10,125 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from ..loss import TrustBand, loss_mask, sequence_log_ratio
+from .columns import gather_columns, kl_terms
 
 
 # Two passes of one model over one batch shape agree to float32 rounding.
 FIRST_RATIO_TOLERANCE = 1e-6
+
+# By their names in the log.
+QUANTILES = {"q50": 0.5, "q99": 0.99}
 
 logger = get_logger(__name__)
 
 
 @torch.no_grad()
 def measure_ratios(
-    logps: Tensor,  # `(B, T)` of the current policy
-    batch: dict[str, Any],  # TRL's micro-batch
-    errors: Tensor,  # mask of its error tokens, bool `(B, T)`
-    band: TrustBand,  # TBPO's, also with another loss
-    prefix: str,  # for the shares beyond the band with another loss, whose own shares TRL logs (`clip_ratio/*`)
-    gather: Callable[[Tensor], Tensor],  # puts the rows of all processes one after the other
-    fresh: bool,  # whether there was no optimizer step since the rollout, so that every ratio must be 1
+    logps: Tensor,
+    batch: dict[str, Any],
+    errors: Tensor,
+    band: TrustBand,
+    prefix: str,
+    gather: Callable[[Tensor], Tensor],
+    fresh: bool,
 ) -> dict[str, float]:
-    """`ratio/*` and `error_tokens/*` of a micro-batch over all processes, in one collective; see docs/metrics.md."""
-    old = batch.get("old_per_token_logps", logps)
-    columns = completion_columns(logps, old, loss_mask(batch), batch["advantages"], errors)
-    rows = gather(torch.stack([column.float() for column in columns.values()], 1)).cpu()
-    metrics = ratio_metrics(dict(zip(columns, rows.unbind(1), strict=True)), band, prefix)
-    off = max(abs(metrics["ratio/min"] - 1), abs(metrics["ratio/max"] - 1))
-    if fresh and off > FIRST_RATIO_TOLERANCE:
-        logger.warning_once(
-            "Sequence ratios are not 1 before any update of a rollout batch (ratio/min, ratio/max): `old` and current log-probs come "
-            "from different kernels or batch shapes, and the loss clips that noise."
-        )
+    """
+    The metrics `ratio/*` and `error_tokens/*` of a micro-batch, over all processes (docs/metrics.md).
+
+    Args:
+        logps: Log-probs by the learner now, `(B, T)`.
+        batch: TRL's micro-batch. Without log-probs at rollout time all ratios are 1.
+        errors: Mask of its error tokens, bool `(B, T)`.
+        band: TBPO's bounds, also with another loss.
+        prefix: For the names of the shares beyond the bounds with another loss, whose own shares TRL logs
+            (`clip_ratio/*`).
+        gather: Puts the rows of all processes one after the other.
+        fresh: Whether there was no optimizer step since the rollout. Then a ratio that is not 1 gives a warning.
+
+    Returns:
+        The metrics by name: the same in all processes.
+    """
+    # TRL leaves them out where no update comes between rollout and loss.
+    old_logps = batch.get("old_per_token_logps", logps)
+    columns = completion_columns(logps, old_logps, loss_mask(batch), batch["advantages"], errors)
+    metrics = ratio_metrics(gather_columns(columns, gather), band, prefix)
+
+    if fresh:
+        _warn_unless_one(metrics["ratio/min"], metrics["ratio/max"])
     return metrics
 
 
+def _warn_unless_one(smallest: float, largest: float) -> None:
+    """Warn once if ratios before any update are not 1."""
+    off = max(abs(smallest - 1), abs(largest - 1))
+    if off > FIRST_RATIO_TOLERANCE:
+        logger.warning_once(
+            "Sequence ratios are not 1 before any update of a rollout batch (ratio/min, ratio/max): `old` and current "
+            "log-probs come from different kernels or batch shapes, and the loss clips that noise."
+        )
+
+
 def completion_columns(
-    logps: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, errors: Tensor
+    logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor, errors: Tensor
 ) -> dict[str, Tensor]:
-    """Numbers `(B,)` that the metrics need of each completion, from tensors `(B, T)` and advantages `(B,)`."""
+    """
+    Numbers `(B,)` that the metrics need of each completion.
+
+    Args:
+        logps: Log-probs by the learner now, `(B, T)`.
+        old_logps: Log-probs by the learner at rollout time, `(B, T)`.
+        mask: 1 for the tokens that count, `(B, T)`.
+        advantages: One number for each completion, `(B,)`.
+        errors: Mask of error tokens, bool `(B, T)`.
+    """
     counted = mask.bool()
-    difference = torch.where(counted, logps.float() - old.float(), 0.0)
+    difference = torch.where(counted, logps.float() - old_logps.float(), 0.0)
+
     return {
         "advantage": advantages,
-        "ratio": sequence_log_ratio(logps, old, mask).exp(),
+        "ratio": sequence_log_ratio(logps, old_logps, mask).exp(),
         "tokens": counted.sum(1),
-        "k3": (difference.expm1() - difference).sum(1),  # expm1: see `mismatch_metrics`
+        # The old policy sampled, so this estimates KL(old || now).
+        "k3": kl_terms(difference).sum(1),
         "errors": (errors & counted).sum(1),
     }
 
 
 def ratio_metrics(columns: dict[str, Tensor], band: TrustBand, prefix: str) -> dict[str, float]:
-    """The metrics, from columns `(N,)` of the completions of all processes; metrics without a value are left out."""
-    ratio, advantages, tokens = columns["ratio"], columns["advantage"], columns["tokens"].double().sum()
-    positive, negative = advantages > 0, advantages < 0
-    metrics = {
-        "ratio/min": ratio.min(),
-        "ratio/max": ratio.max(),
-        f"ratio/{prefix}pos_high_frac": (positive & (ratio > 1 + band.epsilon_high)).double().mean(),
-        f"ratio/{prefix}neg_low_frac": (negative & (ratio < 1 - band.delta_low)).double().mean(),
-        f"ratio/{prefix}neg_high_frac": (negative & (ratio > 1 + band.delta_high)).double().mean(),
+    """
+    The metrics of completions, without those that have no value.
+
+    Args:
+        columns: Those of [`completion_columns`] for the completions of all processes, float32 `(N,)`.
+        band: TBPO's bounds.
+        prefix: For the names of the shares beyond the bounds.
+    """
+    ratio = columns["ratio"]
+
+    # A completion with advantage 0 has no bounds, but it counts among all of which the shares are taken.
+    positive = columns["advantage"] > 0
+    negative = columns["advantage"] < 0
+
+    beyond = {
+        "pos_high": positive & (ratio > 1 + band.epsilon_high),
+        "neg_low": negative & (ratio < 1 - band.delta_low),
+        "neg_high": negative & (ratio > 1 + band.delta_high),
     }
-    if tokens:
+
+    metrics = {"ratio/min": ratio.min(), "ratio/max": ratio.max()}
+    for bound, completions in beyond.items():
+        metrics[f"ratio/{prefix}{bound}_frac"] = completions.double().mean()
+
+    # What has no value is left out, or it would count in TRL's mean over micro-batches.
+    tokens = columns["tokens"].double().sum()
+    if tokens > 0:
         metrics["ratio/kl_k3"] = columns["k3"].double().sum() / tokens
         metrics["error_tokens/frac"] = columns["errors"].double().sum() / tokens
-    for sign, rows in (("pos", positive), ("neg", negative)):
-        if rows.any():
-            quantiles = ratio[rows].quantile(torch.tensor([0.5, 0.99]))
-            metrics |= {f"ratio/{sign}_q50": quantiles[0], f"ratio/{sign}_q99": quantiles[1]}
+
+    for sign, completions in (("pos", positive), ("neg", negative)):
+        if completions.any():
+            quantiles = ratio[completions].quantile(torch.tensor([*QUANTILES.values()]))
+            for name, quantile in zip(QUANTILES, quantiles, strict=True):
+                metrics[f"ratio/{sign}_{name}"] = quantile
+
     return {name: value.item() for name, value in metrics.items()}

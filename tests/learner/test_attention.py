@@ -10,44 +10,48 @@ from qarl_trl.learner import attention
 from qarl_trl.learner.attention import sequence_arguments, use_packed_attention
 
 
-def row(seed, heads=2):
-    return torch.randn(1, heads, 12, 8, generator=torch.Generator().manual_seed(seed))
+# The mask of a packed row: without elements.
+PACKED = torch.empty(1, 1, 0, 0)
+
+# Two sequences of three tokens in one row.
+IDS = torch.ones(1, 6, dtype=torch.long)
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2]])
+
+
+def random_heads(seed):
+    """A query, key or value: `(1, 2 heads, 12 tokens, 8)`."""
+    return torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def causal_attention(query, key, value):
+    """Attention of one sequence by its formula, `(heads, tokens, head_dim)`."""
+    length, size = query.shape[-2:]
+    scores = query @ key.transpose(1, 2) / size**0.5
+    future = ~torch.ones(length, length).tril().bool()
+    return scores.masked_fill(future, -torch.inf).softmax(-1) @ value
 
 
 def test_each_sequence_of_a_row_is_attended_alone():
-    query, key, value = row(1), row(2), row(3)
-    found, _ = attention._attention(torch.nn.Module(), query, key, value, torch.empty(1, 1, 0, 0), (5, 3, 4))
-    start = 0
-    for length in (5, 3, 4):
-        q, k, v = (t[0, :, start : start + length] for t in (query, key, value))
-        scores = q @ k.transpose(1, 2) / 8**0.5
-        scores = scores.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
-        assert (found[0, start : start + length].transpose(0, 1) - scores.softmax(-1) @ v).abs().max() < 1e-6
-        start += length
+    query = random_heads(1)
+    key = random_heads(2)
+    value = random_heads(3)
+
+    output, _ = attention.packed_attention(torch.nn.Module(), query, key, value, PACKED, (5, 3, 4))
+
+    for tokens in (slice(0, 5), slice(5, 8), slice(8, 12)):
+        expected = causal_attention(query[0, :, tokens], key[0, :, tokens], value[0, :, tokens])
+        assert (output[0, tokens].transpose(0, 1) - expected).abs().max() < 1e-6
 
 
-def test_a_row_that_starts_anew_without_lengths_is_an_error(tiny_model):
+def test_a_row_whose_positions_restart_without_lengths_is_an_error(tiny_model):
     model = tiny_model()
     use_packed_attention(model)
-    ids, positions = torch.ones(1, 6, dtype=torch.long), torch.tensor([[0, 1, 2, 0, 1, 2]])
+
     with pytest.raises(RuntimeError, match="would reach across"):
-        model(input_ids=ids, position_ids=positions, use_cache=False)
-    assert (
-        model(input_ids=ids, position_ids=positions, use_cache=False, sequence_lengths=(3, 3)).logits.isfinite().all()
-    )
+        model(input_ids=IDS, position_ids=POSITIONS, use_cache=False)
 
-
-def test_the_backward_costs_the_same_for_many_short_sequences_as_for_few():
-    """Slices of a row would each get a gradient of the whole row: 16 times the elements for 16 times the sequences (F8)."""
-
-    def written(lengths):
-        query, key, value = (torch.randn(1, 2, 64, 8).requires_grad_() for _ in range(3))
-        output, _ = attention._attention(torch.nn.Module(), query, key, value, torch.empty(1, 1, 0, 0), lengths)
-        with CountOutputs() as count:
-            output.sum().backward()
-        return count.elements
-
-    assert written((4,) * 16) < 1.5 * written((16,) * 4)
+    control = model(input_ids=IDS, position_ids=POSITIONS, use_cache=False, sequence_lengths=(3, 3))
+    assert control.logits.isfinite().all()
 
 
 class CountOutputs(TorchDispatchMode):
@@ -57,50 +61,93 @@ class CountOutputs(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        self.elements += sum(t.numel() for t in tree_leaves(output) if isinstance(t, torch.Tensor))
+        self.elements += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
         return output
 
 
-def test_no_square_of_the_row_is_made(tiny_model, monkeypatch):
+def written_by_backward(lengths):
+    """Elements that the backward of a row of 64 tokens writes."""
+    query, key, value = (torch.randn(1, 2, 64, 8).requires_grad_() for _ in range(3))
+    output, _ = attention.packed_attention(torch.nn.Module(), query, key, value, PACKED, lengths)
+
+    with CountOutputs() as count:
+        output.sum().backward()
+    return count.elements
+
+
+def test_the_backward_costs_the_same_for_many_short_sequences_as_for_few():
+    """Slices of a row would each get a gradient of the whole row: 16 times the elements for 16 times the sequences."""
+    assert written_by_backward((4,) * 16) < 1.5 * written_by_backward((16,) * 4)
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    """The masks that the attention of each layer gets from now on."""
+    seen = []
+    inner = attention.packed_attention
+
+    def recording(module, query, key, value, attention_mask, *args, **kwargs):
+        seen.append(attention_mask)
+        return inner(module, query, key, value, attention_mask, *args, **kwargs)
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.ATTENTION, recording)
+    return seen
+
+
+def test_no_square_of_a_packed_row_is_made(tiny_model, masks):
     model = tiny_model()
     use_packed_attention(model)
-    seen = []
-    inner = attention._attention
-    monkeypatch.setitem(
-        attention.AttentionInterface._global_mapping,
-        attention.ATTENTION,
-        lambda *args, **kwargs: seen.append(args[4]) or inner(*args, **kwargs),
-    )
-    ids, positions = torch.ones(1, 6, dtype=torch.long), torch.tensor([[0, 1, 2, 0, 1, 2]])
-    model(input_ids=ids, position_ids=positions, use_cache=False, sequence_lengths=(3, 3))
-    assert [mask.numel() for mask in seen] == [0, 0]  # one a layer
-    del seen[:]
-    model(input_ids=ids, use_cache=False)
-    assert seen == [None, None]
-    model(input_ids=ids, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]), use_cache=False)
-    expected = sdpa_mask(1, 6, 6, attention_mask=torch.tensor([[False, True, True, True, True, True]]))
-    assert torch.equal(seen[-1], expected)
+
+    model(input_ids=IDS, position_ids=POSITIONS, use_cache=False, sequence_lengths=(3, 3))
+
+    # One mask for each layer, without elements.
+    assert [mask.numel() for mask in masks] == [0, 0]
+
+
+def test_other_rows_get_the_masks_of_stock_sdpa(tiny_model, masks):
+    model = tiny_model()
+    use_packed_attention(model)
+
+    model(input_ids=IDS, use_cache=False)
+    assert masks == [None, None]
+
+    model(input_ids=IDS, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]), use_cache=False)
+    padding = torch.tensor([[False, True, True, True, True, True]])
+    assert torch.equal(masks[-1], sdpa_mask(1, 6, 6, attention_mask=padding))
 
 
 def test_padded_and_generated_the_model_is_the_stock_one_bit_for_bit(tiny_model):
-    stock, model = tiny_model(), tiny_model()
+    stock = tiny_model()
+    model = tiny_model()
     use_packed_attention(model)
     ids = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 0], [1] * 9])
-    assert torch.equal(model(ids, attention_mask=mask).logits, stock(ids, attention_mask=mask).logits)
+
+    logits, stock_logits = (m(ids, attention_mask=mask).logits for m in (model, stock))
+    assert torch.equal(logits, stock_logits)
+
     answers = [m.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False) for m in (model, stock)]
     assert torch.equal(*answers)
-    assert model.config.to_dict() == stock.config.to_dict()  # what is saved
+    # The config is what a checkpoint saves.
+    assert model.config.to_dict() == stock.config.to_dict()
 
 
-def test_only_sdpa_is_replaced_and_flash_attention_gets_its_own_arguments(tiny_model):
+def test_another_attention_is_left_alone(tiny_model):
     model = tiny_model(attn_implementation="eager")
+
     use_packed_attention(model)
+
     assert model.config._attn_implementation == "eager"
+
+
+def test_flash_attention_gets_its_own_arguments(tiny_model):
+    model = tiny_model(attn_implementation="eager")
     device = torch.device("cpu")
     assert sequence_arguments(model, (3, 4), device) == {"sequence_lengths": (3, 4)}
+
     model.config._attn_implementation_internal = "flash_attention_2"
-    found = sequence_arguments(model, (3, 4), device)
-    assert found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 3, 7]
-    assert found["cu_seq_lens_q"].dtype == torch.int32
-    assert found["max_length_q"] == found["max_length_k"] == 4
+    arguments = sequence_arguments(model, (3, 4), device)
+
+    assert arguments["cu_seq_lens_q"].tolist() == arguments["cu_seq_lens_k"].tolist() == [0, 3, 7]
+    assert arguments["cu_seq_lens_q"].dtype == torch.int32
+    assert arguments["max_length_q"] == arguments["max_length_k"] == 4

@@ -22,8 +22,11 @@ from qarl_trl.learner.packing import split_rows
 
 
 # Rows have up to 28 tokens and a micro-batch has four. The first holds a micro-batch, the second cuts it.
-LARGE, SMALL = 22528, 30
+LARGE = 22528
+SMALL = 30
+
 EOS = 1
+
 FEATURES: dict[str, dict[str, Any]] = {
     "tbpo": {},
     "grpo": {"loss_type": "grpo"},
@@ -46,30 +49,44 @@ FEATURES: dict[str, dict[str, Any]] = {
 QUICK = ("tool mask", "two iterations", "mixture and balance")
 
 
+# A training and what it did -----------------------------------------------------------------------------------------
+
+
 def rollout(texts: list[str], trainer: QaRLTrainer, tools: bool, ends: bool) -> dict[str, Any]:
     """
-    Prompts and completions of many lengths, the same in every run; every second completion is cut off, or all (`ends=False`).
+    Prompts and completions of many lengths, the same in every run.
 
-    A second process has short ones, which would need fewer passes.
+    Every second completion is cut off, or all (`ends=False`). A second process has short ones, which would need fewer
+    passes.
     """
-    step, rank = trainer.state.global_step, trainer.accelerator.process_index
+    step = trainer.state.global_step
+    rank = trainer.accelerator.process_index
     draw = torch.Generator().manual_seed(1000 * step + 100 * rank + len(texts))
 
     def tokens(low: int, high: int) -> list[int]:
         number = int(torch.randint(low, high + 1, (), generator=draw))
         return torch.randint(2, 17, (number,), generator=draw).tolist()
 
-    longest = (8, 19) if rank == 0 else (3, 3)
-    completions = [[*tokens(0, longest[1]), EOS if ends and row % 2 else 2] for row in range(len(texts))]
-    by_model = [[int(column % 3 > 0) for column in range(len(c))] for c in completions]
-    given = {"env_mask": by_model} if tools else {}
-    prompt_ids = [tokens(1, longest[0]) for _ in texts]
-    return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None, **given}
+    longest_prompt, longest_completion = (8, 19) if rank == 0 else (3, 3)
+
+    completion_ids = []
+    for row in range(len(texts)):
+        last = EOS if ends and row % 2 else 2
+        completion_ids.append([*tokens(0, longest_completion), last])
+
+    output: dict[str, Any] = {"completion_ids": completion_ids, "logprobs": None}
+    output["prompt_ids"] = [tokens(1, longest_prompt) for _ in texts]
+    if tools:
+        # Every third token comes from a tool.
+        output["env_mask"] = [[int(column % 3 > 0) for column in range(len(ids))] for ids in completion_ids]
+    return output
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, put together from its shards."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone()
 
 
 class Gradients(TrainerCallback):
@@ -79,15 +96,29 @@ class Gradients(TrainerCallback):
         self.seen: list[dict[str, torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.seen.append({n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad})
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.seen.append({name: unsharded(param.grad) for name, param in trained.items()})
 
 
 def make(
     model: str, folder: Path, tools: bool = False, ends: bool = True, lora: bool = False, **changes: Any
 ) -> QaRLTrainer:
-    # SGD: Adam would make a whole step of the rounding of a gradient near 0.
-    small = {"use_vllm": False, "bf16": False, "optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
-    small |= {"max_completion_length": 20, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    """A trainer on the model of a folder; `changes` are fields of its config."""
+    small = {
+        "use_vllm": False,
+        "bf16": False,
+        # SGD: Adam would make a whole step of the rounding of a gradient near 0.
+        "optim": "sgd",
+        "learning_rate": 0.3,
+        "max_steps": 2,
+        "max_completion_length": 20,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+    }
+    adapter = None
+    if lora:
+        adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+
     return QaRLTrainer(
         model,
         distinct_characters,
@@ -95,58 +126,126 @@ def make(
         train_dataset=prompts(),
         eval_dataset=prompts(2),
         rollout_func=functools.partial(rollout, tools=tools, ends=ends),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") if lora else None,
+        peft_config=adapter,
     )
 
 
 def train(trainer: QaRLTrainer) -> dict[str, Any]:
-    """Losses of the micro-batches and of an evaluation, gradients of the updates, all that was logged, and sizes of the passes."""
-    gradients, losses, passes, compute = Gradients(), [], [], trainer._compute_loss
+    """
+    Train and evaluate.
+
+    Returns: the losses of the micro-batches, gradients of the updates, all numbers that were logged but times, and
+    sizes of the passes.
+    """
+    gradients = Gradients()
     trainer.add_callback(gradients)
-    trainer._compute_loss = lambda *given: losses.append(compute(*given)) or losses[-1]
-    if trainer._passes is not None:
-        trainer._passes.packs(trainer.model)  # asks with passes of its own
-    watch = lambda module, _, given: passes.append(given["input_ids"].shape)  # noqa: E731
-    trainer.accelerator.unwrap_model(trainer.model).register_forward_pre_hook(watch, with_kwargs=True)
+    losses = record_losses(trainer)
+    passes = record_passes(trainer)
+
     # TRL cuts its micro-batches in another order; here it is the same.
-    same = _compat.shuffled_in(trainer._row_order) if trainer._passes is None else contextlib.nullcontext()
-    with same:
+    same_order: Any = contextlib.nullcontext()
+    if trainer._passes is None:
+        same_order = _compat.shuffled_in(trainer._row_order)
+
+    with same_order:
         trainer.train()
     trainer.evaluate()
-    logged = [value for row in trainer.state.log_history for value in sorted(row.items())]
+
     return {
         "losses": torch.stack([loss.detach() for loss in losses]),
         "gradients": gradients.seen,
-        "logged": [(k, v) for k, v in logged if isinstance(v, float) and not ("time" in k or "second" in k)],
+        "logged": logged_numbers(trainer),
         "passes": passes,
     }
 
 
+def record_losses(trainer: QaRLTrainer) -> list[torch.Tensor]:
+    """The loss of each micro-batch from now on."""
+    losses = []
+    compute = trainer._compute_loss
+
+    def recording(*args: Any) -> torch.Tensor:
+        loss = compute(*args)
+        losses.append(loss)
+        return loss
+
+    trainer._compute_loss = recording
+    return losses
+
+
+def record_passes(trainer: QaRLTrainer) -> list[torch.Size]:
+    """The shape of each pass from now on."""
+    if trainer._passes is not None:
+        # It runs passes of its own, once.
+        trainer._passes.packs(trainer.model)
+
+    passes = []
+
+    def record(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        passes.append(kwargs["input_ids"].shape)
+
+    trainer.accelerator.unwrap_model(trainer.model).register_forward_pre_hook(record, with_kwargs=True)
+    return passes
+
+
+def logged_numbers(trainer: QaRLTrainer) -> list[tuple[str, float]]:
+    """Names and values of all that was logged, without times."""
+    numbers = []
+    for row in trainer.state.log_history:
+        for name, value in sorted(row.items()):
+            is_time = "time" in name or "second" in name
+            if isinstance(value, float) and not is_time:
+                numbers.append((name, value))
+    return numbers
+
+
+# How far two trainings are apart ------------------------------------------------------------------------------------
+
+
 def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference of all tensors together, relative to the norm of the second."""
     assert mine.keys() == theirs.keys()
-    a, b = (torch.cat([tensor.flatten() for tensor in run.values()]) for run in (mine, theirs))
-    return ((a - b).norm() / b.norm()).item()
+    my_numbers = torch.cat([tensor.flatten() for tensor in mine.values()])
+    their_numbers = torch.cat([tensor.flatten() for tensor in theirs.values()])
+    return ((my_numbers - their_numbers).norm() / their_numbers.norm()).item()
 
 
-def distances(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """How far two runs are apart: gradients relative to their norm, the rest absolutely; names depend on what was sampled."""
-    same = [name for name, _ in found["logged"]] == [name for name, _ in expected["logged"]]
-    numbers = zip(found["logged"], expected["logged"], strict=False)
+def distances(run: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """How far two runs are apart: gradients relative to their norm, the rest absolutely."""
+    # The names depend on what was sampled.
+    logged = math.inf
+    if [name for name, _ in run["logged"]] == [name for name, _ in expected["logged"]]:
+        pairs = zip(run["logged"], expected["logged"], strict=True)
+        logged = max(abs(mine - theirs) for (_, mine), (_, theirs) in pairs)
+
     return {
-        "losses": (found["losses"] - expected["losses"]).abs().max().item(),
-        "gradients": max(map(apart, found["gradients"], expected["gradients"])),
-        "logged": max(abs(mine - theirs) for (_, mine), (_, theirs) in numbers) if same else math.inf,
+        "losses": (run["losses"] - expected["losses"]).abs().max().item(),
+        "gradients": max(map(apart, run["gradients"], expected["gradients"])),
+        "logged": logged,
     }
+
+
+def assert_equal_runs(run, expected):
+    """Measured for tbpo and stock losses: losses 1.2e-7, gradients 1.3e-6 of their norm, logged 2.9e-6 (up to 7)."""
+    off = distances(run, expected)
+    assert off["losses"] < 2e-6, off
+    assert off["gradients"] < 1e-5, off
+    assert off["logged"] < 3e-5, off
+
+
+# Packed as padded ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Folders of a dense model and of a mixture, by the number of experts."""
-    return {n: save_model(tmp_path_factory.mktemp("model"), layers=1, experts=n) for n in (0, 4)}
+    return {experts: save_model(tmp_path_factory.mktemp("model"), layers=1, experts=experts) for experts in (0, 4)}
 
 
 @pytest.fixture
 def start(models, tmp_path):
+    """Builds trainers by their budget of tokens in a pass; `None` for padded rows."""
+
     def build(budget, experts=0, **changes):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
@@ -155,16 +254,26 @@ def start(models, tmp_path):
     return build
 
 
+def plain_losses(scheme):
+    """A stock loss with quantization off, where "tbpo" is refused for nothing to align."""
+    changes = {"quant_scheme": scheme, "quant_kernel": "dequant"}
+    if scheme is None:
+        changes["loss_type"] = "grpo"
+    return changes
+
+
 def balance_by_passes(monkeypatch, budget):
-    """Let TRL's padded method take the balancing loss of a mixture as packed passes do: the mean over what they hold."""
+    """Let TRL's padded method take the balancing loss of a mixture as packed passes do: the mean over passes."""
     padded = GRPOTrainer._get_per_token_logps_and_entropies
 
     def method(self, model, input_ids, attention_mask, *args, **kwargs):
         logps, entropies, loss = padded(self, model, input_ids, attention_mask, *args, **kwargs)
         if loss is not None:
-            bins = split_rows(attention_mask.sum(1).tolist(), budget)
-            each = [padded(self, model, input_ids[b], attention_mask[b], *args, **kwargs)[2] for b in bins]
-            loss = torch.stack(each).mean()
+            losses = []
+            for rows in split_rows(attention_mask.sum(1).tolist(), budget):
+                result = padded(self, model, input_ids[rows], attention_mask[rows], *args, **kwargs)
+                losses.append(result[2])
+            loss = torch.stack(losses).mean()
         return logps, entropies, loss
 
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", method)
@@ -177,74 +286,83 @@ def break_packing(monkeypatch, how):
         attention.use_packed_attention(self.unwrap(model))
         return True
 
+    unpack = logps.unpack
+    pack = logps.pack
+
+    def unpack_exchanged(*args):
+        return unpack(*args).roll(1, 0)
+
+    def one_sequence(model, lengths, device):
+        return {"sequence_lengths": (sum(lengths),)}
+
+    def pack_twice_as_far(*args):
+        row = pack(*args)
+        return dataclasses.replace(row, position_ids=2 * row.position_ids)
+
+    name, mistake = {
+        "rows exchanged": ("unpack", unpack_exchanged),
+        "attention across sequences": ("sequence_arguments", one_sequence),
+        "positions twice as far": ("pack", pack_twice_as_far),
+    }[how]
     monkeypatch.setattr(logps.PackedPasses, "packs", packs)
-    if how == "rows exchanged":
-        right = logps.unpack
-        monkeypatch.setattr(logps, "unpack", lambda *given: right(*given).roll(1, 0))
-    elif how == "attention across sequences":
-        monkeypatch.setattr(
-            logps, "sequence_arguments", lambda model, lengths, _: {"sequence_lengths": (sum(lengths),)}
-        )
-    else:
-        right = logps.pack
-
-        def pack(*given):
-            row = right(*given)
-            return dataclasses.replace(row, position_ids=2 * row.position_ids)
-
-        monkeypatch.setattr(logps, "pack", pack)
-
-
-def assert_equal_runs(found, expected):
-    """Measured for tbpo and the stock losses: losses 1.2e-7, gradients 1.3e-6 of their norm, what is logged 2.9e-6 (up to 7)."""
-    off = distances(found, expected)
-    assert off["losses"] < 2e-6 and off["gradients"] < 1e-5 and off["logged"] < 3e-5, off
-
-
-def plain_losses(scheme):
-    """A stock loss with quantization off, where "tbpo" is refused for nothing to align."""
-    return {"quant_scheme": scheme, "quant_kernel": "dequant"} | ({} if scheme else {"loss_type": "grpo"})
+    monkeypatch.setattr(logps, name, mistake)
 
 
 @pytest.mark.parametrize(
     ("feature", "scheme"),
     [
-        *(pytest.param(f, None, marks=() if f in QUICK else pytest.mark.slow) for f in FEATURES),
-        *((f, "W4A16") for f in ("tbpo", "lora and kl")),
+        *(pytest.param(feature, None, marks=() if feature in QUICK else pytest.mark.slow) for feature in FEATURES),
+        ("tbpo", "W4A16"),
+        ("lora and kl", "W4A16"),
         pytest.param("mixture", "W4A16", marks=pytest.mark.slow),
     ],
 )
 def test_packed_passes_train_as_padded_rows_do(start, monkeypatch, feature, scheme):
     changes = plain_losses(scheme) | FEATURES[feature]
-    expected = large_of = train(start(None, **changes))
-    large, small = (train(start(budget, **changes)) for budget in (LARGE, SMALL))
-    assert_equal_runs(large, expected)
+    padded = train(start(None, **changes))
+    large = train(start(LARGE, **changes))
+    small = train(start(SMALL, **changes))
+
+    assert_equal_runs(large, padded)
+
+    expected_of_small = padded
     if changes.get("router_aux_loss_coef"):
         with monkeypatch.context() as patch:
             balance_by_passes(patch, SMALL)
-            expected = train(start(None, **changes))
-        assert distances(expected, large_of)["gradients"] > 1e-3  # control: within fewer tokens the balance is another
-    assert_equal_runs(small, expected)
+            expected_of_small = train(start(None, **changes))
+        # Control: within fewer tokens the balance is another.
+        assert distances(expected_of_small, padded)["gradients"] > 1e-3
+    assert_equal_runs(small, expected_of_small)
+
     tokens = [size.numel() for size in small["passes"]]
-    assert len(tokens) > len(large["passes"]) and max(tokens) <= SMALL
+    assert len(tokens) > len(large["passes"])
+    assert max(tokens) <= SMALL
     assert sum(tokens) == sum(size.numel() for size in large["passes"])
+
     if scheme is None:
-        break_packing(monkeypatch, "rows exchanged")  # control
-        assert distances(train(start(LARGE, **changes)), large_of)["gradients"] > 0.01
+        # Control: a mistake in packing is seen.
+        break_packing(monkeypatch, "rows exchanged")
+        assert distances(train(start(LARGE, **changes)), padded)["gradients"] > 0.01
 
 
 @pytest.mark.parametrize("how", ["rows exchanged", "attention across sequences", "positions twice as far"])
 def test_mistakes_in_packing_are_seen(start, monkeypatch, how):
     changes = plain_losses(None)
     expected = train(start(None, **changes))
+
     break_packing(monkeypatch, how)
+
     assert distances(train(start(LARGE, **changes)), expected)["gradients"] > 0.01
 
 
 @pytest.mark.parametrize("budget", [None, LARGE, SMALL])
 def test_completions_that_are_all_cut_off_change_nothing(start, budget):
     trainer = start(budget, ends=False, mask_truncated_completions=True)
-    before = {name: whole(p) for name, p in trainer.model.named_parameters()}
-    found = train(trainer)
-    assert len(found["losses"]) > 2 and not found["losses"].any()
-    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    before = {name: unsharded(param) for name, param in trainer.model.named_parameters()}
+
+    run = train(trainer)
+
+    assert len(run["losses"]) > 2
+    assert not run["losses"].any()
+    for name, param in trainer.model.named_parameters():
+        assert torch.equal(param, before[name]), name

@@ -1,4 +1,4 @@
-"""`qarl_trl.learner.logps`: log-probs and gradients of packed passes against TRL's padded ones and each sequence alone."""
+"""`qarl_trl.learner.logps`: log-probs and gradients of packed passes against TRL's padded ones and each one alone."""
 
 import contextlib
 import logging
@@ -18,31 +18,64 @@ from qarl_trl.learner.logps import PackedPasses
 
 
 KEEP = 24
-# First and one after the last of 40 columns; the completion of row 3 is empty, rows 1 and 5 have no padding on one side.
+COLUMNS = 40
+# First column and one after the last; the completion of row 3 is empty, rows 1 and 5 have no padding on one side.
 SPANS = [(3, 24), (5, 40), (10, 17), (12, 16), (7, 31), (0, 22), (15, 40)]
 
 
-def make_batch(spans=SPANS, rows=slice(None)):
-    ids = torch.randint(2, 64, (len(spans), 40), generator=torch.Generator().manual_seed(0))
-    mask = torch.zeros_like(ids)
-    for row, (start, end) in enumerate(spans):
+def make_batch():
+    """The arguments of TRL's method for rows whose tokens stand in `SPANS`."""
+    mask = torch.zeros(len(SPANS), COLUMNS, dtype=torch.long)
+    for row, (start, end) in enumerate(SPANS):
         mask[row, start:end] = 1
-    return {"input_ids": (ids * mask)[rows], "attention_mask": mask[rows], "logits_to_keep": KEEP}
+
+    ids = torch.randint(2, 64, mask.shape, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids * mask, "attention_mask": mask, "logits_to_keep": KEEP}
 
 
-def padded(model, **given):
+def padded(model, **arguments):
     """TRL's method, called on what it reads of a trainer."""
     trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=contextlib.nullcontext))
-    return GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__(trainer, model, **given)
+    return GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__(trainer, model, **arguments)
 
 
-def make_passes(budget=1000, gather=lambda t: t):
+def make_passes(budget=1000, gather=lambda tensor: tensor):
     return PackedPasses(budget, contextlib.nullcontext, gather, lambda model: model)
 
 
-def run(passes, model, order=None, **given):
+def beside_another_process(value):
+    """A gather of two processes, of which the other one answers `value` wherever numbers are asked for."""
+
+    def gather(tensor):
+        if tensor.dtype != torch.long:
+            return tensor
+        return torch.cat((tensor, torch.full_like(tensor, value)))
+
+    return gather
+
+
+def run(passes, model, order=None, **arguments):
+    """Log-probs and entropies of packed passes."""
     attention.use_packed_attention(model)
-    return passes.run({"model": model, "compute_entropy": True, **given}, order)
+    logps, entropies, _ = passes.run({"model": model, "compute_entropy": True, **arguments}, order)
+    return logps, entropies
+
+
+def record_passes(model, passes):
+    """The token ids of each pass from now on."""
+    assert passes.packs(model)
+    seen = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
+    return seen
+
+
+def gradients(model, logps, entropies):
+    """Gradients of a random sum of log-probs and entropies, by name."""
+    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(5))
+    loss = (weights * logps).sum() + 0.1 * (weights * entropies).sum()
+
+    parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return dict(zip(parameters, torch.autograd.grad(loss, parameters.values()), strict=True))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,32 +85,21 @@ def state_that_the_logger_reads():
 
 @pytest.fixture
 def make(tiny_model):
+    """Builds models as TRL prepares them."""
+
     def build(kind="qwen3", lora=False, **changes):
         model = tiny_model(kind, initializer_range=0.1, **changes)
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         if lora:
             torch.manual_seed(1)
-            model = get_peft_model(
-                model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-            )
+            config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+            model = get_peft_model(model, config)
         return model.train()
 
     return build
 
 
-def watch(model, passes):
-    """The token ids of each pass from now on."""
-    assert passes.packs(model)
-    seen = []
-    model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"]), with_kwargs=True)
-    return seen
-
-
-def gradients(model, logps, entropies):
-    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(5))
-    loss = (weights * logps).sum() + 0.1 * (weights * entropies).sum()
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return dict(zip(parameters, torch.autograd.grad(loss, parameters.values()), strict=True))
+# Packed as padded ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [1000, 45])
@@ -95,69 +117,95 @@ def gradients(model, logps, entropies):
 )
 def test_packed_log_probs_and_gradients_are_the_padded_ones(make, kind, changes, budget):
     batch = make_batch()
-    model, passes = make(kind, **changes), make_passes(budget)
-    expected = padded(model, **batch, compute_entropy=True)
-    expected_gradients = gradients(model, *expected[:2])
+    model = make(kind, **changes)
+    logps, entropies, _ = padded(model, **batch, compute_entropy=True)
+    padded_gradients = gradients(model, logps, entropies)
+    passes = make_passes(budget)
     assert passes.packs(model)
-    found = run(passes, model, **batch)
-    mask = batch["attention_mask"][:, -KEEP:].bool()
-    for mine, theirs in zip(found[:2], expected[:2], strict=True):
-        assert mine.dtype == torch.float32 and mine.shape == (len(SPANS), KEEP)
-        # Of the largest, measured 2.5e-7 to 5.3e-7 over the kinds. Number by number 1e-6 would be less than the steps of the
-        # logits it is the difference of, where a log-prob is near 0.
-        assert (mine - theirs).abs().max() < 1e-6 * theirs.abs().max()
-        assert (mine - theirs).abs().max() < 5e-6
-        assert (mine[~mask] == 0).all()
-    mine = gradients(model, *found[:2])
-    assert mine.keys() == expected_gradients.keys()
-    norm = torch.stack([g.norm() for g in expected_gradients.values()]).norm()
-    for name, grad in mine.items():
-        assert (grad - expected_gradients[name]).norm() < 1e-6 * norm, name
+
+    packed_logps, packed_entropies = run(passes, model, **batch)
+
+    real = batch["attention_mask"][:, -KEEP:].bool()
+    for packed, expected in ((packed_logps, logps), (packed_entropies, entropies)):
+        assert packed.dtype == torch.float32
+        assert packed.shape == (len(SPANS), KEEP)
+        # Of the largest, measured 2.5e-7 to 5.3e-7 over the kinds. Number by number 1e-6 would be less than the steps
+        # of the logits it is the difference of, where a log-prob is near 0.
+        assert (packed - expected).abs().max() < 1e-6 * expected.abs().max()
+        assert (packed - expected).abs().max() < 5e-6
+        assert (packed[~real] == 0).all()
+
+    packed_gradients = gradients(model, packed_logps, packed_entropies)
+    assert packed_gradients.keys() == padded_gradients.keys()
+    norm = torch.stack([gradient.norm() for gradient in padded_gradients.values()]).norm()
+    for name, gradient in packed_gradients.items():
+        assert (gradient - padded_gradients[name]).norm() < 1e-6 * norm, name
+
     alone = references.logps_of_each_alone(model, batch["input_ids"], batch["attention_mask"], KEEP)
-    assert (found[0] - alone).abs().max() < 5e-6
+    assert (packed_logps - alone).abs().max() < 5e-6
 
 
 def test_micro_batches_in_any_order_give_the_same_and_are_split_alike(make):
-    batch, model = make_batch(), make()
+    batch = make_batch()
+    model = make()
     expected = padded(model, **batch)[0]
-    passes, order = make_passes(60), torch.tensor([3, 0, 6, 1, 5, 2, 4])
-    seen = watch(model, passes)
-    found = run(passes, model, order, **batch, batch_size=3)[0]
-    assert (found - expected).abs().max() < 5e-6
+    passes = make_passes(60)
+    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
+    seen = record_passes(model, passes)
+
+    logps, _ = run(passes, model, order, **batch, batch_size=3)
+
+    assert (logps - expected).abs().max() < 5e-6
     at_once = list(seen)
-    assert [ids.shape[1] for ids in seen] == [50, 57, 7, 24]  # 4 + 21 + 25, 35 + 22, 7, 24
+    # Tokens of the rows: 4 + 21 + 25, 35 + 22, 7, 24.
+    assert [ids.shape[1] for ids in at_once] == [50, 57, 7, 24]
+
+    # The loss gets the micro-batches one by one.
     del seen[:]
     for rows in order.split(3):
-        run(passes, model, **{k: v[rows] if k != "logits_to_keep" else v for k, v in batch.items()})
-    assert len(seen) == 4 and all(map(torch.equal, seen, at_once))
+        micro_batch = {"input_ids": batch["input_ids"][rows], "attention_mask": batch["attention_mask"][rows]}
+        run(passes, model, **micro_batch, logits_to_keep=KEEP)
+    assert len(seen) == 4
+    for one_by_one, all_at_once in zip(seen, at_once, strict=True):
+        assert torch.equal(one_by_one, all_at_once)
 
 
 def test_every_process_makes_as_many_passes_as_the_one_with_most(make):
-    batch, model = make_batch(), make()
+    batch = make_batch()
+    model = make()
     expected = padded(model, **batch)[0]
-    passes = make_passes(gather=lambda t: torch.cat((t, torch.full_like(t, 3))) if t.dtype == torch.long else t)
-    seen = watch(model, passes)
-    found = run(passes, model, **batch)[0]
-    assert len(seen) == 3 and sum(ids.shape[1] for ids in seen) == batch["attention_mask"].sum()
-    assert (found - expected).abs().max() < 5e-6
+    passes = make_passes(gather=beside_another_process(3))
+    seen = record_passes(model, passes)
+
+    logps, _ = run(passes, model, **batch)
+
+    assert len(seen) == 3
+    assert sum(ids.shape[1] for ids in seen) == batch["attention_mask"].sum()
+    assert (logps - expected).abs().max() < 5e-6
 
 
 def test_a_sequence_too_long_on_another_process_stops_this_one_before_a_pass(make):
-    batch, model = make_batch(), make()
-    passes = make_passes(60, gather=lambda t: torch.cat((t, torch.full_like(t, 61))) if t.dtype == torch.long else t)
-    seen = watch(model, passes)
+    model = make()
+    passes = make_passes(60, gather=beside_another_process(61))
+    seen = record_passes(model, passes)
+
     with pytest.raises(ValueError, match="A sequence of 61 tokens does not fit into max_tokens_per_pass=60"):
-        run(passes, model, **batch)
+        run(passes, model, **make_batch())
+
     assert not seen
 
 
 def test_gradient_checkpointing_computes_the_same_attention_again(make):
-    batch, model = make_batch(), make()
+    batch = make_batch()
+    model = make()
     passes = make_passes(60)
-    plain = gradients(model, *run(passes, model, **batch)[:2])
+    plain = gradients(model, *run(passes, model, **batch))
+
     model.gradient_checkpointing_enable()
-    again = gradients(model, *run(passes, model, **batch)[:2])
-    assert all(torch.equal(again[name], grad) for name, grad in plain.items())
+    again = gradients(model, *run(passes, model, **batch))
+
+    for name, gradient in plain.items():
+        assert torch.equal(again[name], gradient), name
 
 
 # Where rows stay padded ---------------------------------------------------------------------------------------------
@@ -170,12 +218,21 @@ def reaching_across(module, query, key, value, attention_mask, sequence_lengths=
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_an_attention_across_sequences_is_caught(make, monkeypatch, caplog, kind):
-    batch, model, passes = make_batch(), make(kind), make_passes()
+    batch = make_batch()
+    model = make(kind)
+    passes = make_passes()
     expected = padded(model, **batch)[0]
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.ATTENTION, reaching_across)
-    assert (run(make_passes(), model, **batch)[0] - expected).abs().max() > 0.1  # what is to be caught
+    mixed, _ = run(make_passes(), model, **batch)
+    # Control: there is something to be caught.
+    assert (mixed - expected).abs().max() > 0.1
+
     with caplog.at_level(logging.WARNING):
-        assert passes.packs(model) is passes.packs(model) is False
-    (warning,) = (r.getMessage() for r in caplog.records if "runs on padded rows" in r.getMessage())
-    assert "change by" in warning and "with its neighbour" in warning
+        answers = [passes.packs(model), passes.packs(model)]
+
+    assert answers == [False, False]
+    messages = [record.getMessage() for record in caplog.records]
+    (warning,) = [message for message in messages if "runs on padded rows" in message]
+    assert "change by" in warning
+    assert "with its neighbour" in warning
     assert model.training

@@ -13,51 +13,66 @@ from qarl_trl.learner.logps import PackedPasses
 from qarl_trl.learner.probe import unfit
 
 
-SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+BLOOM = {"vocab_size": 32, "hidden_size": 32, "n_layer": 1, "n_head": 2}
+GPT2 = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def make(family, architecture="ForCausalLM", **sizes):
+    """A random model of a family of transformers."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**sizes)
     return getattr(transformers, family + architecture)(config)
 
 
+def measured(model):
+    """What the trainer's measurement finds wrong; the config finds nothing."""
+    add_fused_lm_head(model)
+    assert unfit(model) is None
+    passes = PackedPasses(1000, contextlib.nullcontext, lambda tensor: tensor, lambda wrapped: wrapped)
+    attention.use_packed_attention(model)
+    model.train()
+
+    reason = passes._crossing(model, model)
+
+    assert model.training
+    return reason
+
+
+# By the config ------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("family", "architecture", "sizes", "why"),
     [
-        ("Qwen3Next", "ForCausalLM", SIZES | HEADS, "layers of type 'linear_attention', which run on"),
-        ("Bloom", "ForCausalLM", {"vocab_size": 32, "hidden_size": 32, "n_layer": 1, "n_head": 2}, "no position_ids"),
+        ("Qwen3Next", "ForCausalLM", SIZES, "layers of type 'linear_attention', which run on"),
+        ("Bloom", "ForCausalLM", BLOOM, "no position_ids"),
         ("Qwen2_5_VL", "ForConditionalGeneration", {}, "other parts than a text model"),
     ],
 )
 def test_what_a_config_says_is_believed(family, architecture, sizes, why):
     with torch.device("meta"):
-        assert why in unfit(make(family, architecture, **sizes))
+        model = make(family, architecture, **sizes)
+
+    assert why in unfit(model)
 
 
 def test_learned_tokens_and_an_attention_of_the_whole_row_are_not_packed(tiny_model):
     adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+
     assert "learned tokens" in unfit(get_peft_model(tiny_model(), adapter))
     assert "eager attention would compute the square" in unfit(tiny_model(attn_implementation="eager"))
     assert unfit(tiny_model()) is None
 
 
-def test_layers_that_do_not_tell_their_attention_are_padded():
-    model = make("StableLm", **SIZES | HEADS)
-    assert "do not tell their attention" in measured(model)
-
-
-def measured(model):
-    """What the trainer would find, model in evaluation mode or not."""
-    add_fused_lm_head(model)
-    assert unfit(model) is None
-    passes = PackedPasses(1000, contextlib.nullcontext, lambda t: t, lambda m: m)
-    attention.use_packed_attention(model)
-    model.train()
-    found = passes._crossing(model, model)
-    assert model.training
-    return found
+# By a measurement ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "olmoe"])
@@ -65,10 +80,23 @@ def test_decoders_whose_attention_is_told_are_fit(tiny_model, kind):
     assert measured(tiny_model(kind, dtype=torch.bfloat16)) is None
 
 
-def test_absolute_positions_and_windows_are_measured():
-    sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    assert measured(make("GPT2", "LMHeadModel", **sizes)) is None
-    assert measured(make("Gemma2", **SIZES | HEADS, sliding_window=4, head_dim=16)) is None
+def test_absolute_positions_and_windows_are_fit():
+    assert measured(make("GPT2", "LMHeadModel", **GPT2)) is None
+    assert measured(make("Gemma2", **SIZES, sliding_window=4, head_dim=16)) is None
+
+
+def test_layers_that_do_not_tell_their_attention_are_padded():
+    assert "do not tell their attention" in measured(make("StableLm", **SIZES))
+
+
+def forget_lengths(forward):
+    """The forward of an attention layer that attends to the whole row."""
+
+    def without(*args, sequence_lengths=None, **kwargs):
+        kwargs["attention_mask"] = None
+        return forward(*args, **kwargs)
+
+    return without
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
@@ -77,20 +105,12 @@ def test_one_layer_that_reaches_across_is_noticed(tiny_model, kind, dtype):
     model = tiny_model(kind, dtype=dtype)
     for layer in model.model.layers[1:]:
         layer.self_attn.forward = forget_lengths(layer.self_attn.forward)
+
     assert "with its neighbour" in measured(model)
 
 
-def forget_lengths(forward):
-    def without(*args, sequence_lengths=None, **kwargs):
-        kwargs["attention_mask"] = None
-        return forward(*args, **kwargs)
-
-    return without
-
-
 def test_positions_that_run_on_are_noticed_where_they_are_absolute():
-    sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    model = make("GPT2", "LMHeadModel", **sizes, initializer_range=0.2)
+    model = make("GPT2", "LMHeadModel", **GPT2, initializer_range=0.2)
 
     def run_on(module, args, kwargs):
         if "position_ids" in kwargs:
@@ -98,4 +118,5 @@ def test_positions_that_run_on_are_noticed_where_they_are_absolute():
         return args, kwargs
 
     model.transformer.register_forward_pre_hook(run_on, with_kwargs=True)
+
     assert "when it is packed" in measured(model)

@@ -13,36 +13,49 @@ from qarl_trl.metrics.error_tokens import COPIES, DENSITY, NGRAM, WINDOW, find_e
 
 
 SETTINGS = {"ngram": NGRAM, "copies": COPIES, "window": WINDOW, "density": DENSITY}
+
 LOOP = "So we need to check the case again. "
 
 
 def words(text):
+    """A text as words, digits, spaces and signs."""
     return re.findall(r"[A-Za-z]+|\d|\s+|[^\w\s]", text)
 
 
 def batch_of(texts, split):
     """Ids and mask of the texts, padded on the right with 0."""
     known = {}
-    rows = [torch.tensor([known.setdefault(piece, len(known) + 1) for piece in split(text)]) for text in texts]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return ids, ids > 0
+    rows = []
+    for text in texts:
+        ids = [known.setdefault(piece, len(known) + 1) for piece in split(text)]
+        rows.append(torch.tensor(ids))
+
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return padded, padded > 0
 
 
-def share(texts, split):
+def share_of_errors(texts, split):
     ids, written = batch_of(texts, split)
     return find_error_tokens(ids, written).sum().item() / written.sum().item()
 
 
-def random_rows(seed):
-    """Completions of few and of many kinds of tokens, with loops in them and slips in those, of lengths around the window."""
-    draw = random.Random(seed)
+def random_row(draw):
+    """A completion of few or many kinds of tokens, with loops and slips in them, of a length around the window."""
+    kinds = draw.choice([1, 2, 3, 40])
+    row = []
+    while len(row) < 150:
+        piece = [draw.randrange(1, 1 + kinds) for _ in range(draw.randrange(1, 20))]
+        loop = piece * draw.choice([1, 1, 4, 9])
+        row += [token if draw.random() > 0.01 else 99 for token in loop]
+    return row[: draw.choice([0, 1, 7, 8, 63, 64, 65, 80, 120, 150, 150, 150])]
+
+
+def random_rows():
+    """480 completions."""
     rows = []
-    for _ in range(12):
-        kinds, row = draw.choice([1, 2, 3, 40]), []
-        while len(row) < 150:
-            piece = [draw.randrange(1, 1 + kinds) for _ in range(draw.randrange(1, 20))]
-            row += [token if draw.random() > 0.01 else 99 for token in piece * draw.choice([1, 1, 4, 9])]
-        rows.append(row[: draw.choice([0, 1, 7, 8, 63, 64, 65, 80, 120, 150, 150, 150])])
+    for seed in range(40):
+        draw = random.Random(seed)
+        rows += [random_row(draw) for _ in range(12)]
     return rows
 
 
@@ -51,29 +64,38 @@ def by_reference(rows, **changes):
 
 
 def test_error_tokens_are_those_of_one_token_at_a_time():
-    rows = [row for seed in range(40) for row in random_rows(seed)]
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
+    rows = random_rows()
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ids = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
     written = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-    found = find_error_tokens(ids, written)
+
+    errors = find_error_tokens(ids, written)
+
     expected = by_reference(rows)
-    assert [f[: len(row)].tolist() for f, row in zip(found, rows, strict=True)] == expected
-    assert not found[~written].any()
-    assert 0.1 < found.sum() / written.sum() < 0.9
-    for name, other in (("ngram", 9), ("copies", 4), ("window", 63), ("density", 0.88)):
-        assert by_reference(rows, **{name: other}) != expected, name  # controls
+    assert [error[: len(row)].tolist() for error, row in zip(errors, rows, strict=True)] == expected
+    assert not errors[~written].any()
+    assert 0.1 < errors.sum() / written.sum() < 0.9
+    # Controls: each setting counts.
+    assert by_reference(rows, ngram=9) != expected
+    assert by_reference(rows, copies=4) != expected
+    assert by_reference(rows, window=63) != expected
+    assert by_reference(rows, density=0.88) != expected
 
 
 @pytest.mark.parametrize("shape", [(0, 100), (3, 0), (2, 63), (2, 64)])
 def test_batches_without_completions_or_shorter_than_the_window(shape):
     ids = torch.ones(shape, dtype=torch.long)
+
     assert find_error_tokens(ids, ids > 0).tolist() == by_reference(ids.tolist())
 
 
 @pytest.mark.parametrize("split", [list, words])
 @pytest.mark.parametrize("text", ["1+1+1+1=4", "+".join("1" * 12) + "=12", "0." + "3" * 30, "-" * 60, "3, 1, 4, " * 2])
 def test_what_mathematicians_repeat_is_no_error(text, split):
-    text = f"We see that {text}, and so the answer follows from what was given. " + "".join(map(str, range(40)))
-    assert share([text], split) == 0
+    numbers = "".join(map(str, range(40)))
+    text = f"We see that {text}, and so the answer follows from what was given. {numbers}"
+
+    assert share_of_errors([text], split) == 0
 
 
 @pytest.mark.parametrize("split", [list, words])
@@ -82,7 +104,7 @@ def test_what_mathematicians_repeat_is_no_error(text, split):
     [
         (LOOP * 40, 0.85),
         ("a b" * 400, 0.9),
-        ("".join(random.Random(0).choice(["te-", "to-", "teto"]) for _ in range(400)), 0.6),  # Table 6
+        ("to-" * 400, 0.6),
         ("! " * 400, 0.9),
         ("0" * 600, 0.9),
     ],
@@ -90,25 +112,44 @@ def test_what_mathematicians_repeat_is_no_error(text, split):
 def test_most_of_garbled_text_is_errors(garble, most, split):
     start = "Let x be the number of apples, so that 2x + 3 = 11 and x = 4. "
     ids, written = batch_of([start + garble], split)
-    found = find_error_tokens(ids, written)[0]
+
+    errors = find_error_tokens(ids, written)[0]
+
     before = len(split(start))
-    assert not found[:before].any()
-    assert found[before:].float().mean() > most
+    assert not errors[:before].any()
+    assert errors[before:].float().mean() > most
+
+
+def test_most_of_random_syllables_is_errors_by_characters():
+    """Table 6. By words they vary too much to be copies."""
+    draw = random.Random(0)
+    garble = "".join(draw.choice(["te-", "to-", "teto"]) for _ in range(400))
+
+    assert share_of_errors([garble], list) > 0.6
 
 
 @needs_math_sets
 @pytest.mark.parametrize("split", [list, words])
 @pytest.mark.parametrize(
-    ("name", "field"), [("gsm8k_test", "answer"), ("math500", "solution"), ("minerva_math", "solution")]
+    ("name", "field"),
+    [("gsm8k_test", "answer"), ("math500", "solution"), ("minerva_math", "solution")],
 )
 def test_gold_solutions_have_almost_none(name, field, split):
-    """Measured, characters and words: GSM8K 0 and 0, MATH-500 0.36 % and 0.04 %; held out, Minerva 0.14 % and 0.23 % (one table)."""
-    texts = [json.loads(line)[field] for line in (MATH_SETS / f"{name}.jsonl").read_text().splitlines()]
-    assert share(texts, split) < 0.005
+    """
+    Measured, characters and words: GSM8K 0 and 0, MATH-500 0.36 % and 0.04 %.
+
+    Held out: Minerva 0.14 % and 0.23 % (one table).
+    """
+    lines = (MATH_SETS / f"{name}.jsonl").read_text().splitlines()
+    texts = [json.loads(line)[field] for line in lines]
+
+    assert share_of_errors(texts, split) < 0.005
 
 
 def test_a_completion_that_is_taken_out_of_the_loss_was_written_all_the_same():
     ids = torch.tensor([[5, 0, 7, 0, 0], [5, 6, 0, 0, 0], [0, 0, 0, 0, 0]])
     mask = torch.tensor([[0, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
-    found = written_tokens({"completion_ids": ids, "completion_mask": mask}, pad_token_id=0)
-    assert found.sum(1).tolist() == [3, 3, 1]
+
+    written = written_tokens({"completion_ids": ids, "completion_mask": mask}, pad_token_id=0)
+
+    assert written.sum(1).tolist() == [3, 3, 1]

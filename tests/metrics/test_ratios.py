@@ -15,20 +15,38 @@ from qarl_trl.loss import TrustBand
 from qarl_trl.metrics.ratios import completion_columns, measure_ratios, ratio_metrics
 
 
-PAPER, OTHER = TrustBand(4e-4, 3e-4, 7e-4, 2.0), TrustBand(5e-4, 1e-3, 1e-4, 2.0)
+PAPER = TrustBand(4e-4, 3e-4, 7e-4, 2.0)
+OTHER = TrustBand(5e-4, 1e-3, 1e-4, 2.0)
 
 
 def random_batch(seed, size=16, length=9, spread=1e-3):
     """Ratios on both sides of all bounds, advantages of both signs and none, holes and empty completions."""
-    rng = torch.Generator().manual_seed(seed)
-    old = -torch.randn(size, length, generator=rng).abs() - 0.1
-    shift = spread * torch.randn(size, 1, generator=rng) + spread * torch.randn(size, length, generator=rng)
-    mask = (torch.rand(size, length, generator=rng) < 0.8).long()
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    old = -normal(size, length).abs() - 0.1
+    logps = old + (spread * normal(size, 1) + spread * normal(size, length))
+
+    mask = (uniform(size, length) < 0.8).long()
     mask[0] = 0
-    advantages = torch.randn(size, generator=rng)
-    advantages[torch.rand(size, generator=rng) < 0.2] = 0.0
-    errors = torch.rand(size, length, generator=rng) < torch.tensor([0.0, 0.3]).repeat(size // 2)[:, None]
-    return SimpleNamespace(logps=old + shift, old=old, mask=mask, advantages=advantages, errors=errors)
+
+    advantages = normal(size)
+    advantages[uniform(size) < 0.2] = 0.0
+
+    # Every second completion has errors.
+    error_share = torch.tensor([0.0, 0.3]).repeat(size // 2)[:, None]
+    errors = uniform(size, length) < error_share
+    return SimpleNamespace(logps=logps, old=old, mask=mask, advantages=advantages, errors=errors)
+
+
+def rows_of(batch, rows):
+    """Some rows of a batch."""
+    return SimpleNamespace(**{name: tensor[rows] for name, tensor in vars(batch).items()})
 
 
 def measured(batch, band=PAPER, prefix=""):
@@ -37,9 +55,15 @@ def measured(batch, band=PAPER, prefix=""):
 
 
 def by_reference(batch, band=PAPER, prefix=""):
-    parts = (batch.logps, batch.old, batch.mask, batch.advantages, batch.errors)
-    rows = list(zip(*(part.tolist() for part in parts), strict=True))
-    return references.ratio_metrics(rows, (1 + band.epsilon_high, 1 - band.delta_low, 1 + band.delta_high), prefix)
+    tensors = (batch.logps, batch.old, batch.mask, batch.advantages, batch.errors)
+    rows = list(zip(*(tensor.tolist() for tensor in tensors), strict=True))
+    bounds = (1 + band.epsilon_high, 1 - band.delta_low, 1 + band.delta_high)
+    return references.ratio_metrics(rows, bounds, prefix)
+
+
+def nearly(expected):
+    """float32: ratios near 1 to 2e-7; k3 is of the order of 1e-6, its term of a difference that is rounded by 6e-8."""
+    return {name: pytest.approx(value, rel=2e-3, abs=3e-7) for name, value in expected.items()}
 
 
 @pytest.mark.parametrize("band", [PAPER, OTHER])
@@ -47,88 +71,130 @@ def test_metrics_are_those_of_python_floats(band):
     differ = set()
     for seed in range(40):
         batch = random_batch(seed)
-        found, expected = measured(batch, band), by_reference(batch, band)
-        # float32: ratios near 1 to 2e-7; k3 is of the order of 1e-6 and its term of a difference that is rounded by 6e-8.
-        assert found == {name: pytest.approx(value, rel=2e-3, abs=3e-7) for name, value in expected.items()}
+        metrics = measured(batch, band)
+        expected = by_reference(batch, band)
+
+        assert metrics == nearly(expected)
         shares = {name: value for name, value in expected.items() if name.endswith("_frac")}
-        assert {name: found[name] for name in shares} == pytest.approx(shares, abs=1e-9)  # counted alike
-        batch.advantages = -batch.advantages  # control
-        differ |= {name for name, value in measured(batch, band).items() if value != found.get(name)}
-    assert differ >= {name for name in expected if not name.endswith(("/min", "/max", "kl_k3", "tokens/frac"))}
+        # Both count the same completions, so the shares are exact.
+        assert {name: metrics[name] for name in shares} == pytest.approx(shares, abs=1e-9)
+
+        # Control: with the other signs nearly every metric is another.
+        batch.advantages = -batch.advantages
+        differ |= {name for name, value in measured(batch, band).items() if value != metrics.get(name)}
+
+    without_sign = ("/min", "/max", "kl_k3", "tokens/frac")
+    assert differ >= {name for name in expected if not name.endswith(without_sign)}
 
 
 def test_what_has_no_value_is_left_out_and_what_is_no_number_is_not():
     batch = random_batch(1)
     batch.advantages = batch.advantages.abs() + 1
-    found = measured(batch)
-    assert not any("/neg_q" in name for name in found)
-    batch.logps[3], batch.mask[3] = math.nan, 1
+    assert not any("/neg_q" in name for name in measured(batch))
+
+    batch.logps[3] = math.nan
+    batch.mask[3] = 1
     assert math.isnan(measured(batch)["ratio/max"])
+
     batch.mask = torch.zeros_like(batch.mask)
-    found = measured(batch)
-    assert found["ratio/min"] == found["ratio/max"] == 1
-    assert not {"ratio/kl_k3", "error_tokens/frac"} & set(found)
+    metrics = measured(batch)
+    assert metrics["ratio/min"] == metrics["ratio/max"] == 1
+    assert not {"ratio/kl_k3", "error_tokens/frac"} & set(metrics)
+
+
+# In the trainer -----------------------------------------------------------------------------------------------------
+
+
+def make_trainer(folder, loss_type):
+    """A trainer that never trains."""
+    args = QaRLConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=16,
+        num_generations=2,
+        max_completion_length=9,
+        quant_scheme="none",
+        loss_type=loss_type,
+        max_tokens_per_pass=None,
+    )
+    return QaRLTrainer(
+        make_model(hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16),
+        lambda completions, **_: [0.0] * len(completions),
+        args,
+        train_dataset=Dataset.from_dict({"prompt": ["1+1="] * 16}),
+        processing_class=make_tokenizer(),
+    )
+
+
+def logged_by_loss(trainer, batch, mode, monkeypatch):
+    """What the trainer logs when it computes the loss of a batch, with the batch's log-probs."""
+    trainer.model.train(mode == "train")
+    trainer.current_gradient_accumulation_steps = 1
+    forward = (batch.logps, torch.zeros_like(batch.logps), None)
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: forward)
+
+    tokens = torch.ones_like(batch.mask)
+    inputs = {
+        "prompt_ids": tokens[:, :2],
+        "prompt_mask": tokens[:, :2],
+        "completion_ids": tokens,
+        "completion_mask": batch.mask,
+        "advantages": batch.advantages,
+        "old_per_token_logps": batch.old,
+        "num_items_in_batch": batch.mask.sum(),
+    }
+    trainer._compute_loss(trainer.model, inputs)
+    return {name: values[-1] for name, values in trainer._metrics[mode].items()}
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("loss_type", ["tbpo", "grpo", "sapo"])
 def test_the_trainer_logs_what_lies_beyond_the_papers_bounds(tmp_path, monkeypatch, mode, loss_type):
     """Of a stock loss under names of their own; under those of TBPO it has TRL's, whose bounds are its own."""
-    args = QaRLConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=16,
-        num_generations=2, max_completion_length=9, quant_scheme="none", loss_type=loss_type, max_tokens_per_pass=None,
-    )  # fmt: skip
-    trainer = QaRLTrainer(
-        make_model(hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16),
-        lambda completions, **_: [0.0] * len(completions), args,
-        train_dataset=Dataset.from_dict({"prompt": ["1+1="] * 16}), processing_class=make_tokenizer(),
-    )  # fmt: skip
-    trainer.model.train(mode == "train")
-    trainer.current_gradient_accumulation_steps = 1
+    trainer = make_trainer(tmp_path, loss_type)
     batch = random_batch(0, size=64)
     batch.mask[0] = 1
     batch.errors[:] = False
-    tokens = torch.ones_like(batch.mask)
-    forward = (batch.logps, torch.zeros_like(batch.logps), None)
-    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: forward)
-    trainer._compute_loss(
-        trainer.model,
-        {
-            "prompt_ids": tokens[:, :2],
-            "prompt_mask": tokens[:, :2],
-            "completion_ids": tokens,
-            "completion_mask": batch.mask,
-            "advantages": batch.advantages,
-            "old_per_token_logps": batch.old,
-            "num_items_in_batch": batch.mask.sum(),
-        },
-    )
-    logged = {name: values[-1] for name, values in trainer._metrics[mode].items()}
-    found = {name: value for name, value in logged.items() if name.startswith(("ratio/", "error_tokens/"))}
-    expected = by_reference(batch, prefix="" if loss_type == "tbpo" else "paper_")
-    assert found == {name: pytest.approx(value, rel=2e-3, abs=3e-7) for name, value in expected.items()}
+
+    logged = logged_by_loss(trainer, batch, mode, monkeypatch)
+
+    metrics = {name: value for name, value in logged.items() if name.startswith(("ratio/", "error_tokens/"))}
+    prefix = "" if loss_type == "tbpo" else "paper_"
+    assert metrics == nearly(by_reference(batch, prefix=prefix))
     if loss_type == "tbpo":  # TRL's own, where it has them
-        assert found["ratio/pos_high_frac"] == pytest.approx(logged["clip_ratio/high_mean"], abs=1e-6) != 0
-        assert found["ratio/neg_low_frac"] == pytest.approx(logged["clip_ratio/low_mean"], abs=1e-6) != 0
+        assert metrics["ratio/pos_high_frac"] == pytest.approx(logged["clip_ratio/high_mean"], abs=1e-6) != 0
+        assert metrics["ratio/neg_low_frac"] == pytest.approx(logged["clip_ratio/low_mean"], abs=1e-6) != 0
 
 
 def test_processes_are_measured_in_one_collective_as_if_they_were_one():
     """Means of the processes' shares and quantiles, the control, are others."""
-    whole, calls = random_batch(5, size=32), []
-    halves = [{name: part[i : i + 16] for name, part in vars(whole).items()} for i in (0, 16)]
+    batch = random_batch(5, size=32)
+    first = rows_of(batch, slice(0, 16))
+    second = rows_of(batch, slice(16, 32))
+    calls = []
 
-    def gather(rows):
+    def gather_alone(rows):
         calls.append(rows)
-        return torch.cat([rows, other]) if len(calls) > 1 else rows
+        return rows
 
-    def measure(half):
-        batch = {"completion_mask": half["mask"], "advantages": half["advantages"], "old_per_token_logps": half["old"]}
-        return measure_ratios(half["logps"], batch, half["errors"], PAPER, "", gather, fresh=False)
+    def gather_both(rows):
+        calls.append(rows)
+        return torch.cat([rows, calls[0]])
 
-    alone = measure(halves[1])
-    other = calls[0]
-    logged = measure(halves[0])
+    def measure(half, gather):
+        inputs = {
+            "completion_mask": half.mask,
+            "advantages": half.advantages,
+            "old_per_token_logps": half.old,
+        }
+        return measure_ratios(half.logps, inputs, half.errors, PAPER, "", gather, fresh=False)
+
+    second_alone = measure(second, gather_alone)
+    logged = measure(first, gather_both)
+
     assert len(calls) == 2
-    assert logged == measured(whole)
-    first = measured(SimpleNamespace(**halves[0]))
-    assert (first["ratio/neg_q99"] + alone["ratio/neg_q99"]) / 2 != pytest.approx(logged["ratio/neg_q99"], rel=1e-6)
+    assert logged == measured(batch)
+    mean_of_both = (measured(first)["ratio/neg_q99"] + second_alone["ratio/neg_q99"]) / 2
+    assert mean_of_both != pytest.approx(logged["ratio/neg_q99"], rel=1e-6)
