@@ -38,7 +38,10 @@ def requirements() -> dict[str, Requirement]:
 
 
 def why_untested(needed: Requirement) -> str | None:
-    """One sentence about an installed version outside its window; `None` if it is inside, or the package is not installed."""
+    """
+    One sentence about an installed version outside its window; `None` if it is inside, or the package is not
+    installed.
+    """
     found = installed_version(needed.name)
     # A local build or a release candidate counts as its release.
     if found is None or needed.specifier.contains(Version(found).base_version):
@@ -67,7 +70,10 @@ _ENGINE_HOME = "trl.generation.vllm_generation"
 
 
 def trl_module(trainer_class: type) -> str:
-    """The module of the TRL trainer that `trainer_class` subclasses: the constructor of that trainer looks names up there."""
+    """
+    The module of the TRL trainer that `trainer_class` subclasses: the constructor of that trainer looks names up
+    there.
+    """
     for base in trainer_class.__mro__:
         if base.__module__.startswith("trl."):
             return base.__module__
@@ -86,8 +92,8 @@ def construction(
     Args:
         trainer_class: A subclass of a trainer of TRL.
         build_engine: Stands for TRL's `VLLMGeneration`, with its arguments.
-        load: Loads the policy and the reference, called as `load(name, **model_init_kwargs)`. TRL's own loader (`None`) would give a
-            compressed checkpoint to transformers' quantizer, whose model has no master weights.
+        load: Loads the policy and the reference, called as `load(name, **model_init_kwargs)`. TRL's own loader
+            (`None`) would give a compressed checkpoint to transformers' quantizer, whose model has no master weights.
     """
     module = import_module(trl_module(trainer_class))
     engine_home = module.__name__ if hasattr(module, "VLLMGeneration") else _ENGINE_HOME
@@ -106,9 +112,9 @@ def _shared_zeros() -> AbstractContextManager:
     """
     With FSDP's RAM-efficient loading, keep the models of processes that read no weights small.
 
-    One process of a machine reads the weights and sends the others their shards. Until then transformers (5.17) fills the models of
-    the others with float32 zeros, as large as the real model: 32 GB for 8B parameters, seven times. Here all entries of such a
-    parameter share one zero. A write to it raises.
+    One process of a machine reads the weights and sends the others their shards. Until then transformers (5.17) fills
+    the models of the others with float32 zeros, as large as the real model: 32 GB for 8B parameters, seven times. Here
+    all entries of such a parameter share one zero. A write to it raises.
     """
     original = PreTrainedModel._move_missing_keys_from_meta_to_device
 
@@ -133,8 +139,8 @@ def _sharded_reference(module: str) -> AbstractContextManager:
     """
     Under FSDP2 send all processes the weights of the reference model.
 
-    TRL shards it by `fully_shard` alone, so the shards of processes that read no weights would stay zero. accelerate sends them the
-    weights, as for the policy.
+    TRL shards it by `fully_shard` alone, so the shards of processes that read no weights would stay zero. accelerate
+    sends them the weights, as for the policy.
     """
     from trl.models import prepare_fsdp
 
@@ -150,8 +156,8 @@ def shuffled_in(order_of: Callable[[int], torch.Tensor]) -> AbstractContextManag
     """
     Make `GRPOTrainer._prepare_inputs` shuffle a rollout batch of `n` rows into the order `order_of(n)`.
 
-    TRL draws its order after it computes `old`, so the micro-batches of `old` differ from those of the loss. Packed, they would have
-    other shapes, for which kernels round differently, and the first ratio would not be 1.
+    TRL draws its order after it computes `old`, so the micro-batches of `old` differ from those of the loss. Packed,
+    they would have other shapes, for which kernels round differently, and the first ratio would not be 1.
     """
 
     from trl.trainer.utils import shuffle_sequence_dict
@@ -182,7 +188,10 @@ def ungathered_rewards() -> AbstractContextManager:
 
 
 def fsdp_settings(args: Any) -> dict[str, Any] | None:
-    """FSDP's settings (`fsdp_version`, `cpu_offload`) from `args.fsdp`, or from `accelerate launch`, which sets environment variables."""
+    """
+    FSDP's settings (`fsdp_version`, `cpu_offload`) from `args.fsdp`, or from `accelerate launch`, which sets
+    environment variables.
+    """
     if args.fsdp_plugin_args is not None:
         return args.fsdp_plugin_args
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
@@ -200,9 +209,9 @@ def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
     """
     Copy the weights of a training checkpoint into a `model` that `save_pretrained` stores under other names, in place.
 
-    It stores experts one by one, and models of several parts under older names. The Trainer resumes by `load_state_dict`,
-    which does not know those names: it would warn and continue with the initial weights. `RuntimeError` if the checkpoint lacks a
-    weight.
+    It stores experts one by one, and models of several parts under older names. The Trainer resumes by
+    `load_state_dict`, which does not know those names: it would warn and continue with the initial weights.
+    `RuntimeError` if the checkpoint lacks a weight.
     """
     stored, found = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     if found["missing_keys"]:
@@ -212,14 +221,17 @@ def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
 
 def fit_to_zero3(model: PreTrainedModel) -> None:
     """
-    Tell DeepSpeed ZeRO-3 that the forward of `model` reads its output head, and that it must gather whole decoder layers.
+    Tell DeepSpeed ZeRO-3 that the forward of `model` reads its output head, and that it must gather whole decoder
+    layers.
 
-    TRL's fused head (`trl.trainer.utils.add_fused_lm_head`) reads it, and DeepSpeed notices that at the first use. If it traced the
-    sync check's pass, without the fused head, before, a later pass stops with "tracing error" (DeepSpeed 0.19.8).
+    TRL's fused head (`trl.trainer.utils.add_fused_lm_head`) reads it, and DeepSpeed notices that at the first use. If
+    it traced the sync check's pass, without the fused head, before, a later pass stops with "tracing error" (DeepSpeed
+    0.19.8).
 
-    Hooks around each module in a layer would sum the gradients of the residual stream in another order than autograd, and master
-    weights would differ from DDP's. So ZeRO-3 gathers a whole layer, as FSDP2 does. DeepSpeed reduces a layer's gradients when its
-    backward ends. If no input of the layer needs a gradient, torch reports that end too early.
+    Hooks around each module in a layer would sum the gradients of the residual stream in another order than autograd,
+    and master weights would differ from DDP's. So ZeRO-3 gathers a whole layer, as FSDP2 does. DeepSpeed reduces a
+    layer's gradients when its backward ends. If no input of the layer needs a gradient, torch reports that end too
+    early.
     """
     import deepspeed
 
@@ -231,11 +243,12 @@ def fit_to_zero3(model: PreTrainedModel) -> None:
 
 def keep_float32(accelerator: Any) -> None:
     """
-    Under FSDP2 in 16-bit precision, keep log-probs in float32, as TRL computes them, and reduce gradients in float32. Under DeepSpeed
-    ZeRO-3 reduce and accumulate gradients in float32, unless its configuration sets another dtype.
+    Under FSDP2 in 16-bit precision, keep log-probs in float32, as TRL computes them, and reduce gradients in float32.
+    Under DeepSpeed ZeRO-3 reduce and accumulate gradients in float32, unless its configuration sets another dtype.
 
-    accelerate's policy (`FullyShardedDataParallelPlugin.set_mixed_precision`, 1.15) casts all outputs of the model to the parameters'
-    dtype. Around -3, bfloat16 log-probs are up to 0.016 apart, and the paper's trust bands are 0.0004 wide.
+    accelerate's policy (`FullyShardedDataParallelPlugin.set_mixed_precision`, 1.15) casts all outputs of the model to
+    the parameters' dtype. Around -3, bfloat16 log-probs are up to 0.016 apart, and the paper's trust bands are 0.0004
+    wide.
     """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     policy: Any = None if plugin is None else plugin.mixed_precision_policy
@@ -253,8 +266,8 @@ def keep_gradients_sharded(accelerator: Any, args: Any) -> None:
     """
     Under FSDP2 reduce the gradients of every micro-batch, unless `args.accelerator_config` decides it.
 
-    The Trainer reduces only after the last one (`Trainer._inner_training_loop`, transformers 5.17). Until then FSDP2 keeps the
-    whole gradient on every GPU: 16 GB in bfloat16 for 8B parameters.
+    The Trainer reduces only after the last one (`Trainer._inner_training_loop`, transformers 5.17). Until then FSDP2
+    keeps the whole gradient on every GPU: 16 GB in bfloat16 for 8B parameters.
     """
     if accelerator.is_fsdp2 and "sync_each_batch" not in (args.accelerator_config.gradient_accumulation_kwargs or {}):
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True

@@ -1,7 +1,7 @@
 """`QaRLConfig`: the settings of the method, on top of TRL's `GRPOConfig` (paper Sec. 3 and Table 2).
 
-This module refuses settings that would silently bias the method, before a model loads. `validate` checks what depends on the
-model or the data.
+This module refuses settings that would silently bias the method, before a model loads. `validate` checks what depends
+on the model or the data.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ REPLACED_BY_TBPO = (
 @dataclass
 class QaRLConfig(LowBitConfig, GRPOConfig):
     """
-    Configuration of [`QaRLTrainer`]: the fields of [`~trl.GRPOConfig`], with TRL's meaning, those of [`LowBitConfig`], and the
-    fields below.
+    Configuration of [`QaRLTrainer`]: the fields of [`~trl.GRPOConfig`], with TRL's meaning, those of [`LowBitConfig`],
+    and the fields below.
 
     `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source.
     """
@@ -58,7 +58,8 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
     loss_type: LossType = HfArg(default=TBPO, help="'tbpo' (paper Sec. 3.2), or one of TRL's: 'grpo', 'dapo' ...")
     max_tokens_per_pass: int | None = HfArg(
         default=22528,
-        help="Maximum number of tokens in a forward pass of the learner. The rows of a micro-batch are packed into such passes "
+        help="Maximum number of tokens in a forward pass of the learner. The rows of a micro-batch are packed into "
+        "such passes "
         "without padding. null: padded rows, as in TRL. (Table 2: ppo_max_token_len_per_gpu.)",
     )
     tbpo_epsilon_high: float = HfArg(default=4e-4, help="Clip ratios above 1 + this where A > 0 (eps_h, Table 2).")
@@ -70,7 +71,8 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
     )
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
-        help="Stop the run when the mean absolute log-prob mismatch between engine and learner exceeds this many nats per token: "
+        help="Stop the run when the mean absolute log-prob mismatch between engine and learner exceeds this many nats "
+        "per token: "
         "for instance three times the first logged mismatch/logp_diff_mean.",
     )
     optim_muon: bool = HfArg(default=False, help="Train matrices and experts with Muon, the rest with AdamW (Sec. 4).")
@@ -125,13 +127,17 @@ def _check_tbpo(args: QaRLConfig) -> None:
     updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     if updates <= 1:
         logger.warning_once(
-            f"steps_per_generation x num_iterations / gradient_accumulation_steps = {updates:g} update per rollout batch: every "
+            f"steps_per_generation x num_iterations / gradient_accumulation_steps = {updates:g} update per rollout "
+            "batch: every "
             "ratio is 1 and no trust band of loss_type='tbpo' can bind. The paper has 8 updates."
         )
 
 
 def _check_sampling(args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) truncation and penalties: they change the engine's log-probs, not the learner's (trl issue 6789)."""
+    """
+    Refuse (`ValueError`) truncation and penalties: they change the engine's log-probs, not the learner's (trl issue
+    6789).
+    """
     if not args.weighs_mismatch:
         return
 
@@ -142,17 +148,21 @@ def _check_sampling(args: QaRLConfig) -> None:
         neutral = (None, *NEUTRAL_SAMPLING.get(name, ()))
         if name not in HARMLESS_SAMPLING and value not in neutral:
             raise ValueError(
-                f"{name}={value!r} changes the engine's sampling distribution, so the mismatch weight would be wrong. Leave it "
+                f"{name}={value!r} changes the engine's sampling distribution, so the mismatch weight would be wrong. "
+                "Leave it "
                 "out (temperature is allowed), or set vllm_importance_sampling_correction=False."
             )
 
 
 def _check_seed(args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) a seed for each request: colocated vLLM gets the prompt of a group once for each answer."""
+    """
+    Refuse (`ValueError`) a seed for each request: colocated vLLM gets the prompt of a group once for each answer.
+    """
     seed = (args.generation_kwargs or {}).get("seed")
     if args.use_vllm and args.vllm_mode == "colocate" and seed is not None:
         raise ValueError(
-            f"generation_kwargs must have no seed with vllm_mode='colocate', got {seed}: all answers of a group would be equal, "
+            f"generation_kwargs must have no seed with vllm_mode='colocate', got {seed}: all answers of a group would "
+            "be equal, "
             "and nothing would be trained. `seed` decides the draws of a run."
         )
 

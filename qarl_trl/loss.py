@@ -1,7 +1,7 @@
 """TBPO, the trust-band objective (paper Sec. 3.2, Eq. 5 and Appendix E; docs/paper_map.md).
 
-The loss uses only the geometric mean `r` of a completion's token ratios, learner now over learner at rollout time, and the
-capped weight `w` of the engine's sample under the learner:
+The loss uses only the geometric mean `r` of a completion's token ratios, learner now over learner at rollout time, and
+the capped weight `w` of the engine's sample under the learner:
 
     loss = - mean_i( w_i * clip(r_i) * A_i )      A > 0: clip(r) = min(r, 1 + eps_h)
                                                   A < 0: clip(r) = clamp(r, 1 - delta_l, 1 + delta_h)
@@ -63,19 +63,20 @@ def tbpo_loss(
     """
     The loss of a micro-batch, which a run with `loss_type="tbpo"` differentiates (paper Sec. 3.2).
 
-    TRL's two-sided sequence clip with these bounds is the same function where `delta_high >= epsilon_high`, bit for bit
-    (tests/test_loss.py).
+    TRL's two-sided sequence clip with these bounds is the same function where `delta_high >= epsilon_high`, bit for
+    bit (tests/test_loss.py).
 
     Args:
         logps: Log-probs of the completions' tokens by the learner now, `(B, T)` float32.
-        old_logps: The same by the learner at rollout time, `(B, T)` float32, from the same kernels: the band is narrower than
-            the difference between two kernels.
+        old_logps: The same by the learner at rollout time, `(B, T)` float32, from the same kernels: the band is
+            narrower than the difference between two kernels.
         advantages: One number for each completion, `(B,)`.
         mask: 1 for the tokens that count, `(B, T)`.
         band: The bounds.
-        weight: The mismatch weight of each completion, `(B,)` float32, from [`mismatch_weight`]; `None` counts all alike.
-        kept: A factor for each completion or token, `(B, 1)` or `(B, T)`: TRL's masks for off-policy completions and for
-            tokens of low entropy.
+        weight: The mismatch weight of each completion, `(B,)` float32, from [`mismatch_weight`]; `None` counts all
+            alike.
+        kept: A factor for each completion or token, `(B, 1)` or `(B, T)`: TRL's masks for off-policy completions and
+            for tokens of low entropy.
 
     Returns:
         The loss, a scalar. A completion outside of its band is constant, so it gives no gradient at all.
@@ -94,7 +95,8 @@ def tbpo_loss(
     if weight is not None:
         per_token = per_token * weight.unsqueeze(1)
 
-    # Each token of a completion has the same value, so this is the value itself; a completion without tokens counts as 0.
+    # Each token of a completion has the same value, so this is the value itself; a completion without tokens counts as
+    # 0.
     per_completion = (per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1)
     return per_completion.mean()
 
@@ -120,7 +122,10 @@ def mismatch_weight(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap
 
 
 def sequence_log_ratio(logps: Tensor, base_logps: Tensor, mask: Tensor) -> Tensor:
-    """Mean log-prob difference over the unmasked tokens of each completion, `(B, T)` to float32 `(B,)`; 0 for an empty one."""
+    """
+    Mean log-prob difference over the unmasked tokens of each completion, `(B, T)` to float32 `(B,)`; 0 for an empty
+    one.
+    """
     mask = mask.bool()
     # `where`, not a product: a NaN at a masked position would survive a multiplication by zero.
     difference = torch.where(mask, logps.float() - base_logps.float(), 0.0)

@@ -1,4 +1,5 @@
-"""`QaRLTrainer`: TRL's `GRPOTrainer` with low-bit rollouts, a low-bit learner and the TBPO loss (paper Sec. 3, Fig. 2).
+"""`QaRLTrainer`: TRL's `GRPOTrainer` with low-bit rollouts, a low-bit learner and the TBPO loss (paper Sec. 3, Fig.
+2).
 
 The low-bit half is [`~qarl_trl.trainers.LowBitMixin`]. Here are the loss, the passes without padding and the metrics.
 """
@@ -44,16 +45,16 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
     """
     Reinforcement learning on low-bit rollouts with a learner that runs the same low-bit weights.
 
-    It differs from [`~trl.GRPOTrainer`] in five ways. It quantizes the linear layers of the policy in place. The vLLM engine runs
-    in the same scheme and gets the packed tensors. `loss_type="tbpo"` is the trust-band objective. The learner skips padding.
-    `save_model` writes the low-bit checkpoint. With the scheme off, a stock loss and `max_tokens_per_pass=None` the losses are
-    those of [`~trl.GRPOTrainer`], bit for bit.
+    It differs from [`~trl.GRPOTrainer`] in five ways. It quantizes the linear layers of the policy in place. The vLLM
+    engine runs in the same scheme and gets the packed tensors. `loss_type="tbpo"` is the trust-band objective. The
+    learner skips padding. `save_model` writes the low-bit checkpoint. With the scheme off, a stock loss and
+    `max_tokens_per_pass=None` the losses are those of [`~trl.GRPOTrainer`], bit for bit.
 
     Args:
-        model: The policy: a Hub id or folder (also of a compressed-tensors checkpoint), a model, or a `PeftModel`. Master weights
-            should be float32, TRL's default for a name.
-        reward_funcs: One or several functions, reward models or their names. They return a finite number for each completion, or
-            `None` where they do not apply.
+        model: The policy: a Hub id or folder (also of a compressed-tensors checkpoint), a model, or a `PeftModel`.
+            Master weights should be float32, TRL's default for a name.
+        reward_funcs: One or several functions, reward models or their names. They return a finite number for each
+            completion, or `None` where they do not apply.
         args: The settings; by default those of [`QaRLConfig`], in a folder named after the model.
         train_dataset: With a column `prompt`. It must have at least one rollout batch of prompts.
         eval_dataset: The same for evaluations.
@@ -62,10 +63,11 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         callbacks: Callbacks of the Trainer.
         optimizers: An optimizer and a schedule in place of those in `args`.
         quantization_config: Of bitsandbytes. Only with `quant_scheme="none"`: it leaves no master weights.
-        peft_config: Trains a LoRA adapter. `lora_base` says whether it is merged before each quantization, or stays beside a frozen
-            low-bit base.
+        peft_config: Trains a LoRA adapter. `lora_base` says whether it is merged before each quantization, or stays
+            beside a frozen low-bit base.
         tools: Functions that the model may call while it answers.
-        rollout_func: Samples in place of the engine: `(prompts, trainer)` to `prompt_ids`, `completion_ids` and `logprobs`.
+        rollout_func: Samples in place of the engine: `(prompts, trainer)` to `prompt_ids`, `completion_ids` and
+            `logprobs`.
         environment_factory: Makes the environments of tools.
 
     Raises:
@@ -140,8 +142,8 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
                 args.max_tokens_per_pass,
                 autocast=self.accelerator.autocast,
                 gather=self.accelerator.gather,
-                # Without keep_torch_compile=False accelerate would change DDP's compiled wrapper, which then synchronizes every
-                # micro-batch.
+                # Without keep_torch_compile=False accelerate would change DDP's compiled wrapper, which then
+                # synchronizes every micro-batch.
                 unwrap=partial(self.accelerator.unwrap_model, keep_torch_compile=False),
             )
 
@@ -153,10 +155,13 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
             return optimizer
         return super().create_optimizer(model)
 
-    # Rollout ----------------------------------------------------------------------------------------------------------
+    # Rollout ---------------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's method, with filtered advantages, TBPO's mismatch weight (Eq. 5) in place of TRL's, and the mismatch logged."""
+        """
+        TRL's method, with filtered advantages, TBPO's mismatch weight (Eq. 5) in place of TRL's, and the mismatch
+        logged.
+        """
         if self._mode == "train":
             # Until the next optimizer step every ratio of these completions must be 1, see `_measure`.
             self._step_of_rollout = self.state.global_step
@@ -176,7 +181,9 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         return output
 
     def _tool_call_loop(self, *args: Any) -> tuple:
-        """TRL's method; its number of generations differs between processes, so the engine must not wait for the others."""
+        """
+        TRL's method; its number of generations differs between processes, so the engine must not wait for the others.
+        """
         if not self.use_vllm:
             return super()._tool_call_loop(*args)
         with patch.object(self.vllm_generation, "alone", True):
@@ -188,7 +195,7 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         with _compat.ungathered_rewards():
             return guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
 
-    # Log-probs --------------------------------------------------------------------------------------------------------
+    # Log-probs -------------------------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         """TRL's method, in passes without padding (`max_tokens_per_pass`) where the model's rows can be packed."""
@@ -196,8 +203,8 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         arguments = inspect.signature(padded).bind(*args, **kwargs).arguments
 
         if self._passes is not None and self._packs(self._passes, arguments):
-            # Only a rollout batch has a `batch_size`. Its micro-batches must be those of the loss, or kernels would round `old`
-            # differently.
+            # Only a rollout batch has a `batch_size`. Its micro-batches must be those of the loss, or kernels would
+            # round `old` differently.
             is_rollout = self._mode == "train" and arguments.get("batch_size") is not None
             order = self._row_order(len(arguments["input_ids"])) if is_rollout else None
             result = self._passes.run(arguments, order)
@@ -233,23 +240,27 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
     def _row_order(self, rows: int) -> Tensor:
         return row_order(rows, self.args.seed, self.state.global_step, self.accelerator.process_index)
 
-    # Loss -------------------------------------------------------------------------------------------------------------
+    # Loss ------------------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss, or with `loss_type="tbpo"` [`tbpo_loss`] and TRL's other terms; also logs the metrics of its ratios."""
+        """
+        TRL's loss, or with `loss_type="tbpo"` [`tbpo_loss`] and TRL's other terms; also logs the metrics of its
+        ratios.
+        """
         if not self._tbpo:
             loss = super()._compute_loss(model, inputs)
             logps, _ = self._take_forward()
             self._measure(logps.detach(), inputs)
             return loss
 
-        # With advantages of zero nothing is left of TRL's policy loss. Its KL penalty, entropy bonus and balancing loss stay, and
-        # so does the forward pass, whose log-probs TBPO shares.
+        # With advantages of zero nothing is left of TRL's policy loss. Its KL penalty, entropy bonus and balancing
+        # loss stay, and so does the forward pass, whose log-probs TBPO shares.
         zeros = torch.zeros_like(inputs["advantages"])
         other_terms = super()._compute_loss(model, inputs | {"advantages": zeros})
         logps, entropies = self._take_forward()
         if logps.dtype != torch.float32:
-            # One rounding step of a smaller dtype is wider than the trust bands. FSDP's mixed precision casts the model's outputs.
+            # One rounding step of a smaller dtype is wider than the trust bands. FSDP's mixed precision casts the
+            # model's outputs.
             raise RuntimeError(f"The learner's log-probs must be float32, got {logps.dtype}: something casts them.")
 
         weight = None
@@ -288,11 +299,13 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
             kept = high if kept is None else kept * high
         return kept
 
-    # Metrics ----------------------------------------------------------------------------------------------------------
+    # Metrics ---------------------------------------------------------------------------------------------------------
 
     @property
     def _compares_sampler(self) -> bool:
-        """Whether to log the mismatch: always with our engine, for a `rollout_func` only if the loss uses its log-probs."""
+        """
+        Whether to log the mismatch: always with our engine, for a `rollout_func` only if the loss uses its log-probs.
+        """
         return self.args.weighs_mismatch or (self.args.use_vllm and self.rollout_func is None)
 
     def _log_mismatch(self, old: Tensor, sampling: Tensor, mask: Tensor) -> None:
@@ -321,13 +334,17 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
             self._log_clipped(measured["ratio/neg_low_frac"], measured["ratio/pos_high_frac"])
 
         if self._compares_sampler and "old_per_token_logps" not in inputs:
-            # TRL computes no `old` if no update comes before the loss: then `logps` belongs to the weights that sampled.
+            # TRL computes no `old` if no update comes before the loss: then `logps` belongs to the weights that
+            # sampled.
             mask = loss_mask(inputs)
             if self.accelerator.gather(mask.sum().view(1)).any():
                 self._log_mismatch(logps, inputs["sampling_per_token_logps"], mask)
 
     def _log_clipped(self, low: float, high: float) -> None:
-        """Log the shares of completions beyond TBPO's bounds as TRL's `clip_ratio/*`, in place of those for advantages of zero."""
+        """
+        Log the shares of completions beyond TBPO's bounds as TRL's `clip_ratio/*`, in place of those for advantages of
+        zero.
+        """
         logged = self._metrics[self._mode]
         logged["clip_ratio/low_mean"][-1] = low
         logged["clip_ratio/high_mean"][-1] = high

@@ -91,14 +91,15 @@ class CheckpointMixin:
         if self.low_bit is not None:
             self.low_bit.forget()
 
-    # The model --------------------------------------------------------------------------------------------------------
+    # The model -------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
         Write the low-bit checkpoint (with quantization off: what TRL writes).
 
-        With LoRA: the adapter, and in its sub-folder `low_bit/` the merged low-bit checkpoint. With a frozen base: the adapter, which
-        names the base: the run's checkpoint, or the base that the run quantized, in one `base/` folder for all training checkpoints.
+        With LoRA: the adapter, and in its sub-folder `low_bit/` the merged low-bit checkpoint. With a frozen base: the
+        adapter, which names the base: the run's checkpoint, or the base that the run quantized, in one `base/` folder
+        for all training checkpoints.
 
         Args:
             output_dir: The folder, by default `args.output_dir`.
@@ -118,7 +119,10 @@ class CheckpointMixin:
             self._save_low_bit(path / LOW_BIT_FOLDER if has_more else path)
 
     def _save_base(self, path: Path) -> None:
-        """Write the name of the frozen base beside the adapter in `path`. If this run quantized the base, write that too, once."""
+        """
+        Write the name of the frozen base beside the adapter in `path`. If this run quantized the base, write that too,
+        once.
+        """
         revision = None
         if self.args.from_checkpoint:
             revision = (self.args.model_init_kwargs or {}).get("revision")
@@ -149,13 +153,16 @@ class CheckpointMixin:
                 pass
         self.accelerator.wait_for_everyone()
 
-    # Training checkpoints ---------------------------------------------------------------------------------------------
+    # Training checkpoints --------------------------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._incoming or self.args.output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As the Trainer's, but into a temporary folder, which is renamed at the end. Old checkpoints are rotated after the rename."""
+        """
+        As the Trainer's, but into a temporary folder, which is renamed at the end. Old checkpoints are rotated after
+        the rename.
+        """
         output_dir = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         incoming = output_dir / INCOMING
@@ -187,7 +194,9 @@ class CheckpointMixin:
         self.accelerator.wait_for_everyone()
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As the Trainer's. Also saves the completions, log-probs and advantages of a rollout batch that is not used up."""
+        """
+        As the Trainer's. Also saves the completions, log-probs and advantages of a rollout batch that is not used up.
+        """
         super()._save_rng_state(output_dir)
         if self._samples:
             batches = self._buffered_inputs if self._in_rollout_batch else None
@@ -221,7 +230,7 @@ class CheckpointMixin:
     def _rollout_file(self, folder: str) -> Path:
         return Path(folder) / f"rollout_{self.args.process_index}.pt"
 
-    # Resuming ---------------------------------------------------------------------------------------------------------
+    # Resuming --------------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         self._sampler = super()._get_train_sampler(*args, **kwargs)
@@ -242,7 +251,10 @@ class CheckpointMixin:
         super()._run_epoch(epoch=epoch, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As the Trainer's, except for MoE models and models of several parts, which `save_pretrained` stores under other names."""
+        """
+        As the Trainer's, except for MoE models and models of several parts, which `save_pretrained` stores under other
+        names.
+        """
         module = self._unwrapped
         # FSDP, DeepSpeed and peft write the files by the model's own names.
         stored_by_own_names = is_peft_model(module) or self.is_fsdp_enabled or self.is_deepspeed_enabled

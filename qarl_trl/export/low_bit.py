@@ -1,7 +1,7 @@
 """The low-bit checkpoint, in the compressed-tensors format that `vllm serve` and `from_pretrained` load.
 
-Invariant: the file holds the tensors of `iter_low_bit_weights`, byte for byte, and a folder is either complete or has no
-`config.json`, so nothing half-written can be loaded (paper Sec. 3.1, step 3).
+Invariant: the file holds the tensors of `iter_low_bit_weights`, byte for byte, and a folder is either complete or has
+no `config.json`, so nothing half-written can be loaded (paper Sec. 3.1, step 3).
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any] | None:
-    """The `quantization_config` of a quantized model's `config.json`, in llm-compressor's layout; `None` for another model."""
+    """
+    The `quantization_config` of a quantized model's `config.json`, in llm-compressor's layout; `None` for another
+    model.
+    """
     groups: list[QuantizationScheme] = []
     for _, layer in quantized_modules(model):  # in module order, as llm-compressor numbers them
         if layer.scheme not in groups:
@@ -93,7 +96,10 @@ def _ignored(model: nn.Module) -> list[str]:
 
 
 def _ignored_experts(name: str, module: nn.Module) -> list[str]:
-    """The linear layers that a checkpoint has in place of a module of experts, in llm-compressor's order within an expert."""
+    """
+    The linear layers that a checkpoint has in place of a module of experts, in llm-compressor's order within an
+    expert.
+    """
     number = shape_of(module.get_parameter("down_proj"))[0]
     projections = ("up_proj", "gate_proj", "down_proj")
     return [f"{name}.{expert}.{projection}" for expert in range(number) for projection in projections]
@@ -109,8 +115,8 @@ def save_low_bit(
         model: A quantized model. For a `PeftModel` this writes the base with the active adapter merged.
         tokenizer: Is saved too, unless it is `None`.
         path: The folder. Weights in it are replaced, other files stay.
-        weights: The checkpoint's tensors, for a model of which this process holds only shards: gathering them is collective, and
-            only one process writes.
+        weights: The checkpoint's tensors, for a model of which this process holds only shards: gathering them is
+            collective, and only one process writes.
 
     Returns:
         The folder.
@@ -145,7 +151,10 @@ def save_low_bit(
 
 
 def check_target(path: str | os.PathLike) -> None:
-    """Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model: the low-bit model would overwrite it."""
+    """
+    Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model: the low-bit model would
+    overwrite it.
+    """
     path = Path(path)
     precious = [name for name in TRAINING_FILES if (path / name).exists()]
 
@@ -155,7 +164,8 @@ def check_target(path: str | os.PathLike) -> None:
 
     if precious:
         raise ValueError(
-            f"{path} holds a training checkpoint or an unquantized model ({precious[:3]}), which the low-bit model would "
+            f"{path} holds a training checkpoint or an unquantized model ({precious[:3]}), which the low-bit model "
+            "would "
             "overwrite. Use another."
         )
 

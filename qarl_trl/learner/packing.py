@@ -1,4 +1,7 @@
-"""Pack rows of a padded batch into one row of real tokens, and unpack them; choose the rows of each pass, and their order."""
+"""
+Pack rows of a padded batch into one row of real tokens, and unpack them; choose the rows of each pass, and their
+order.
+"""
 
 from __future__ import annotations
 

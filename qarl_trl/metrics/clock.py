@@ -36,8 +36,8 @@ class WeightFlips:
         `quant/flip_frac` since the last call; empty on the first call or without low-bit weights.
 
         Args:
-            weights: The low-bit weights by name, from [`~qarl_trl.quant.store.LowBitStore.kept`]. A name that ends with a dot is LoRA's
-                base as the reference model, which does not change.
+            weights: The low-bit weights by name, from [`~qarl_trl.quant.store.LowBitStore.kept`]. A name that ends
+                with a dot is LoRA's base as the reference model, which does not change.
         """
         changed = 0
         total = 0

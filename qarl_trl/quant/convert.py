@@ -1,4 +1,5 @@
-"""`apply_quantization`: find the linear layers and experts of a model and make them low-bit layers, in place, and back.
+"""`apply_quantization`: find the linear layers and experts of a model and make them low-bit layers, in place, and
+back.
 
 Invariant: every layer that matches the targets is quantized, or the call fails. Parameter names, `state_dict` and the
 module tree do not change, because only `module.__class__` changes.
@@ -84,12 +85,13 @@ def apply_quantization(
     """
     Give the matching linear layers of `model` a low-bit forward with straight-through gradients; returns `model`.
 
-    In a `PeftModel` a layer with a LoRA adapter quantizes its merged weight. Experts count as one linear layer per expert and
-    projection, with the names of the checkpoint. The low-bit weights belong to `low_bit_store(model)`: in a training loop of your
-    own call its `follow(optimizer)`, so that it keeps them between steps.
+    In a `PeftModel` a layer with a LoRA adapter quantizes its merged weight. Experts count as one linear layer per
+    expert and projection, with the names of the checkpoint. The low-bit weights belong to `low_bit_store(model)`: in a
+    training loop of your own call its `follow(optimizer)`, so that it keeps them between steps.
 
     Args:
-        model: Modified in place. Master weights keep their dtype. All names are those of the base model of a `PeftModel`.
+        model: Modified in place. Master weights keep their dtype. All names are those of the base model of a
+            `PeftModel`.
         scheme: Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a scheme, or a configuration of several groups
             ([`~qarl_trl.quant.modifier.read_modifier`]), which has its own targets, ignore list and group sizes.
         targets: Class names, module names, or `re:` patterns, as in compressed-tensors.
@@ -97,7 +99,8 @@ def apply_quantization(
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
         gemm: Function from scheme and device to a gemm; `qarl_trl.rollout.engine_gemm` has the engine's.
         quantize_forward: `False` keeps the forward in high precision.
-        frozen: Make the layers [`~qarl_trl.quant.frozen.FrozenLinear`]s, which drop their weights and get low-bit tensors later.
+        frozen: Make the layers [`~qarl_trl.quant.frozen.FrozenLinear`]s, which drop their weights and get low-bit
+            tensors later.
 
     Raises:
         ValueError: if a model, a layer, experts or an adapter cannot be quantized, or if nothing matches.
@@ -199,12 +202,16 @@ def _match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
 
 
 def _expert_layers(name: str, module: nn.Module) -> dict[str, list[str]]:
-    """For each parameter of a module of experts the names of its linear layers in a checkpoint; `ValueError` for another layout."""
+    """
+    For each parameter of a module of experts the names of its linear layers in a checkpoint; `ValueError` for another
+    layout.
+    """
     layout = {key: getattr(module, key, None) for key in EXPERTS_LAYOUT}
     parameters = [name for name, _ in module.named_parameters(recurse=False)]
     if layout != EXPERTS_LAYOUT or parameters != [*PROJECTIONS]:
         raise ValueError(
-            f"The experts {name!r} ({type(module).__name__}) must have the parameters {[*PROJECTIONS]} and {EXPERTS_LAYOUT}, got "
+            f"The experts {name!r} ({type(module).__name__}) must have the parameters {[*PROJECTIONS]} and "
+            f"{EXPERTS_LAYOUT}, got "
             f"{parameters} and {layout}. Such a model needs quant_scheme='none'."
         )
     return {parameter: layer_names(name, module, parameter) for parameter in PROJECTIONS}
@@ -231,7 +238,8 @@ def _scheme_of_experts(
     others = [layer for layer, other in schemes.items() if other is not scheme]
     if others:
         raise ValueError(
-            f"All {len(schemes)} expert layers of {name!r} must have one scheme, because an engine runs them in one kernel, but "
+            f"All {len(schemes)} expert layers of {name!r} must have one scheme, because an engine runs them in one "
+            "kernel, but "
             f"{others[0]!r} has another. Quantize them all alike, or ignore all of them with 're:.*experts.*'."
         )
     return scheme
@@ -248,7 +256,8 @@ def _check_model(model: nn.Module) -> None:
     foreign = getattr(getattr(model, "config", None), "quantization_config", None)
     if foreign is not None:
         raise ValueError(
-            f"The model is quantized already (quantization_config={foreign}), so it has no master weights. Start from the "
+            f"The model is quantized already (quantization_config={foreign}), so it has no master weights. Start from "
+            "the "
             "unquantized checkpoint, or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
         )
 
@@ -309,8 +318,10 @@ def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme) -> N
     rows = math.prod(stack) // len(names)
     if rows % height or columns % width:
         raise ValueError(
-            f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, which groups of {height} x {width} weights do "
-            "not divide. Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), or "
+            f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, which groups of {height} x "
+            f"{width} weights do "
+            "not divide. Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), "
+            "or "
             "another scheme."
         )
 

@@ -1,7 +1,8 @@
 """`QuantExperts`: mixture-of-experts weights whose forward multiplies by low-bit matrices, all experts at once.
 
-transformers keeps the experts of a layer as two 3-D parameters. Checkpoints, llm-compressor and vLLM have one linear layer per
-expert and projection instead. Its rows are quantized independently, so each parameter can be one low-bit weight.
+transformers keeps the experts of a layer as two 3-D parameters. Checkpoints, llm-compressor and vLLM have one linear
+layer per expert and projection instead. Its rows are quantized independently, so each parameter can be one low-bit
+weight.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .names import checkpoint_modules
 from .shards import shape_of
 
 
-# The projections in the rows of each parameter, with the names that llm-compressor writes for every architecture. vLLM reads
-# these names, even if the original checkpoint has others (Mixtral's w1, w3, w2).
+# The projections in the rows of each parameter, with the names that llm-compressor writes for every architecture. vLLM
+# reads these names, even if the original checkpoint has others (Mixtral's w1, w3, w2).
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # The names under which model families keep the number of experts in a layer.
 _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -66,8 +67,8 @@ class QuantExperts(LowBitLayer, nn.Module):
     """
     A transformers module of experts after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
-    It keeps its parameters, names and `state_dict`. The low-bit weight of a parameter is `(experts * out, in)`. A multiplication
-    dequantizes all experts of a parameter, and keeps nothing.
+    It keeps its parameters, names and `state_dict`. The low-bit weight of a parameter is `(experts * out, in)`. A
+    multiplication dequantizes all experts of a parameter, and keeps nothing.
     """
 
     gate_up_proj: Tensor
@@ -87,8 +88,8 @@ class QuantExperts(LowBitLayer, nn.Module):
             top_k_weights: Their weights, `(tokens, top_k)`.
 
         Returns:
-            `(tokens, hidden)`. It sums a token's choices in the router's order, by a reduction without atomics, so that a GPU
-            always gives the same sum.
+            `(tokens, hidden)`. It sums a token's choices in the router's order, by a reduction without atomics, so
+            that a GPU always gives the same sum.
         """
         if not self.quantized_forward:
             with whole_weights(self):

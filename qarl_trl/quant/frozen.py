@@ -1,7 +1,8 @@
-"""A frozen low-bit base with LoRA adapters beside it: `Q(W) x + s B (A x)`, without master weights (`lora_base: frozen`).
+"""A frozen low-bit base with LoRA adapters beside it: `Q(W) x + s B (A x)`, without master weights (`lora_base:
+frozen`).
 
-Invariant: a base weight exists as low-bit tensors, with the same bytes in learner, engine and checkpoint. Its high-precision
-matrix exists only during one matrix multiplication of its layer.
+Invariant: a base weight exists as low-bit tensors, with the same bytes in learner, engine and checkpoint. Its
+high-precision matrix exists only during one matrix multiplication of its layer.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class AdapterMatmul(torch.autograd.Function):
     """
     Computes `s B (A x)`, and rounds to bfloat16 where vLLM's LoRA kernels do.
 
-    On a CPU the result has the same bits as vLLM's (`vllm.lora.ops.torch_ops`): `A x` is a separate float32 sum for each token.
-    vLLM copies A for each token, this function does not.
+    On a CPU the result has the same bits as vLLM's (`vllm.lora.ops.torch_ops`): `A x` is a separate float32 sum for
+    each token. vLLM copies A for each token, this function does not.
 
     Args of `apply`:
         x: `(..., in)`.
@@ -101,7 +102,10 @@ class FrozenLinear(LowBitLayer, nn.Linear):
 
     @property
     def qweight(self) -> Tensor:
-        """peft reads this attribute to find an adapter's device. It holds bytes, so peft does not change the adapter's dtype."""
+        """
+        peft reads this attribute to find an adapter's device. It holds bytes, so peft does not change the adapter's
+        dtype.
+        """
         return self.frozen_weight.quantized.view(torch.uint8)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -117,7 +121,8 @@ class FrozenLinear(LowBitLayer, nn.Linear):
 
         probe = torch.empty(0, device=self.frozen_weight.quantized.device)
         device = fn(probe).device
-        # accelerate moves a model to the meta device before FSDP2 shards its parameters; the low-bit tensors are no parameters.
+        # accelerate moves a model to the meta device before FSDP2 shards its parameters; the low-bit tensors are no
+        # parameters.
         if device.type != "meta":
             self.move_to(device)
         return self
@@ -164,7 +169,8 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def align_adapters(model: nn.Module) -> None:
     """
-    Make the adapters of frozen layers in a `PeftModel` round as the engine does, and its store name tensors from it on.
+    Make the adapters of frozen layers in a `PeftModel` round as the engine does, and its store name tensors from it
+    on.
 
     Raises:
         ValueError: if an adapter is on a layer that is not frozen.

@@ -1,8 +1,9 @@
 """FSDP2 gathers the quantized values of a weight instead of the weight, and no process keeps those of the others.
 
-torch calls a shard's `fsdp_pre_all_gather` for the tensors to gather, and its `fsdp_post_all_gather` for the parameter to build
-(`torch.distributed.fsdp._fully_shard._fsdp_param`: "extensions", which torchao's float8 weights also use). Both are methods of
-a class, because FSDP2 makes new tensors from a parameter (`new_zeros`, `narrow`, `detach`), which keep its class but not attributes.
+torch calls a shard's `fsdp_pre_all_gather` for the tensors to gather, and its `fsdp_post_all_gather` for the parameter
+to build (`torch.distributed.fsdp._fully_shard._fsdp_param`: "extensions", which torchao's float8 weights also use).
+Both are methods of a class, because FSDP2 makes new tensors from a parameter (`new_zeros`, `narrow`, `detach`), which
+keep its class but not attributes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def gathers_quantized(shape: Sequence[int], ranks: int, scheme: QuantizationSche
 
 class MasterShard(Tensor):
     """
-    A master weight (whole, or the rows of this process) whose quantized values FSDP2 gathers; otherwise it behaves as `plain`.
+    A master weight (whole, or the rows of this process) whose quantized values FSDP2 gathers; otherwise it behaves as
+    `plain`.
 
     Attributes:
         plain: The ordinary tensor in the same memory.
@@ -77,20 +79,24 @@ class MasterShard(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """
-        Return the tensors that FSDP2 sends for these rows, the low-bit ones, and the metadata for `fsdp_post_all_gather`.
+        Return the tensors that FSDP2 sends for these rows, the low-bit ones, and the metadata for
+        `fsdp_post_all_gather`.
 
-        FSDP2 calls it before every forward and backward of `module`, the `LowBitLayer` with the parameter; the first call of a
-        step quantizes the rows. The tensors must have the same sizes in every process and every call, because FSDP2 keeps the
+        FSDP2 calls it before every forward and backward of `module`, the `LowBitLayer` with the parameter; the first
+        call of a step quantizes the rows. The tensors must have the same sizes in every process and every call,
+        because FSDP2 keeps the
         buffers: so processes with unequal numbers of rows cannot use it.
         """
         if not gathers_quantized(outer_size, mesh.size(), module.scheme):
             raise RuntimeError(
-                f"Quantized values of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes. Shard the "
+                f"Quantized values of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes. "
+                "Shard the "
                 "model with as many as `gather_quantized` was told."
             )
 
         rows = module.store.rows_of(module, self.parameter)
-        # Before the gather the module's parameter is the `DTensor` of all shards, which `whole_weights` may need later.
+        # Before the gather the module's parameter is the `DTensor` of all shards, which `whole_weights` may need
+        # later.
         sharded = getattr(module, self.parameter)
         return tuple(rows.data.values()), (rows, outer_size, sharded)
 
@@ -100,7 +106,8 @@ class MasterShard(Tensor):
         """
         Return the parameter for the forward: a new `GatheredWeight`; or fill `out`, the one from last time.
 
-        FSDP2 owns the memory of `outputs` and frees it after each forward and backward; so we return no inner tensors to free.
+        FSDP2 owns the memory of `outputs` and frees it after each forward and backward; so we return no inner tensors
+        to free.
         """
         rows, size, sharded = metadata
         weight = LowBitWeight(dict(zip(rows.data, outputs, strict=True)), rows.scheme)
@@ -112,13 +119,14 @@ class MasterShard(Tensor):
 
 class GatheredWeight(Tensor):
     """
-    Placeholder parameter that holds packed weights: the leaf for the gradient of the whole weight, which no process has.
+    Placeholder parameter that holds packed weights: the leaf for the gradient of the whole weight, which no process
+        has.
 
     Any operation on it is an error. An ordinary tensor without memory would crash, or compute with garbage.
 
     Attributes:
-        content: The low-bit weight, and the `DTensor` of its master weights. A list, so that tensors which autograd and FSDP2 detach
-            from the parameter share its content.
+        content: The low-bit weight, and the `DTensor` of its master weights. A list, so that tensors which autograd
+            and FSDP2 detach from the parameter share its content.
     """
 
     content: list[Any]
@@ -148,7 +156,8 @@ class GatheredWeight(Tensor):
         if func is _aten.zeros_like.default:
             return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         raise RuntimeError(
-            f"{func} needs the weight {tuple(weight.shape)}, but FSDP2 gathered only its quantized values, for the layer's forward. "
+            f"{func} needs the weight {tuple(weight.shape)}, but FSDP2 gathered only its quantized values, for the "
+            "layer's forward. "
             "Read parameters as `DTensor`s, outside of the forward."
         )
 
@@ -163,8 +172,8 @@ def gather_quantized(layers: Iterable[Any], ranks: int, device: torch.device) ->
     """
     Make FSDP2 gather quantized values for `layers`. Call it before FSDP2 shards them.
 
-    FSDP2 still gathers whole weights for layers with an adapter, for master weights that are not float32, where processes have
-    unequal or dependent rows, and where the gemm keeps its own form of the quantized values.
+    FSDP2 still gathers whole weights for layers with an adapter, for master weights that are not float32, where
+    processes have unequal or dependent rows, and where the gemm keeps its own form of the quantized values.
 
     Args:
         layers: `LowBitLayer`s.
@@ -203,7 +212,8 @@ def _load_packed(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, 
 @contextmanager
 def whole_weights(module: nn.Module) -> Iterator[None]:
     """
-    Inside this context, weights whose quantized values FSDP2 gathered are whole, in bfloat16: for forwards in high precision.
+    Inside this context, weights whose quantized values FSDP2 gathered are whole, in bfloat16: for forwards in high
+        precision.
 
     Collective. The master weights get no gradient from them.
     """

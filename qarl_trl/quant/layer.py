@@ -1,7 +1,7 @@
 """`LowBitLayer`: what all layers have in common whose forward multiplies by low-bit weights.
 
-A layer keeps the parameters, names and `state_dict` of the module that it was. It makes no low-bit weight itself: it asks the
-[`~qarl_trl.quant.store.LowBitStore`] of its model, and says what that weight is made from.
+A layer keeps the parameters, names and `state_dict` of the module that it was. It makes no low-bit weight itself: it
+asks the [`~qarl_trl.quant.store.LowBitStore`] of its model, and says what that weight is made from.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class LowBitLayer:
         scheme: How the weights are quantized.
         gemm_for: Chooses the gemm in the first forward.
         gemm: The gemm, `None` before the first low-bit forward.
-        quantized_forward: `False` runs the forward in high precision, while sync and export still send low-bit weights: the
-            paper's quantized-rollout baseline.
-        merged_with: The layers that an engine merges with this one and that must share its global scale, if the scheme has one.
+        quantized_forward: `False` runs the forward in high precision, while sync and export still send low-bit
+            weights: the paper's quantized-rollout baseline.
+        merged_with: The layers that an engine merges with this one and that must share its global scale, if the scheme
+            has one.
         high_precision_class: The module's class before.
         frozen_weight: The weight of a layer without master weights (`lora_base: frozen`); `None` for others.
     """
@@ -80,7 +81,7 @@ class LowBitLayer:
         ):
             del self.__dict__[attribute]
 
-    # What the store asks ----------------------------------------------------------------------------------------------
+    # What the store asks ---------------------------------------------------------------------------------------------
 
     def weight_names(self) -> tuple[str, ...]:
         """The names of the layer's low-bit weights: those that sync and export send."""
@@ -99,7 +100,7 @@ class LowBitLayer:
         """What else the low-bit weight `name` depends on, besides its sources: another value means another weight."""
         return tuple((layer.weight.data_ptr(), layer.weight._version) for layer in self.merged_with)
 
-    # What a forward does ----------------------------------------------------------------------------------------------
+    # What a forward does ---------------------------------------------------------------------------------------------
 
     def low_bit(self, name: str | None = None) -> LowBitWeight:
         """The low-bit weight that a forward multiplies by now; without a name that of the layer's only weight."""

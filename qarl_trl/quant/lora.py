@@ -1,7 +1,7 @@
 """`LoraQuantLinear`: a peft LoRA layer whose forward multiplies by its quantized merged weight, `Q(W + s B A)`.
 
-Invariant: nothing writes to the base weight. The merged weight exists only while it is quantized, so there is no merge to
-undo and no drift (paper Sec. 3.1, step 2, with `theta = W + s B A`).
+Invariant: nothing writes to the base weight. The merged weight exists only while it is quantized, so there is no merge
+to undo and no drift (paper Sec. 3.1, step 2, with `theta = W + s B A`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
 
 
-# Any other field of a LoraConfig may change what the layer computes. Fields of later peft versions count as such until we check them.
+# Any other field of a LoraConfig may change what the layer computes. Fields of later peft versions count as such until
+# we check them.
 _PLAIN_LORA = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "inference_mode"),
@@ -37,8 +38,8 @@ def merged_weight(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float
     """
     `W + scaling * B A`, from the bfloat16 casts of all three.
 
-    With the casts every path agrees: an FSDP2 forward sees bfloat16 copies, sync and export see float32 master weights. For
-    bfloat16 values this is peft's own merge, bit for bit, with or without autocast.
+    With the casts every path agrees: an FSDP2 forward sees bfloat16 copies, sync and export see float32 master
+    weights. For bfloat16 values this is peft's own merge, bit for bit, with or without autocast.
 
     Args:
         weight: W, `(out, in)`.
@@ -88,8 +89,8 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
     """
     `peft.tuners.lora.Linear` after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
-    It computes with the merged weight of the active adapter, or with `Q(W)` without one. Its low-bit weights are named by adapter,
-    "" for none: a run keeps that one as its reference model.
+    It computes with the merged weight of the active adapter, or with `Q(W)` without one. Its low-bit weights are named
+    by adapter, "" for none: a run keeps that one as its reference model.
     """
 
     _z3_leaf = True  # as `deepspeed.utils.set_z3_leaf_modules` sets it: ZeRO-3 gathers W, A and B together
@@ -155,7 +156,8 @@ def check_lora_config(config: Any) -> None:
     """Refuse (`ValueError`) an adapter, by its `peft.PeftConfig`, whose forward is not `x (W + s B A)^T`."""
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise ValueError(
-            f"peft_config is a {type(config).__name__}, and only LoRA adapters merge into a weight that can be quantized. "
+            f"peft_config is a {type(config).__name__}, and only LoRA adapters merge into a weight that can be "
+            "quantized. "
             "Use peft.LoraConfig, or set quant_scheme='none'."
         )
 
@@ -173,7 +175,8 @@ def check_lora_config(config: Any) -> None:
     if changed:
         settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
         raise ValueError(
-            f"The adapter sets {settings}, so the learner's layer would differ from the engine's weight Q(W + s B A). Leave it "
+            f"The adapter sets {settings}, so the learner's layer would differ from the engine's weight Q(W + s B A). "
+            "Leave it "
             "out (lora_dropout: 0.0; TRL's ModelConfig has 0.05)."
         )
 
@@ -190,14 +193,17 @@ def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and (id(module) not in quantized or type(module) is not lora.Linear):
             raise ValueError(
-                f"Layer {name!r} ({type(module).__name__}) carries an adapter, but it is not quantized or not plain LoRA: the "
-                "engine would compute something else. Take it out of the adapter's target_modules, or out of `quant_ignore`."
+                f"Layer {name!r} ({type(module).__name__}) carries an adapter, but it is not quantized or not plain "
+                "LoRA: the "
+                "engine would compute something else. Take it out of the adapter's target_modules, or out of "
+                "`quant_ignore`."
             )
 
         if isinstance(module, ModulesToSaveWrapper):
             inside = [layer for layer in matched if layer == name or layer.startswith(f"{name}.")]
             if inside:
                 raise ValueError(
-                    f"modules_to_save trains a copy of {name!r}, and quantization targets {inside[0]!r} in it. Give it an "
+                    f"modules_to_save trains a copy of {name!r}, and quantization targets {inside[0]!r} in it. Give "
+                    "it an "
                     "adapter (target_modules), or add it to `quant_ignore`."
                 )

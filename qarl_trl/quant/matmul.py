@@ -1,4 +1,7 @@
-"""The straight-through product: a forward by the low-bit weight, and gradients for its high-precision sources (paper Sec. 3.1)."""
+"""
+The straight-through product: a forward by the low-bit weight, and gradients for its high-precision sources (paper Sec.
+3.1).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from .gemm import Bias, Gemm
 from .quantize import LowBitWeight
 
 
-# Maps the gradient of the output `(tokens, out)`, the input `(tokens, in)` and the sources of the weight to the gradients of the
-# sources.
+# Maps the gradient of the output `(tokens, out)`, the input `(tokens, in)` and the sources of the weight to the
+# gradients of the sources.
 SourceGradients = Callable[..., tuple[Tensor, ...]]
 # `LowBitMatmul.forward` takes so many arguments before the sources.
 _BEFORE_SOURCES = 6
@@ -30,7 +33,8 @@ class LowBitMatmul(torch.autograd.Function):
         weight: The low-bit weight, `(out, in)`.
         gemm: Multiplies by it, and knows what its backward needs of the input.
         dtype: Dtype of the product.
-        source_gradients: For a weight made from several tensors (LoRA): computes their gradients. `None` for one master weight.
+        source_gradients: For a weight made from several tensors (LoRA): computes their gradients. `None` for one
+            master weight.
         sources: The tensors that get gradients: the master weight, or LoRA's factors; none for a frozen weight.
     """
 

@@ -1,4 +1,5 @@
-"""Low-bit weights of matrices that FSDP2 shards: each process quantizes its own rows, and then gathers the quantized values.
+"""Low-bit weights of matrices that FSDP2 shards: each process quantizes its own rows, and then gathers the quantized
+values.
 
 Invariant: every process gets the bytes of `quantize_weight` of the whole matrix.
 """
@@ -42,8 +43,8 @@ def quantize_shards(weight: DTensor, scheme: QuantizationScheme, rows: LowBitWei
     """
     `quantize_weight` of a whole sharded weight. Collective: every process must call it.
 
-    If several processes hold rows that depend on each other (blocks, words of zero points, a global scale), it gathers the weight
-    itself, in bfloat16: the result is the same, but more bytes move.
+    If several processes hold rows that depend on each other (blocks, words of zero points, a global scale), it gathers
+    the weight itself, in bfloat16: the result is the same, but more bytes move.
 
     Args:
         weight: `(out, in)`, or for experts `(experts, out, in)`.
@@ -76,7 +77,10 @@ def quantize_shards(weight: DTensor, scheme: QuantizationScheme, rows: LowBitWei
 
 @torch.no_grad()
 def quantize_rows(weight: DTensor, scheme: QuantizationScheme) -> LowBitWeight:
-    """The low-bit rows of this process, or a unit of zeros if it has none; arguments and conditions as for `quantize_shards`."""
+    """
+    The low-bit rows of this process, or a unit of zeros if it has none; arguments and conditions as for
+    `quantize_shards`.
+    """
     rows = local_rows(weight)
     if not len(rows):
         unit = cast(int, _unit(weight, scheme))

@@ -1,7 +1,8 @@
-"""Start a run from a compressed-tensors checkpoint: from its master weights, or from its low-bit tensors unchanged (paper Sec. 3.1).
+"""Start a run from a compressed-tensors checkpoint: from its master weights, or from its low-bit tensors unchanged
+(paper Sec. 3.1).
 
-transformers' own loader of such a checkpoint leaves scales and replaced forwards in the model, multiplies in float32 where the
-master weights are float32, and loads broken checkpoints without an error (dev/log.md, 2026-11-22).
+transformers' own loader of such a checkpoint leaves scales and replaced forwards in the model, multiplies in float32
+where the master weights are float32, and loads broken checkpoints without an error (dev/log.md, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class QuantizedSource:
         return files
 
     def _files(self) -> list[Path]:
-        """The files that hold the weights: those of the index, or one. Others in the folder are backups, or of another model."""
+        """
+        The files that hold the weights: those of the index, or one. Others in the folder are backups, or of another
+        model.
+        """
         index = self.folder / "model.safetensors.index.json"
         one = self.folder / "model.safetensors"
         if not index.exists():
@@ -93,7 +97,9 @@ class QuantizedSource:
         return schemes
 
     def plan(self) -> QuantizationConfig:
-        """`config` for the learner, which rounds to nearest, whatever method found the checkpoint's quantized values."""
+        """
+        `config` for the learner, which rounds to nearest, whatever method found the checkpoint's quantized values.
+        """
         plan = self.config.model_copy(deep=True)
         for group in plan.config_groups.values():
             group.weights.actorder = None
@@ -131,7 +137,10 @@ class QuantizedSource:
         return LowBitWeight(data, empty.scheme)
 
     def check_stored(self, layer: str, empty: LowBitWeight) -> None:
-        """Refuse (`ValueError`) a layer whose stored tensors differ from `empty` in dtype or shape, or have a group order."""
+        """
+        Refuse (`ValueError`) a layer whose stored tensors differ from `empty` in dtype or shape, or have a group
+        order.
+        """
         if not self.layers:
             return
 
@@ -143,7 +152,8 @@ class QuantizedSource:
 
         if stored != needed or f"{layer}.weight_g_idx" in self.tensors:
             raise ValueError(
-                f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, got {stored}, or actorder: group. Use "
+                f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, got {stored}, or actorder: "
+                "group. Use "
                 "'merged', or quantize it again (dtype bfloat16, actorder: static)."
             )
 
@@ -181,7 +191,8 @@ class QuantizedSource:
 
 def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs: Any) -> QuantizedSource | None:
     """
-    The checkpoint `name` if it is quantized, otherwise `None`. Reads only `config.json` (from the Hub: downloads all files).
+    The checkpoint `name` if it is quantized, otherwise `None`. Reads only `config.json` (from the Hub: downloads all
+    files).
 
     Args:
         name: A folder or a Hub id.
@@ -199,8 +210,10 @@ def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs
 
     if quantization.get("quant_method") != "compressed-tensors" or quantization.get("transform_config"):
         raise ValueError(
-            f"{name} must be quantized by compressed-tensors without a transform_config (rotations that only the engine would "
-            f"apply), got quantization_config={quantization}. Start from the unquantized model, or see examples/llmcompressor."
+            f"{name} must be quantized by compressed-tensors without a transform_config (rotations that only the "
+            "engine would "
+            f"apply), got quantization_config={quantization}. Start from the unquantized model, or see "
+            "examples/llmcompressor."
         )
 
     folder = Path(name)
@@ -228,10 +241,11 @@ def load_master_weights(
         name: Its folder or Hub id.
         dtype: Dtype of the master weights; `"auto"`: the checkpoint's.
         architecture: The model class; default: that in `config.json`.
-        freeze: A plan whose layers become [`~qarl_trl.quant.frozen.FrozenLinear`]s with the stored low-bit tensors (an unquantized
-            checkpoint is quantized by layer). All else is bfloat16.
+        freeze: A plan whose layers become [`~qarl_trl.quant.frozen.FrozenLinear`]s with the stored low-bit tensors (an
+            unquantized checkpoint is quantized by layer). All else is bfloat16.
         gemm: For frozen layers, see [`~qarl_trl.quant.apply_quantization`].
-        kwargs: Arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's config.
+        kwargs: Arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's
+            config.
 
     Raises:
         ValueError: if it is not quantized, lacks a tensor, or cannot be frozen.
@@ -270,7 +284,8 @@ def _load_frozen(
 ) -> PreTrainedModel:
     """Load a model whose layers in `plan` never have a high-precision weight."""
 
-    # `from_pretrained` makes the model itself, so a subclass quantizes it at the end of the constructor, before weights load.
+    # `from_pretrained` makes the model itself, so a subclass quantizes it at the end of the constructor, before
+    # weights load.
     class Frozen(architecture):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

@@ -1,8 +1,8 @@
 """`LowBitStore`: the one owner of the low-bit weights of a model.
 
-The learner's forward, the weight sync and the exported file all get a weight from here, so they have the same tensors, byte for
-byte (paper Sec. 3.1). The store knows where master weights are (whole, sharded by FSDP2 or ZeRO-3, or dropped by a frozen base)
-and when a low-bit weight is out of date.
+The learner's forward, the weight sync and the exported file all get a weight from here, so they have the same tensors,
+byte for byte (paper Sec. 3.1). The store knows where master weights are (whole, sharded by FSDP2 or ZeRO-3, or dropped
+by a frozen base) and when a low-bit weight is out of date.
 """
 
 from __future__ import annotations
@@ -42,19 +42,21 @@ class LowBitStore:
     """
     The low-bit weights of one model.
 
-    A weight is made when a forward or a sync first asks for it, and kept until the master weights change. How the store learns
-    of a change:
+    A weight is made when a forward or a sync first asks for it, and kept until the master weights change. How the
+    store learns of a change:
 
-    - it follows the optimizer ([`follow`]), or somebody tells it after each step ([`weights_trained`]). A store that nobody
-      promised to tell makes a trained weight again for each forward: that is slow, and never wrong. It cannot see steps by itself,
-      because fused and sharded optimizers write through aliases, which leave a parameter's version as it is;
+    - it follows the optimizer ([`follow`]), or somebody tells it after each step ([`weights_trained`]). A store that
+      nobody promised to tell makes a trained weight again for each forward: that is slow, and never wrong. It cannot
+      see steps by itself, because fused and sharded optimizers write through aliases, which leave a parameter's
+      version as it is;
     - somebody tells it that weights were loaded ([`forget`]);
     - it sees a whole parameter that was written in place, or was replaced by another one.
 
     [`tensors`], for weight syncs and files, makes every weight again from the master weights as they are.
 
     Args:
-        model: The model with the low-bit layers. Checkpoint names count from here, so it is the `PeftModel` if there is one.
+        model: The model with the low-bit layers. Checkpoint names count from here, so it is the `PeftModel` if there
+            is one.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -67,7 +69,7 @@ class LowBitStore:
         if model is not None:
             self.attach(model)
 
-    # The model --------------------------------------------------------------------------------------------------------
+    # The model -------------------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
@@ -78,7 +80,8 @@ class LowBitStore:
         return model
 
     def _model_if_any(self) -> nn.Module | None:
-        # A weak reference, because the model's layers refer to the store: a cycle would keep a deleted model in memory.
+        # A weak reference, because the model's layers refer to the store: a cycle would keep a deleted model in
+        # memory.
         return None if self._model is None else self._model()
 
     def attach(self, model: nn.Module) -> None:
@@ -95,7 +98,7 @@ class LowBitStore:
         """Names of the layers that should have run in low bits and never did."""
         return [name for name, layer in self.layers() if layer.quantized_forward and layer.gemm is None]
 
-    # When weights change ----------------------------------------------------------------------------------------------
+    # When weights change ---------------------------------------------------------------------------------------------
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """
@@ -118,11 +121,13 @@ class LowBitStore:
         self._look_for_shards()
 
     def forget(self) -> None:
-        """Say that weights were loaded, sharded or written: free all low-bit weights, and make them again when asked."""
+        """
+        Say that weights were loaded, sharded or written: free all low-bit weights, and make them again when asked.
+        """
         self._kept.clear()
         self._look_for_shards()
 
-    # One weight -------------------------------------------------------------------------------------------------------
+    # One weight ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def weight_of(self, layer: LowBitLayer, name: str) -> LowBitWeight:
@@ -166,7 +171,7 @@ class LowBitStore:
                 weights[f"{layer_name}.{name}"] = kept.weight
         return weights
 
-    # All weights ------------------------------------------------------------------------------------------------------
+    # All weights -----------------------------------------------------------------------------------------------------
 
     def tensors(self, gather: Gather = nullcontext) -> Iterator[tuple[str, Tensor]]:
         """
@@ -176,14 +181,16 @@ class LowBitStore:
             gather: Makes parameters whole, under ZeRO-3. Collective there and under FSDP2: every process must iterate.
 
         Yields:
-            Checkpoint names and tensors, see [`~qarl_trl.quant.stream.checkpoint_stream`]. A forward after it uses the same tensors.
+            Checkpoint names and tensors, see [`~qarl_trl.quant.stream.checkpoint_stream`]. A forward after it uses the
+            same tensors.
         """
         yield from checkpoint_stream(self.model, self.fresh_weight_of, gather)
 
     @torch.no_grad()
     def fresh_weight_of(self, layer: LowBitLayer, name: str) -> LowBitWeight:
         """
-        Like `weight_of`, but always made again, from the master weights as they are: a write through `param.data` leaves no trace.
+        Like `weight_of`, but always made again, from the master weights as they are: a write through `param.data`
+        leaves no trace.
         """
         frozen = layer.frozen_weight
         if frozen is not None:
@@ -192,7 +199,7 @@ class LowBitStore:
         self._kept.get(layer, {}).pop(name, None)
         return self.weight_of(layer, name)
 
-    # Sharding ---------------------------------------------------------------------------------------------------------
+    # Sharding --------------------------------------------------------------------------------------------------------
 
     def gather_quantized(self, ranks: int, device: torch.device) -> None:
         """
@@ -204,7 +211,7 @@ class LowBitStore:
         """
         gather_quantized((layer for _, layer in self.layers()), ranks, device)
 
-    # Inside -----------------------------------------------------------------------------------------------------------
+    # Inside ----------------------------------------------------------------------------------------------------------
 
     def _look_for_shards(self) -> None:
         model = self._model_if_any()
@@ -228,8 +235,8 @@ class LowBitStore:
         training = self._training_state(parameters)
         depends_on = layer.depends_on(name)
         if self._sharded or any(map(_is_shard, parameters)):
-            # For shards address and version mean nothing: FSDP frees a parameter and gathers it again with the same version, and
-            # ZeRO-3 puts it at another address in each forward.
+            # For shards address and version mean nothing: FSDP frees a parameter and gathers it again with the same
+            # version, and ZeRO-3 puts it at another address in each forward.
             return (*training, depends_on)
 
         # Address and version are not enough: a new parameter may be at the address of a freed one, with its version.
@@ -237,7 +244,9 @@ class LowBitStore:
         return (*training, depends_on, identities)
 
     def _training_state(self, parameters: list[Any]) -> tuple[Any, ...]:
-        """Number of optimizer steps for trained parameters, -1 for others; `None` if nobody tells the store of steps."""
+        """
+        Number of optimizer steps for trained parameters, -1 for others; `None` if nobody tells the store of steps.
+        """
         if not any(param.requires_grad for param in parameters):
             return (-1,)
         return (self._steps if self._is_told else None,)
@@ -253,7 +262,8 @@ class LowBitStore:
         return quantize_weight(matrix.flatten(0, -2), layer.scheme, _shared_largest(layer))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitStore:
-        # A copied model gets its own low-bit weights. `memo` has its copy, because copying a model comes before copying its layers.
+        # A copied model gets its own low-bit weights. `memo` has its copy, because copying a model comes before
+        # copying its layers.
         copied = LowBitStore()
         model = self._model_if_any()
         if id(model) in memo:
@@ -285,7 +295,8 @@ def find_store(model: nn.Module) -> LowBitStore | None:
 
 def iter_low_bit_weights(model: nn.Module, gather: Gather = nullcontext) -> Iterator[tuple[str, Tensor]]:
     """
-    Yield every tensor of the checkpoint of `model`: low-bit if it is quantized ([`LowBitStore.tensors`]), else bfloat16.
+    Yield every tensor of the checkpoint of `model`: low-bit if it is quantized ([`LowBitStore.tensors`]), else
+    bfloat16.
 
     Args:
         model: A model, or a `PeftModel`, whose active adapter is merged.
@@ -297,7 +308,10 @@ def iter_low_bit_weights(model: nn.Module, gather: Gather = nullcontext) -> Iter
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 or ZeRO-3 shards the model: in its forwards a layer sees a parameter that it does not have afterwards."""
+    """
+    Whether FSDP2 or ZeRO-3 shards the model: in its forwards a layer sees a parameter that it does not have
+    afterwards.
+    """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return True
     return any(map(_is_shard, model.parameters()))
@@ -308,7 +322,9 @@ def _is_shard(param: Tensor) -> bool:
 
 
 def _shared_largest(layer: Any) -> Tensor | None:
-    """The largest magnitude of all weights that share a global scale with this layer's; `None` if there are no others."""
+    """
+    The largest magnitude of all weights that share a global scale with this layer's; `None` if there are no others.
+    """
     if not layer.merged_with:
         return None
     weights = [layer.weight, *(other.weight for other in layer.merged_with)]

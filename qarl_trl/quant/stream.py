@@ -1,4 +1,6 @@
-"""The low-bit model as a stream of tensors under checkpoint names, for weight syncs and files (paper Sec. 3.1, step 3)."""
+"""
+The low-bit model as a stream of tensors under checkpoint names, for weight syncs and files (paper Sec. 3.1, step 3).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,15 @@ def checkpoint_stream(
     Yield every tensor of the checkpoint of `model`, with the name that transformers saves it under.
 
     A W4A16 layer `X` gives `X.weight_packed`, `X.weight_scale`, `X.weight_shape`; an FP8 layer `X.weight` (float8) and
-    `X.weight_scale`. Everything else is a new bfloat16 copy. The experts of a quantized model come as one layer per expert and
-    projection, quantized or not. Persistent buffers come last, in their own dtype. A `PeftModel` gives its base model, with the
-    active adapter merged into the quantized layers.
+    `X.weight_scale`. Everything else is a new bfloat16 copy. The experts of a quantized model come as one layer per
+    expert and projection, quantized or not. Persistent buffers come last, in their own dtype. A `PeftModel` gives its
+    base model, with the active adapter merged into the quantized layers.
 
     Args:
         model: The model, quantized or not.
         weight_of: Gives the low-bit weight of a layer by its name; `None` for a model without low-bit layers.
-        gather: Makes parameters whole inside its context. Collective under ZeRO-3 and FSDP2: every process must iterate.
+        gather: Makes parameters whole inside its context. Collective under ZeRO-3 and FSDP2: every process must
+            iterate.
     """
     name_of = checkpoint_names(model)
     # Renaming is for engines that load quantized checkpoints. TRL syncs a high-precision model by its own names.
@@ -75,7 +78,8 @@ def checkpoint_stream(
 
 def renamed_stream(model: nn.Module, named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """
-    Yield whole parameters that somebody else made (TRL merges an adapter for it) as bfloat16 copies, and the buffers of `model`.
+    Yield whole parameters that somebody else made (TRL merges an adapter for it) as bfloat16 copies, and the buffers
+    of `model`.
 
     Args:
         model: A model without low-bit layers.
@@ -130,7 +134,10 @@ def _buffers(
 
 
 def _bfloat16_copy(tensor: Tensor) -> Tensor:
-    """Always a copy: an engine keeps references until a layer is complete, and the optimizer writes to master weights in place."""
+    """
+    Always a copy: an engine keeps references until a layer is complete, and the optimizer writes to master weights in
+    place.
+    """
     if tensor.is_floating_point():
         return tensor.to(MASTER_CAST_DTYPE, copy=True)
     return tensor.clone()

@@ -1,4 +1,6 @@
-"""All use of vLLM's interfaces for an engine that holds a frozen low-bit base and gets an adapter at each weight sync."""
+"""
+All use of vLLM's interfaces for an engine that holds a frozen low-bit base and gets an adapter at each weight sync.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ def _save_adapter(factors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def _load_adapter(llm: Any, folder: Path) -> None:
-    """Make the engine load the adapter again, and all later requests use it. `RuntimeError` if it takes only a part."""
+    """
+    Make the engine load the adapter again, and all later requests use it. `RuntimeError` if it takes only a part.
+    """
     added = llm.llm_engine.add_lora(_request(folder, load_inplace=True))
     if not added:
         raise RuntimeError("vLLM took no adapter; its log may say why.")

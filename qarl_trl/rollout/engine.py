@@ -1,7 +1,7 @@
 """The low-bit vLLM engine: started from a scheme, fed with synced tensors.
 
-Invariant: the engine never reads weights from disk and never quantizes. All its weights come from weight syncs of the learner's
-low-bit tensors (paper Sec. 3.1, steps 1 and 3).
+Invariant: the engine never reads weights from disk and never quantizes. All its weights come from weight syncs of the
+learner's low-bit tensors (paper Sec. 3.1, steps 1 and 3).
 """
 
 from __future__ import annotations
@@ -84,12 +84,13 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.reset_clock()
         super().__init__(*args, **kwargs)
 
-        # The trainer decodes token ids itself. Text takes a fifth of the engine's CPU time, and only stop strings need it.
+        # The trainer decodes token ids itself. Text takes a fifth of the engine's CPU time, and only stop strings need
+        # it.
         needs_text = bool(self.generation_kwargs.get("stop"))
         stops = {"detokenize": needs_text, "stop_token_ids": list(stop_token_ids)}
         self.generation_kwargs = stops | self.generation_kwargs
 
-    # Start ------------------------------------------------------------------------------------------------------------
+    # Start -----------------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
         if self.mode == "server":
@@ -114,7 +115,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         engines = self.accelerator.num_processes // self.tensor_parallel_size
         settings["seed"] = self.seed * engines + self.accelerator.process_index // self.tensor_parallel_size
 
-        # TRL puts the engine to sleep right after it builds it, so the sync check must score the random weights before that.
+        # TRL puts the engine to sleep right after it builds it, so the sync check must score the random weights before
+        # that.
         look = None if self.sync_check is None else self.sync_check.look_before
         with _vllm.llm_arguments(look, **self.engine_kwargs | settings):
             super()._init_vllm()
@@ -146,7 +148,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """
         return torch.tensor(on_first(self.accelerator, lambda: self.vllm_client.prompt_logps(token_ids)))
 
-    # Weight sync ------------------------------------------------------------------------------------------------------
+    # Weight sync -----------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
         """Send the learner's current low-bit tensors to the engine, and clear its cached keys and values."""
@@ -177,11 +179,13 @@ class LowBitVLLMGeneration(VLLMGeneration):
         return not (is_frozen and engine_has_base)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the next sync sends, by their names in a checkpoint. Collective: every process must iterate."""
+        """
+        The tensors that the next sync sends, by their names in a checkpoint. Collective: every process must iterate.
+        """
         if self._sends_base:
             if self.quantization_config is None and is_peft_model(self.model):
-                # TRL's own merges the adapter into the base weights and back, which changes them: low-bit layers must not be
-                # sent that way, and a baseline is.
+                # TRL's own merges the adapter into the base weights and back, which changes them: low-bit layers must
+                # not be sent that way, and a baseline is.
                 yield from renamed_stream(self.model, super()._iter_named_params())
             else:
                 yield from iter_low_bit_weights(self.model, self._dist.gather_params)
@@ -211,7 +215,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             _vllm.reload_engine(self.llm, weights)
         _vllm.reset_prefix_cache(self.llm)
 
-    # Generation -------------------------------------------------------------------------------------------------------
+    # Generation ------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """TRL's `generate` after the sync check, timed without the syncs inside it."""
@@ -256,12 +260,13 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """
         Like [`all_or_none`]; in addition, after a failure the engine is refused.
 
-        A failed sync leaves old and new weights in it (vLLM's next reload continues with buffered tensors), a failed generation
-        leaves requests whose completions the next one would return.
+        A failed sync leaves old and new weights in it (vLLM's next reload continues with buffered tensors), a failed
+        generation leaves requests whose completions the next one would return.
         """
         if self._failed:
             raise RuntimeError(
-                f"A {self._failed} of this engine failed earlier, so nothing may be sampled from it. Start the process again, and "
+                f"A {self._failed} of this engine failed earlier, so nothing may be sampled from it. Start the "
+                "process again, and "
                 "resume from the last checkpoint."
             )
         try:
@@ -313,6 +318,7 @@ def _check_completions(completions: Sequence[Sequence[int]], prompts: int) -> No
     empty = sum(len(tokens) == 0 for tokens in completions)
     if len(completions) != prompts or empty:
         raise RuntimeError(
-            f"The engine returned {len(completions)} completions for {prompts} prompts, {empty} of them empty; its log above may "
+            f"The engine returned {len(completions)} completions for {prompts} prompts, {empty} of them empty; its "
+            "log above may "
             "say why."
         )

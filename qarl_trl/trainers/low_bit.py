@@ -36,9 +36,10 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     """
     The low-bit half of a trainer: `class MyTrainer(LowBitMixin, SFTTrainer)`, with a config that has [`LowBitConfig`].
 
-    It quantizes the linear layers of the policy in place. If the trainer samples with vLLM, the engine runs in the same scheme and
-    gets the packed tensors at each weight sync, which a check compares with the learner. `save_model` writes the low-bit
-    checkpoint, and a resumed run continues bit for bit. With `quant_scheme="none"` it is the TRL trainer.
+    It quantizes the linear layers of the policy in place. If the trainer samples with vLLM, the engine runs in the
+    same scheme and gets the packed tensors at each weight sync, which a check compares with the learner. `save_model`
+    writes the low-bit checkpoint, and a resumed run continues bit for bit. With `quant_scheme="none"` it is the TRL
+    trainer.
 
     Args:
         args: The arguments of the TRL trainer, by position or by name. Among them must be the config.
@@ -85,7 +86,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         engine = self.vllm_generation if args.has_engine else None
         self.add_callback(StepClock(engine, self._log_value, self._flips, self._check_layers_ran))
 
-    # Low-bit weights --------------------------------------------------------------------------------------------------
+    # Low-bit weights -------------------------------------------------------------------------------------------------
 
     @property
     def low_bit(self) -> LowBitStore | None:
@@ -111,11 +112,13 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         numbers = self.accelerator.gather(number)
         if numbers.any():  # on any process, so that all of them stop
             raise RuntimeError(
-                f"{int(numbers.max())} quantized layers did not run in the first step (first: {bypassed[:1]}): another library "
-                "replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is intended."
+                f"{int(numbers.max())} quantized layers did not run in the first step (first: {bypassed[:1]}): "
+                "another library "
+                "replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is "
+                "intended."
             )
 
-    # Engine -----------------------------------------------------------------------------------------------------------
+    # Engine ----------------------------------------------------------------------------------------------------------
 
     def _build_engine(self, args: Any, model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
         """Stands for TRL's `VLLMGeneration(model, ...)` in its constructor."""
@@ -149,7 +152,10 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_value)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's method, with the weights as they are: a callback may put others in for an evaluation (EMA), and back."""
+        """
+        The Trainer's method, with the weights as they are: a callback may put others in for an evaluation (EMA), and
+        back.
+        """
         self._weights_may_differ()
         try:
             return super().evaluate(*args, **kwargs)
@@ -163,7 +169,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         if hasattr(self, "_last_loaded_step"):
             self._last_loaded_step = -1
 
-    # Accelerate and the Trainer ---------------------------------------------------------------------------------------
+    # Accelerate and the Trainer --------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's method; under FSDP2 outputs stay float32 and gradients stay sharded."""
@@ -172,7 +178,10 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         _compat.keep_gradients_sharded(self.accelerator, self.args)
 
     def _prepare_for_training(self, *args: Any) -> tuple:
-        """The Trainer's method, in which FSDP2 shards the model; from then on it gathers quantized values of low-bit weights."""
+        """
+        The Trainer's method, in which FSDP2 shards the model; from then on it gathers quantized values of low-bit
+        weights.
+        """
         store = self.low_bit
         if store is not None and self.accelerator.is_fsdp2:
             self._prepare_shards(store)
@@ -202,7 +211,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         guards.check_gradient(grad_norm)
         return grad_norm
 
-    # Small helpers ----------------------------------------------------------------------------------------------------
+    # Small helpers ---------------------------------------------------------------------------------------------------
 
     @property
     def _unwrapped(self) -> Any:
@@ -226,8 +235,9 @@ def quantize_policy(model: nn.Module, args: Any, source: QuantizedSource | None 
     """
     Give the policy its low-bit layers and, beside a CPU engine, that engine's operations.
 
-    The one place where a run is quantized: right before its engine starts, which needs the scheme of the layers; without an engine
-    at the end of TRL's constructor. A frozen base was quantized while it was loaded, and its adapters are aligned here.
+    The one place where a run is quantized: right before its engine starts, which needs the scheme of the layers;
+    without an engine at the end of TRL's constructor. A frozen base was quantized while it was loaded, and its
+    adapters are aligned here.
 
     Args:
         model: The policy, with its adapter.
@@ -261,8 +271,8 @@ class _TellStore(TrainerCallback):
         self._store.forget()  # a checkpoint may have been loaded
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A callback may have written to the weights between two steps, as an average of them is (EMA). It costs nothing unless
-        # something asked for low-bit weights since the last step.
+        # A callback may have written to the weights between two steps, as an average of them is (EMA). It costs
+        # nothing unless something asked for low-bit weights since the last step.
         self._store.weights_trained()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

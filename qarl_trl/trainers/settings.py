@@ -26,7 +26,8 @@ UNFIT = {
     "fp16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
     "use_transformers_continuous_batching": "it casts the master weights to bfloat16, which loses small updates",
     "use_liger_kernel": "it has its own layers and loss, so neither low-bit layers nor TBPO would run",
-    "enable_jit_checkpoint": "it saves within a step, which no resume continues exactly; SIGTERM saves at the end of a step",
+    "enable_jit_checkpoint": "it saves within a step, which no resume continues exactly; SIGTERM saves at the end of "
+    "a step",
 }
 # Arguments of `vllm.LLM` that TRL sets from its own fields, or that the trainer sets so that engine and learner agree.
 OWNED_ENGINE_ARGUMENTS = (
@@ -52,53 +53,64 @@ _EXACT_ENGINE = {"enforce_eager": True, "compilation_config": None, "kv_cache_dt
 @dataclass
 class LowBitConfig:
     """
-    Settings of [`LowBitMixin`]. Combine it with the config of a TRL trainer: `class MyConfig(LowBitConfig, SFTConfig)`.
+    Settings of [`LowBitMixin`]. Combine it with the config of a TRL trainer: `class MyConfig(LowBitConfig,
+    SFTConfig)`.
 
     The help of each field gives its meaning, unit and source. With `push_to_hub` the model is pushed once, at the end.
     """
 
     quant_scheme: str | None = HfArg(
         default="W4A16",
-        help="Low-bit format of the weights in the rollout engine and in the learner's forward (paper Sec. 3.1): a name from "
+        help="Low-bit format of the weights in the rollout engine and in the learner's forward (paper Sec. 3.1): a "
+        "name from "
         "`qarl-trl schemes`, 'checkpoint' for the scheme of a quantized `model`, or 'none' for no quantization.",
     )
     quant_group_size: int | None = HfArg(
         default=None,
-        help="How many weights along the input dimension share one scale: 32, 64, 128, or -1 for one scale per output channel. "
+        help="How many weights along the input dimension share one scale: 32, 64, 128, or -1 for one scale per output "
+        "channel. "
         "Unset: the scheme's own number (128 for W4A16).",
     )
     quant_ignore: list[str] = HfArg(
         default_factory=lambda: list(DEFAULT_IGNORE),
-        help="Linear layers that stay in high precision: class names, module names, or patterns that begin with 're:'. "
+        help="Linear layers that stay in high precision: class names, module names, or patterns that begin with "
+        "'re:'. "
         "Default: lm_head and MoE routers.",
     )
     quant_recipe: str | None = HfArg(
         default=None,
-        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give each group "
+        help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give "
+        "each group "
         "of layers another scheme.",
     )
     lora_base: Literal["merged", "frozen"] = HfArg(
         default="merged",
-        help="With LoRA: 'merged' quantizes W + s B A at each step. 'frozen' quantizes W once, keeps no master weights, and adds "
+        help="With LoRA: 'merged' quantizes W + s B A at each step. 'frozen' quantizes W once, keeps no master "
+        "weights, and adds "
         "s B (A x); weight syncs send the base once and then only the adapter. `model` must be a name.",
     )
     quantize_learner: bool = HfArg(
         default=True,
-        help="Run the learner's forward on the low-bit weights. False: in bfloat16, as in the paper's quantized-rollout baseline.",
+        help="Run the learner's forward on the low-bit weights. False: in bfloat16, as in the paper's "
+        "quantized-rollout baseline.",
     )
     quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",
-        help="GEMM of the learner's forward. 'dequant' multiplies by the dequantized weight. 'engine' calls the rollout engine's "
+        help="GEMM of the learner's forward. 'dequant' multiplies by the dequantized weight. 'engine' calls the "
+        "rollout engine's "
         "kernel. 'auto' is 'engine' beside a CPU engine, and otherwise torch's own product for the scheme.",
     )
     learner_ops: Literal["auto", "stock"] = HfArg(
         default="auto",
-        help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'auto': they round "
-        "where a CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2, Qwen3); it warns if it cannot.",
+        help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'auto': "
+        "they round "
+        "where a CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2, Qwen3); it warns if it "
+        "cannot.",
     )
     verify_sync: str = HfArg(
         default="first",
-        help="When to compare engine and learner on a fixed prompt, and stop if the engine is stale or corrupted. 'first': after "
+        help="When to compare engine and learner on a fixed prompt, and stop if the engine is stale or corrupted. "
+        "'first': after "
         "the first weight sync. A number N: after the first and then every N syncs. 'off': never.",
     )
     sync_folder: str | None = HfArg(
@@ -116,7 +128,7 @@ class LowBitConfig:
             names += [name for name in vars(base).get("_VALID_DICT_FIELDS", ()) if name not in names]
         cls._VALID_DICT_FIELDS = names
 
-    # What the settings mean -------------------------------------------------------------------------------------------
+    # What the settings mean ------------------------------------------------------------------------------------------
 
     @property
     def quantized(self) -> bool:
@@ -208,7 +220,7 @@ class LowBitConfig:
         scheme = resolve_scheme(self.quant_scheme, self.quant_group_size)
         return single_group(scheme, ["Linear"], self.quant_ignore)
 
-    # What is refused --------------------------------------------------------------------------------------------------
+    # What is refused -------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled into training_args.bin beside every checkpoint, which people upload.
