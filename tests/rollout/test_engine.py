@@ -105,12 +105,37 @@ def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch)
     engine.sync_check = sync_check
     engine.model = SimpleNamespace(config=None)
     engine.trust_remote_code = False
-    engine.accelerator = SimpleNamespace(num_processes=2)
+    engine.accelerator = SimpleNamespace(num_processes=2, process_index=1)
     engine.quantization_config = None
     engine.engine_kwargs = {}
+    engine.seed = 5
     engine._init_vllm()
 
     assert order == ["dummy", "look", "sleep 2"]
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(1, [12, 13, 14, 15]), (2, [6, 6, 7, 7]), (4, [3, 3, 3, 3])])
+def test_every_engine_of_every_run_has_a_seed_of_its_own(monkeypatch, ranks, seeds):
+    """TRL gives the engines of all runs the numbers 0, 1, ..., so that runs with two seeds would share draws."""
+    taken = []
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: taken.append(kwargs["seed"]), raising=False)
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda engine: vllm_generation.LLM(seed=0))
+    monkeypatch.setattr(rollout_engine, "changed_positions", lambda *args: {})
+    monkeypatch.setattr(rollout_engine._vllm_layer, "use_settings_of", lambda llm: None)
+    engine, _ = generation([])
+    engine.llm = engine.sync_check = None
+    engine.model = SimpleNamespace(config=None)
+    engine.trust_remote_code = False
+    engine.quantization_config = None
+    engine.engine_kwargs = {}
+    engine.tensor_parallel_size = ranks
+    engine.seed = 3
+
+    for process in range(4):
+        engine.accelerator = SimpleNamespace(num_processes=4, process_index=process)
+        engine._init_vllm()
+
+    assert taken == seeds
 
 
 # Failures -------------------------------------------------------------------------------------------------------
@@ -186,7 +211,7 @@ def test_only_stop_strings_need_text(monkeypatch, settings, text):
 
     engine = LowBitVLLMGeneration(quantization_config=None, generation_kwargs=settings)
 
-    assert engine.generation_kwargs == settings | {"detokenize": text}
+    assert engine.generation_kwargs == settings | {"detokenize": text, "stop_token_ids": []}
 
 
 # 1000 numbers of 2 bytes, twice.
