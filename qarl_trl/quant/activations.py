@@ -75,8 +75,8 @@ def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = _divided(largest, FP8_MAX).clamp(min=FP8_MIN_SCALE)
 
     # vLLM multiplies by the reciprocal instead of dividing; for some values the last bit differs.
-    quotient = x.float() * scale.reciprocal()
-    return quotient.clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+    quotient = (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX)
+    return quotient.to(FP8), scale
 
 
 @compiled_on_cuda
@@ -96,8 +96,8 @@ def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tenso
     scale = _divided(largest, FP8_MAX)
 
     # Here vLLM divides.
-    quotient = groups / scale.unsqueeze(-1)
-    return quotient.clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(-2), scale
+    quotient = (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
+    return quotient.to(FP8).flatten(-2), scale
 
 
 # Int8 -----------------------------------------------------------------------------------------------------------------
