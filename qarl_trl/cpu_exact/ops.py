@@ -120,8 +120,8 @@ def _count_positions_without_padding(
     if mask is None and positions is not None and "sequence_lengths" not in kwargs and (positions.diff() != 1).any():
         raise RuntimeError("The attention got no sequence_lengths: it would reach across the sequences of a row.")
 
-    is_padding_mask = isinstance(mask, Tensor) and mask.dim() == 2
-    if is_padding_mask and positions is None:
+    # A mask of four dimensions says nothing of padding.
+    if isinstance(mask, Tensor) and mask.dim() == 2 and positions is None:
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return args, kwargs
 
@@ -256,9 +256,9 @@ class _EngineAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-            inputs = [tensor.float().requires_grad_() for tensor in ctx.saved_tensors]
-            output = _exact_attention(*inputs, ctx.lengths, ctx.scale)
-            grads = torch.autograd.grad(output, inputs, grad.float())
+            query, key, value = (tensor.float().requires_grad_() for tensor in ctx.saved_tensors)
+            output = _exact_attention(query, key, value, ctx.lengths, ctx.scale)
+            grads = torch.autograd.grad(output, (query, key, value), grad.float())
 
         cast = [input_grad.to(dtype) for input_grad, dtype in zip(grads, ctx.dtypes, strict=True)]
         return *cast, None, None
