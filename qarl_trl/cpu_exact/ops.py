@@ -1,8 +1,8 @@
 """Norms, residual sums, rotary embedding and attention for the learner, rounded where the CPU engine rounds.
 
-transformers rounds at other places, and 8-bit activations amplify the difference layer by layer. With these operations and the
-engine's GEMMs the log-probs of sampled tokens equal those of a colocated CPU engine bit for bit (paper Sec. 3.1). Gradients
-are those of the unrounded operations, in float32.
+transformers rounds at other places, and 8-bit activations amplify the difference layer by layer. With these operations
+and the engine's GEMMs the log-probs of sampled tokens equal those of a colocated CPU engine bit for bit (paper Sec.
+3.1). Gradients are those of the unrounded operations, in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ATTENTION = "qarl_cpu_engine"
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 
-# A model on the engine's operations -----------------------------------------------------------------------------------
+# A model on the engine's operations ----------------------------------------------------------------------------------
 
 
 def unsupported(config: PretrainedConfig) -> str | None:
@@ -104,7 +104,8 @@ def _supported_decoder(model: nn.Module) -> Any:
 
 @cache
 def _form_of(stock: type[nn.Module], form: type[nn.Module]) -> type[nn.Module]:
-    """`stock` with the forward of `form`: one class with the same name for all layers, because FSDP finds layers by both."""
+    """`stock` with the forward of `form`."""
+    # One class with the same name for all layers, because FSDP finds layers by both.
     return type(stock.__name__, (form, stock), {"__module__": stock.__module__})
 
 
@@ -136,7 +137,7 @@ def _round_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> T
     return rounded(output)
 
 
-# Roundings, norms and sums --------------------------------------------------------------------------------------------
+# Roundings, norms and sums -------------------------------------------------------------------------------------------
 
 
 class _Rounded(torch.autograd.Function):
@@ -182,7 +183,7 @@ class EngineDecoderLayer(nn.Module):
         return residual + branch.float()
 
 
-# Attention ------------------------------------------------------------------------------------------------------------
+# Attention -----------------------------------------------------------------------------------------------------------
 
 
 def engine_attention(
@@ -226,7 +227,8 @@ def engine_attention(
     else:
         lengths = [*sequence_lengths] * batch
 
-    # The real tokens of all rows, `(tokens, heads, head_dim)`, one sequence after the other.
+    # The kernel knows no padding: the real tokens of all rows, `(tokens, heads, head_dim)`, one sequence after the
+    # other.
     real_query, real_key, real_value = (states.transpose(1, 2)[real] for states in (query, key, value))
     output = query.new_zeros(batch, tokens, heads, head_dim, dtype=torch.bfloat16)
     output[real] = _EngineAttention.apply(real_query, real_key, real_value, lengths, scaling)
@@ -235,9 +237,10 @@ def engine_attention(
 
 class _EngineAttention(torch.autograd.Function):
     """
-    Causal attention within each sequence, `(tokens, heads, head_dim)` bfloat16; sequences of `lengths` follow each other.
+    Causal attention within each sequence, `(tokens, heads, head_dim)`; sequences of `lengths` follow each other.
 
-    The forward rounds queries and keys as the engine's rotary kernel does and calls the engine's kernel; the backward is float32.
+    The forward rounds queries and keys as the engine's rotary kernel does and calls the engine's kernel; the backward
+    is float32.
     """
 
     @staticmethod
@@ -250,6 +253,7 @@ class _EngineAttention(torch.autograd.Function):
         query = to_bfloat16(query)
         key = to_bfloat16(key)
         value = value.to(torch.bfloat16)
+        # The gradient is that of exact attention at these rounded inputs.
         ctx.save_for_backward(query, key, value)
         return kernels.attention(query, key, value, lengths, scale)
 

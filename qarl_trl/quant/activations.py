@@ -1,6 +1,7 @@
-"""Dynamic activation quantization with the scale, rounding and clamping of vLLM's kernels, bit for bit (paper Sec. 3.1, step 2).
+"""Dynamic activation quantization with the scale, rounding and clamping of vLLM's kernels, bit for bit.
 
-A value that rounds to the next float8 number is off by 1/16, where a bfloat16 rounding is off by 1/256.
+Paper Sec. 3.1, step 2. A value that rounds to the next float8 number is off by 1/16, where a bfloat16 rounding is off
+by 1/256.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def memoize_last(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     return result
 
 
-# Float8 ---------------------------------------------------------------------------------------------------------------
+# Float8 --------------------------------------------------------------------------------------------------------------
 
 
 @compiled_on_cuda
@@ -100,7 +101,7 @@ def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tenso
     return quotient.to(FP8).flatten(-2), scale
 
 
-# Int8 -----------------------------------------------------------------------------------------------------------------
+# Int8 ----------------------------------------------------------------------------------------------------------------
 
 
 @compiled_on_cuda
@@ -142,7 +143,8 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     high = x.amax(-1, keepdim=True).clamp(min=0)
     inverse = torch.where(low == high, 1.0, torch.full_like(low, 255.0) / (high - low))
 
-    # From the minimum or the maximum, as the kernel chooses: the two differ by roundings, which count where one is halfway.
+    # From the minimum or the maximum, as the kernel chooses: the two differ by roundings, which count where one is
+    # halfway.
     from_low = -128 - low * inverse
     from_high = 127 - high * inverse
     takes_low = (low * inverse - 128) + (high * inverse + 127) > 0
@@ -154,7 +156,7 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     return (quantized - zero_point).to(torch.int16), inverse.reciprocal()
 
 
-# Back to numbers ------------------------------------------------------------------------------------------------------
+# Back to numbers -----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -1,10 +1,11 @@
 """Run the quantizer's plain operations through `torch.compile` on a CUDA device, where that gives the same bytes.
 
-Invariant: a process uses a compiled form only after it gave the bytes of the eager form for the first tensors of this device,
-scheme and dtypes. Otherwise the eager form runs, and one warning says why.
+Invariant: a process uses a compiled form only after it gave the bytes of the eager form for the first tensors of this
+device, scheme and dtypes. Otherwise the eager form runs, and one warning says why.
 
-On a CPU the eager form always runs, because inductor is no faster. There is no hand-written kernel, because quantizing takes at
-most 2 % of a step. Measured on SmolLM2-135M: quantizing and dequantizing 106 M weights five times takes 1.6 s of a step of 85 s.
+On a CPU the eager form always runs, because inductor is no faster. There is no hand-written kernel, because quantizing
+takes at most 2 % of a step. Measured on SmolLM2-135M: quantizing and dequantizing 106 M weights five times takes 1.6 s
+of a step of 85 s.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from .scheme import quantized_key
 
 # Devices on which to try the compiled form.
 DEVICES = ("cuda",)
-# These make a fused kernel round as the eager operations do: to bfloat16 after each operation, without fused multiply-add; by IEEE
-# division instead of an approximate one; and without flushing float32 denormals, because bfloat16 denormals are among them.
+# These make a fused kernel round as the eager operations do: to bfloat16 after each operation, without fused
+# multiply-add; by IEEE division instead of an approximate one; and without flushing float32 denormals, because
+# bfloat16 denormals are among them.
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,

@@ -66,19 +66,23 @@ class Gemm:
 GemmChoice = Callable[[QuantizationScheme, torch.device], Gemm]
 
 
-# Weight-only schemes --------------------------------------------------------------------------------------------------
+# Weight-only schemes -------------------------------------------------------------------------------------------------
 
 
 class DequantGemm(Gemm):
-    """Dequantize the weight of a layer, and multiply in the compute dtype. Marlin and Machete add the bias at the end."""
+    """
+    Dequantize the weight of a layer, and multiply in the compute dtype.
+
+    It adds the bias to the rounded output, as Marlin and Machete do.
+    """
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
-        # The matrix has no name here, so that it is freed before the bias is added.
+        # The matrix gets no name, so that it is freed before the bias is added.
         y = F.linear(x, dequantize(weight, x.dtype))
         return add_to_rounded(y, bias), (x,)
 
 
-# Schemes that quantize activations ------------------------------------------------------------------------------------
+# Schemes that quantize activations -----------------------------------------------------------------------------------
 
 
 class ActivationGemm(Gemm):
@@ -131,6 +135,7 @@ class Fp8Gemm(ActivationGemm):
             column_scale = weight_scale.t().contiguous()
             return torch._scaled_mm(x, operand.t(), scale, column_scale, bias, out_dtype=dtype, use_fast_accum=True)
 
+        # As vLLM where it has no such kernel: it scales the float32 sums.
         one = torch.ones(1, device=x.device)
         sums = torch._scaled_mm(x, operand.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
         sums.mul_(scale).mul_(weight_scale.t())
@@ -141,9 +146,9 @@ class Int4Fp8Gemm(Fp8Gemm):
     """
     INT4 weights and per-token FP8 activations, as vLLM's kernel for Hopper multiplies them.
 
-    For each group the kernel has a table of sixteen products `quantized value * scale`, rounded to float8. The scale is also
-    rounded to float8, under a float32 scale per channel. So the kernel's weight differs from the one that the checkpoint
-    decompresses to.
+    For each group the kernel has a table of sixteen products `quantized value * scale`, rounded to float8. The scale
+    is also rounded to float8, under a float32 scale per channel. So the kernel's weight differs from the one that the
+    checkpoint decompresses to.
     """
 
     def operand(self, weight: LowBitWeight) -> tuple[Tensor, Tensor]:
@@ -179,6 +184,7 @@ class Fp8BlockGemm(ActivationGemm):
         row_scale = weight.scale.float().repeat_interleave(height, dim=0)
         blocks = zip(x.split(width, dim=1), weight.quantized.split(width, dim=1), strict=True)
 
+        # Each block column has other scales, so its sums are scaled before they are added up.
         y = torch.zeros(x.shape[0], weight.quantized.shape[0], device=x.device)
         for column, (left, right) in enumerate(blocks):
             y += (left.float() @ right.float().t()) * scale[:, column : column + 1] * row_scale[:, column]
@@ -222,7 +228,8 @@ class CpuInt4Int8Gemm(ActivationGemm):
         out_features, in_features = weight.quantized.shape
         group_size = effective_group_size(weight.scheme) or in_features
 
-        # vLLM also treats a single group as one scale per channel; then the kernel sums, scales and rounds differently.
+        # vLLM also treats a single group as one scale per channel; then the kernel sums, scales and rounds in
+        # another way, and adds the bias itself.
         if group_size == in_features:
             packed = self._packed(weight, bias)
             y = torch.ops.aten._dyn_quant_matmul_4bit(x, packed, group_size, in_features, out_features)
@@ -269,7 +276,7 @@ def add_to_rounded(y: Tensor, bias: Bias) -> Tensor:
     return y if bias is None else y + bias
 
 
-# The choice -----------------------------------------------------------------------------------------------------------
+# The choice ----------------------------------------------------------------------------------------------------------
 
 
 _GEMMS: dict[str, type[Gemm]] = {

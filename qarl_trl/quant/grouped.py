@@ -1,7 +1,7 @@
 """The gemm of all experts: one low-bit weight stacks their matrices, and the rows are sorted by expert.
 
-Dequantized weights use one grouped GEMM, as does float8 on GPUs that support it; other schemes run one expert after the other. On
-a CPU the result equals, bit for bit, `Gemm.forward` of each expert.
+Dequantized weights use one grouped GEMM, as does float8 on GPUs that support it; other schemes run one expert after
+the other. On a CPU the result equals, bit for bit, `Gemm.forward` of each expert.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .gemm import ActivationGemm, Bias, CpuInt4Int8Gemm, DequantGemm, Fp8Gemm, G
 from .quantize import LowBitWeight
 
 
-# Matrix products of all experts ---------------------------------------------------------------------------------------
+# Matrix products of all experts --------------------------------------------------------------------------------------
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -27,7 +27,8 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         offsets: The end of each expert's rows or columns, int32 `(experts,)`.
 
     Returns:
-        For rows `(pairs, n)`. For columns the gradient of the matrices, `(experts, m, n)`, zero for an expert without rows.
+        For rows `(pairs, n)`. For columns the gradient of the matrices, `(experts, m, n)`, zero for an expert without
+        rows.
     """
     rows_times_matrices = b.ndim == 3
     pairs = a.shape[0] if rows_times_matrices else a.shape[1]
@@ -65,7 +66,7 @@ def stacked(matrix: Tensor, offsets: Tensor) -> Tensor:
     return matrix.unflatten(0, (len(offsets), -1))
 
 
-# The low-bit gemm -----------------------------------------------------------------------------------------------------
+# The low-bit gemm ----------------------------------------------------------------------------------------------------
 
 
 class ExpertsGemm(Gemm):

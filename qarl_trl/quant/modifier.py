@@ -43,8 +43,8 @@ def _plan_of(content: dict[str, Any]) -> QuantizationConfig:
     names = [name for name, _ in modifiers]
     if names != ["QuantizationModifier"]:
         raise ValueError(
-            "it must be <name>_stage: <name>_modifiers: QuantizationModifier: fields, and nothing else can run in every "
-            f"training step, got {content}. Run other modifiers before training (examples/llmcompressor)."
+            "it must be <name>_stage: <name>_modifiers: QuantizationModifier: fields, and nothing else can run in "
+            f"every training step, got {content}. Run other modifiers before training (examples/llmcompressor)."
         )
 
     _, fields = modifiers[0]
@@ -60,7 +60,8 @@ def _plan_of(content: dict[str, Any]) -> QuantizationConfig:
 
 
 def _modifiers_of(content: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Name and fields of every modifier under `<name>_stage: <name>_modifiers:`; llm-compressor ignores other names."""
+    """Name and fields of every modifier under `<name>_stage: <name>_modifiers:`."""
+    # llm-compressor ignores other names, so a recipe may have them.
     modifiers = []
     for stage, groups in content.items():
         if not stage.endswith("_stage"):

@@ -31,8 +31,8 @@ def checkpoint_names(model: nn.Module) -> Callable[[str], str | None]:
         model: A transformers model, or a `PeftModel`.
 
     Returns:
-        The function. It gives the name of the active copy for `modules_to_save`, and `None` for names that the checkpoint of
-        the base model lacks.
+        The function. It gives the name of the active copy for `modules_to_save`, and `None` for names that the
+        checkpoint of the base model lacks.
     """
     if not is_peft_model(model):
         return plain_name
@@ -77,8 +77,8 @@ def checkpoint_renaming(model: nn.Module) -> Callable[[str], str]:
     """
     Return a function from a module's or parameter's name to the name that transformers saves it under.
 
-    transformers renames some modules when it loads (Mixtral's `block_sparse_moe` becomes `mlp`) and renames them back in
-    `save_pretrained`; llm-compressor's checkpoints and vLLM use the saved names.
+    transformers renames some modules when it loads (Mixtral's `block_sparse_moe` becomes `mlp`) and renames them back
+    in `save_pretrained`; llm-compressor's checkpoints and vLLM use the saved names.
 
     Args:
         model: Any module, or a `PeftModel`. Only transformers models rename.

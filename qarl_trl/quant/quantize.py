@@ -29,11 +29,11 @@ class LowBitWeight:
     A quantized weight.
 
     Attributes:
-        data (`dict[str, Tensor]`): The tensors that a compressed-tensors checkpoint stores for the layer, by local name,
-            without the shape. Packed schemes (W4A16, W8A16): `weight_packed` int32 `(out, in * bits / 32)`, `weight_scale`
-            bfloat16 `(out, groups)`, and for asymmetric schemes `weight_zero_point` int32 `(out / 8, groups)`.
-            Others: `weight` float8_e4m3fn or int8 `(out, in)`, `weight_scale` bfloat16 `(out, groups)`,
-            or `(out / 128, in / 128)` for blocks. NVFP4A16: `weight_packed` uint8 `(out, in / 2)`, `weight_scale`
+        data (`dict[str, Tensor]`): The tensors that a compressed-tensors checkpoint stores for the layer, by local
+            name, without the shape. Packed schemes (W4A16, W8A16): `weight_packed` int32 `(out, in * bits / 32)`,
+            `weight_scale` bfloat16 `(out, groups)`, and for asymmetric schemes `weight_zero_point` int32 `(out / 8,
+            groups)`. Others: `weight` float8_e4m3fn or int8 `(out, in)`, `weight_scale` bfloat16 `(out, groups)`, or
+            `(out / 128, in / 128)` for blocks. NVFP4A16: `weight_packed` uint8 `(out, in / 2)`, `weight_scale`
             float8_e4m3fn `(out, in / 16)`, `weight_global_scale` float32 `(1,)`.
         scheme: The scheme.
         prepared: Kernels keep repacked forms here, for as long as these quantized values live.
@@ -89,6 +89,7 @@ class LowBitWeight:
         if total % rows or rows % rows_together(self.scheme) or has_global_scale(self.scheme):
             raise ValueError(f"{total} rows in the scheme {self.scheme} cannot be split into {rows} each.")
 
+        # Scales of blocks and words of zero points have fewer rows than the weight, in the same order.
         chunks = [tensor.chunk(total // rows) for tensor in self.data.values()]
         parts = []
         for tensors in zip(*chunks, strict=True):
@@ -101,7 +102,9 @@ def rows_together(scheme: QuantizationScheme) -> int:
     """Number of rows that share a scale (blocks) or a word of zero points; ignores a global scale."""
     if scheme.weights.block_structure is not None:
         return scheme.weights.block_structure[0]
-    return 1 if scheme.weights.symmetric else 8
+    if scheme.weights.symmetric:
+        return 1
+    return 8
 
 
 def meta_tensors(scheme: QuantizationScheme, rows: int, columns: int) -> dict[str, Tensor]:
@@ -135,10 +138,11 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
     Quantize a weight matrix by round-to-nearest with min-max scales (paper Sec. 3.1).
 
     Args:
-        weight: Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first; the result shares no memory with it.
+        weight: Master weight `(out, in)`, any float dtype; it is cast to bfloat16 first; the result shares no memory
+            with it.
         scheme: A scheme of `qarl_trl.quant.scheme`, with `format` set.
-        largest: For schemes with a global scale, the largest magnitude of all weights that share it (an engine that merges
-            q, k, v has one global scale for them), bfloat16 scalar. Default: that of `weight`.
+        largest: For schemes with a global scale, the largest magnitude of all weights that share it (an engine that
+            merges q, k, v has one global scale for them), bfloat16 scalar. Default: that of `weight`.
 
     Raises:
         ValueError: if the weight is not a matrix, does not fill whole words when packed, or holds NaN or infinity.
@@ -153,6 +157,7 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
     if has_global_scale(scheme):
         return _quantize_nvfp4(weight, scheme, low, high, largest)
 
+    # The range of a scale is NaN or infinite if one of its weights is.
     _check_finite(high if scheme.weights.symmetric else high - low, weight)
     scale, zero_point = reference.qparams_of(low, high, scheme)
     quantized = reference.encode(weight, scale, zero_point, scheme)
@@ -174,7 +179,7 @@ def _without_values(weight: Tensor, scheme: QuantizationScheme) -> LowBitWeight:
 def _quantize_nvfp4(
     weight: Tensor, scheme: QuantizationScheme, low: Tensor, high: Tensor, largest: Tensor | None
 ) -> LowBitWeight:
-    """4-bit floats with float8 scales below a float32 one. compressed-tensors rounds; the rest is as in `quantize_weight`."""
+    """4-bit floats with float8 scales below a float32 one; compressed-tensors rounds."""
     # An empty tensor has no maximum.
     largest_here = high.max() if high.numel() else high.new_zeros(())
     if largest is not None:
@@ -218,8 +223,8 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     """
     Return the matrix of a low-bit weight, bit for bit as compressed-tensors decompresses it.
 
-    It multiplies the quantized values (minus the zero point) by the scale, rounds in the scale's dtype (bfloat16) and casts
-    to `dtype`.
+    It multiplies the quantized values (minus the zero point) by the scale, rounds in the scale's dtype (bfloat16) and
+    casts to `dtype`.
 
     Args:
         weight: The low-bit weight.

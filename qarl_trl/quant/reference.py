@@ -1,13 +1,13 @@
 """Encode and decode quantized values in plain tensor operations, which `torch.compile` can compile.
 
-Invariant: the bytes equal those of compressed-tensors' compressors (CPU). The division rounds to bfloat16, as theirs does: in
-float32 it would change about one quantized value in a hundred (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
+Invariant: the bytes equal those of compressed-tensors' compressors (CPU). The division rounds to bfloat16, as theirs
+does: in float32 it would change about one quantized value in a hundred (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
 
 Everywhere in this file:
     weight: bfloat16 `(out, in)`, contiguous.
     scheme: A supported scheme, with `format` set.
-    scale: One for each tile of the weight, `(out / height, in / width)` ([`as_tiles`]): bfloat16, or float8_e4m3fn below a
-        global scale.
+    scale: One for each tile of the weight, `(out / height, in / width)` ([`as_tiles`]): bfloat16, or float8_e4m3fn
+        below a global scale.
     zero_point: int8 of the same shape, or `None` for symmetric schemes.
     global_scale: Float32 `(1,)`, or `None` for a scheme without one.
 """
@@ -25,18 +25,19 @@ from .compiled import compiled_on_cuda
 from .scheme import effective_group_size
 
 
-# Between 128 and 256 bfloat16 numbers are 1 apart. So adding 136 rounds a small number to the nearest integer (ties to even)
-# and leaves that integer plus 8 in the low bits of the mantissa.
+# Between 128 and 256 bfloat16 numbers are 1 apart. So adding 136 rounds a small number to the nearest integer (ties to
+# even) and leaves that integer plus 8 in the low bits of the mantissa.
 _INT4_BIAS = 136.0
 
 
-# The producer ---------------------------------------------------------------------------------------------------------
+# The producer --------------------------------------------------------------------------------------------------------
 
 
 @compiled_on_cuda
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
     """
-    Minimum and maximum of zero and the weights of each scale; for symmetric schemes minus and plus the largest magnitude.
+    Minimum and maximum of zero and the weights of each scale; for symmetric schemes minus and plus the largest
+    magnitude.
 
     Args:
         weight: The weight. NaN and infinity in it stay NaN and infinity.
@@ -69,6 +70,7 @@ def qparams_of(
         global_scale: Its global scale.
     """
     scale, zero_point = calculate_qparams(low, high, scheme.weights, global_scale)
+    # Below a global scale compressed-tensors may return the float8 values in a wider dtype.
     scale = scale.to(scheme.weights.scale_dtype or scale.dtype)
 
     if scheme.weights.symmetric:
@@ -119,8 +121,8 @@ def decode(
     """
     The matrix of quantized values in the checkpoint format, bit for bit as compressed-tensors decompresses it.
 
-    Subtracts the zero point, multiplies by the scale in bfloat16, and then casts to `dtype`; with a global scale it multiplies
-    in float32.
+    Subtracts the zero point, multiplies by the scale in bfloat16, and then casts to `dtype`; with a global scale it
+    multiplies in float32.
 
     Args:
         quantized: As from [`encode`]; with a global scale uint8 `(out, in / 2)`.
@@ -139,6 +141,7 @@ def decode(
     if scheme.format == "pack-quantized":
         quantized = unpacked(quantized, scheme.weights.num_bits)
 
+    # A new tensor, so the operations in place below leave the quantized values as they are.
     tiles = as_tiles(quantized, scheme).to(scale.dtype)
     if zero_point is not None:
         tiles.sub_(per_tile(zero_point.to(scale.dtype)))
@@ -154,7 +157,7 @@ def _decode_fp4(packed: Tensor, scale: Tensor, scheme: QuantizationScheme, globa
     return product.reshape(values.shape).to(torch.bfloat16)
 
 
-# Tiles ----------------------------------------------------------------------------------------------------------------
+# Tiles ---------------------------------------------------------------------------------------------------------------
 
 
 def as_tiles(matrix: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -192,7 +195,7 @@ def absmax(weight: Tensor) -> Tensor:
     return magnitude.amax(-1).view(torch.bfloat16)
 
 
-# Rounding and packing -------------------------------------------------------------------------------------------------
+# Rounding and packing ------------------------------------------------------------------------------------------------
 
 
 def steps(weight: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
@@ -234,7 +237,8 @@ def pack_int4(quotient: Tensor) -> Tensor:
     shifted = quotient.add_(_INT4_BIAS).clamp_(_INT4_BIAS - 8, _INT4_BIAS + 7)
     pairs = shifted.view(torch.int32)
 
-    # Each half holds 0x4300 + value + 8. Shifted by 12, the upper value lands in bits 4 to 7 above a 4 of the exponent.
+    # Each half holds 0x4300 + value + 8. Shifted by 12, the upper value lands in bits 4 to 7 above a 4 of the
+    # exponent.
     octets = (pairs >> 12).add_(pairs).sub_(4).to(torch.uint8)
     return octets.view(torch.int32)
 

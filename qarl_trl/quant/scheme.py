@@ -37,7 +37,7 @@ DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*share
 MINMAX = "memoryless_minmax"
 
 
-# From names to schemes ------------------------------------------------------------------------------------------------
+# From names to schemes -----------------------------------------------------------------------------------------------
 
 
 def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = None) -> QuantizationScheme:
@@ -117,9 +117,10 @@ def support_of(scheme: QuantizationScheme) -> SchemeSupport:
 
 
 def _rounds_to_nearest(weights: QuantizationArgs | None) -> bool:
-    """Whether weights are rounded as `quantize_weight` does: to nearest between minimum and maximum, columns in order."""
+    """Whether weights are rounded to nearest between minimum and maximum, in the order they have."""
     if weights is None or weights.actorder is not None:
         return False
+    # llm-compressor's other observers, such as "mse", choose other scales.
     observer = weights.observer or MINMAX
     return observer.endswith("minmax")
 
@@ -143,7 +144,7 @@ def _row_key(scheme: QuantizationScheme) -> tuple[Any, ...]:
     return quantized_key(scheme.weights), scheme.weights.scale_dtype, quantized_key(scheme.input_activations)
 
 
-# What a scheme says ---------------------------------------------------------------------------------------------------
+# What a scheme says --------------------------------------------------------------------------------------------------
 
 
 def quantized_key(args: QuantizationArgs | None) -> tuple[Any, ...] | None:
@@ -200,7 +201,7 @@ def _describe(args: QuantizationArgs) -> str:
     return text
 
 
-# Plans ----------------------------------------------------------------------------------------------------------------
+# Plans ---------------------------------------------------------------------------------------------------------------
 
 
 def resolve_config(config: QuantizationConfig) -> QuantizationConfig:
@@ -235,6 +236,7 @@ def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Seq
     for target in (*targets, *ignore):
         _check_pattern(target)
 
+    # llm-compressor names the only group of a plan like this.
     group = scheme.model_copy(deep=True, update={"targets": list(targets)})
     return QuantizationConfig(config_groups={"group_0": group}, ignore=list(ignore))
 

@@ -11,7 +11,8 @@ ALL_GPUS = tuple(GPU_GENERATIONS)
 FLOAT8_GPUS = ("Ada", "Hopper", "Blackwell")
 # vLLM has no int8 product for Blackwell.
 INT8_GPUS = ("Ampere", "Ada", "Hopper")
-# With blocks, vLLM does not quantize activations on Ada (0.31: Marlin), and rounds scales to powers of two on Blackwell.
+# With blocks, vLLM does not quantize activations on Ada (0.31: Marlin), and rounds scales to powers of two on
+# Blackwell.
 BLOCK_GPUS = ("Hopper",)
 
 

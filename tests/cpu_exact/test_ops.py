@@ -1,4 +1,4 @@
-"""`qarl_trl.cpu_exact.ops`: the learner's operations against vLLM's own, against float64, and against transformers'."""
+"""`qarl_trl.cpu_exact.ops`: the learner's operations against vLLM's, against float64, and against transformers'."""
 
 import pytest
 import torch

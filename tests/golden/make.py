@@ -3,8 +3,8 @@ Writes `quantize.safetensors`: awkward weights, and what llm-compressor's data-f
 
     python tests/golden/make.py
 
-The package has no part in it: the rows below become a layer of a tiny Qwen3 model, `oneshot` compresses that model once
-per scheme, and the rows are cut out of what it saved. The file's metadata holds the versions. Make it again only
+The package has no part in it: the rows below become a layer of a tiny Qwen3 model, `oneshot` compresses that model
+once per scheme, and the rows are cut out of what it saved. The file's metadata holds the versions. Make it again only
 when llm-compressor changes its arithmetic on purpose, and say so in CHANGELOG.md: checkpoints then differ too.
 """
 

@@ -72,7 +72,7 @@ def test_float8_of_a_token_or_group_is_that_of_the_definition(dtype, scale, quan
 
 
 def test_dividing_a_token_by_its_scale_gives_other_values():
-    """The control of the tests around: vLLM multiplies by the reciprocal, which tells near ties between values apart."""
+    """The control of the tests around: vLLM multiplies by the reciprocal, which decides near ties."""
     x = torch.tensor([[float.fromhex("0x1.c4aa3p+0"), float.fromhex("0x1.332a56p-1")]])
 
     quantized, scales = quantize_tokens_fp8(x)
@@ -261,7 +261,8 @@ def test_float8_is_that_of_vllm(groups, dtype):
 
     expected_quantized, expected_scales = theirs.forward_native(x)
     assert torch.equal(as_bytes(quantized), as_bytes(expected_quantized))
-    # For groups vLLM's plain form keeps the scale above 1 / (448 * 512), its GPU kernels keep the magnitude above 1e-10, as we do.
+    # For groups vLLM's plain form keeps the scale above 1 / (448 * 512), its GPU kernels keep the magnitude above
+    # 1e-10, as we do.
     at_the_bound = expected_scales == torch.tensor(1 / (448 * 512))
     assert 0 < at_the_bound.float().mean() < 0.01  # the tokens of zeros
     assert torch.equal(scales[~at_the_bound], expected_scales[~at_the_bound])

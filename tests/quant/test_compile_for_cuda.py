@@ -144,7 +144,8 @@ def triton_meta(body):
 
 
 def jit_function(name, body, folder):
-    """Triton's function of a kernel, without inductor's decorator. Triton reads the source of a function from its file."""
+    """Triton's function of a kernel, without inductor's decorator."""
+    # Triton reads the source of a function from its file.
     head = body[: body.index("@triton_heuristics")].replace("triton_helpers.set_driver_to_gpu()", "")
     file = folder / f"{name}.py"
     file.write_text(head + body[body.index("@triton.jit") :])

@@ -1,6 +1,7 @@
 """`qarl_trl.quant.compiled`: a compiled quantizer gives the bytes of the eager one, or is not used.
 
-Inductor compiles for the CPU here, where it is otherwise not used; what it writes for CUDA is shown by `tests/gpu/first_run.py`.
+Inductor compiles for the CPU here, where it is otherwise not used; what it writes for CUDA is shown by
+`tests/gpu/first_run.py`.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""`dequantize` of `qarl_trl.quant.quantize`: the numbers that quantized values stand for, and how often they are computed."""
+"""`dequantize` of `qarl_trl.quant.quantize`: the numbers that quantized values stand for."""
 
 import pytest
 import references

@@ -49,7 +49,7 @@ def spread(scale, size):
 
 
 def exact_gemm(low_bit, quantized, scale):
-    """Quantized values of both sides times their scales in float64, nothing rounded; quantized values `(tokens, in)`."""
+    """The product in float64 of both sides' quantized values times their scales; `quantized` is `(tokens, in)`."""
     if low_bit.scheme.format == "pack-quantized":
         table, channel_scale = references.int4_float8_table(int4_rows(low_bit), low_bit.scale.tolist())
         return (quantized.double() * scale.double()) @ (table.double() * channel_scale.double()).t()
@@ -61,9 +61,9 @@ def exact_gemm(low_bit, quantized, scale):
     return (quantized.double() * spread(scale.double(), quantized.shape[1])) @ weight.t()
 
 
-# Relative to the exact product of the quantized values. Measured in bfloat16 1.6e-3 to 1.7e-3, the result's own rounding, and 3.3e-3
-# where W4A8 with one scale a channel cuts it off; in float32 3e-8 to 5e-8, sums of 256 products, but for W4A8, whose
-# kernel takes and gives bfloat16.
+# Relative to the exact product of the quantized values. Measured in bfloat16 1.6e-3 to 1.7e-3, the result's own
+# rounding, and 3.3e-3 where W4A8 with one scale a channel cuts it off; in float32 3e-8 to 5e-8, sums of 256 products,
+# but for W4A8, whose kernel takes and gives bfloat16.
 TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float32: 1e-6}
 TOLERANCE_CUT_OFF = 5e-3
 
@@ -159,7 +159,7 @@ def test_w4a8_is_the_arithmetic_of_its_definition(group_size):
 
 @pytest.mark.parametrize("scheme", NAMES)
 def test_where_the_bias_is_added(scheme):
-    """To the float32 sums, or to the rounded output: as vLLM's kernel of the scheme does (the tests with its layers)."""
+    """To the float32 sums, or to the rounded output, as vLLM's kernel of the scheme does."""
     low_bit = low_bit_of(scheme)
     kernel = plain_gemm(resolve_scheme(scheme), CPU)
     x = normal(64, 256, seed=1, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.reference`: the bytes of compressed-tensors, for many weights and for every bfloat16 number there is."""
+"""`qarl_trl.quant.reference`: the bytes of compressed-tensors, for many weights and for every bfloat16 number."""
 
 import pytest
 import torch
