@@ -39,7 +39,8 @@ def a_cpu(monkeypatch):
 def test_the_choice_holds_for_what_vllm_and_torch_ask(a_cpu):
     a_cpu(amx=True)
     stock = torch._scaled_mm
-    assert torch.cpu._is_amx_tile_supported()  # control
+    # Control: the made-up CPU has it.
+    assert torch.cpu._is_amx_tile_supported()
 
     choose_arithmetic()
 
@@ -126,7 +127,8 @@ def test_a_float8_gemm_has_the_same_values_without_onednn(a_cpu, monkeypatch):
     assert same_bytes(float8_gemm(), expected)
     with pytest.raises(RuntimeError):
         float8_gemm(width=32)
-    assert onednn_was_on == [True, False, False]  # the first is the control
+    # The first is the control: stock torch takes oneDNN.
+    assert onednn_was_on == [True, False, False]
     assert torch.backends.mkldnn.enabled
 
 
@@ -163,7 +165,8 @@ def test_with_amx_vllm_chooses_as_without(a_cpu):
     without = choices_of_vllm()
     assert without == {"4-bit": "vec", "attention": "vec", "sgl": [False, False], "experts": False}
     a_cpu(amx=True)
-    assert choices_of_vllm() == {"4-bit": "amx", "attention": "amx", "sgl": [True, True], "experts": True}  # control
+    # Control: the choices depend on AMX.
+    assert choices_of_vllm() == {"4-bit": "amx", "attention": "amx", "sgl": [True, True], "experts": True}
 
     choose_arithmetic()
 

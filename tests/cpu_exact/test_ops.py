@@ -43,7 +43,8 @@ def make_model(config=Qwen3Config, architecture=Qwen3ForCausalLM, dtype=torch.fl
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
-            parameter.data = parameter.data.to(dtype)  # and not the frequencies of the rotary embedding
+            # Not the frequencies of the rotary embedding, as `from_pretrained`.
+            parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -113,9 +114,10 @@ def test_names_classes_and_parameters_stay():
 
     assert has_engine_ops(model)
     names = {name: type(module).__name__ for name, module in stock.named_modules()}
-    assert {name: type(module).__name__ for name, module in model.named_modules()} == names  # what FSDP wraps by
+    # FSDP wraps by the names of classes, and by the class of the first layer.
+    assert {name: type(module).__name__ for name, module in model.named_modules()} == names
     assert all(isinstance(layer, type(stock.model.layers[0])) for layer in model.model.layers)
-    assert len({type(layer) for layer in model.model.layers}) == 1  # and by the class of the first
+    assert len({type(layer) for layer in model.model.layers}) == 1
     state = model.state_dict()
     assert list(state) == list(stock.state_dict())
     assert all(torch.equal(state[name], value) for name, value in stock.state_dict().items())
@@ -203,7 +205,8 @@ def test_the_sum_of_residual_and_branch_is_normalized_before_it_is_rounded():
     norm.__class__ = ops._form_of(type(norm), EngineRMSNorm)
 
     assert same_bytes(norm(branch.float() + residual.float()), expected)
-    assert not same_bytes(stock, expected)  # control
+    # Control: transformers normalizes the rounded sum.
+    assert not same_bytes(stock, expected)
 
 
 def real_tokens(mask):
@@ -261,7 +264,8 @@ def test_attention_of_a_packed_row_is_that_of_padded_ones_with_its_gradients():
     for row_gradient, padded_gradient in zip(grads, expected_grads, strict=True):
         assert same_bytes(row_gradient, packed(padded_gradient, mask))
     across, _ = attention_and_gradients(row, None, (sum(lengths),), row_grad)
-    assert not same_bytes(across, output)  # control
+    # Control: as one long sequence.
+    assert not same_bytes(across, output)
 
 
 def one_request(query, key, value):
@@ -328,7 +332,8 @@ def test_a_token_attends_as_in_an_engine_that_decodes():
     steps = [one_request(query[t : t + 1], key[: t + 1], value[: t + 1]) for t in range(2500)]
     decoded = torch.cat(steps)
     assert same_bytes(output, decoded)
-    assert not same_bytes(one_request(query, key, value), decoded)  # control: as one query, a prompt
+    # Control: as one query, a prompt.
+    assert not same_bytes(one_request(query, key, value), decoded)
 
 
 @pytest.mark.slow
@@ -395,7 +400,8 @@ def test_padding_and_packing_change_no_bit(config, architecture):
     of_padded = logits_of(model, padded, attention_mask=mask)[:, 4:-3]
     assert same_bytes(of_padded, expected)
     stock_of_padded = logits_of(stock, padded, attention_mask=mask)[:, 4:-3]
-    assert not same_bytes(stock_of_padded, logits_of(stock, ids))  # control
+    # Control: padding does change the stock model.
+    assert not same_bytes(stock_of_padded, logits_of(stock, ids))
 
     row = ids.view(1, -1)
     positions = torch.arange(9).repeat(1, 2)

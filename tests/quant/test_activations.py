@@ -114,7 +114,8 @@ def test_int8_of_a_token_is_that_of_the_definition(dtype, scale):
 
 def test_dividing_or_one_rounding_of_the_reciprocal_gives_other_int8_values():
     """The controls: on a CPU vLLM multiplies by the reciprocal of the rounded scale."""
-    x = tokens(dtype=torch.bfloat16, shape=(4000, 256))  # the engine's dtype has many near ties
+    # The engine's dtype has many near ties.
+    x = tokens(dtype=torch.bfloat16, shape=(4000, 256))
 
     quantized, scales = quantize_tokens_int8(x)
 
@@ -190,7 +191,8 @@ def test_the_same_tensor_gives_the_same_object_and_another_one_does_not():
     result = memoize_last(function, x)
 
     assert memoize_last(function, x) is result
-    assert memoize_last(function, x.clone()) is not result  # equal numbers, another tensor
+    # Equal numbers, another tensor.
+    assert memoize_last(function, x.clone()) is not result
     assert function.calls == 2
     assert torch.equal(memoize_last(function, x, 3.0), 3 * x)
     assert torch.equal(memoize_last(Counted(), x), 2 * x)
@@ -209,7 +211,8 @@ def test_a_changed_tensor_is_computed_again(change):
     change(x)
 
     assert torch.equal(memoize_last(function, x), 2 * x)
-    assert not torch.equal(before, 2 * x)  # control
+    # Control: the change is one.
+    assert not torch.equal(before, 2 * x)
 
 
 def test_nothing_is_held_longer_than_the_input():
@@ -219,7 +222,8 @@ def test_nothing_is_held_longer_than_the_input():
 
     source = weakref.ref(x)
     result = weakref.ref(memoize_last(function, x))
-    chained = weakref.ref(memoize_last(function, result()))  # as the quantized values of a cast
+    # As the quantized values of a cast.
+    chained = weakref.ref(memoize_last(function, result()))
     assert result() is not None
     assert chained() is not None
 
@@ -235,7 +239,8 @@ def test_tensors_of_inference_mode_are_computed_each_time():
         x = normal(3, 4)
         memoize_last(function, x)
 
-        x.add_(1)  # which counts no version
+        # In inference mode this counts no version.
+        x.add_(1)
 
         assert torch.equal(memoize_last(function, x), 2 * x)
 
@@ -264,7 +269,8 @@ def test_float8_is_that_of_vllm(groups, dtype):
     # For groups vLLM's plain form keeps the scale above 1 / (448 * 512), its GPU kernels keep the magnitude above
     # 1e-10, as we do.
     at_the_bound = expected_scales == torch.tensor(1 / (448 * 512))
-    assert 0 < at_the_bound.float().mean() < 0.01  # the tokens of zeros
+    # These are the tokens of zeros.
+    assert 0 < at_the_bound.float().mean() < 0.01
     assert torch.equal(scales[~at_the_bound], expected_scales[~at_the_bound])
 
 

@@ -97,7 +97,8 @@ def inductor_source(function, *inputs):
     with inductor.patch({**compiled.OPTIONS, "compile_threads": 1}):
         with fake_mode:
             fakes = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]
-            functional = torch.func.functionalize(function)  # no `clamp_` is left
+            # No `clamp_` is left.
+            functional = torch.func.functionalize(function)
             traced = make_fx(functional, select_decomp_table())(*fakes)
             graph = GraphLowering(traced, shape_env=fake_mode.shape_env)
 
@@ -182,7 +183,8 @@ def test_divisions_are_exact_and_nothing_is_fused_or_flushed(capability, tmp_pat
     for text in texts:
         assert "div.rn.f32" in text
         assert not re.search(r"fma\.\S*f32|div\.(full|approx)|\.ftz", text)
-    assert "div.full.f32" in by_default  # control: what inductor does by itself
+    # Control: what inductor does by itself.
+    assert "div.full.f32" in by_default
 
 
 def test_offsets_beyond_two_billion_numbers_have_64_bits():

@@ -29,7 +29,8 @@ def on_cpu(monkeypatch):
     """Functions are compiled on a CPU too, and compared again; a difference is an error unless the test expects it."""
     monkeypatch.setattr(compiled, "DEVICES", ("cpu",))
     monkeypatch.setattr(compiled, "_CHOSEN", {})
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # which `isolated` sets to 1 for good
+    # `isolated` sets it to 1 for good.
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     torch._dynamo.reset()
     counters.clear()
     with warnings.catch_warnings():
@@ -63,7 +64,8 @@ def test_a_compiled_quantizer_gives_the_bytes_of_the_eager_one(scheme, request):
     for low_bit, expected in zip(low_bits, eager, strict=True):
         assert same_tensors(low_bit.tensors, expected.tensors)
     assert all(map(same_bytes, matrices, eager_matrices))
-    assert len(compiled._CHOSEN) == (3 if scheme == NVFP4 else 4)  # extremes, encode, decode to either dtype
+    # Extremes, encode, decode to either dtype; compressed-tensors encodes 4-bit floats.
+    assert len(compiled._CHOSEN) == (3 if scheme == NVFP4 else 4)
     assert all_compiled()
     assert not counters["graph_break"]
     # One graph for all sizes and all layers' schemes; where blocks are read another one for sizes seen once.
@@ -96,7 +98,8 @@ def test_other_bytes_are_found_before_use(on_cpu, monkeypatch):
 
     with pytest.warns(UserWarning, match="encode gives other bytes than eager"):
         low_bit = quantize_weight(weight, scheme)
-    quantize_weight(weight, scheme)  # and warned once
+    # It warns once: another warning would be an error.
+    quantize_weight(weight, scheme)
 
     is_eager = {plain.__name__: chosen is plain for (plain, *_), chosen in compiled._CHOSEN.items()}
     assert is_eager == {"extremes": False, "encode": True}

@@ -118,7 +118,8 @@ def test_int8_sums_are_exact(shape):
     y, _ = Int8Gemm().forward(x, low_bit)
 
     quantized, scale = quantize_tokens_int8(x)
-    sums = (quantized.long() @ low_bit.quantized.long().t()).float()  # below 2^24
+    # Below 2^24, so float32 holds them.
+    sums = (quantized.long() @ low_bit.quantized.long().t()).float()
     assert torch.equal(y, sums * low_bit.scale.float().t() * scale)
 
 
@@ -169,7 +170,8 @@ def test_where_the_bias_is_added(scheme):
 
     without, _ = kernel.forward(x, low_bit)
     to_rounded = without + bias
-    assert relative_error(y, to_rounded) < 4e-3  # two roundings to bfloat16 against one
+    # Two roundings to bfloat16 against one.
+    assert relative_error(y, to_rounded) < 4e-3
     assert same_bytes(y, to_rounded) == (scheme in WEIGHT_ONLY or scheme in ("FP8_BLOCK", "W4AFP8"))
     if scheme in ("FP8_DYNAMIC", "W8A8"):
         sums, _ = kernel.forward(x.float(), low_bit)
@@ -179,7 +181,8 @@ def test_where_the_bias_is_added(scheme):
 @pytest.mark.parametrize("scale", [0.02, 1e-4, 30.0])
 def test_w4afp8_multiplies_by_the_table_of_its_definition(scale):
     """Scales of a thousandth lie below the least channel scale, where float8 has fewer digits."""
-    weight = normal(24, 512) * scale * normal(24, 512, seed=1).exp()  # groups of different sizes in a row
+    # Groups of different sizes in a row.
+    weight = normal(24, 512) * scale * normal(24, 512, seed=1).exp()
     low_bit = quantize_weight(weight, resolve_scheme("W4AFP8"))
 
     table, channel_scale = Int4Fp8Gemm().operand(low_bit)
@@ -188,7 +191,8 @@ def test_w4afp8_multiplies_by_the_table_of_its_definition(scale):
     expected, expected_scale = references.int4_float8_table(int4_rows(low_bit), low_bit.scale.tolist())
     assert torch.equal(table.float(), expected)
     assert torch.equal(channel_scale, expected_scale)
-    assert torch.equal(matrix, expected * expected_scale)  # the backward's
+    # The backward multiplies by the same.
+    assert torch.equal(matrix, expected * expected_scale)
     # Control: what the checkpoint decompresses to is another matrix. Measured 0.026 to 0.030, float8's rounding.
     assert 0.015 < relative_error(matrix, dequantize(low_bit, torch.float32)) < 0.04
 
@@ -215,7 +219,8 @@ def test_w4afp8_scales_are_those_of_the_engine(monkeypatch):
     entries = (quantized * scales.float().unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
     assert torch.equal(table.float(), entries.float())
     without_the_eighth = low_bit.scale.float().amax(-1, keepdim=True) / 448
-    assert not torch.equal(channel_scale, without_the_eighth)  # control
+    # Control: the kernel's scales leave room for 8 times the largest.
+    assert not torch.equal(channel_scale, without_the_eighth)
 
 
 def test_a_changed_bias_reaches_a_packed_weight_that_is_kept():
@@ -225,7 +230,8 @@ def test_a_changed_bias_reaches_a_packed_weight_that_is_kept():
     bias = normal(128, seed=2, dtype=torch.bfloat16)
     before, _ = CpuInt4Int8Gemm().forward(x, low_bit, bias)
 
-    bias.mul_(-1)  # in place, as an optimizer does
+    # In place, as an optimizer does.
+    bias.mul_(-1)
     after, _ = CpuInt4Int8Gemm().forward(x, low_bit, bias)
 
     packed_again, _ = CpuInt4Int8Gemm().forward(x, low_bit_of("W4A8", -1), bias)

@@ -88,7 +88,8 @@ def test_layers_that_an_engine_merges_share_the_largest_weight():
     scales = global_scales(model)
 
     assert scales["q_proj"] == scales["k_proj"] == scales["v_proj"] == 448 * 6 / 7.0
-    assert scales["o_proj"] > scales["q_proj"]  # control: a layer of its own
+    # Control: a layer of its own.
+    assert scales["o_proj"] > scales["q_proj"]
 
 
 def test_quantized_values_follow_the_largest_weight_of_another_layer():
@@ -111,7 +112,8 @@ def test_forward_and_gradient_go_through_the_quantized_weight():
     y.sum().backward()
 
     assert torch.equal(y, x @ weight.t() + model.q_proj.bias)
-    assert torch.allclose(x.grad, weight.sum(0).expand(3, -1), atol=1e-5)  # sums of 32 float32 numbers
+    # Sums of 32 float32 numbers.
+    assert torch.allclose(x.grad, weight.sum(0).expand(3, -1), atol=1e-5)
     assert torch.allclose(model.q_proj.weight.grad, x.detach().sum(0).expand(32, -1), atol=1e-5)
 
 

@@ -124,7 +124,8 @@ def test_awkward_weights_give_the_bytes_of_llm_compressor(golden, scheme, group_
 
     assert len(expected) >= 2
     assert same_tensors(stored(weight, scheme, group_size), expected)
-    assert same_tensors(by_definition(weight, scheme, group_size), expected)  # and the reference of the tests agrees
+    # The reference of the tests agrees.
+    assert same_tensors(by_definition(weight, scheme, group_size), expected)
 
 
 def test_the_golden_rows_are_not_ordinary(golden):
@@ -190,7 +191,8 @@ def test_parts_of_the_rows_are_weights_of_their_own(scheme, group_size):
     assert [part.shape for part in parts] == [(128, 256)] * 3
     for part, rows in zip(parts, weight.split(128), strict=True):
         assert same_tensors(part.tensors, quantize_weight(rows, resolved).tensors)
-    assert not same_tensors(parts[0].tensors, parts[1].tensors)  # control
+    # Control: the parts differ.
+    assert not same_tensors(parts[0].tensors, parts[1].tensors)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def test_scales_of_other_weights_give_the_bytes_of_compressed_tensors(weight, sc
     encoded = reference.encode(weight, scale, None if resolved.weights.symmetric else zero_point, resolved)
 
     assert same_bytes(encoded, quantized_of(compressed(weight, resolved, (scale, zero_point))))
-    assert not same_bytes(encoded, quantize_weight(weight, resolved).quantized)  # control
+    # Control: with its own scales the weight has other bytes.
+    assert not same_bytes(encoded, quantize_weight(weight, resolved).quantized)
 
 
 # Controls: each of these would be noticed ---------------------------------------------------------------------------
@@ -125,7 +126,8 @@ def numbers():
     """All 65280 finite bfloat16 numbers and both infinities (16 times), `(256, 256)`, by falling bit pattern."""
     patterns = torch.arange(2**15 - 1, -(2**15) - 1, -1).to(torch.int16).view(torch.bfloat16)
     finite = patterns[patterns.isfinite()]
-    assert finite.unique().numel() == 65280 - 1  # 0.0 == -0.0
+    # Both zeros are one number.
+    assert finite.unique().numel() == 65280 - 1
 
     infinite = torch.tensor([float("inf"), -float("inf")]).bfloat16().repeat(128)
     return torch.cat((finite, infinite)).view(256, 256)
@@ -137,7 +139,8 @@ def test_every_number_has_the_bytes_of_compressed_tensors(numbers, scheme):
     resolved = resolve_scheme(scheme)
     resolved.weights.strategy = "channel"
     resolved.weights.group_size = None
-    weight = numbers[:-1]  # the last row is infinite
+    # The last row is infinite.
+    weight = numbers[:-1]
     scale = torch.ones(255, 1, dtype=torch.bfloat16)
 
     encoded = reference.encode(weight, scale, None, resolved)
