@@ -181,6 +181,7 @@ def as_tiles(matrix: Tensor, scheme: QuantizationScheme) -> Tensor:
 
 def per_tile(scale: Tensor) -> Tensor:
     """Scales or zero points `(out / height, in / width)` in a shape that broadcasts with [`as_tiles`]."""
+    # A tile has its elements along the second and the last dimension.
     return scale.unsqueeze(1).unsqueeze(-1)
 
 

@@ -131,6 +131,7 @@ def _rows() -> dict[tuple[Any, ...], SchemeSupport]:
     rows = {}
     for name, support in SUPPORTED.items():
         preset = preset_name_to_scheme(name, targets=["Linear"])
+        # In its own groups, for schemes without a choice; other presets come again below, under the same key.
         rows[_row_key(preset)] = support
 
         for size in support.group_sizes:

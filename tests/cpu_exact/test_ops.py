@@ -15,7 +15,13 @@ from transformers import (
 )
 
 from qarl_trl.cpu_exact import kernels, ops
-from qarl_trl.cpu_exact.ops import EngineRMSNorm, engine_attention, has_engine_ops, unsupported, use_engine_ops
+from qarl_trl.cpu_exact.ops import (
+    EngineRMSNorm,
+    engine_attention,
+    has_engine_ops,
+    unsupported,
+    use_engine_ops,
+)
 
 
 SIZES = {
@@ -31,7 +37,11 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-MODELS = [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)]
+MODELS = [
+    (LlamaConfig, LlamaForCausalLM),
+    (Qwen2Config, Qwen2ForCausalLM),
+    (Qwen3Config, Qwen3ForCausalLM),
+]
 
 
 def make_model(config=Qwen3Config, architecture=Qwen3ForCausalLM, dtype=torch.float32):

@@ -172,7 +172,8 @@ def main():
         for name, tensor in oneshot_rows(scheme, label, weight).items():
             tensors[f"{title}.{name}"] = tensor
 
-    versions = {name: importlib.metadata.version(name) for name in ("llmcompressor", "compressed-tensors", "torch")}
+    packages = ("llmcompressor", "compressed-tensors", "torch")
+    versions = {name: importlib.metadata.version(name) for name in packages}
     metadata = {"rows": "; ".join(names), "shifted rows": "; ".join(more_names), **versions}
     save_file(tensors, GOLDEN, metadata=metadata)
     print(f"{GOLDEN}: {GOLDEN.stat().st_size} bytes, {versions}")

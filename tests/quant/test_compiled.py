@@ -21,7 +21,11 @@ from quant.test_reference import many_weights, parts
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SUPPORTED if name != "W4A16_ASYM"]
 DTYPES = [torch.bfloat16, torch.float32]
-QUANTIZERS = [activations.quantize_tokens_fp8, activations.quantize_groups_fp8, activations.quantize_tokens_int8]
+QUANTIZERS = [
+    activations.quantize_tokens_fp8,
+    activations.quantize_groups_fp8,
+    activations.quantize_tokens_int8,
+]
 
 
 @pytest.fixture

@@ -12,7 +12,15 @@ from qarl_trl.quant.activations import (
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from qarl_trl.quant.gemm import CpuInt4Int8Gemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize, plain_gemm
+from qarl_trl.quant.gemm import (
+    CpuInt4Int8Gemm,
+    Fp8BlockGemm,
+    Fp8Gemm,
+    Int4Fp8Gemm,
+    Int8Gemm,
+    dequantize,
+    plain_gemm,
+)
 from quant.schemes import NAMES, WEIGHT_ONLY, low_bit_of, normal, relative_error, same_bytes
 
 
@@ -71,7 +79,14 @@ TOLERANCE_CUT_OFF = 5e-3
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("scheme", "group_size"),
-    [("FP8_DYNAMIC", None), ("FP8_BLOCK", None), ("W8A8", None), ("W4A8", 32), ("W4A8", -1), ("W4AFP8", None)],
+    [
+        ("FP8_DYNAMIC", None),
+        ("FP8_BLOCK", None),
+        ("W8A8", None),
+        ("W4A8", 32),
+        ("W4A8", -1),
+        ("W4AFP8", None),
+    ],
 )
 def test_activation_gemms_multiply_the_quantized_values_of_both_sides(scheme, group_size, dtype):
     kernel, quantize = QUANTIZERS[scheme]

@@ -9,7 +9,16 @@ from safetensors import safe_open
 
 from qarl_trl.quant import quantize as quantize_module
 from qarl_trl.quant import quantize_weight, resolve_scheme
-from quant.schemes import ALL_SCHEMES, NAMES, NVFP4, SCHEMES, by_definition, normal, same_bytes, same_tensors
+from quant.schemes import (
+    ALL_SCHEMES,
+    NAMES,
+    NVFP4,
+    SCHEMES,
+    by_definition,
+    normal,
+    same_bytes,
+    same_tensors,
+)
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantize.safetensors"
@@ -196,7 +205,13 @@ def test_parts_of_the_rows_are_weights_of_their_own(scheme, group_size):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "out", "rows"), [("W4A16", 12, 5), ("W4A16_ASYM", 14, 7), ("FP8_BLOCK", 384, 96), ("NVFP4A16", 16, 8)]
+    ("scheme", "out", "rows"),
+    [
+        ("W4A16", 12, 5),
+        ("W4A16_ASYM", 14, 7),
+        ("FP8_BLOCK", 384, 96),
+        ("NVFP4A16", 16, 8),
+    ],
 )
 def test_parts_that_share_something_are_refused(scheme, out, rows):
     low_bit = quantize_weight(normal(out, 256), resolve_scheme(scheme))
