@@ -2,65 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 
-@cache
-def rounding() -> Callable[[Tensor], Tensor]:
-    """The rounding of the engine's element-wise kernels from float32 to bfloat16: to nearest; without AVX512_BF16 they truncate."""
-    from vllm import _custom_ops as ops
-
-    # Rotate one number: (1 + 9/128)^2 is above the middle between its two bfloat16 neighbours.
-    x = torch.full((1, 32), 1 + 9 / 128, dtype=torch.bfloat16)
-    table = torch.cat((x[:, :16], torch.zeros(1, 16, dtype=torch.bfloat16)), dim=1)
-    ops.rotary_embedding(torch.zeros(1, dtype=torch.long), x, None, 32, table, True)
-    if x[0, 0].item() == 1 + 19 / 128:
-        return lambda t: t.to(torch.bfloat16)
-    return lambda t: (t.float().contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
 # Tokens per block of the temporary cache in `attention`; the kernel needs multiples of 32.
 _BLOCK = 32
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
+# Rounding ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def rounding() -> Callable[[Tensor], Tensor]:
+    """The rounding of the engine's element-wise kernels from float32 to bfloat16, a function of a tensor."""
+    from vllm import _custom_ops as ops
+
+    # Rotate one number: (1 + 9/128)^2 is above the middle between its two bfloat16 neighbours.
+    x = torch.full((1, 32), 1 + 9 / 128, dtype=torch.bfloat16)
+    cosine_and_sine = torch.cat((x[:, :16], torch.zeros(1, 16, dtype=torch.bfloat16)), dim=1)
+    ops.rotary_embedding(torch.zeros(1, dtype=torch.long), x, None, 32, cosine_and_sine, True)
+
+    rounds_up = x[0, 0].item() == 1 + 19 / 128
+    return _nearest if rounds_up else _truncated
+
+
+def _nearest(x: Tensor) -> Tensor:
+    """Round to the nearest bfloat16, as the kernels do on a CPU with AVX512_BF16."""
+    return x.to(torch.bfloat16)
+
+
+def _truncated(x: Tensor) -> Tensor:
+    """Cut off to bfloat16, as the kernels do on other CPUs: the upper half of each float32."""
+    patterns = x.float().contiguous().view(torch.int32)
+    return (patterns >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
     """
-    Causal attention within each sequence by the engine's kernel, `(tokens, heads, head_dim)` bfloat16.
+    Causal attention within each sequence by the engine's kernel.
 
-    Inputs are bfloat16 `(tokens, heads, head_dim)`; sequences of `lengths` follow each other; key and value may have fewer heads.
+    Each token is a request of its own, as when the engine decodes. For a query of many tokens the kernel uses smaller
+    tiles of keys and values, so it sums in another order (seen from 350 tokens on with heads of 128, from 770 on with
+    heads of 64). The engine computes a prompt as one query, so after longer prompts some log-probs still differ by
+    roundings.
 
-    Each token is a request of its own, as when the engine decodes. For a query of many tokens the kernel uses smaller tiles of keys and
-    values, so it sums in another order (seen from 350 tokens on with heads of 128, from 770 on with heads of 64). The engine computes a
-    prompt as one query, so after longer prompts some log-probs still differ by roundings.
+    Args:
+        query: Bfloat16 `(tokens, heads, head_dim)`, one sequence after the other.
+        key: Bfloat16 `(tokens, kv_heads, head_dim)`.
+        value: As `key`.
+        lengths: Number of tokens of each sequence.
+        scale: Factor of the scores.
+
+    Returns:
+        Bfloat16 `(tokens, heads, head_dim)`.
     """
     from vllm import _custom_ops as ops
     from vllm import envs
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     tokens, heads, head_dim = query.shape
-    counts = torch.tensor(lengths)
-    steps = torch.cat([torch.arange(n) for n in lengths])  # position of each token in its sequence
-    blocks = (counts + _BLOCK - 1) // _BLOCK
-    first, total = blocks.cumsum(0) - blocks, int(blocks.sum())  # first block of each sequence
-    # For each token the blocks of its sequence; the kernel does not read those after its own position.
-    table = (first[:, None] + torch.arange(int(blocks.max()))).clamp(max=total - 1).repeat_interleave(counts, 0)
-    key_cache, value_cache = query.new_zeros(total, key.shape[1], 2 * _BLOCK, head_dim).chunk(2, dim=2)
+    kv_heads = key.shape[1]
+    layout = _layout(lengths)
     isa = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim)
-    places = (first * _BLOCK).repeat_interleave(counts) + steps
-    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, places, isa)
-    starts = torch.arange(tokens + 1, dtype=torch.int32)
-    requests = {"query_start_loc": starts, "seq_lens": (steps + 1).int(), "causal": True}
-    sizes = {"num_reqs": tokens, "num_heads": heads, "num_kv_heads": key.shape[1], "head_dim": head_dim}
-    kernel = {"dtype": torch.bfloat16, "isa": isa, "enable_kv_split": envs.VLLM_CPU_ATTN_SPLIT_KV}
-    schedule = ops.cpu_attn_get_scheduler_metadata(**sizes, **kernel, **requests, sliding_window_size=-1)
-    y = torch.empty_like(query)
-    caches = {"key_cache": key_cache, "value_cache": value_cache, "block_table": table.int()}
-    unused = {"alibi_slopes": None, "sliding_window": -1, "softcap": 0.0, "s_aux": None}
-    ops.cpu_attention_with_kv_cache(
-        query=query, output=y, **caches, **requests, **unused, scale=scale, scheduler_metadata=schedule
+
+    # The kernel reads keys and values from a cache in blocks.
+    cache = query.new_zeros(layout.num_blocks, kv_heads, 2 * _BLOCK, head_dim)
+    key_cache, value_cache = cache.chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, layout.slots, isa)
+
+    # Each request has one token, and sees the keys up to its own.
+    query_start_loc = torch.arange(tokens + 1, dtype=torch.int32)
+    seq_lens = (layout.positions + 1).int()
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=tokens,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        seq_lens=seq_lens,
+        dtype=torch.bfloat16,
+        query_start_loc=query_start_loc,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
     )
-    return y
+
+    output = torch.empty_like(query)
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=output,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=layout.block_table,
+        softcap=0.0,
+        scheduler_metadata=schedule,
+        s_aux=None,
+    )
+    return output
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """
+    Where the `T` tokens of some sequences lie in a cache of blocks; every sequence begins with a block of its own.
+
+    Attributes:
+        num_blocks: Number of blocks of all sequences.
+        positions: Position of each token in its sequence, `(T,)` int64.
+        slots: Place of each token in the cache, `(T,)` int64.
+        block_table: For each token the blocks of its sequence, `(T, blocks of the longest sequence)` int32.
+    """
+
+    num_blocks: int
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+
+
+def _layout(lengths: Sequence[int]) -> _Layout:
+    """The layout of sequences of some lengths."""
+    counts = torch.tensor(lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+
+    blocks = (counts + _BLOCK - 1) // _BLOCK
+    num_blocks = int(blocks.sum())
+    first_block = blocks.cumsum(0) - blocks
+
+    # Short sequences get blocks of their neighbours too; the kernel does not read those after a token's own position.
+    columns = torch.arange(int(blocks.max()))
+    block_table = (first_block[:, None] + columns).clamp(max=num_blocks - 1)
+
+    first_slot = first_block * _BLOCK
+    return _Layout(
+        num_blocks=num_blocks,
+        positions=positions,
+        slots=first_slot.repeat_interleave(counts) + positions,
+        block_table=block_table.repeat_interleave(counts, 0).int(),
+    )

@@ -1,14 +1,14 @@
 """Norms, residual sums, rotary embedding and attention for the learner, rounded where the CPU engine rounds.
 
-transformers rounds at other places, and 8-bit activations amplify the difference layer by layer. With these operations and the
-engine's GEMMs the log-probs of sampled tokens equal those of a colocated CPU engine bit for bit (paper Sec. 3.1). Gradients
-are those of the unrounded operations, in float32.
+transformers rounds at other places, and 8-bit activations amplify the difference layer by layer. With these operations
+and the engine's GEMMs the log-probs of sampled tokens equal those of a colocated CPU engine bit for bit (paper Sec.
+3.1). Gradients are those of the unrounded operations, in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,40 +21,62 @@ from . import kernels
 from .arithmetic import choose_arithmetic
 
 
+# The name of `engine_attention` among transformers' attention implementations.
 ATTENTION = "qarl_cpu_engine"
 # Decoder layers of one form: norm, attention, sum, norm, MLP, sum. Tests compare a model of each type with the engine.
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 
+# A model on the engine's operations ----------------------------------------------------------------------------------
+
+
 def unsupported(config: PretrainedConfig) -> str | None:
-    """Why a model with this `config` cannot run on the engine's operations; `None` if it can."""
+    """
+    Why a model cannot run on the engine's operations.
+
+    Args:
+        config: The config of its decoder.
+
+    Returns:
+        The reason, a part of a sentence; `None` if it can.
+    """
     if config.model_type not in MODEL_TYPES:
         return f"model_type {config.model_type!r} is none of {', '.join(MODEL_TYPES)}"
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+
+    layer_types = getattr(config, "layer_types", None) or ()
+    if any(layer_type != "full_attention" for layer_type in layer_types):
         return "it has sliding-window attention"
+
     if config.attention_dropout:
         return f"attention_dropout is {config.attention_dropout}"
     return None
 
 
 def use_engine_ops(model: nn.Module) -> None:
-    """Make `model` (also inside a `PeftModel`) compute as the CPU engine, in bfloat16 or under autocast; `ValueError` if it cannot."""
+    """
+    Make a model compute as the CPU engine. Names, parameters and the saved config stay; a second call changes nothing.
+
+    Args:
+        model: A transformers model in bfloat16 or under autocast, also inside a `PeftModel`.
+
+    Raises:
+        ValueError: if it cannot.
+    """
     if has_engine_ops(model):
         return
     choose_arithmetic()
-    decoders = (m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "layers"))
-    decoder: Any = next(decoders, None)
-    reason = "it has no decoder layers" if decoder is None else unsupported(decoder.config)
-    if reason is not None:
-        name = type(decoder or model).__name__
-        raise ValueError(f"The CPU engine's operations cannot run a {name}: {reason}. Use learner_ops='stock'.")
+    decoder = _supported_decoder(model)
+
     decoder.set_attn_implementation(ATTENTION)
     decoder.register_forward_pre_hook(_count_positions_without_padding, with_kwargs=True)
     # Cosine and sine have the values of the engine's bfloat16 table; the rotation runs in float32.
-    decoder.rotary_emb.register_forward_hook(lambda *call: tuple(rounded(table) for table in call[-1]))
-    decoder.embed_tokens.register_forward_hook(lambda *call: rounded(call[-1]))
+    decoder.rotary_emb.register_forward_hook(_round_tables)
+    decoder.embed_tokens.register_forward_hook(_round_output)
+
+    # Modules keep their parameters and names, and get another forward.
     for module in decoder.modules():
-        if hasattr(module, "variance_epsilon"):
+        is_rms_norm = hasattr(module, "variance_epsilon")
+        if is_rms_norm:
             module.__class__ = _form_of(module.__class__, EngineRMSNorm)
     for layer in decoder.layers:
         layer.__class__ = _form_of(layer.__class__, EngineDecoderLayer)
@@ -65,7 +87,62 @@ def has_engine_ops(model: nn.Module) -> bool:
     return any(isinstance(module, EngineDecoderLayer) for module in model.modules())
 
 
+def _supported_decoder(model: nn.Module) -> Any:
+    """The decoder in `model`; `ValueError` if there is none, or if it cannot run on the engine's operations."""
+    decoder = None
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and hasattr(module, "layers"):
+            decoder = module
+            break
+
+    reason = "it has no decoder layers" if decoder is None else unsupported(decoder.config)
+    if reason is not None:
+        name = type(decoder or model).__name__
+        raise ValueError(f"The CPU engine's operations cannot run a {name}: {reason}. Use learner_ops='stock'.")
+    return decoder
+
+
+@cache
+def _form_of(stock: type[nn.Module], form: type[nn.Module]) -> type[nn.Module]:
+    """`stock` with the forward of `form`."""
+    # One class with the same name for all layers, because FSDP finds layers by both.
+    return type(stock.__name__, (form, stock), {"__module__": stock.__module__})
+
+
+def _count_positions_without_padding(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give the first real token position 0, as in the engine; without this padding on the left would shift it."""
+    kwargs = dict(kwargs)
+    mask = kwargs.get("attention_mask")
+    positions = kwargs.get("position_ids")
+
+    # Positions that begin again are those of several sequences in a row.
+    if mask is None and positions is not None and "sequence_lengths" not in kwargs and (positions.diff() != 1).any():
+        raise RuntimeError("The attention got no sequence_lengths: it would reach across the sequences of a row.")
+
+    # A mask of four dimensions says nothing of padding.
+    if isinstance(mask, Tensor) and mask.dim() == 2 and positions is None:
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return args, kwargs
+
+
+def _round_tables(rotary: nn.Module, args: tuple[Any, ...], tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Round the cosine and sine of a rotary embedding."""
+    return tuple(rounded(table) for table in tables)
+
+
+def _round_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Round the output of a module."""
+    return rounded(output)
+
+
+# Roundings, norms and sums -------------------------------------------------------------------------------------------
+
+
 class _Rounded(torch.autograd.Function):
+    """Round to bfloat16 values in float32; the gradient passes as it is."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.to(torch.bfloat16).float()
@@ -98,37 +175,15 @@ class EngineDecoderLayer(nn.Module):
 
     def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         residual = rounded(hidden_states)
-        x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = residual + x.float()
+        branch, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = residual + branch.float()
+
         residual = rounded(hidden_states)
-        return residual + self.mlp(self.post_attention_layernorm(hidden_states)).float()
+        branch = self.mlp(self.post_attention_layernorm(hidden_states))
+        return residual + branch.float()
 
 
-class _EngineAttention(torch.autograd.Function):
-    """
-    Causal attention within each sequence, `(tokens, heads, head_dim)` bfloat16; sequences of `lengths` follow each other.
-
-    The forward rounds queries and keys as the engine's rotary kernel does and calls the engine's kernel; the backward is float32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
-        to_bfloat16 = kernels.rounding()
-        ctx.dtypes, ctx.lengths, ctx.scale = (query.dtype, key.dtype, value.dtype), lengths, scale
-        query, key, value = to_bfloat16(query), to_bfloat16(key), value.to(torch.bfloat16)
-        ctx.save_for_backward(query, key, value)
-        return kernels.attention(query, key, value, lengths, scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-            inputs = [t.float().requires_grad_() for t in ctx.saved_tensors]
-            # With a batch of one: for three dimensions torch uses a kernel with quadratic memory.
-            sequences = zip(*(t.transpose(0, 1)[None].split(ctx.lengths, dim=2) for t in inputs), strict=True)
-            exact = partial(F.scaled_dot_product_attention, is_causal=True, scale=ctx.scale, enable_gqa=True)
-            outputs = [exact(*sequence) for sequence in sequences]
-            grads = torch.autograd.grad(torch.cat(outputs, dim=2)[0].transpose(0, 1), inputs, grad.float())
-        return *(g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
+# Attention -----------------------------------------------------------------------------------------------------------
 
 
 def engine_attention(
@@ -142,38 +197,92 @@ def engine_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
-    transformers' attention interface; returns `(batch, tokens, heads, head_dim)`, zero at padding, and no weights.
+    Causal attention by the engine's kernel, behind transformers' attention interface.
 
-    Inputs are `(batch, heads, tokens, head_dim)`; key and value may have fewer heads. Give either `mask` `(batch, tokens)`, 0 for
-    padding, or the `sequence_lengths` of each row without padding.
+    Give either `mask` or `sequence_lengths`; without both each row is one sequence.
+
+    Args:
+        module: The attention layer, unused.
+        query: `(B, heads, T, head_dim)`.
+        key: `(B, kv_heads, T, head_dim)`.
+        value: As `key`.
+        mask: `(B, T)`, 0 for padding.
+        scaling: Factor of the scores.
+        sequence_lengths: Number of tokens of each sequence in a row without padding, the same for all rows.
+        kwargs: Whatever else transformers passes, unused.
+
+    Returns:
+        Bfloat16 `(B, T, heads, head_dim)`, zero at padding, and no attention weights.
+
+    Raises:
+        RuntimeError: with keys of earlier tokens, from a cache.
     """
     batch, heads, tokens, head_dim = query.shape
     if tokens != key.shape[2]:
         raise RuntimeError("A model on the CPU engine's operations has no cache. Generate with use_cache=False.")
+
     real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
-    lengths = [n for n in real.sum(-1).tolist() if n] if sequence_lengths is None else [*sequence_lengths] * batch
-    y = query.new_zeros(batch, tokens, heads, head_dim, dtype=torch.bfloat16)
-    y[real] = _EngineAttention.apply(*(t.transpose(1, 2)[real] for t in (query, key, value)), lengths, scaling)
-    return y, None
+    if sequence_lengths is None:
+        lengths = [length for length in real.sum(-1).tolist() if length > 0]
+    else:
+        lengths = [*sequence_lengths] * batch
+
+    # The kernel knows no padding: the real tokens of all rows, `(tokens, heads, head_dim)`, one sequence after the
+    # other.
+    real_query, real_key, real_value = (states.transpose(1, 2)[real] for states in (query, key, value))
+    output = query.new_zeros(batch, tokens, heads, head_dim, dtype=torch.bfloat16)
+    output[real] = _EngineAttention.apply(real_query, real_key, real_value, lengths, scaling)
+    return output, None
+
+
+class _EngineAttention(torch.autograd.Function):
+    """
+    Causal attention within each sequence, `(tokens, heads, head_dim)`; sequences of `lengths` follow each other.
+
+    The forward rounds queries and keys as the engine's rotary kernel does and calls the engine's kernel; the backward
+    is float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
+        ctx.dtypes = (query.dtype, key.dtype, value.dtype)
+        ctx.lengths = lengths
+        ctx.scale = scale
+
+        to_bfloat16 = kernels.rounding()
+        query = to_bfloat16(query)
+        key = to_bfloat16(key)
+        value = value.to(torch.bfloat16)
+        # The gradient is that of exact attention at these rounded inputs.
+        ctx.save_for_backward(query, key, value)
+        return kernels.attention(query, key, value, lengths, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+            query, key, value = (tensor.float().requires_grad_() for tensor in ctx.saved_tensors)
+            output = _exact_attention(query, key, value, ctx.lengths, ctx.scale)
+            grads = torch.autograd.grad(output, (query, key, value), grad.float())
+
+        cast = [input_grad.to(dtype) for input_grad, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return *cast, None, None
+
+
+def _exact_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
+    """The attention of `_EngineAttention` by torch, in float32."""
+    # With a batch of one: for three dimensions torch uses a kernel with quadratic memory.
+    by_sequence = []
+    for states in (query, key, value):
+        by_sequence.append(states.transpose(0, 1)[None].split(lengths, dim=2))
+
+    outputs = []
+    for sequence_query, sequence_key, sequence_value in zip(*by_sequence, strict=True):
+        output = F.scaled_dot_product_attention(
+            sequence_query, sequence_key, sequence_value, is_causal=True, scale=scale, enable_gqa=True
+        )
+        outputs.append(output)
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
 AttentionInterface.register(ATTENTION, engine_attention)
 AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # the padding mask itself, or None
-
-
-@cache
-def _form_of(stock: type[nn.Module], form: type[nn.Module]) -> type[nn.Module]:
-    """`stock` with the forward of `form`: one class with the same name for all layers, because FSDP finds layers by both."""
-    return type(stock.__name__, (form, stock), {"__module__": stock.__module__})
-
-
-def _count_positions_without_padding(
-    decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give the first real token position 0, as in the engine; without this padding on the left would shift it."""
-    mask, kwargs, positions = kwargs.get("attention_mask"), dict(kwargs), kwargs.get("position_ids")
-    if mask is None and positions is not None and "sequence_lengths" not in kwargs and (positions.diff() != 1).any():
-        raise RuntimeError("The attention got no sequence_lengths: it would reach across the sequences of a row.")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and positions is None:
-        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return args, kwargs

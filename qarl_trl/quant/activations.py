@@ -1,6 +1,7 @@
-"""Dynamic activation quantization with the scale, rounding and clamping of vLLM's kernels, bit for bit (paper Sec. 3.1, step 2).
+"""Dynamic activation quantization with the scale, rounding and clamping of vLLM's kernels, bit for bit.
 
-A value that rounds to the next float8 number is off by 1/16, where a bfloat16 rounding is off by 1/256.
+Paper Sec. 3.1, step 2. A value that rounds to the next float8 number is off by 1/16, where a bfloat16 rounding is off
+by 1/256.
 """
 
 from __future__ import annotations
@@ -25,70 +26,153 @@ FP8_GROUP_MIN = 1e-10
 @torch.no_grad()
 def memoize_last(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     """
-    `function(x, *args)`, or its last result for this tensor object, unless the tensor was written to since.
+    Compute `function(x, *args)`, or return its last result for this tensor object if nobody wrote to the tensor since.
 
     q, k, v (and gate, up) get the same tensor object: only the first of them casts and quantizes it. The result is an
-    attribute of `x` and lives as long as `x`. It has no gradient; do not write to it.
+    attribute of `x` and lives as long as `x`.
+
+    Args:
+        function: A function of a tensor.
+        x: The tensor.
+        args: Its other arguments; they must have hashes.
+
+    Returns:
+        The result, without a gradient. Do not write to it.
     """
     if x.is_inference():  # inference tensors count no versions
         return function(x, *args)
-    results, state = x.__dict__.setdefault("_memoized", {}), (x._version, x.data_ptr())
-    its_state, result = results.get((function, args), (None, None))
-    if its_state == state:
-        return result
+
+    # New storage (`x.data = ...`) raises no version, so its address counts too.
+    state = (x._version, x.data_ptr())
+    results = x.__dict__.setdefault("_memoized", {})
+    call = (function, args)
+
+    if call in results:
+        state_then, result = results[call]
+        if state_then == state:
+            return result
+
     result = function(x, *args)
     if result is not x:  # else a reference cycle would keep it
-        results[function, args] = state, result
+        results[call] = (state, result)
     return result
+
+
+# Float8 --------------------------------------------------------------------------------------------------------------
 
 
 @compiled_on_cuda
 def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-token float8: `x` `(tokens, in)` to quantized values float8_e4m3fn `(tokens, in)` and scale float32 `(tokens, 1)`."""
-    amax = x.abs().amax(dim=-1, keepdim=True).float()
-    scale = _divided(amax, FP8_MAX).clamp(min=FP8_MIN_SCALE)
+    """
+    Float8 with one scale per token.
+
+    Args:
+        x: `(tokens, in)`, bfloat16 or float32.
+
+    Returns:
+        Quantized values float8_e4m3fn `(tokens, in)`, and scale float32 `(tokens, 1)`.
+    """
+    largest = x.abs().amax(dim=-1, keepdim=True).float()
+    scale = _divided(largest, FP8_MAX).clamp(min=FP8_MIN_SCALE)
+
     # vLLM multiplies by the reciprocal instead of dividing; for some values the last bit differs.
-    return (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+    quotient = (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX)
+    return quotient.to(FP8), scale
 
 
 @compiled_on_cuda
 def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
-    """Float8 with one scale per token and group: `x` `(tokens, in)` to quantized values `(tokens, in)`, scale float32 `(tokens, in / group_size)`."""
+    """
+    Float8 with one scale per token and group.
+
+    Args:
+        x: `(tokens, in)`, bfloat16 or float32.
+        group_size: Number of values that share a scale.
+
+    Returns:
+        Quantized values float8_e4m3fn `(tokens, in)`, and scale float32 `(tokens, in / group_size)`.
+    """
     groups = x.float().unflatten(-1, (-1, group_size))
-    scale = _divided(groups.abs().amax(dim=-1).clamp(min=FP8_GROUP_MIN), FP8_MAX)
-    return (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(-2), scale
+    largest = groups.abs().amax(dim=-1).clamp(min=FP8_GROUP_MIN)
+    scale = _divided(largest, FP8_MAX)
+
+    # Here vLLM divides.
+    quotient = (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
+    return quotient.to(FP8).flatten(-2), scale
+
+
+# Int8 ----------------------------------------------------------------------------------------------------------------
 
 
 @compiled_on_cuda
 def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric per-token int8: `x` to quantized values int8 `(tokens, in)` and scale float32 `(tokens, 1)`, 0 for a token of zeros."""
+    """
+    Symmetric int8 with one scale per token.
+
+    Args:
+        x: `(tokens, in)`, bfloat16 or float32.
+
+    Returns:
+        Quantized values int8 `(tokens, in)`, and scale float32 `(tokens, 1)`, 0 for a token of zeros.
+    """
     x = x.float()
-    amax = x.abs().amax(dim=-1, keepdim=True)
-    scale = _divided(amax, 127.0)
-    # vLLM's CUDA kernel rounds the reciprocal once (127 / amax), its CPU kernel twice.
-    inverse = torch.full_like(amax, 127.0) / amax if x.device.type == "cuda" else scale.reciprocal()
-    quantized = (x * inverse).clamp(-128, 127).round().nan_to_num(0.0).to(torch.int8)
-    return quantized, scale
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    scale = _divided(largest, 127.0)
+
+    # vLLM's CUDA kernel rounds the reciprocal once (127 / largest), its CPU kernel twice.
+    on_cuda = x.device.type == "cuda"
+    inverse = torch.full_like(largest, 127.0) / largest if on_cuda else scale.reciprocal()
+
+    # For a token of zeros the reciprocal is infinite, and the product NaN.
+    quotient = (x * inverse).clamp(-128, 127).round().nan_to_num(0.0)
+    return quotient.to(torch.int8), scale
 
 
 def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Like the CPU engine's 4-bit kernel, for any scheme: value minus zero point int16 `(tokens, in)`, and scale float32 `(tokens, 1)`."""
+    """
+    Int8 with one scale and zero point per token, as in the CPU engine's 4-bit kernel.
+
+    Args:
+        x: `(tokens, in)`, any float dtype.
+
+    Returns:
+        Quantized values minus the zero point int16 `(tokens, in)`, and scale float32 `(tokens, 1)`.
+    """
     x = x.float()
-    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
-    steps = torch.where(low == high, 1.0, torch.full_like(low, 255.0) / (high - low))
-    from_low, from_high = -128 - low * steps, 127 - high * steps
-    zero_point = (
-        torch.where((low * steps - 128) + (high * steps + 127) > 0, from_low, from_high).clamp(-128, 127).round()
-    )
-    scaled = x * steps
-    nearest = torch.copysign((scaled.abs() + 0.5).floor(), scaled)  # halves away from zero
-    return ((nearest + zero_point).clamp(-128, 127) - zero_point).to(torch.int16), steps.reciprocal()
+    low = x.amin(-1, keepdim=True).clamp(max=0)
+    high = x.amax(-1, keepdim=True).clamp(min=0)
+    inverse = torch.where(low == high, 1.0, torch.full_like(low, 255.0) / (high - low))
+
+    # From the minimum or the maximum, as the kernel chooses: the two differ by roundings, which count where one is
+    # halfway.
+    from_low = -128 - low * inverse
+    from_high = 127 - high * inverse
+    takes_low = (low * inverse - 128) + (high * inverse + 127) > 0
+    zero_point = torch.where(takes_low, from_low, from_high).clamp(-128, 127).round()
+
+    quotient = x * inverse
+    nearest = torch.copysign((quotient.abs() + 0.5).floor(), quotient)  # halves away from zero
+    quantized = (nearest + zero_point).clamp(-128, 127)
+    return (quantized - zero_point).to(torch.int16), inverse.reciprocal()
+
+
+# Back to numbers -----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 @compiled_on_cuda
 def dequantize_activations(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply quantized values `(..., in)` by the scale float32 `(..., groups)` in float32, and round once to `dtype`."""
+    """
+    Multiply quantized values by their scale in float32, and round once to `dtype`.
+
+    Args:
+        quantized: `(..., in)`, any dtype.
+        scale: Float32 `(..., groups)`.
+        dtype: Dtype of the result.
+
+    Returns:
+        `(..., in)`.
+    """
     groups = quantized.float().unflatten(-1, (scale.shape[-1], -1))
     return groups.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 from accelerate.utils import is_peft_model
 from torch import nn
@@ -22,31 +24,52 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def checkpoint_names(model: nn.Module) -> Callable[[str], str | None]:
-    """Return a function from names in `model` to names in the base model (`modules_to_save`: the active copy), or `None` if its checkpoint lacks them."""
+    """
+    Return a function from names in `model` to names in the base model.
+
+    Args:
+        model: A transformers model, or a `PeftModel`.
+
+    Returns:
+        The function. It gives the name of the active copy for `modules_to_save`, and `None` for names that the
+        checkpoint of the base model lacks.
+    """
     if not is_peft_model(model):
         return plain_name
-    adapter = model.active_adapter
+    adapter: Any = model.active_adapter
+    return partial(_name_in_base, adapter=adapter)
 
-    def name_of(name: str) -> str | None:
-        parts = plain_name(name).removeprefix("base_model.model.").split(".")
-        if "original_module" in parts or any(part.startswith("lora_") for part in parts):
+
+def _name_in_base(name: str, adapter: str) -> str | None:
+    """The name in the base model of a name in a `PeftModel`; `None` if the base model has none."""
+    parts = plain_name(name).removeprefix("base_model.model.").split(".")
+
+    in_adapter = any(part.startswith("lora_") for part in parts)
+    if in_adapter or "original_module" in parts:
+        return None
+
+    # A copy that peft trains is `<module>.modules_to_save.<adapter>`; only that of the active adapter counts.
+    if "modules_to_save" in parts:
+        position = parts.index("modules_to_save")
+        copied_for = parts[position + 1 : position + 2]
+        if copied_for != [adapter]:
             return None
-        if "modules_to_save" in parts:
-            at = parts.index("modules_to_save")
-            if parts[at + 1 : at + 2] != [adapter]:
-                return None
-            del parts[at : at + 2]
-        return ".".join(part for part in parts if part != "base_layer")
+        del parts[position : position + 2]
 
-    return name_of
+    return ".".join(part for part in parts if part != "base_layer")
 
 
 def checkpoint_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of the (base) model under their checkpoint names; an adapter layer stands for the layer it wraps."""
     name_of = checkpoint_names(model)
+
     for full_name, module in base_model(model).named_modules():
-        name, inside_adapter = name_of(full_name), "base_layer" in full_name.split(".")
-        if name is not None and not inside_adapter and not hasattr(module, "modules_to_save"):
+        name = name_of(full_name)
+        inside_adapter = "base_layer" in full_name.split(".")
+        # peft's wrapper of a copied module has the name of the copy, which comes later.
+        wraps_copies = hasattr(module, "modules_to_save")
+
+        if name is not None and not inside_adapter and not wraps_copies:
             yield name, module
 
 
@@ -54,22 +77,32 @@ def checkpoint_renaming(model: nn.Module) -> Callable[[str], str]:
     """
     Return a function from a module's or parameter's name to the name that transformers saves it under.
 
-    transformers renames some modules when it loads (Mixtral's `block_sparse_moe` becomes `mlp`) and renames them back in
-    `save_pretrained`; llm-compressor's checkpoints and vLLM use the saved names.
+    transformers renames some modules when it loads (Mixtral's `block_sparse_moe` becomes `mlp`) and renames them back
+    in `save_pretrained`; llm-compressor's checkpoints and vLLM use the saved names.
+
+    Args:
+        model: Any module, or a `PeftModel`. Only transformers models rename.
     """
     model = base_model(model)
     if not isinstance(model, PreTrainedModel):
-        return str
+        return str  # the name itself
+
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         # `save_pretrained` does the same for a model that was not loaded from a file.
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
-    renamings = [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightRenaming)]
 
-    def rename(name: str) -> str:
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        return name
+    # The way back from the names in the model: each step reversed, the last one first.
+    renamings = []
+    for conversion in reversed(conversions):
+        if isinstance(conversion, WeightRenaming):
+            renamings.append(conversion.reverse_transform())
+    return partial(_renamed, renamings=renamings)
 
-    return rename
+
+def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
+    """A name after some renamings, one after the other."""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name

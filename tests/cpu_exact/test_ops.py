@@ -1,6 +1,4 @@
-"""`qarl_trl.cpu_exact.ops`: the learner's operations against vLLM's own, against float64, and against transformers'."""
-
-import copy
+"""`qarl_trl.cpu_exact.ops`: the learner's operations against vLLM's, against float64, and against transformers'."""
 
 import pytest
 import torch
@@ -17,7 +15,13 @@ from transformers import (
 )
 
 from qarl_trl.cpu_exact import kernels, ops
-from qarl_trl.cpu_exact.ops import EngineRMSNorm, engine_attention, has_engine_ops, unsupported, use_engine_ops
+from qarl_trl.cpu_exact.ops import (
+    EngineRMSNorm,
+    engine_attention,
+    has_engine_ops,
+    unsupported,
+    use_engine_ops,
+)
 
 
 SIZES = {
@@ -33,17 +37,30 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-MODELS = [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)]
+MODELS = [
+    (LlamaConfig, LlamaForCausalLM),
+    (Qwen2Config, Qwen2ForCausalLM),
+    (Qwen3Config, Qwen3ForCausalLM),
+]
 
 
 def make_model(config=Qwen3Config, architecture=Qwen3ForCausalLM, dtype=torch.float32):
+    """With norms and biases that are not the ones and zeros of a fresh model."""
     torch.manual_seed(0)
     model = architecture(config(**SIZES))
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
-            parameter.data = parameter.data.to(dtype)  # and not the frequencies of the rotary embedding
+            # Not the frequencies of the rotary embedding, as `from_pretrained`.
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def with_engine_ops(*args):
+    model = make_model(*args)
+    use_engine_ops(model)
     return model
 
 
@@ -51,14 +68,27 @@ def heads(*shape, seed):
     return normal(*shape, seed=seed, dtype=torch.bfloat16)
 
 
+def query_key_value():
+    """Of three rows with 7 tokens, `(3, heads, 7, 32)`: 4 heads, and 2 of keys and values."""
+    return heads(3, 4, 7, 32, seed=1), heads(3, 2, 7, 32, seed=2), heads(3, 2, 7, 32, seed=3)
+
+
+def token_ids():
+    return torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
 def explicit_attention(query, key, value, mask, scale):
     """By whole matrices in float64, `(batch, tokens, heads, head_dim)`; a padded query sees itself."""
-    key, value = (t.double().repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    per_kv_head = query.shape[1] // key.shape[1]
+    key = key.double().repeat_interleave(per_kv_head, dim=1)
+    value = value.double().repeat_interleave(per_kv_head, dim=1)
     scores = query.double() @ key.transpose(-1, -2) * scale
+
     visible = torch.ones(scores.shape[-2:]).tril().bool()
     if mask is not None:
         visible = (visible & mask.bool()[:, None, None]) | torch.eye(len(visible)).bool()
-    return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return (weights @ value).transpose(1, 2)
 
 
 MASKS = {
@@ -77,35 +107,50 @@ MASKS = {
     ],
 )
 def test_what_cannot_follow_the_engine_says_why(config, changes, why):
-    found = unsupported(config(**SIZES | changes))
-    assert found is None if why is None else why in found
+    reason = unsupported(config(**SIZES | changes))
+
+    if why is None:
+        assert reason is None
+    else:
+        assert why in reason
 
 
-def test_names_parameters_and_saved_config_stay(tmp_path):
-    stock, model = make_model(), make_model()
-    names = {name: type(module).__name__ for name, module in stock.named_modules()}
+def test_names_classes_and_parameters_stay():
+    stock = make_model()
+    model = make_model()
     assert not has_engine_ops(model)
+
     use_engine_ops(model)
+
     assert has_engine_ops(model)
-    assert {name: type(module).__name__ for name, module in model.named_modules()} == names  # what FSDP wraps by
+    names = {name: type(module).__name__ for name, module in stock.named_modules()}
+    # FSDP wraps by the names of classes, and by the class of the first layer.
+    assert {name: type(module).__name__ for name, module in model.named_modules()} == names
     assert all(isinstance(layer, type(stock.model.layers[0])) for layer in model.model.layers)
-    assert len({type(layer) for layer in model.model.layers}) == 1  # and by the class of the first
+    assert len({type(layer) for layer in model.model.layers}) == 1
     state = model.state_dict()
     assert list(state) == list(stock.state_dict())
     assert all(torch.equal(state[name], value) for name, value in stock.state_dict().items())
+
+
+def test_a_second_call_adds_no_hook():
+    model = with_engine_ops()
     hooks = len(model.model.rotary_emb._forward_hooks)
+
     use_engine_ops(model)
+
     assert len(model.model.rotary_emb._forward_hooks) == hooks
-    for folder, of in (("a", model), ("b", stock)):
-        of.save_pretrained(tmp_path / folder)
-    assert (tmp_path / "a" / "config.json").read_text() == (tmp_path / "b" / "config.json").read_text()
+
+
+def test_the_saved_config_stays(tmp_path):
+    make_model().save_pretrained(tmp_path / "stock")
+    with_engine_ops().save_pretrained(tmp_path / "engine")
+
+    saved = (tmp_path / "engine" / "config.json").read_text()
+    assert saved == (tmp_path / "stock" / "config.json").read_text()
 
 
 # Beside vLLM's kernels ----------------------------------------------------------------------------------------------
-
-
-def lengths_of(mask):
-    return [slice(int(row.argmax()), int(row.argmax() + row.sum())) for row in mask]
 
 
 @pytest.mark.slow
@@ -113,21 +158,28 @@ def test_the_rounding_is_that_of_the_rotary_kernel():
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
     from vllm import _custom_ops as ops
 
-    model = make_model(dtype=torch.bfloat16)
-    use_engine_ops(model)
-    query, key = heads(1, 4, 40, 32, seed=1), heads(1, 2, 40, 32, seed=2)
+    def in_rows(states):
+        """`(1, heads, 40, 32)` as `(40, heads * 32)`."""
+        return states[0].transpose(0, 1).reshape(40, -1)
+
+    model = with_engine_ops(Qwen3Config, Qwen3ForCausalLM, torch.bfloat16)
+    query = heads(1, 4, 40, 32, seed=1)
+    key = heads(1, 2, 40, 32, seed=2)
     positions = torch.arange(40)
     cos, sin = model.model.rotary_emb(query, positions[None])
-    flat = [t[0].transpose(0, 1).reshape(40, -1).clone() for t in (query, key)]
+
+    rotated_query, rotated_key = apply_rotary_pos_emb(query, key, cos, sin)
+    to_bfloat16 = kernels.rounding()
+
+    engine_query = in_rows(query).clone()
+    engine_key = in_rows(key).clone()
     table = torch.cat((cos[0, :, :16], sin[0, :, :16]), dim=-1).bfloat16()
-    ops.rotary_embedding(positions, *flat, 32, table, True)
-    rotated = [
-        kernels.rounding()(t)[0].transpose(0, 1).reshape(40, -1) for t in apply_rotary_pos_emb(query, key, cos, sin)
-    ]
-    assert all(same_bytes(mine, engine) for mine, engine in zip(rotated, flat, strict=True))
+    ops.rotary_embedding(positions, engine_query, engine_key, 32, table, True)
+    assert same_bytes(in_rows(to_bfloat16(rotated_query)), engine_query)
+    assert same_bytes(in_rows(to_bfloat16(rotated_key)), engine_key)
     # Control: transformers rounds each product.
-    stock = apply_rotary_pos_emb(query, key, cos.bfloat16(), sin.bfloat16())[0][0].transpose(0, 1).reshape(40, -1)
-    assert not same_bytes(stock, flat[0])
+    stock_query, _ = apply_rotary_pos_emb(query, key, cos.bfloat16(), sin.bfloat16())
+    assert not same_bytes(in_rows(stock_query), engine_query)
 
 
 @pytest.mark.slow
@@ -137,12 +189,16 @@ def test_cosine_and_sine_are_those_of_the_engines_table():
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    rope, length = {"rope_type": "default", "rope_theta": 1e6}, 40_960
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    length = 40_960
     with set_current_vllm_config(VllmConfig()):
         engine = get_rope(128, length, rope_parameters=rope, dtype=torch.bfloat16).cos_sin_cache
     embedding = Qwen3RotaryEmbedding(Qwen3Config(head_dim=128, rope_parameters=rope))
+
     cos, sin = embedding(torch.zeros(1), torch.arange(length)[None])
-    assert same_bytes(torch.cat((cos[0, :, :64], sin[0, :, :64]), dim=-1).bfloat16(), engine)
+
+    table = torch.cat((cos[0, :, :64], sin[0, :, :64]), dim=-1)
+    assert same_bytes(table.bfloat16(), engine)
 
 
 @pytest.mark.slow
@@ -150,54 +206,76 @@ def test_the_sum_of_residual_and_branch_is_normalized_before_it_is_rounded():
     from vllm.ir.ops.layernorm import fused_add_rms_norm
 
     norm = make_model(dtype=torch.bfloat16).model.norm
-    branch, residual = heads(30, 64, seed=1), heads(30, 64, seed=2)
-    expected, _ = fused_add_rms_norm.impls["native"].impl_fn(branch, residual, norm.weight.data, norm.variance_epsilon)
+    branch = heads(30, 64, seed=1)
+    residual = heads(30, 64, seed=2)
+    engine_norm = fused_add_rms_norm.impls["native"].impl_fn
+    expected, _ = engine_norm(branch, residual, norm.weight.data, norm.variance_epsilon)
     stock = norm(branch + residual)
+
     norm.__class__ = ops._form_of(type(norm), EngineRMSNorm)
+
     assert same_bytes(norm(branch.float() + residual.float()), expected)
-    assert not same_bytes(stock, expected)  # control
+    # Control: transformers normalizes the rounded sum.
+    assert not same_bytes(stock, expected)
+
+
+def real_tokens(mask):
+    """The columns of the real tokens of each row, which lie side by side."""
+    columns = []
+    for row in mask:
+        first = int(row.argmax())
+        columns.append(slice(first, first + int(row.sum())))
+    return columns
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_attention_is_the_engines_kernel_on_each_sequence_alone(mask):
-    query, key, value = heads(3, 4, 7, 32, seed=1), heads(3, 2, 7, 32, seed=2), heads(3, 2, 7, 32, seed=3)
-    found, _ = engine_attention(None, query, key, value, mask, 0.2)
-    rows = lengths_of(torch.ones(3, 7) if mask is None else mask)
-    for b, row in enumerate(rows):
-        one = [t[b : b + 1, :, row] for t in (query, key, value)]
-        alone, _ = engine_attention(None, *one, None, 0.2)
-        assert same_bytes(found[b, row], alone[0])
+    query, key, value = query_key_value()
+
+    output, _ = engine_attention(None, query, key, value, mask, 0.2)
+
+    columns = real_tokens(torch.ones(3, 7) if mask is None else mask)
+    for row, real in enumerate(columns):
+        sequence = [states[row : row + 1, :, real] for states in (query, key, value)]
+        alone, _ = engine_attention(None, *sequence, None, 0.2)
+        assert same_bytes(output[row, real], alone[0])
         # Measured 4.0e-3: the result is cut off to 8 bits.
-        assert relative_error(alone, explicit_attention(*one, None, 0.2)) < 6e-3
+        assert relative_error(alone, explicit_attention(*sequence, None, 0.2)) < 6e-3
     if mask is not None:
-        assert (found[~mask.bool()] == 0).all()
+        assert (output[~mask.bool()] == 0).all()
 
 
-def packed(*tensors, mask):
-    """The real tokens of `(batch, heads, tokens, head_dim)` in one row, and the lengths of the sequences."""
-    rows = [t.transpose(1, 2)[mask.bool()].transpose(0, 1)[None] for t in tensors]
-    return rows, tuple(mask.sum(1).tolist())
+def packed(states, mask):
+    """The real tokens of `(batch, heads, tokens, head_dim)` in one row."""
+    return states.transpose(1, 2)[mask.bool()].transpose(0, 1)[None]
+
+
+def attention_and_gradients(states, mask, lengths, grad):
+    inputs = [tensor.clone().requires_grad_() for tensor in states]
+    output, _ = engine_attention(None, *inputs, mask, 0.2, sequence_lengths=lengths)
+    return output, torch.autograd.grad(output, inputs, grad)
 
 
 @pytest.mark.slow
 def test_attention_of_a_packed_row_is_that_of_padded_ones_with_its_gradients():
     mask = MASKS["padded"]
-    query, key, value = heads(3, 4, 7, 32, seed=1), heads(3, 2, 7, 32, seed=2), heads(3, 2, 7, 32, seed=3)
+    real = mask.bool()
+    padded = query_key_value()
     grad = normal(3, 7, 4, 32, seed=4, dtype=torch.bfloat16) * mask[:, :, None, None]
+    expected, expected_grads = attention_and_gradients(padded, mask, None, grad)
 
-    def run(query, key, value, mask, lengths, grad):
-        inputs = [t.clone().requires_grad_() for t in (query, key, value)]
-        output, _ = engine_attention(None, *inputs, mask, 0.2, sequence_lengths=lengths)
-        return output, torch.autograd.grad(output, inputs, grad)
+    row = [packed(states, mask) for states in padded]
+    row_grad = grad[real][None]
+    lengths = tuple(mask.sum(1).tolist())
+    output, grads = attention_and_gradients(row, None, lengths, row_grad)
 
-    expected, expected_grads = run(query, key, value, mask, None, grad)
-    row, lengths = packed(query, key, value, mask=mask)
-    found, grads = run(*row, None, lengths, grad[mask.bool()][None])
-    assert same_bytes(found[0], expected[mask.bool()])
-    assert all(map(same_bytes, grads, packed(*expected_grads, mask=mask)[0]))
-    across, _ = run(*row, None, (sum(lengths),), grad[mask.bool()][None])
-    assert not same_bytes(across, found)  # control
+    assert same_bytes(output[0], expected[real])
+    for row_gradient, padded_gradient in zip(grads, expected_grads, strict=True):
+        assert same_bytes(row_gradient, packed(padded_gradient, mask))
+    across, _ = attention_and_gradients(row, None, (sum(lengths),), row_grad)
+    # Control: as one long sequence.
+    assert not same_bytes(across, output)
 
 
 def one_request(query, key, value):
@@ -205,55 +283,104 @@ def one_request(query, key, value):
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    (tokens, kv_heads, size), (queries, heads, _), block = key.shape, query.shape, 128
-    caches = torch.zeros(2, -(-tokens // block), kv_heads, block, size, dtype=torch.bfloat16)
+    tokens, kv_heads, size = key.shape
+    queries, heads, _ = query.shape
+    block = 128
     isa = _get_attn_isa(torch.bfloat16, block, size)
-    ops.cpu_attn_reshape_and_cache(key, value, *caches, torch.arange(tokens), isa)
-    starts, lengths = torch.tensor([0, queries], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
-    sizes = (1, heads, kv_heads, size, lengths, torch.bfloat16, starts, True, -1, isa, False)
-    output, table = torch.empty_like(query), torch.arange(caches.shape[1], dtype=torch.int32)[None]
-    rest = (starts, lengths, 0.2, True, None, -1, table, 0.0, ops.cpu_attn_get_scheduler_metadata(*sizes), None)
-    ops.cpu_attention_with_kv_cache(query, *caches, output, *rest)
+
+    num_blocks = -(-tokens // block)
+    key_cache, value_cache = torch.zeros(2, num_blocks, kv_heads, block, size, dtype=torch.bfloat16)
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, torch.arange(tokens), isa)
+
+    query_start_loc = torch.tensor([0, queries], dtype=torch.int32)
+    seq_lens = torch.tensor([tokens], dtype=torch.int32)
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        seq_lens=seq_lens,
+        dtype=torch.bfloat16,
+        query_start_loc=query_start_loc,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=False,
+    )
+
+    output = torch.empty_like(query)
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=output,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        scale=0.2,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
+        softcap=0.0,
+        scheduler_metadata=schedule,
+        s_aux=None,
+    )
     return output
 
 
 @pytest.mark.slow
 def test_a_token_attends_as_in_an_engine_that_decodes():
     # The control needs 1,000 tokens on an EPYC and more than that on a Xeon with AMX: 2,000.
-    key, value = (normal(2700, 2, 128, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
-    query, lengths = normal(2700, 4, 128, seed=3, dtype=torch.bfloat16), [100, 2500, 100]
-    found = kernels.attention(query, key, value, lengths, 0.2)[100:2600]
-    query, key, value = query[100:2600], key[100:2600], value[100:2600]
-    decoded = torch.cat([one_request(query[t : t + 1], key[: t + 1], value[: t + 1]) for t in range(2500)])
-    assert same_bytes(found, decoded)
-    assert not same_bytes(one_request(query, key, value), decoded)  # control: as one query, a prompt
+    key = heads(2700, 2, 128, seed=1)
+    value = heads(2700, 2, 128, seed=2)
+    query = heads(2700, 4, 128, seed=3)
+    long = slice(100, 2600)
+
+    output = kernels.attention(query, key, value, [100, 2500, 100], 0.2)[long]
+
+    query, key, value = query[long], key[long], value[long]
+    steps = [one_request(query[t : t + 1], key[: t + 1], value[: t + 1]) for t in range(2500)]
+    decoded = torch.cat(steps)
+    assert same_bytes(output, decoded)
+    # Control: as one query, a prompt.
+    assert not same_bytes(one_request(query, key, value), decoded)
 
 
 @pytest.mark.slow
 def test_gradients_are_those_of_exact_attention_at_the_rounded_inputs():
     mask = MASKS["padded"]
-    query, key, value = normal(3, 4, 7, 32, seed=1), normal(3, 2, 7, 32, seed=2), heads(3, 2, 7, 32, seed=3)
-    inputs = [t.clone().requires_grad_() for t in (query, key, value)]
+    query = normal(3, 4, 7, 32, seed=1)
+    key = normal(3, 2, 7, 32, seed=2)
+    value = heads(3, 2, 7, 32, seed=3)
+    inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     output, _ = engine_attention(None, *inputs, mask, 0.2)
     grad = normal(*output.shape, seed=4) * mask[:, :, None, None]
-    found = torch.autograd.grad(output, inputs, grad.to(output.dtype))
+
+    grads = torch.autograd.grad(output, inputs, grad.to(output.dtype))
+
     to_bfloat16 = kernels.rounding()
-    rounded = [t.double().requires_grad_() for t in (to_bfloat16(query), to_bfloat16(key), value)]
+    rounded = [tensor.double().requires_grad_() for tensor in (to_bfloat16(query), to_bfloat16(key), value)]
     exact = explicit_attention(*rounded, mask, 0.2)
-    expected = torch.autograd.grad(exact, rounded, grad.bfloat16().double())
-    for mine, exact, given in zip(found, expected, (query, key, value), strict=True):
-        assert mine.dtype == given.dtype
+    exact_grads = torch.autograd.grad(exact, rounded, grad.bfloat16().double())
+    for input_grad, exact_grad, source in zip(grads, exact_grads, (query, key, value), strict=True):
+        assert input_grad.dtype == source.dtype
         # Measured 1e-7 where the gradient is float32, 1.6e-3 for the value, whose gradient is bfloat16.
-        assert relative_error(mine, exact) < (1e-6 if given.dtype == torch.float32 else 3e-3)
+        assert relative_error(input_grad, exact_grad) < (1e-6 if source.dtype == torch.float32 else 3e-3)
 
 
 def test_the_backward_keeps_no_square_of_a_sequence():
     query, key, value = (heads(1, 4, 1024, 32, seed=seed).requires_grad_() for seed in range(3))
-    y, _ = engine_attention(None, query, key, value, None, 32**-0.5, sequence_lengths=(1000, 24))
+    output, _ = engine_attention(None, query, key, value, None, 32**-0.5, sequence_lengths=(1000, 24))
+
     with torch.profiler.profile(profile_memory=True) as profile:
-        y.float().sum().backward()
+        output.float().sum().backward()
+
     largest = max(event.self_cpu_memory_usage for event in profile.events())
-    assert largest < 4 * 1000 * 1000  # bytes: a square of the longer one would have four heads x 4 bytes x 1000 x 1000
+    # Bytes: a square of the longer one would have four heads x 4 bytes x 1000 x 1000.
+    assert largest < 4 * 1000 * 1000
+
+
+# Whole models -------------------------------------------------------------------------------------------------------
 
 
 def logits_of(model, ids, **inputs):
@@ -261,69 +388,85 @@ def logits_of(model, ids, **inputs):
         return model(input_ids=ids, **inputs).logits
 
 
+def gradients_of(model, ids):
+    model.train()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits
+    F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "architecture"), MODELS)
-def test_padding_and_the_master_weights_dtype_change_no_bit(config, architecture):
-    model = make_model(config, architecture)
-    stock = copy.deepcopy(model)
-    use_engine_ops(model)
-    ids = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
-    padded, mask = F.pad(ids, (4, 3)), F.pad(torch.ones_like(ids), (4, 3))
+def test_padding_and_packing_change_no_bit(config, architecture):
+    stock = make_model(config, architecture)
+    model = with_engine_ops(config, architecture)
+    ids = token_ids()
     expected = logits_of(model, ids)
-    assert same_bytes(logits_of(model, padded, attention_mask=mask)[:, 4:-3], expected)
-    assert not same_bytes(logits_of(stock, padded, attention_mask=mask)[:, 4:-3], logits_of(stock, ids))  # control
-    row, positions = ids.view(1, -1), torch.arange(9).repeat(1, 2)
-    assert same_bytes(
-        logits_of(model, row, position_ids=positions, sequence_lengths=(9, 9)).view(expected.shape), expected
-    )
+
+    padded = F.pad(ids, (4, 3))
+    mask = F.pad(torch.ones_like(ids), (4, 3))
+    of_padded = logits_of(model, padded, attention_mask=mask)[:, 4:-3]
+    assert same_bytes(of_padded, expected)
+    stock_of_padded = logits_of(stock, padded, attention_mask=mask)[:, 4:-3]
+    # Control: padding does change the stock model.
+    assert not same_bytes(stock_of_padded, logits_of(stock, ids))
+
+    row = ids.view(1, -1)
+    positions = torch.arange(9).repeat(1, 2)
+    of_row = logits_of(model, row, position_ids=positions, sequence_lengths=(9, 9))
+    assert same_bytes(of_row.view(expected.shape), expected)
     with pytest.raises(RuntimeError, match="would reach across"):
         logits_of(model, row, position_ids=positions)
 
-    low = make_model(config, architecture, torch.bfloat16)
-    use_engine_ops(low)
-    assert same_bytes(low(input_ids=ids).logits, expected)
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "architecture"), MODELS)
+def test_the_master_weights_dtype_changes_no_bit(config, architecture):
+    ids = token_ids()
+    of_float32 = logits_of(with_engine_ops(config, architecture), ids)
+
+    of_bfloat16 = with_engine_ops(config, architecture, torch.bfloat16)(input_ids=ids).logits
+
+    assert same_bytes(of_bfloat16, of_float32)
     # The same model but for roundings: measured 0.7 % to 1.4 % apart.
-    assert 0 < relative_error(expected, logits_of(stock, ids)) < 0.03
+    of_stock = logits_of(make_model(config, architecture), ids)
+    assert 0 < relative_error(of_float32, of_stock) < 0.03
 
 
 @pytest.mark.slow
 def test_gradients_are_the_stock_models_but_for_roundings():
-    ids = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
+    ids = token_ids()
+    stock_grads = gradients_of(make_model(), ids)
+    model = with_engine_ops()
 
-    def gradients(model, checkpointing=False):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        model.train()
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(input_ids=ids, use_cache=False).logits
-        F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
-        return {name: p.grad for name, p in model.named_parameters()}
+    grads = gradients_of(model, ids)
 
-    model = make_model()
-    stock = gradients(copy.deepcopy(model))
-    use_engine_ops(model)
-    found = gradients(model)
-    assert found.keys() == stock.keys()
-    for name, grad in found.items():
+    assert grads.keys() == stock_grads.keys()
+    for name, grad in grads.items():
         # Measured up to 0.029 in two layers of 64 wide, by bfloat16 roundings at other places.
-        assert relative_error(grad, stock[name]) < 0.05, name
-    again = gradients(model, checkpointing=True)
-    assert all(torch.equal(again[name], grad) for name, grad in found.items())
+        assert relative_error(grad, stock_grads[name]) < 0.05, name
+
+    model.gradient_checkpointing_enable()
+    grads_with_checkpointing = gradients_of(model, ids)
+    assert all(torch.equal(grads_with_checkpointing[name], grad) for name, grad in grads.items())
 
 
 def test_float32_master_weights_outside_of_autocast_are_an_error():
-    model = make_model()
-    use_engine_ops(model)
+    model = with_engine_ops()
+
     with pytest.raises(RuntimeError, match="dtype"):
         model(input_ids=torch.ones(1, 3, dtype=torch.long))
 
 
 @pytest.mark.slow
 def test_a_cache_of_transformers_is_an_error():
-    model = make_model(dtype=torch.bfloat16).eval()
-    use_engine_ops(model)
+    model = with_engine_ops(Qwen3Config, Qwen3ForCausalLM, torch.bfloat16).eval()
     ids = torch.randint(1, 32, (2, 5))
+
     with pytest.raises(RuntimeError, match="has no cache"):
         model.generate(ids, max_new_tokens=3, pad_token_id=0)
-    assert model.generate(ids, max_new_tokens=3, pad_token_id=0, use_cache=False).shape == (2, 8)
+
+    answer = model.generate(ids, max_new_tokens=3, pad_token_id=0, use_cache=False)
+    assert answer.shape == (2, 8)

@@ -20,27 +20,34 @@ WEIGHT_ONLY = [name for name in NAMES if SUPPORTED[name].activations == "none"]
 
 
 def normal(*shape, seed=0, dtype=torch.float32, scale=1.0):
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    numbers = scale * torch.randn(*shape, generator=generator)
+    return numbers.to(dtype)
 
 
 def low_bit_of(scheme, group_size=None, shape=(128, 256), seed=0):
     return quantize_weight(normal(*shape, seed=seed), resolve_scheme(scheme, group_size))
 
 
+def as_bytes(tensor):
+    """The bytes of a tensor in the order of its elements."""
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 def same_bytes(a, b):
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    a, b = (t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
+    return torch.equal(as_bytes(a), as_bytes(b))
 
 
-def same_tensors(found, expected):
+def same_tensors(tensors, expected):
     """Whether two dicts hold the same bytes under the same names."""
-    return found.keys() == expected.keys() and all(same_bytes(found[name], expected[name]) for name in expected)
+    return tensors.keys() == expected.keys() and all(same_bytes(tensors[name], expected[name]) for name in expected)
 
 
-def relative_error(found, expected):
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+def relative_error(numbers, expected):
+    difference = numbers.double() - expected.double()
+    return (difference.norm() / expected.double().norm()).item()
 
 
 # The definition -----------------------------------------------------------------------------------------------------
@@ -48,28 +55,43 @@ def relative_error(found, expected):
 
 def by_definition(weight, scheme, group_size=None):
     """The tensors of a checkpoint, by `references`."""
-    size = None if group_size == -1 else group_size
-    if scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
-        quantize = references.quantize_float8 if scheme == "FP8_DYNAMIC" else references.quantize_float8_blocks
-        quantized, scales = quantize(weight)
-        return {"weight": quantized.view(torch.float8_e4m3fn), "weight_scale": scales}
     if scheme == NVFP4:
-        quantized, scales, global_scale = references.quantize_float4(weight)
-        quantized = torch.tensor(quantized, dtype=torch.uint8)
-        return {
-            "weight_packed": quantized[:, ::2] | quantized[:, 1::2] << 4,
-            "weight_scale": torch.tensor(scales, dtype=torch.uint8).view(torch.float8_e4m3fn),
-            "weight_global_scale": torch.tensor([global_scale]),
-        }
+        return _float4_by_definition(weight)
+    if scheme == "FP8_DYNAMIC":
+        return _float8_tensors(*references.quantize_float8(weight))
+    if scheme == "FP8_BLOCK":
+        return _float8_tensors(*references.quantize_float8_blocks(weight))
+    return _integers_by_definition(weight, scheme, None if group_size == -1 else group_size)
+
+
+def _float8_tensors(quantized, scales):
+    return {"weight": quantized.view(torch.float8_e4m3fn), "weight_scale": scales}
+
+
+def _float4_by_definition(weight):
+    quantized, scales, global_scale = references.quantize_float4(weight)
+    values = torch.tensor(quantized, dtype=torch.uint8)
+    return {
+        "weight_packed": values[:, ::2] | values[:, 1::2] << 4,
+        "weight_scale": torch.tensor(scales, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "weight_global_scale": torch.tensor([global_scale]),
+    }
+
+
+def _integers_by_definition(weight, scheme, group_size):
+    bits = 8 if scheme in ("W8A16", "W8A8") else 4
     zero_points = None
     if scheme == "W4A16_ASYM":
-        quantized, scales, zero_points = references.quantize_int4_asymmetric(weight, size)
+        quantized, scales, zero_points = references.quantize_int4_asymmetric(weight, group_size)
     else:
-        quantized, scales = references.quantize_int(weight, 8 if scheme in ("W8A16", "W8A8") else 4, size)
+        quantized, scales = references.quantize_int(weight, bits, group_size)
+
     tensors = {"weight_scale": torch.tensor(scales, dtype=torch.bfloat16)}
     if scheme in ("W8A8", "W4A8"):
-        return tensors | {"weight": torch.tensor(quantized, dtype=torch.int8)}
-    tensors["weight_packed"] = references.pack_int(quantized, 8 if scheme == "W8A16" else 4)
+        tensors["weight"] = torch.tensor(quantized, dtype=torch.int8)
+        return tensors
+
+    tensors["weight_packed"] = references.pack_int(quantized, bits)
     tensors["weight_shape"] = torch.tensor(weight.shape)
     if zero_points is not None:
         tensors["weight_zero_point"] = references.pack_zero_points(zero_points)
@@ -82,13 +104,17 @@ def by_definition(weight, scheme, group_size=None):
 def observed(weight, scheme, global_scale=None):
     """Scale and zero point between minimum and maximum, as llm-compressor's observer finds them."""
     args = scheme.weights
+    rows, columns = weight.shape
+
     if args.block_structure is not None:
         height, width = args.block_structure
-        tiles = weight.reshape(weight.shape[0] // height, height, weight.shape[1] // width, width)
-        low, high = tiles.amin((1, 3)), tiles.amax((1, 3))
+        tiles = weight.reshape(rows // height, height, columns // width, width)
+        low = tiles.amin((1, 3))
+        high = tiles.amax((1, 3))
     else:
-        groups = weight.reshape(weight.shape[0], -1, args.group_size or weight.shape[1])
-        low, high = groups.amin(-1), groups.amax(-1)
+        groups = weight.reshape(rows, -1, args.group_size or columns)
+        low = groups.amin(-1)
+        high = groups.amax(-1)
     return calculate_qparams(low, high, args, global_scale)
 
 
@@ -98,7 +124,10 @@ def compressed(weight, scheme, qparams=None):
     if has_global_scale(scheme):
         largest = weight.abs().max().reshape(1)
         tensors["weight_global_scale"] = generate_gparam(-largest, largest)
-    scale, zero_point = observed(weight, scheme, tensors.get("weight_global_scale")) if qparams is None else qparams
+
+    if qparams is None:
+        qparams = observed(weight, scheme, tensors.get("weight_global_scale"))
+    scale, zero_point = qparams
     tensors["weight_scale"] = scale
     if zero_point is not None:
         tensors["weight_zero_point"] = zero_point
@@ -107,7 +136,8 @@ def compressed(weight, scheme, qparams=None):
 
 def decompressed(low_bit):
     """The matrix `(out, in)` of a `LowBitWeight`."""
-    return _compressor(low_bit.scheme).decompress(dict(low_bit.tensors), low_bit.scheme)["weight"]
+    matrix = _compressor(low_bit.scheme).decompress(dict(low_bit.tensors), low_bit.scheme)
+    return matrix["weight"]
 
 
 def _compressor(scheme):

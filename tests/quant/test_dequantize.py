@@ -1,4 +1,4 @@
-"""`dequantize` of `qarl_trl.quant.quantize`: the numbers that quantized values stand for, and how often they are computed."""
+"""`dequantize` of `qarl_trl.quant.quantize`: the numbers that quantized values stand for."""
 
 import pytest
 import references
@@ -8,16 +8,15 @@ from qarl_trl.quant.quantize import dequantize
 from quant.schemes import ALL_SCHEMES, SCHEMES, decompressed, low_bit_of, same_bytes, same_tensors
 
 
-# Numbers ------------------------------------------------------------------------------------------------------------
-
-
 def rows_of(low_bit):
-    """Integer quantized values, scales and zero points (or `None`) as rows of Python numbers, by the definition of the layout."""
-    tensors, bits = low_bit.tensors, low_bit.scheme.weights.num_bits
+    """Integers, scales and zero points (or `None`) as rows of Python numbers, by the definition of the layout."""
+    tensors = low_bit.tensors
+
     quantized = low_bit.quantized.tolist()
     if "weight_packed" in tensors:
         width = tensors["weight_shape"][1].item()
-        quantized = references.unpack_int(low_bit.quantized, bits, width)
+        quantized = references.unpack_int(low_bit.quantized, low_bit.scheme.weights.num_bits, width)
+
     zero_points = None
     if "weight_zero_point" in tensors:
         columns = references.unpack_int4(tensors["weight_zero_point"].t(), len(quantized))
@@ -28,11 +27,13 @@ def rows_of(low_bit):
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_dequantize_is_the_decompression_of_compressed_tensors(scheme, group_size):
     low_bit = low_bit_of(scheme, group_size)
-    found = dequantize(low_bit)
-    assert found.dtype == torch.bfloat16
-    assert same_bytes(found, decompressed(low_bit))
+
+    matrix = dequantize(low_bit)
+
+    assert matrix.dtype == torch.bfloat16
+    assert same_bytes(matrix, decompressed(low_bit))
     if low_bit.scheme.weights.type == "int":
-        assert torch.equal(found, references.dequantize_rows(*rows_of(low_bit)))
+        assert torch.equal(matrix, references.dequantize_rows(*rows_of(low_bit)))
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
@@ -40,7 +41,9 @@ def test_a_wider_dtype_gets_the_same_numbers_in_new_storage(scheme, group_size):
     """Quantized values times scale round to bfloat16 first."""
     low_bit = low_bit_of(scheme, group_size)
     before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
+
     wide = dequantize(low_bit, torch.float32)
+
     assert wide.dtype == torch.float32
     assert torch.equal(wide, dequantize(low_bit).float())
     wide.zero_()

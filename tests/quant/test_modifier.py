@@ -33,22 +33,31 @@ MODIFIERS = {
 
 
 def write(folder, modifier, name="QuantizationModifier", stage="quant_stage", group="quant_modifiers"):
+    """A recipe with one modifier."""
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump({stage: {group: {name: modifier}}}))
+    content = {stage: {group: {name: modifier}}}
+    path.write_text(yaml.safe_dump(content))
     return path
+
+
+def in_order(groups):
+    return sorted(groups, key=lambda group: group.targets)
 
 
 @pytest.mark.parametrize("case", list(MODIFIERS))
 def test_a_recipe_means_what_llm_compressor_makes_of_it(case, tmp_path):
     modifier = pytest.importorskip("llmcompressor.modifiers.quantization").QuantizationModifier
-    found, expected = read_modifier(write(tmp_path, MODIFIERS[case])), modifier(**MODIFIERS[case]).resolved_config
-    groups = [group.model_copy(update={"format": None}) for group in found.config_groups.values()]
+    expected = modifier(**MODIFIERS[case]).resolved_config
+
+    plan = read_modifier(write(tmp_path, MODIFIERS[case]))
+
+    groups = [group.model_copy(update={"format": None}) for group in plan.config_groups.values()]
     for group in groups:  # what is said of the weights when nothing is said
         group.weights.observer = group.weights.observer or MINMAX
-    by_targets = lambda group: group.targets  # noqa: E731
-    assert sorted(groups, key=by_targets) == sorted(expected.config_groups.values(), key=by_targets)
-    assert found.ignore == expected.ignore
-    assert groups[0].model_copy(update={"targets": ["Conv1d"]}) != groups[0]  # control
+    assert in_order(groups) == in_order(expected.config_groups.values())
+    assert plan.ignore == expected.ignore
+    # Control: groups with other targets are not equal.
+    assert groups[0].model_copy(update={"targets": ["Conv1d"]}) != groups[0]
 
 
 def test_a_recipe_that_llm_compressor_wrote_is_read(tmp_path):
@@ -56,9 +65,11 @@ def test_a_recipe_that_llm_compressor_wrote_is_read(tmp_path):
     modifier = pytest.importorskip("llmcompressor.modifiers.quantization").QuantizationModifier
     theirs = modifier(**MODIFIERS["two groups"])
     Recipe.from_modifiers([theirs]).yaml(file_path=str(tmp_path / "recipe.yaml"))
-    found = read_modifier(tmp_path / "recipe.yaml")
-    assert [group.targets for group in found.config_groups.values()] == [["re:.*(gate|up|down)_proj$"], ["Linear"]]
-    assert found.ignore == theirs.ignore
+
+    plan = read_modifier(tmp_path / "recipe.yaml")
+
+    assert [group.targets for group in plan.config_groups.values()] == [["re:.*(gate|up|down)_proj$"], ["Linear"]]
+    assert plan.ignore == theirs.ignore
 
 
 # Refused -----------------------------------------------------------------------------------------------------------
@@ -76,13 +87,16 @@ def test_a_recipe_that_llm_compressor_wrote_is_read(tmp_path):
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(tmp_path, modifier, name, message):
+    path = write(tmp_path, modifier, name)
+
     with pytest.raises(ValueError, match=message):
-        read_modifier(write(tmp_path, modifier, name))
+        read_modifier(path)
 
 
 @pytest.mark.parametrize("text", ["quant:\n  a_modifiers:\n    QuantizationModifier: {scheme: W4A16}\n", "", "a: ["])
 def test_a_layout_that_llm_compressor_would_skip_over_is_refused(tmp_path, text):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
+
     with pytest.raises(ValueError, match="recipe.yaml cannot be used"):
         read_modifier(path)

@@ -21,39 +21,62 @@ SCHEME = resolve_scheme(NVFP4)
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(64, 32), nn.Linear(64, 16), nn.Linear(64, 16)
+        self.q_proj = nn.Linear(64, 32)
+        self.k_proj = nn.Linear(64, 16)
+        self.v_proj = nn.Linear(64, 16)
         self.o_proj = nn.Linear(32, 64)
 
 
 def global_scales(model):
-    return {n.split(".")[0]: t.item() for n, t in iter_low_bit_weights(model) if n.endswith("global_scale")}
+    """By layer."""
+    scales = {}
+    for name, tensor in iter_low_bit_weights(model):
+        if name.endswith("global_scale"):
+            layer, _ = name.split(".")
+            scales[layer] = tensor.item()
+    return scales
 
 
 def by_compressed_tensors(weight, largest):
+    """The tensors of a checkpoint; `largest` sets the global scale."""
     weight = weight.bfloat16()
     groups = weight.unflatten(-1, (-1, 16))
     global_scale = generate_gparam(-largest.reshape(1), largest.reshape(1))
-    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), SCHEME.weights, global_scale)
-    given = {"weight": weight, "weight_scale": scale, "weight_global_scale": global_scale, "weight_zero_point": zero}
-    return BaseCompressor.get_value_from_registry(SCHEME.format.value).compress(given, SCHEME)
+    scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), SCHEME.weights, global_scale)
+
+    compressor = BaseCompressor.get_value_from_registry(SCHEME.format.value)
+    tensors = {
+        "weight": weight,
+        "weight_scale": scale,
+        "weight_global_scale": global_scale,
+        "weight_zero_point": zero_point,
+    }
+    return compressor.compress(tensors, SCHEME)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 0.02, 30.0])
 def test_a_million_weights_have_the_bytes_of_compressed_tensors(scale):
     weight = normal(1024, 1024, scale=scale)
-    weight[0], weight[1, :16], weight[2, 3] = 0.0, -0.0, 50 * scale
+    weight[0] = 0.0
+    weight[1, :16] = -0.0
+    weight[2, 3] = 50 * scale
+
+    low_bit = quantize_weight(weight, SCHEME)
     largest = largest_magnitude(weight, SCHEME)
+
     assert largest == weight.bfloat16().abs().max()
-    assert same_tensors(quantize_weight(weight, SCHEME).tensors, by_compressed_tensors(weight, largest))
+    assert same_tensors(low_bit.tensors, by_compressed_tensors(weight, largest))
     # Control: another global scale gives other quantized values.
     other = by_compressed_tensors(weight, 1.3 * largest)
-    assert not torch.equal(quantize_weight(weight, SCHEME).quantized, other["weight_packed"])
+    assert not torch.equal(low_bit.quantized, other["weight_packed"])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_diverged_layer_that_is_merged_with_this_one_is_refused(value):
+    largest = torch.tensor(value, dtype=torch.bfloat16)
+
     with pytest.raises(ValueError, match=r"\(8, 64\) holds NaN or infinity"):
-        quantize_weight(normal(8, 64), SCHEME, largest=torch.tensor(value, dtype=torch.bfloat16))
+        quantize_weight(normal(8, 64), SCHEME, largest=largest)
 
 
 def test_layers_that_an_engine_merges_share_the_largest_weight():
@@ -61,29 +84,37 @@ def test_layers_that_an_engine_merges_share_the_largest_weight():
     model = Attention()
     model.k_proj.weight.data[0, 0] = 7.0
     apply_quantization(model, NVFP4)
-    found = global_scales(model)
-    assert found["q_proj"] == found["k_proj"] == found["v_proj"] == 448 * 6 / 7.0
-    assert found["o_proj"] > found["q_proj"]  # control: a layer of its own
+
+    scales = global_scales(model)
+
+    assert scales["q_proj"] == scales["k_proj"] == scales["v_proj"] == 448 * 6 / 7.0
+    # Control: a layer of its own.
+    assert scales["o_proj"] > scales["q_proj"]
 
 
-def test_quantized_follow_the_largest_weight_of_another_layer():
+def test_quantized_values_follow_the_largest_weight_of_another_layer():
     model = apply_quantization(Attention(), NVFP4)
     low_bit_store(model).will_be_told()
     before = model.q_proj.low_bit()
     assert model.q_proj.low_bit() is before
+
     with torch.no_grad():
         model.v_proj.weight[0, 0] = 14.0
+
     assert model.q_proj.low_bit().tensors["weight_global_scale"].item() == 448 * 6 / 14.0
 
 
 def test_forward_and_gradient_go_through_the_quantized_weight():
     model = apply_quantization(Attention(), NVFP4)
     x = normal(3, 64).requires_grad_()
-    y = model.q_proj(x)
     weight = dequantize(model.q_proj.low_bit(), torch.float32)
-    assert torch.equal(y, x @ weight.t() + model.q_proj.bias)
+
+    y = model.q_proj(x)
     y.sum().backward()
-    assert torch.allclose(x.grad, weight.sum(0).expand(3, -1), atol=1e-5)  # sums of 32 float32 numbers
+
+    assert torch.equal(y, x @ weight.t() + model.q_proj.bias)
+    # Sums of 32 float32 numbers.
+    assert torch.allclose(x.grad, weight.sum(0).expand(3, -1), atol=1e-5)
     assert torch.allclose(model.q_proj.weight.grad, x.detach().sum(0).expand(32, -1), atol=1e-5)
 
 
@@ -91,6 +122,7 @@ def test_forward_and_gradient_go_through_the_quantized_weight():
 def test_a_diverged_weight_is_refused(value):
     weight = torch.randn(8, 64)
     weight[2, 20] = value
+
     with pytest.raises(ValueError, match=r"\(8, 64\) holds NaN or infinity"):
         quantize_weight(weight, SCHEME)
 

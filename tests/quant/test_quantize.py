@@ -29,6 +29,14 @@ def stored(weight, scheme, group_size):
     return quantize_weight(weight, resolve_scheme(scheme, group_size)).tensors
 
 
+def shapes_and_dtypes(tensors):
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
 @pytest.fixture(scope="module")
 def golden():
     with safe_open(GOLDEN, "pt") as file:
@@ -41,25 +49,30 @@ def golden():
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.02, 30.0])
-def test_quantized_and_scales_are_those_of_the_definition(scheme, group_size, dtype, scale):
+def test_quantized_values_and_scales_are_those_of_the_definition(scheme, group_size, dtype, scale):
     rows = 128 if scheme == "FP8_BLOCK" else 24
     weight = (normal(rows, 256, seed=1) * scale + scale / 3).to(dtype)
+
     assert same_tensors(stored(weight, scheme, group_size), by_definition(weight, scheme, group_size))
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_tensors_without_values_are_those_with_values(scheme, group_size):
-    real = stored(normal(384, 256), scheme, group_size)
-    found = quantize_module.meta_tensors(resolve_scheme(scheme, group_size), 384, 256)
-    assert {name: (t.shape, t.dtype) for name, t in found.items()} == {n: (t.shape, t.dtype) for n, t in real.items()}
+    with_values = stored(normal(384, 256), scheme, group_size)
+
+    without = quantize_module.meta_tensors(resolve_scheme(scheme, group_size), 384, 256)
+
+    assert shapes_and_dtypes(without) == shapes_and_dtypes(with_values)
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_float32_and_bfloat16_master_weights_give_the_same_bytes(scheme, group_size, monkeypatch):
     master = normal(128, 256, seed=3)
     resolved = resolve_scheme(scheme, group_size)
+
     from_float32 = quantize_weight(master, resolved)
     from_bfloat16 = quantize_weight(master.bfloat16(), resolved)
+
     assert same_tensors(from_float32.tensors, from_bfloat16.tensors)
 
     # Control: after another cast some quantized values flip.
@@ -70,9 +83,10 @@ def test_float32_and_bfloat16_master_weights_give_the_same_bytes(scheme, group_s
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_tensors_are_sorted_and_whole(scheme, group_size):
     low_bit = quantize_weight(torch.randn(128, 256), resolve_scheme(scheme, group_size))
+
     assert list(low_bit.tensors) == sorted(low_bit.tensors)
     assert low_bit.shape == (128, 256)
-    assert all(t.is_contiguous() for t in low_bit.tensors.values())
+    assert all(tensor.is_contiguous() for tensor in low_bit.tensors.values())
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
@@ -80,10 +94,12 @@ def test_tensors_are_sorted_and_whole(scheme, group_size):
 def test_the_master_is_neither_changed_nor_shared(scheme, group_size, dtype):
     weight = normal(128, 256, dtype=dtype)
     before = weight.clone()
+
     tensors = stored(weight, scheme, group_size)
+
     assert torch.equal(weight, before)
-    assert weight.untyped_storage().data_ptr() not in {t.untyped_storage().data_ptr() for t in tensors.values()}
-    assert not any(t.requires_grad for t in tensors.values())
+    assert address(weight) not in [address(tensor) for tensor in tensors.values()]
+    assert not any(tensor.requires_grad for tensor in tensors.values())
 
 
 # Golden vectors -----------------------------------------------------------------------------------------------------
@@ -98,31 +114,49 @@ def master_of(golden, scheme):
     return torch.cat((golden["master"], golden["shifted"]))
 
 
+def golden_tensors(golden, scheme, group_size):
+    """What llm-compressor made of it."""
+    prefix = f"{scheme}."
+    if group_size is not None:
+        label = "channel" if group_size == -1 else group_size
+        prefix = f"{scheme}-{label}."
+    return {name.removeprefix(prefix): tensor for name, tensor in golden.items() if name.startswith(prefix)}
+
+
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_awkward_weights_give_the_bytes_of_llm_compressor(golden, scheme, group_size):
-    """`tests/golden/make.py` lists the rows: zeros, outliers, ties, denormals, huge values, quantized values of -8, one sign."""
-    name = f"{scheme}-{'channel' if group_size == -1 else group_size}" if group_size else scheme
-    expected = {key.removeprefix(f"{name}."): t for key, t in golden.items() if key.startswith(f"{name}.")}
+    """`tests/golden/make.py` lists the rows: zeros, outliers, ties, denormals, huge values, values of -8, one sign."""
     weight = master_of(golden, scheme)
+    expected = golden_tensors(golden, scheme, group_size)
     if scheme in ("W4A16", "W4A16_ASYM", "W8A16", "W4AFP8"):
         expected["weight_shape"] = torch.tensor(weight.shape)
+
     assert len(expected) >= 2
     assert same_tensors(stored(weight, scheme, group_size), expected)
-    assert same_tensors(by_definition(weight, scheme, group_size), expected)  # and the reference of the tests agrees
+    # The reference of the tests agrees.
+    assert same_tensors(by_definition(weight, scheme, group_size), expected)
 
 
 def test_the_golden_rows_are_not_ordinary(golden):
     """The control of the test above."""
-    scales, float8 = golden["W4A16-128.weight_scale"], golden["FP8_DYNAMIC.weight"].view(torch.uint8)
-    eps = torch.finfo(torch.bfloat16).eps
-    assert (scales == eps).sum() > 1 and ((scales > 0) & (scales < torch.finfo(torch.bfloat16).tiny)).any()
-    assert torch.tensor(references.unpack_int4(golden["W4A16-128.weight_packed"], 128)).unique().numel() == 16
-    assert (float8 == 0x80).any() and golden["master"].abs().max() > 1e37
+    scales = golden["W4A16-128.weight_scale"]
+    smallest_normal = torch.finfo(torch.bfloat16).tiny
+    assert (scales == torch.finfo(torch.bfloat16).eps).sum() > 1
+    assert ((scales > 0) & (scales < smallest_normal)).any()
+    assert golden["master"].abs().max() > 1e37
+
+    int4 = torch.tensor(references.unpack_int4(golden["W4A16-128.weight_packed"], 128))
+    assert int4.unique().numel() == 16
     zero_points = references.unpack_int4(golden["W4A16_ASYM-128.weight_zero_point"].t(), 24)
     assert {-8, 0, 7} < set(zero_points[0])
-    words = golden["NVFP4A16.weight_packed"]
-    assert torch.cat((words & 15, words >> 4)).unique().numel() == 16
-    assert (golden["NVFP4A16.weight_scale"].view(torch.uint8) == references.FLOAT8_EPS).sum() > 1000
+
+    float8 = golden["FP8_DYNAMIC.weight"].view(torch.uint8)
+    assert (float8 == 0x80).any()
+
+    octets = golden["NVFP4A16.weight_packed"]
+    assert torch.cat((octets & 15, octets >> 4)).unique().numel() == 16
+    float4_scales = golden["NVFP4A16.weight_scale"].view(torch.uint8)
+    assert (float4_scales == references.FLOAT8_EPS).sum() > 1000
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -134,15 +168,17 @@ def test_a_diverged_weight_is_refused(scheme, group_size, value):
     weight = torch.randn(128, 256)
     weight[2, 200] = value
     resolved = resolve_scheme(scheme, group_size)
+
     with pytest.raises(ValueError, match=r"holds NaN or infinity.*learning rate.*checkpoint"):
         quantize_weight(weight, resolved)
 
 
 @pytest.mark.parametrize("scheme", [*NAMES, NVFP4])
-def test_a_weight_without_rows_has_no_quantized(scheme):
+def test_a_weight_without_rows_has_no_quantized_values(scheme):
     tensors = stored(torch.empty(0, 256), scheme, None)
-    whole = ("weight_shape", "weight_global_scale")
-    assert all(tensor.numel() == 0 for name, tensor in tensors.items() if name not in whole)
+
+    of_rows = [tensor for name, tensor in tensors.items() if name not in ("weight_shape", "weight_global_scale")]
+    assert all(tensor.numel() == 0 for tensor in of_rows)
 
 
 @pytest.mark.parametrize("shape", [(128,), (2, 4, 128), (4, 132)])
@@ -156,17 +192,29 @@ def test_what_is_not_a_matrix_of_whole_words_is_refused(shape):
 
 @pytest.mark.parametrize(("scheme", "group_size"), SCHEMES)
 def test_parts_of_the_rows_are_weights_of_their_own(scheme, group_size):
-    resolved, weight = resolve_scheme(scheme, group_size), normal(384, 256)
+    resolved = resolve_scheme(scheme, group_size)
+    weight = normal(384, 256)
+
     parts = quantize_weight(weight, resolved).split(128)
+
     assert [part.shape for part in parts] == [(128, 256)] * 3
     for part, rows in zip(parts, weight.split(128), strict=True):
         assert same_tensors(part.tensors, quantize_weight(rows, resolved).tensors)
-    assert not same_tensors(parts[0].tensors, parts[1].tensors)  # control
+    # Control: the parts differ.
+    assert not same_tensors(parts[0].tensors, parts[1].tensors)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "out", "rows"), [("W4A16", 12, 5), ("W4A16_ASYM", 14, 7), ("FP8_BLOCK", 384, 96), ("NVFP4A16", 16, 8)]
+    ("scheme", "out", "rows"),
+    [
+        ("W4A16", 12, 5),
+        ("W4A16_ASYM", 14, 7),
+        ("FP8_BLOCK", 384, 96),
+        ("NVFP4A16", 16, 8),
+    ],
 )
 def test_parts_that_share_something_are_refused(scheme, out, rows):
+    low_bit = quantize_weight(normal(out, 256), resolve_scheme(scheme))
+
     with pytest.raises(ValueError, match=rf"{out} rows .* cannot be split into {rows} each"):
-        quantize_weight(normal(out, 256), resolve_scheme(scheme)).split(rows)
+        low_bit.split(rows)

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.reference`: the bytes of compressed-tensors, for many weights and for every bfloat16 number there is."""
+"""`qarl_trl.quant.reference`: the bytes of compressed-tensors, for many weights and for every bfloat16 number."""
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ def many_weights(seed):
         return scale * torch.randn(128, 1024, generator=rng)
 
     patterns = torch.randint(-(2**15), 2**15, (128, 1024), generator=rng, dtype=torch.int16).view(torch.bfloat16)
+
     kinds = (
         noise(0.02),
         noise(1e-30),
@@ -33,7 +34,13 @@ def many_weights(seed):
 
 def parts(weight, scheme):
     """`many_weights` as they are, or, where one scale stands above all others, kind by kind."""
-    return weight.split(128) if has_global_scale(scheme) else (weight,)
+    if has_global_scale(scheme):
+        return weight.split(128)
+    return (weight,)
+
+
+def quantized_of(tensors):
+    return tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +54,10 @@ def weight():
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
 def test_a_million_weights_have_the_bytes_of_compressed_tensors(weight, scheme, group_size):
     resolved = resolve_scheme(scheme, group_size)
+
     for part in parts(weight, resolved):
         low_bit = quantize_weight(part, resolved)
+
         assert same_tensors(low_bit.tensors, compressed(part, resolved))
         assert same_bytes(dequantize(low_bit), decompressed(low_bit))
 
@@ -59,14 +68,14 @@ def test_scales_of_other_weights_give_the_bytes_of_compressed_tensors(weight, sc
     """Quantized values saturate; the zero point is then another one too."""
     resolved = resolve_scheme(scheme, group_size)
     weight = weight[::4].contiguous()
-    scale, zero_point = observed(weight.roll((3, 64), (0, 1)) * factor, resolved)
-    found = reference.encode(weight, (scale, None if resolved.weights.symmetric else zero_point), resolved)
-    assert same_bytes(found, quantized_of(compressed(weight, resolved, (scale, zero_point))))
-    assert not same_bytes(found, quantize_weight(weight, resolved).quantized)  # control
+    others = weight.roll((3, 64), (0, 1)) * factor
+    scale, zero_point = observed(others, resolved)
 
+    encoded = reference.encode(weight, scale, None if resolved.weights.symmetric else zero_point, resolved)
 
-def quantized_of(tensors):
-    return tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"]
+    assert same_bytes(encoded, quantized_of(compressed(weight, resolved, (scale, zero_point))))
+    # Control: with its own scales the weight has other bytes.
+    assert not same_bytes(encoded, quantize_weight(weight, resolved).quantized)
 
 
 # Controls: each of these would be noticed ---------------------------------------------------------------------------
@@ -74,7 +83,9 @@ def quantized_of(tensors):
 
 def divide_in_float32(weight, scale, zero_point):
     quotient = weight.float() / scale.float()
-    return (quotient if zero_point is None else quotient + zero_point).bfloat16()
+    if zero_point is not None:
+        quotient = quotient + zero_point
+    return quotient.bfloat16()
 
 
 def float8_with_negative_zeros(quotient):
@@ -82,8 +93,8 @@ def float8_with_negative_zeros(quotient):
 
 
 def float8_without_a_sign_of_zero(quotient):
-    found = quotient.clamp_(-reference.FP8_MAX, reference.FP8_MAX).to(reference.FP8)
-    return torch.where(found.float() == 0, 0.0, found.float()).to(reference.FP8)
+    values = float8_with_negative_zeros(quotient).float()
+    return torch.where(values == 0, 0.0, values).to(reference.FP8)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +112,9 @@ def float8_without_a_sign_of_zero(quotient):
 )
 def test_another_arithmetic_gives_other_bytes(weight, monkeypatch, scheme, name, other):
     resolved = resolve_scheme(scheme)
+
     monkeypatch.setattr(reference, name, other)
+
     assert not same_tensors(quantize_weight(weight, resolved).tensors, compressed(weight, resolved))
 
 
@@ -113,7 +126,9 @@ def numbers():
     """All 65280 finite bfloat16 numbers and both infinities (16 times), `(256, 256)`, by falling bit pattern."""
     patterns = torch.arange(2**15 - 1, -(2**15) - 1, -1).to(torch.int16).view(torch.bfloat16)
     finite = patterns[patterns.isfinite()]
-    assert finite.unique().numel() == 65280 - 1  # 0.0 == -0.0
+    # Both zeros are one number.
+    assert finite.unique().numel() == 65280 - 1
+
     infinite = torch.tensor([float("inf"), -float("inf")]).bfloat16().repeat(128)
     return torch.cat((finite, infinite)).view(256, 256)
 
@@ -121,22 +136,32 @@ def numbers():
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "W8A8", "W4A8", "FP8_DYNAMIC"])
 def test_every_number_has_the_bytes_of_compressed_tensors(numbers, scheme):
     """With a scale of one, so that the number is the quotient."""
-    weight, resolved = numbers[:-1], resolve_scheme(scheme)  # the last row is infinite
-    resolved.weights.strategy, resolved.weights.group_size = "channel", None
+    resolved = resolve_scheme(scheme)
+    resolved.weights.strategy = "channel"
+    resolved.weights.group_size = None
+    # The last row is infinite.
+    weight = numbers[:-1]
     scale = torch.ones(255, 1, dtype=torch.bfloat16)
-    found = reference.encode(weight, (scale, None), resolved)
-    assert same_bytes(found, quantized_of(compressed(weight, resolved, (scale, torch.zeros_like(scale)))))
+
+    encoded = reference.encode(weight, scale, None, resolved)
+
+    assert same_bytes(encoded, quantized_of(compressed(weight, resolved, (scale, torch.zeros_like(scale)))))
 
 
 @pytest.mark.parametrize("zero_point", range(-8, 8))
 def test_every_number_has_the_bytes_of_compressed_tensors_with_every_zero_point(numbers, zero_point):
-    weight, resolved = numbers[:-1], resolve_scheme("W4A16_ASYM", -1)
+    resolved = resolve_scheme("W4A16_ASYM", -1)
+    weight = numbers[:-1]
     scale = torch.ones(255, 1, dtype=torch.bfloat16)
-    qparams = (scale, torch.full((255, 1), zero_point, dtype=torch.int8))
-    expected = compressed(weight, resolved, qparams)
-    assert same_bytes(reference.encode(weight, qparams, resolved), expected["weight_packed"])
-    found = LowBitWeight({n: t for n, t in expected.items() if n != "weight_shape"}, resolved)
-    assert same_bytes(dequantize(found), decompressed(found))
+    zero_points = torch.full((255, 1), zero_point, dtype=torch.int8)
+    expected = compressed(weight, resolved, (scale, zero_points))
+
+    encoded = reference.encode(weight, scale, zero_points, resolved)
+    data = {name: tensor for name, tensor in expected.items() if name != "weight_shape"}
+    low_bit = LowBitWeight(data, resolved)
+
+    assert same_bytes(encoded, expected["weight_packed"])
+    assert same_bytes(dequantize(low_bit), decompressed(low_bit))
 
 
 # Pieces -------------------------------------------------------------------------------------------------------------
@@ -145,10 +170,24 @@ def test_every_number_has_the_bytes_of_compressed_tensors_with_every_zero_point(
 @pytest.mark.parametrize("width", [1, 130, 384])
 def test_absmax_is_the_largest_magnitude(width):
     rows = normal(64, width, seed=width, dtype=torch.bfloat16)
-    rows[0], rows[1] = -0.0, 2.0**-133
-    rows[2, -1], rows[3, 0] = -float("inf"), float("inf")
-    found = reference.absmax(rows)
-    assert torch.equal(found, rows.abs().amax(-1))
-    assert not found.signbit().any()
-    rows[2, 0], rows[4, -1] = float("nan"), -float("nan")
-    assert reference.absmax(rows).isnan().nonzero().flatten().tolist() == [2, 4]
+    rows[0] = -0.0
+    rows[1] = 2.0**-133
+    rows[2, -1] = -float("inf")
+    rows[3, 0] = float("inf")
+
+    largest = reference.absmax(rows)
+
+    assert torch.equal(largest, rows.abs().amax(-1))
+    assert not largest.signbit().any()
+
+
+@pytest.mark.parametrize("width", [1, 130, 384])
+def test_absmax_of_a_row_with_a_nan_is_nan(width):
+    rows = normal(64, width, seed=width, dtype=torch.bfloat16)
+    rows[2, -1] = -float("inf")
+    rows[2, 0] = float("nan")
+    rows[4, -1] = -float("nan")
+
+    largest = reference.absmax(rows)
+
+    assert largest.isnan().nonzero().flatten().tolist() == [2, 4]

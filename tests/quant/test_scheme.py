@@ -44,10 +44,13 @@ def test_every_preset_is_either_supported_as_it_is_or_refused_by_name(name):
         with pytest.raises(ValueError, match=f"quant_scheme={name!r} must be"):
             resolve_scheme(name)
         return
+
     resolved = resolve_scheme(name.lower())
-    expected, row = preset_name_to_scheme(name, targets=["Linear"]), SUPPORTED[name]
+
+    row = SUPPORTED[name]
     assert support_of(resolved) is row
     assert resolved.format.value == row.format
+    expected = preset_name_to_scheme(name, targets=["Linear"])
     expected.format = resolved.format
     assert resolved == expected
 
@@ -56,7 +59,10 @@ def test_every_preset_is_either_supported_as_it_is_or_refused_by_name(name):
     ("name", "size"), [(name, size) for name, row in SUPPORTED.items() for size in row.group_sizes]
 )
 def test_group_size_is_chosen_and_nothing_else(name, size):
-    resolved, preset = resolve_scheme(name, size), preset_name_to_scheme(name, targets=["Linear"])
+    preset = preset_name_to_scheme(name, targets=["Linear"])
+
+    resolved = resolve_scheme(name, size)
+
     assert effective_group_size(resolved) == (None if size == -1 else size)
     assert support_of(resolved).name == name
     grouping = {"strategy", "group_size"}
@@ -94,7 +100,9 @@ def test_a_scheme_without_a_learner_forward_is_refused(weights, activations):
 
 
 def test_words_tell_schemes_apart():
-    assert len({describe_scheme(resolve_scheme(name)) for name in SUPPORTED}) == len(SUPPORTED)
+    descriptions = {describe_scheme(resolve_scheme(name)) for name in SUPPORTED}
+
+    assert len(descriptions) == len(SUPPORTED)
     assert describe_scheme(resolve_scheme("W4A16_ASYM")) == "weights int4 per group 128, asymmetric"
 
 
@@ -117,15 +125,20 @@ CONFIGS = {
 def test_each_layer_takes_the_scheme_that_compressed_tensors_gives_it(case):
     config = CONFIGS[case]
     with torch.device("meta"):
-        model, theirs = make_model(), make_model()
+        model = make_model()
+        theirs = make_model()
+
+    schemes = {name: scheme_for(name, module, config) for name, module in model.named_modules()}
+
     apply_quantization_config(theirs, config)
-    expected = {n: m.quantization_scheme for n, m in theirs.named_modules() if hasattr(m, "quantization_scheme")}
-    found = {name: scheme_for(name, module, config) for name, module in model.named_modules()}
-    assert {name: scheme for name, scheme in found.items() if scheme} == expected
+    expected = {name: getattr(module, "quantization_scheme", None) for name, module in theirs.named_modules()}
+    expected = {name: scheme for name, scheme in expected.items() if scheme is not None}
+    assert {name: scheme for name, scheme in schemes.items() if scheme is not None} == expected
     assert len({describe_scheme(scheme) for scheme in expected.values()}) == len(config.config_groups)
 
 
 def test_a_quantized_cache_is_refused():
     config = QuantizationConfig(config_groups={"W4A16": ["Linear"]}, kv_cache_scheme={"num_bits": 8})
+
     with pytest.raises(ValueError, match="kv_cache_scheme"):
         resolve_config(config)
