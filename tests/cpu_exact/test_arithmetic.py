@@ -2,14 +2,13 @@
 
 import os
 import platform
-from types import SimpleNamespace
 
 import pytest
 import torch
 from quant.schemes import normal, same_bytes
 from torch import nn
 
-from qarl_trl import QaRLTrainer
+from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
 from qarl_trl.cpu_exact.ops import use_engine_ops
 from qarl_trl.tools.evaluate.sample import start_engine
@@ -65,8 +64,9 @@ def test_a_second_choice_changes_nothing_that_the_user_set(a_cpu, monkeypatch):
 
 
 def by_the_trainer(tmp_path, monkeypatch):
-    with pytest.raises(TypeError, match="needs a QaRLConfig"):
-        QaRLTrainer("no/such-model", args=SimpleNamespace(device=torch.device("cpu")))
+    args = QaRLConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(OSError, match="no/such-model"):
+        QaRLTrainer("no/such-model", args=args)
 
 
 def by_the_learners_operations(tmp_path, monkeypatch):

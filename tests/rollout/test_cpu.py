@@ -1,6 +1,5 @@
 """`qarl_trl.rollout.cpu`: which CPU the engine runs on, and what of it is left unused. CPUs are made up from flags."""
 
-import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,19 +8,15 @@ import pytest
 import torch
 from configs import config
 from conftest import make_model
-from quant.schemes import low_bit_of, normal, same_bytes
-from torch import nn
+from quant.schemes import low_bit_of
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
-from qarl_trl.cpu_exact.ops import use_engine_ops
 from qarl_trl.export import quantization_config
 from qarl_trl.quant import apply_quantization
 from qarl_trl.rollout import cpu
 from qarl_trl.rollout.cpu import check_engine_cpu, cpu_flags, why_no_engine
 from qarl_trl.rollout.engine_gemm import EngineGemm, engine_gemm
 from qarl_trl.tools.evaluate.checkpoint import precision
-from qarl_trl.tools.evaluate.sample import start_engine
 from qarl_trl.validate import check_arguments
 
 
@@ -70,108 +65,6 @@ def test_the_flags_are_those_of_the_first_core(tmp_path):
 
 
 # The choice -----------------------------------------------------------------------------------------------------
-
-
-def test_the_choice_holds_for_what_vllm_and_torch_ask(a_cpu):
-    a_cpu(SAPPHIRE_RAPIDS)
-    stock = torch._scaled_mm
-    assert torch.cpu._is_amx_tile_supported()  # control
-
-    choose_arithmetic()
-
-    assert not torch.cpu._is_amx_tile_supported()
-    assert os.environ["VLLM_CPU_INT4_W4A8"] == "0"
-    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
-    assert torch._scaled_mm.__wrapped__ is stock
-
-
-def test_a_second_choice_changes_nothing_and_leaves_what_the_user_set(a_cpu):
-    a_cpu(SAPPHIRE_RAPIDS)
-    choose_arithmetic()
-    chosen = torch._scaled_mm
-    os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "1"
-
-    choose_arithmetic()
-
-    assert torch._scaled_mm is chosen
-    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "1"
-
-
-def by_the_trainer(tmp_path, monkeypatch):
-    with pytest.raises(TypeError, match="needs a QaRLConfig"):
-        QaRLTrainer("no/such-model", args=SimpleNamespace(device=torch.device("cpu")))
-
-
-def by_the_learners_operations(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="cannot run a Linear"):
-        use_engine_ops(nn.Linear(2, 2))
-
-
-def by_a_fresh_engine(tmp_path, monkeypatch):
-    vllm = pytest.importorskip("vllm")
-    answers = []
-
-    def make_llm(*args, **kwargs):
-        answers.append(torch.cpu._is_amx_tile_supported())
-
-    monkeypatch.setattr(vllm, "LLM", make_llm)
-    start_engine(str(tmp_path))
-    assert answers == [False]
-
-
-@pytest.mark.parametrize(
-    "start",
-    [by_the_trainer, by_the_learners_operations, pytest.param(by_a_fresh_engine, marks=pytest.mark.slow)],
-)
-def test_the_choice_is_made(a_cpu, monkeypatch, tmp_path, start):
-    a_cpu(SAPPHIRE_RAPIDS)
-
-    start(tmp_path, monkeypatch)
-
-    assert not torch.cpu._is_amx_tile_supported()
-
-
-X8 = normal(8, 64, seed=8).to(torch.float8_e4m3fn)
-W8 = normal(32, 64, seed=32).to(torch.float8_e4m3fn)
-
-
-def float8_gemm(width=64):
-    """A float8 product. Only with a weight of 64 columns the two fit."""
-    weight = W8[:, :width]
-    one = torch.ones(1)
-    return torch._scaled_mm(X8, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-
-
-def test_a_float8_gemm_has_the_same_values_without_onednn(a_cpu, monkeypatch):
-    stock = torch._scaled_mm
-    onednn = []
-
-    def spy(*args, **kwargs):
-        onednn.append(torch.backends.mkldnn.enabled)
-        return stock(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "_scaled_mm", spy)
-    expected = float8_gemm()
-    a_cpu(SAPPHIRE_RAPIDS)
-    choose_arithmetic()
-
-    assert same_bytes(float8_gemm(), expected)
-    with pytest.raises(RuntimeError):
-        float8_gemm(width=32)
-
-    assert onednn == [True, False, False]  # the first is the control
-    assert torch.backends.mkldnn.enabled
-
-
-def test_a_compiler_traces_the_float8_gemm_whole(a_cpu):
-    expected = float8_gemm()
-    a_cpu(SAPPHIRE_RAPIDS)
-    choose_arithmetic()
-
-    compiled = torch.compile(float8_gemm, backend="eager", fullgraph=True)
-
-    assert same_bytes(compiled(), expected)
 
 
 # What the engine needs ------------------------------------------------------------------------------------------
@@ -268,30 +161,3 @@ def test_make_asks_before_it_installs_anything(tmp_path):
 
 
 # What vLLM chooses ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_with_amx_vllm_chooses_as_without(a_cpu):
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import _get_isa_hint
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import X86CPUUnquantizedExperts
-    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    def choices():
-        return {
-            "4-bit": _get_isa_hint(torch.bfloat16),
-            "attention": _get_attn_isa(torch.bfloat16, 128, 64),
-            "sgl": [check_cpu_sgl_kernel(64, 64, dtype) for dtype in (torch.bfloat16, torch.int8)],
-            "experts": X86CPUUnquantizedExperts._supports_current_device(),
-        }
-
-    a_cpu(SKYLAKE)
-    without = choices()
-    assert without == {"4-bit": "vec", "attention": "vec", "sgl": [False, False], "experts": False}
-
-    # Control: by itself vLLM would choose others.
-    a_cpu(SAPPHIRE_RAPIDS)
-    assert choices() == {"4-bit": "amx", "attention": "amx", "sgl": [True, True], "experts": True}
-
-    choose_arithmetic()
-    assert choices() == without
