@@ -85,7 +85,7 @@ class SharingMixin:
 
         if not self.hub_model_id:
             self.hub_model_id = repository_of(self.args)
-        # The card that `save_model` wrote did not know the repository.
+        # Again: the card of `save_model` has nothing of `kwargs`, and not the name of a repository that is new.
         self.create_model_card(**{"model_name": self.hub_model_id} | kwargs)
 
         replaced: dict[str, bytes] = {}
