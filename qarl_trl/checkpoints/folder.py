@@ -38,6 +38,7 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
     if target.exists():
         target.rename(folder.with_name("replaced"))
     folder.rename(target)
+    # A rename is on the disk when the folder that holds the name is.
     flush(target.parent, tree=False)
 
 

@@ -53,6 +53,7 @@ def resume_path(wish: str | bool | None, args: QaRLConfig, identity: Mapping[str
         OSError: if it cannot be read now; in the other processes for every error of the first.
     """
 
+    # Other processes may see another state of a network's file system, and must not resume from another step.
     def decide() -> str | None:
         checkpoint = _find(str(wish or "false"), Path(args.output_dir))
         if checkpoint is not None:

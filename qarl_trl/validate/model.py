@@ -15,6 +15,7 @@ from ..config import QaRLConfig
 
 def loading_arguments(args: QaRLConfig) -> dict[str, Any]:
     """The arguments of `from_pretrained` by which TRL loads the model of a run."""
+    # As in TRL, the field is a default, which `model_init_kwargs` may replace.
     return {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
 
 

@@ -39,6 +39,7 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
         ValueError: for everything else that would stop the run later, or make it train something else in silence.
     """
     check_arguments(model, args, given)
+    # Processes share the folders: a second one would meet the lock that the first holds while it tries it.
     if args.process_index == 0:
         check_folders(model, args)
     check_data(given, args)
@@ -50,6 +51,7 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
         plan = args.quant_plan(None if source is None else source.plan())
         check_layers(config, plan, args, given.get("peft_config"))
 
+    # A model that is given as a module is in memory already.
     loads_master_weights = isinstance(model, str) and bool(given)
     if loads_master_weights:
         check_host_memory(config, args)
