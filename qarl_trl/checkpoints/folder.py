@@ -19,60 +19,136 @@ INCOMING = "_incoming"
 
 def commit(folder: Path, target: Path, **facts: Any) -> None:
     """
-    Turn the written `folder` into the complete checkpoint `target`, by one rename on the same file system.
+    Turn a written folder into a complete checkpoint, by one rename on the same file system.
 
-    Its manifest has the size of every file, a number that grows from checkpoint to checkpoint, and `facts`. Replaces `target`.
+    Args:
+        folder: What was written, inside of a folder that is deleted later.
+        target: The checkpoint's own place. A checkpoint that is there is replaced.
+        facts: Go into the manifest, beside the size of each file and a number that grows from checkpoint to
+            checkpoint.
     """
     share(folder)
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
-    flush(folder)  # before the manifest, which marks it as complete
-    last = finished(target.parent)[-1:]
-    content = {"number": 1 + (read_manifest(last[0])["number"] if last else 0), **facts, "files": sizes}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
+    # Content must be on the disk before the manifest, whose presence says that the checkpoint is complete.
     flush(folder)
+    manifest = {"number": _next_number(target.parent), **facts, "files": _file_sizes(folder)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    flush(folder)
+
+    # No file system replaces a folder that is not empty by a rename.
     if target.exists():
         target.rename(folder.with_name("replaced"))
     folder.rename(target)
+    # A rename is on the disk when the folder that holds the name is.
     flush(target.parent, tree=False)
 
 
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of all files in a folder, by their relative paths."""
+    sizes: dict[str, int] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            sizes[str(path.relative_to(folder))] = path.stat().st_size
+    return sizes
+
+
+def _next_number(output_dir: Path) -> int:
+    """The number of the next checkpoint. Steps do not tell the order: a run may go back to an earlier one."""
+    complete = finished(output_dir)
+    if not complete:
+        return 1
+    return 1 + read_manifest(complete[-1])["number"]
+
+
 def steps(output_dir: Path) -> list[Path]:
-    """All folders with the names of the trainer's checkpoints; not a user's `checkpoint-6-keep`."""
+    """
+    Find all folders with names of the trainer's checkpoints, complete or not.
+
+    Args:
+        output_dir: The run's output folder.
+
+    Returns:
+        Folders in no particular order, without a user's own `checkpoint-6-keep`.
+    """
     return [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
 
 
 def damage(folder: Path) -> str | None:
-    """Why a checkpoint is incomplete, or `None`. `OSError` if it cannot be read now, which is no damage."""
+    """
+    Find out why a checkpoint is incomplete.
+
+    Args:
+        folder: A checkpoint of the trainer.
+
+    Returns:
+        What is missing or cut off, in words, or `None` for a complete checkpoint.
+
+    Raises:
+        OSError: if it cannot be read now, which is no damage.
+    """
     try:
         manifest = read_manifest(folder)
-        sizes, _ = dict(manifest["files"]), int(manifest["number"])
-        found = {name: (folder / name).stat().st_size for name in sizes}
+        int(manifest["number"])
+        needed = dict(manifest["files"])
+        present = {name: (folder / name).stat().st_size for name in needed}
     except (FileNotFoundError, NotADirectoryError) as error:
         return f"{error.filename} is missing"
     except (ValueError, KeyError, TypeError):
         return f"its {MANIFEST} is cut off"
-    wrong = [f"{name} has {found[name]} bytes, needs {size}" for name, size in sizes.items() if found[name] != size]
-    return wrong[0] if wrong else None
+
+    for name, size in needed.items():
+        if present[name] != size:
+            return f"{name} has {present[name]} bytes, needs {size}"
+    return None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; `OSError` or `ValueError` if it cannot be read."""
+    """
+    Read the manifest of a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+
+    Returns:
+        `number`, `files` (bytes by relative path), and the facts that identify the run.
+
+    Raises:
+        OSError: if it is missing or cannot be read.
+        ValueError: if it is cut off.
+    """
     return json.loads((folder / MANIFEST).read_text())
 
 
 def finished(output_dir: Path) -> list[Path]:
-    """Complete checkpoints of the trainer, in the order in which they were written."""
+    """
+    Find the complete checkpoints of the trainer.
+
+    Args:
+        output_dir: The run's output folder.
+
+    Returns:
+        Their folders in the order in which they were written.
+    """
     numbered = []
     for folder in steps(output_dir):
-        with suppress(OSError):  # not readable now: do not count it
+        # One that cannot be read now does not count: a rotation must not delete it, and others in its place.
+        with suppress(OSError):
             if damage(folder) is None:
                 numbered.append((read_manifest(folder)["number"], folder))
     return [folder for _, folder in sorted(numbered)]
 
 
 def rotate(output_dir: Path, limit: int | None) -> None:
-    """Delete the oldest `finished` checkpoints, so that `limit` remain (unset or 0: delete none)."""
-    for folder in finished(output_dir)[:-limit] if limit and limit > 0 else ():
+    """
+    Delete the oldest of the [`finished`] checkpoints.
+
+    Args:
+        output_dir: The run's output folder.
+        limit: Number of checkpoints that remain; `None` or 0 deletes none.
+    """
+    if not limit or limit < 0:
+        return
+
+    for folder in finished(output_dir)[:-limit]:
         # Move it away first: an interrupted deletion must not leave a damaged checkpoint.
-        shutil.rmtree(folder.rename(output_dir / INCOMING / folder.name), ignore_errors=True)
+        moved = folder.rename(output_dir / INCOMING / folder.name)
+        shutil.rmtree(moved, ignore_errors=True)

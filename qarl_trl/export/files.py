@@ -1,4 +1,4 @@
-"""Files of an exported model: check folders before the work, name and compare frozen bases, flush files to the disk."""
+"""Files of an exported model: check folders before the work, name and compare frozen bases, flush to the disk."""
 
 from __future__ import annotations
 
@@ -16,13 +16,30 @@ from safetensors import SafetensorError, safe_open
 # The files that vLLM reads. A Hub repository may hold a second copy of the weights in another format.
 READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 ADAPTER_CONFIG = "adapter_config.json"
-LOW_BIT_FOLDER = "low_bit"  # the trained low-bit model, beside its master weights or its adapter
-BASE_FOLDER = "base"  # the frozen low-bit base of an adapter
-BASE_CONFIG = "base_config.json"  # beside an adapter of a frozen base: a digest of the base
+# The trained low-bit model, beside its master weights or its adapter.
+LOW_BIT_FOLDER = "low_bit"
+# The frozen low-bit base of an adapter.
+BASE_FOLDER = "base"
+# Beside an adapter of a frozen base: a digest of the base.
+BASE_CONFIG = "base_config.json"
+# Files that hold the weights of a base.
+_WEIGHTS = "model*.safetensors"
+# A digest reads so many bytes at about so many places of a weight file.
+_SAMPLE_BYTES = 256
+_SAMPLES = 256
 
 
 def check_writable(folder: str | os.PathLike[str], field: str) -> None:
-    """Create `folder` and try to write into it. If that fails, raise `OSError` with the name of the setting, `field`."""
+    """
+    Create a folder and try to write into it.
+
+    Args:
+        folder: The folder.
+        field: The setting that names it, for the message.
+
+    Raises:
+        OSError: if that fails.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -32,64 +49,155 @@ def check_writable(folder: str | os.PathLike[str], field: str) -> None:
 
 
 def tensor_shapes(folder: str | os.PathLike) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors in a folder's `*.safetensors`, by name. If a file is cut off, `ValueError` names it."""
+    """
+    Read the shapes of all tensors in a folder's `*.safetensors`, without their content.
+
+    Args:
+        folder: A model's folder, or an adapter's. One that does not exist has no tensors.
+
+    Returns:
+        Shapes by the names of the tensors.
+
+    Raises:
+        ValueError: if a file is cut off.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
-            with safe_open(path, framework="pt") as file:  # compares the file's size with its header
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            # safetensors compares the file's size with its header when it opens the file.
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}. Copy or download it again.") from error
     return shapes
 
 
 def name_base(adapter: Path, name: str, revision: str | None, base: Path) -> None:
-    """Write the name and a digest of the frozen base beside a LoRA adapter. Without weights in the folder `base` there is no digest."""
-    file, weights = adapter / ADAPTER_CONFIG, sorted(base.glob("model*.safetensors"))
-    named = {"base_model_name_or_path": name, "revision": revision}
-    file.write_text(json.dumps(json.loads(file.read_text()) | named, indent=2))
-    (adapter / BASE_CONFIG).write_text(json.dumps({"weights": digest(weights) if weights else None}))
+    """
+    Write the name and a digest of the frozen base beside a LoRA adapter.
+
+    Args:
+        adapter: The adapter's folder.
+        name: The base's folder, relative to the adapter's or absolute, or its Hub id.
+        revision: The revision of a Hub id.
+        base: The base's folder on this machine. If it holds no weights, there is no digest.
+    """
+    file = adapter / ADAPTER_CONFIG
+    config = json.loads(file.read_text())
+    config["base_model_name_or_path"] = name
+    config["revision"] = revision
+    file.write_text(json.dumps(config, indent=2))
+
+    weights = sorted(base.glob(_WEIGHTS))
+    weights_digest = digest(weights) if weights else None
+    (adapter / BASE_CONFIG).write_text(json.dumps({"weights": weights_digest}))
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
-    """The base of a LoRA adapter: its folder and `None`, or its Hub id and revision. A relative folder starts at the adapter's."""
+    """
+    Find the base of a LoRA adapter.
+
+    Args:
+        adapter: The adapter's folder. A relative name of its base starts there.
+
+    Returns:
+        The base's folder and `None`, or its Hub id and revision.
+
+    Raises:
+        FileNotFoundError: if the base must lie beside the adapter, and does not.
+    """
     config = json.loads((adapter / ADAPTER_CONFIG).read_text())
     name = config["base_model_name_or_path"]
-    if name in (BASE_FOLDER, f"../{BASE_FOLDER}") and not (adapter / name).is_dir():
-        raise FileNotFoundError(f"{adapter / name}, the base of the adapter in {adapter}, is missing. Copy it there.")
-    return (str(adapter / name), None) if (adapter / name).is_dir() else (name, config.get("revision"))
+    folder = adapter / name
+    if folder.is_dir():
+        return str(folder), None
+
+    # Any other name is a Hub id. These would be one too, of a repository that nobody means.
+    if name in (BASE_FOLDER, f"../{BASE_FOLDER}"):
+        raise FileNotFoundError(f"{folder}, the base of the adapter in {adapter}, is missing. Copy it there.")
+    return name, config.get("revision")
 
 
 def check_base(adapter: Path, base: Path) -> None:
-    """Refuse (`ValueError`) a `base` whose weights differ from those that the adapter was trained with."""
+    """
+    Compare a base with the one beside which an adapter was trained.
+
+    Args:
+        adapter: The adapter's folder, in which [`name_base`] wrote.
+        base: The base's folder.
+
+    Raises:
+        ValueError: if the weights differ. Without a digest beside the adapter nothing is compared.
+    """
     expected = json.loads((adapter / BASE_CONFIG).read_text())["weights"]
-    if expected and digest(sorted(base.glob("model*.safetensors"))) != expected:
+    if not expected:
+        return
+    if digest(sorted(base.glob(_WEIGHTS))) != expected:
         raise ValueError(f"{base} has other weights than the base beside which the adapter {adapter} was trained.")
 
 
 def digest(files: Iterable[Path]) -> str:
-    """A digest of file names and contents. Of each weight file it reads 256 bytes at about 256 places: any training changes them."""
-    return hashlib.sha256(repr([(path.name, _sample(path)) for path in files]).encode()).hexdigest()[:16]
+    """
+    Compute a digest of the names and contents of files.
+
+    Args:
+        files: The files, in an order that does not depend on the machine. Of a weight file only samples are read, 256
+            bytes at about 256 places: any training changes them.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    content = [(path.name, _sample(path)) for path in files]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def _sample(file: Path) -> bytes:
+    """The content of a file; of a weight file the bytes at places with equal distances."""
     if file.suffix != ".safetensors":
         return file.read_bytes()
+
+    # Mapped, so that only the pages with samples are read.
     data = np.memmap(file, mode="r")
-    step = max(256, len(data) // 256)
-    return data[: len(data) // step * step].reshape(-1, step)[:, :256].tobytes()
+    step = max(_SAMPLE_BYTES, len(data) // _SAMPLES)
+    steps = len(data) // step
+    return data[: steps * step].reshape(steps, step)[:, :_SAMPLE_BYTES].tobytes()
 
 
 def share(folder: Path) -> None:
-    """Give a folder's weight files the permissions of the umask: safetensors 0.8 ignores it and lets only the owner read them."""
-    os.umask(mask := os.umask(0))
+    """
+    Give a folder's weight files the permissions of the umask, as all other files have them.
+
+    Args:
+        folder: Its own files are changed, those of sub-folders are not.
+    """
+    # safetensors 0.8 ignores the umask and lets only the owner read its files.
+    mode = 0o666 & ~_umask()
     for path in folder.glob("*.safetensors"):
-        path.chmod(0o666 & ~mask)
+        path.chmod(mode)
+
+
+def _umask() -> int:
+    """The umask of this process."""
+    # It can only be read by setting another one.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def flush(folder: Path, tree: bool = True) -> None:
-    """Flush a folder to the disk: with all its content (`tree`), or only its list of names."""
-    for path in [folder, *(folder.rglob("*") if tree else ())]:
+    """
+    Flush a folder to the disk, so that a power cut loses nothing of it.
+
+    Args:
+        folder: The folder.
+        tree: Whether to flush all its content too, or only its list of names.
+    """
+    paths = [folder]
+    if tree:
+        paths.extend(folder.rglob("*"))
+
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

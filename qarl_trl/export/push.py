@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,9 +14,21 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 
 # The files of a model repository. A push leaves out pickles, logs, completions, training state and all else.
 MODEL_FILES = (
-    *("*.safetensors", "*.safetensors.index.json", "config.json", "*_config.json", "tokenizer*", "vocab*"),
-    *("merges.txt", "*_map.json", "added_tokens.json", "chat_template.json", "tekken.json", "*.jinja", "*.model"),
-    *("recipe.yaml", "README.md"),
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "*_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "tekken.json",
+    "*.jinja",
+    "*.model",
+    "recipe.yaml",
+    "README.md",
 )
 # A push deletes such files at a repository's root if the new model lacks them: an engine would load them too.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
@@ -24,10 +36,19 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.js
 
 def open_repo(name: str, token: str | None = None, private: bool | None = None, revision: str | None = None) -> str:
     """
-    Create the model repository `name` (`user/model`, or `model` of the token's user) if it does not exist; return its full name.
+    Create a model repository if it does not exist.
 
-    `token` defaults to that of `HF_TOKEN` or `hf auth login`; `revision` is a branch other than `main`. `OSError`, here and in
-    [`push`], if the Hub cannot be reached or refuses; its message says why and what to do.
+    Args:
+        name: `user/model`, or `model` of the token's user.
+        token: Defaults to that of `HF_TOKEN` or `hf auth login`.
+        private: Whether a new repository is private; `None` leaves it to the Hub.
+        revision: A branch other than `main`, created too.
+
+    Returns:
+        The repository's full name.
+
+    Raises:
+        OSError: if the Hub cannot be reached or refuses. The message says why and what to do.
     """
     api = HfApi(token=token)
     with _errors_named(name, api, "Set HF_TOKEN or run `hf auth login`, with a token that may write there."):
@@ -40,7 +61,15 @@ def open_repo(name: str, token: str | None = None, private: bool | None = None, 
 
 
 def repository_of(args: Any) -> str:
-    """Open the repository of a run with these settings (a `QaRLConfig`), see [`open_repo`]."""
+    """
+    Open the repository of a run, see [`open_repo`].
+
+    Args:
+        args: Settings of the run, a `QaRLConfig`. Without `hub_model_id` the repository has the name of `output_dir`.
+
+    Returns:
+        The repository's full name.
+    """
     name = args.hub_model_id or Path(args.output_dir).absolute().name
     return open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
 
@@ -48,40 +77,92 @@ def repository_of(args: Any) -> str:
 def push(
     folder: Path, name: str, message: str, token: str | None = None, revision: str | None = None, **replaced: bytes
 ) -> CommitInfo:
-    """Make the model of `folder` the content of the repository `name`. `replaced` holds files with other bytes than the local ones."""
-    api, files = HfApi(token=token), dict[str, Any](model_files(folder)) | replaced
-    command = f"qarl-trl push {folder} {name}" + (f" --revision {revision}" if revision else "")
-    command = "trainer.push_to_hub()" if replaced else command  # `qarl-trl push` takes no adapters
-    with _errors_named(name, api, f"Nothing is lost: the model is in {folder}; `{command}` tries again."):
+    """
+    Make the model of a folder the content of a repository.
+
+    Args:
+        folder: The model's folder. Only its [`model_files`] are pushed.
+        name: The repository's full name, from [`open_repo`].
+        message: The commit's message.
+        token: Defaults to that of `HF_TOKEN` or `hf auth login`.
+        revision: A branch other than `main`.
+        replaced: Files whose content in the repository differs from that in the folder.
+
+    Raises:
+        ValueError: if the folder has no weights.
+        OSError: if the Hub cannot be reached or refuses. The message says how to try again.
+    """
+    api = HfApi(token=token)
+    files: dict[str, Any] = model_files(folder) | replaced
+
+    retry = _retry_command(folder, name, revision, replaced)
+    with _errors_named(name, api, f"Nothing is lost: the model is in {folder}; `{retry}` tries again."):
         present = api.list_repo_files(name, revision=revision)
-        stale = [file for file in present if "/" not in file and _any(file, WEIGHTS) and file not in files]
         changes: list[Any] = [CommitOperationAdd(there, here) for there, here in files.items()]
-        changes += [CommitOperationDelete(file) for file in stale]
+        changes += [CommitOperationDelete(file) for file in present if _is_stale(file, files)]
         # `upload_folder` may make several commits: a download between two of them would get half a model.
         return api.create_commit(name, changes, commit_message=message, revision=revision)
 
 
+def _retry_command(folder: Path, name: str, revision: str | None, replaced: Mapping[str, bytes]) -> str:
+    """What to type to push again."""
+    # `qarl-trl push` takes no adapters, whose configuration is what differs in the repository.
+    if replaced:
+        return "trainer.push_to_hub()"
+    command = f"qarl-trl push {folder} {name}"
+    if revision:
+        command += f" --revision {revision}"
+    return command
+
+
+def _is_stale(file: str, pushed: Collection[str]) -> bool:
+    """Whether a file of a repository is a weight at its root that is not in the new model."""
+    return "/" not in file and _matches(file, WEIGHTS) and file not in pushed
+
+
 @contextmanager
 def _errors_named(name: str, api: HfApi, remedy: str) -> Iterator[None]:
+    """Turn each error of the block into an `OSError` of one line, with the repository's name and what to do."""
     try:
         yield
     except Exception as error:
-        cause: BaseException = error
-        while type(cause) is RuntimeError and cause.__cause__:  # the error of an upload
-            cause = cause.__cause__
-        # One line, without the signed queries of storage addresses. `from None`: the chain of errors would show them.
-        reason = re.sub(r"\?[^\s']+", "", " ".join(f"{type(cause).__name__}: {cause}".split()))
+        reason = _one_line(error)
+        # `from None`: the chain of errors would show what the line leaves out.
         raise OSError(f"{name} on {api.endpoint}: {reason} {remedy}") from None
 
 
+def _one_line(error: BaseException) -> str:
+    """Kind and message of an error, without the signed queries of storage addresses."""
+    # An upload wraps its error, and so hides what happened.
+    while type(error) is RuntimeError and error.__cause__:
+        error = error.__cause__
+
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    return re.sub(r"\?[^\s']+", "", line)
+
+
 def model_files(folder: Path) -> dict[str, Path]:
-    """The model files of `folder`, by their names in a repository. `ValueError` if it has no weights."""
-    files = [file for file in sorted(folder.iterdir()) if file.is_file() and _any(file.name, MODEL_FILES)]
+    """
+    Find the files of a model.
+
+    Args:
+        folder: The model's folder. Of its sub-folders only further chat templates are files of the model.
+
+    Returns:
+        The files by their names in a repository.
+
+    Raises:
+        ValueError: if it has no weights.
+    """
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and _matches(file.name, MODEL_FILES)]
     if not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(f"{folder} holds no model to push: it has no *.safetensors.")
+
+    # transformers puts further templates of a tokenizer into this folder.
     files += sorted(folder.glob("additional_chat_templates/*.jinja"))
     return {file.relative_to(folder).as_posix(): file for file in files}
 
 
-def _any(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a file's name matches one of some patterns."""
     return any(fnmatch(name, pattern) for pattern in patterns)

@@ -15,59 +15,134 @@ from .files import ADAPTER_CONFIG, BASE_FOLDER, LOW_BIT_FOLDER
 from .push import open_repo, push, repository_of
 
 
+# How to load an adapter with its frozen base.
+ADAPTER_CARD = Path(__file__).with_name("adapter.md")
+
+
 class SharingMixin:
-    """The model card and the push of [`QaRLTrainer`], which override `GRPOTrainer`. With quantization off the card is TRL's."""
+    """
+    The model card and the push of [`QaRLTrainer`], which override `GRPOTrainer`.
+
+    With quantization off the card is TRL's.
+    """
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Write the low-bit model's card, without `model_name`. With a frozen base write TRL's card, and how to load base and adapter."""
+        """
+        Write the low-bit model's card; with a frozen base TRL's card of the adapter, and how to load both.
+
+        Args:
+            model_name: For TRL's card. The low-bit model's card has the name of its repository or folder.
+            dataset_name: Hub id of the training data.
+            tags: More tags.
+        """
         if not self.args.quantized or self.args.frozen:
             super().create_model_card(model_name, dataset_name, tags)
             if self.args.frozen and self.is_world_process_zero():
-                (config,) = self._unwrapped.peft_config.values()
-                rank = max(8, 1 << (config.r - 1).bit_length())  # vLLM takes 1, powers of two from 8 to 512, and 320
-                names = {"adapter": self.hub_model_id or ADDRESS, "base": self._frozen_base, "rank": rank}
-                text = Path(__file__).with_name("adapter.md").read_text()
-                with Path(self.args.output_dir, CARD).open("a") as card:
-                    card.write(text.format(**names))
+                self._describe_adapter()
+            return
+
         # While a checkpoint is written, the model in `output_dir` is from an earlier step.
-        elif self.is_world_process_zero() and not self._incoming:
-            data, tags = dataset_name and [dataset_name], [tags] if isinstance(tags, str) else tags
-            write_card(self._model_output, self.hub_model_id, **training_facts(self), datasets=data, tags=tags)
+        if self._incoming or not self.is_world_process_zero():
+            return
+
+        datasets = [dataset_name] if dataset_name else None
+        if isinstance(tags, str):
+            tags = [tags]
+        write_card(self._model_output, self.hub_model_id, **training_facts(self), datasets=datasets, tags=tags)
+
+    def _describe_adapter(self) -> None:
+        """Add to the card of an adapter how to load it with its frozen base."""
+        (config,) = self._unwrapped.peft_config.values()
+        text = ADAPTER_CARD.read_text().format(
+            adapter=self.hub_model_id or ADDRESS,
+            base=self._frozen_base,
+            rank=_served_rank(config.r),
+        )
+        with Path(self.args.output_dir, CARD).open("a") as card:
+            card.write(text)
 
     def push_to_hub(self, commit_message: str = "End of training", **kwargs: Any) -> CommitInfo | None:
-        """Save the model and push it to its Hub repository. `kwargs` go to `create_model_card`."""
+        """
+        Save the model and push it to its Hub repository. Only the first process pushes.
+
+        Args:
+            commit_message: The commit's message.
+            kwargs: Arguments of `create_model_card`.
+
+        Returns:
+            What the Hub says of the commit; `None` in the other processes.
+
+        Raises:
+            OSError: if the Hub cannot be reached or refuses. The model is saved then.
+        """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.save_model()  # before any request to the Hub
+        # Before any request to the Hub, so that nothing is lost if that fails.
+        self.save_model()
         if not self.is_world_process_zero():
             return None
-        self.hub_model_id = self.hub_model_id or repository_of(self.args)
+
+        if not self.hub_model_id:
+            self.hub_model_id = repository_of(self.args)
+        # Again: the card of `save_model` has nothing of `kwargs`, and not the name of a repository that is new.
         self.create_model_card(**{"model_name": self.hub_model_id} | kwargs)
-        args, replaced = self.args, dict[str, bytes]()
-        if args.frozen and not args.from_checkpoint:
-            folder = Path(args.output_dir, BASE_FOLDER)
-            base = open_repo(self._frozen_base, args.hub_token, args.hub_private_repo, args.hub_revision)
-            write_card(folder, base, **training_facts(self))
-            push(folder, base, commit_message, args.hub_token, args.hub_revision)
-            config = json.loads(Path(args.output_dir, ADAPTER_CONFIG).read_text())
-            config |= {"base_model_name_or_path": base, "revision": args.hub_revision}
-            replaced[ADAPTER_CONFIG] = json.dumps(config, indent=2).encode()
-        return push(
-            self._model_output, self.hub_model_id, commit_message, args.hub_token, args.hub_revision, **replaced
-        )
+
+        replaced: dict[str, bytes] = {}
+        if self.args.frozen and not self.args.from_checkpoint:
+            base = self._push_base(commit_message)
+            replaced[ADAPTER_CONFIG] = self._adapter_config(base)
+        return self._push(self._model_output, self.hub_model_id, commit_message, replaced)
+
+    def _push_base(self, commit_message: str) -> str:
+        """Push the base that the run quantized to a repository of its own, and return that repository's name."""
+        # vLLM and transformers load a base and its adapter by two names.
+        args = self.args
+        folder = Path(args.output_dir, BASE_FOLDER)
+        repository = open_repo(self._frozen_base, args.hub_token, args.hub_private_repo, args.hub_revision)
+
+        write_card(folder, repository, **training_facts(self))
+        self._push(folder, repository, commit_message, {})
+        return repository
+
+    def _adapter_config(self, base: str) -> bytes:
+        """The adapter's configuration for the Hub, where it names the base's repository."""
+        # On this machine it names the base's folder, so that neither place needs the other.
+        config = json.loads(Path(self.args.output_dir, ADAPTER_CONFIG).read_text())
+        config["base_model_name_or_path"] = base
+        config["revision"] = self.args.hub_revision
+        return json.dumps(config, indent=2).encode()
+
+    def _push(self, folder: Path, repository: str, message: str, replaced: dict[str, bytes]) -> CommitInfo:
+        """[`push`] with the token and the branch of the run."""
+        return push(folder, repository, message, self.args.hub_token, self.args.hub_revision, **replaced)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push nothing at a checkpoint: the model is pushed at the end."""
 
     @property
     def _frozen_base(self) -> str:
-        """The name that loads the frozen base: the run's checkpoint, or the repository or folder of the base that the run quantized."""
+        """The name that loads the frozen base."""
+        # A base that was a checkpoint before the run keeps its name: the run publishes only what it made.
         if self.args.from_checkpoint:
             return base_facts(base_model(self._unwrapped).config._name_or_path)["base"]
-        return f"{self.hub_model_id}-base" if self.hub_model_id else f"{ADDRESS}/{BASE_FOLDER}"
+        if self.hub_model_id:
+            return f"{self.hub_model_id}-base"
+        return f"{ADDRESS}/{BASE_FOLDER}"
 
     @property
     def _model_output(self) -> Path:
-        beside = self.args.quantized and not self.args.frozen and is_peft_model(self._unwrapped)
-        return Path(self.args.output_dir, LOW_BIT_FOLDER if beside else "")
+        """The folder of the model to share: of all that a run with an adapter writes, its merged low-bit model."""
+        beside_adapter = self.args.quantized and not self.args.frozen and is_peft_model(self._unwrapped)
+        return Path(self.args.output_dir, LOW_BIT_FOLDER if beside_adapter else "")
+
+
+def _served_rank(rank: int) -> int:
+    """
+    A value of `vllm serve --max-lora-rank` that is at least `rank`: the next power of two, from 8 on.
+
+    For an engine of our own, `engine_rank` in `rollout/_vllm_lora.py` asks vLLM which ranks it takes. A card is also
+    written where vLLM is not installed, so this uses those that all versions take: powers of two from 8 to 512.
+    """
+    next_power_of_two = 1 << (rank - 1).bit_length()
+    return max(8, next_power_of_two)

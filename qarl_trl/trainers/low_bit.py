@@ -58,9 +58,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         arguments = inspect.signature(super().__init__).bind(*positional, **named).arguments
         model: Any = arguments["model"]
         args: Any = arguments.get("args")
-        if not isinstance(args, LowBitConfig):
-            raise TypeError(f"args must be a config with LowBitConfig, got {type(args).__name__}.")
-        if args.device.type == "cpu":
+        if isinstance(args, LowBitConfig) and args.device.type == "cpu":
             choose_arithmetic()
 
         # Everything that can be refused is refused here, before anything loads.

@@ -19,15 +19,23 @@ def write(output_dir, step, content="weights", **facts):
     (folder / "model.safetensors").write_text(content)
     (folder / "low_bit" / "config.json").write_text("{}")
     (folder / "scheduler.pt").write_text("")
+
     target = output_dir / folder.name
     commit(folder, target, **facts)
     return target
 
 
+def checkpoint_names(output_dir):
+    """The names of all folders that look like a checkpoint."""
+    return {folder.name for folder in output_dir.glob("checkpoint-*")}
+
+
 def test_what_was_committed_is_whole_and_in_its_place(tmp_path):
     folder = write(tmp_path, 1, model="toy")
+
     assert damage(folder) is None
     assert not (tmp_path / INCOMING / "checkpoint-1").exists()
+
     manifest = json.loads((folder / MANIFEST).read_text())
     assert manifest["files"] == {"model.safetensors": 7, "low_bit/config.json": 2, "scheduler.pt": 0}
     assert manifest["model"] == "toy"
@@ -36,61 +44,66 @@ def test_what_was_committed_is_whole_and_in_its_place(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: (f / "model.safetensors").write_text("weight"), "6 bytes, needs 7"),
-        (lambda f: (f / "low_bit" / "config.json").unlink(), "low_bit/config.json is missing"),
-        (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),
-        (lambda f: (f / MANIFEST).write_text('{"files": {'), "cut off"),
-        (lambda f: (f / MANIFEST).write_text("[]"), "cut off"),
+        (lambda folder: (folder / "model.safetensors").write_text("weight"), "6 bytes, needs 7"),
+        (lambda folder: (folder / "low_bit" / "config.json").unlink(), "low_bit/config.json is missing"),
+        (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": {'), "cut off"),
+        (lambda folder: (folder / MANIFEST).write_text("[]"), "cut off"),
     ],
 )
 def test_damage_is_named(tmp_path, change, words):
     folder = write(tmp_path, 1)
+
     change(folder)
+
     assert re.search(words, damage(folder))
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     write(tmp_path, 1, "old")
-    assert (write(tmp_path, 1, "new") / "model.safetensors").read_text() == "new"
-    assert [folder.name for folder in finished(tmp_path)] == ["checkpoint-1"]
+    new = write(tmp_path, 1, "new")
 
-
-def names(folders):
-    return {folder.name for folder in folders}
+    assert (new / "model.safetensors").read_text() == "new"
+    assert finished(tmp_path) == [new]
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
     folder = write(tmp_path, 1)
-    read = Path.read_text
+    read_text = Path.read_text
 
     def stale(path, *args):
         if path.name == MANIFEST:
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return read(path, *args)
+        return read_text(path, *args)
 
     monkeypatch.setattr(Path, "read_text", stale)
+
     with pytest.raises(OSError, match="Stale file handle.*checkpoint-1"):
         damage(folder)
-    assert finished(tmp_path) == []  # nothing that rotation may delete
+    assert finished(tmp_path) == []  # so a rotation does not delete it
 
 
 def test_rotation_leaves_what_is_damaged_or_was_not_written_by_the_trainer(tmp_path):
-    """A checkpoint of which a file was cut off may be what somebody wants to save by hand; a copy by a user is the user's."""
+    """Somebody may want to repair a checkpoint of which a file was cut off; and a copy by a user is the user's."""
     for step in (1, 2, 3, 10):
         write(tmp_path, step)
     (tmp_path / "checkpoint-2" / "model.safetensors").write_text("w")
     shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "checkpoint-1-keep")
     (tmp_path / "checkpoint-11").mkdir()
+    kept = {"checkpoint-2", "checkpoint-1-keep", "checkpoint-11", "checkpoint-10"}
+
     rotate(tmp_path, 2)
-    left = {"checkpoint-2", "checkpoint-1-keep", "checkpoint-11", "checkpoint-10"}
-    assert names(tmp_path.glob("checkpoint-*")) == left | {"checkpoint-3"}
+    assert checkpoint_names(tmp_path) == kept | {"checkpoint-3"}
+
     rotate(tmp_path, 1)
-    assert names(tmp_path.glob("checkpoint-*")) == left
+    assert checkpoint_names(tmp_path) == kept
+
     rotate(tmp_path, None)
     assert damage(tmp_path / "checkpoint-10") is None
+
     # Control: transformers counts them all, and deletes the last that is whole.
     rotate_checkpoints(str(tmp_path), save_total_limit=1)
-    assert names(tmp_path.glob("checkpoint-*")) == {"checkpoint-11"}
+    assert checkpoint_names(tmp_path) == {"checkpoint-11"}
 
 
 def test_the_last_is_the_one_written_last(tmp_path):
@@ -98,5 +111,6 @@ def test_the_last_is_the_one_written_last(tmp_path):
     for step in (1, 7, 2):
         write(tmp_path, step)
     assert finished(tmp_path)[-1].name == "checkpoint-2"
+
     rotate(tmp_path, 1)
-    assert [f.name for f in finished(tmp_path)] == ["checkpoint-2"]
+    assert [folder.name for folder in finished(tmp_path)] == ["checkpoint-2"]

@@ -11,6 +11,7 @@ import pytest
 from qarl_trl.checkpoints.lock import holding
 
 
+# A process that holds the lock until it is killed.
 HOLDS = """
 import sys, time
 from pathlib import Path
@@ -19,13 +20,28 @@ with holding(Path(sys.argv[1])):
     print("holds", flush=True)
     time.sleep(60)
 """
+# The same, with a fork that lives on when its parent is killed. It prints the fork's process id.
+HOLDS_AND_FORKS = """
+import os, sys, time
+from pathlib import Path
+from qarl_trl.checkpoints.lock import holding
+with holding(Path(sys.argv[1])):
+    child = os.fork()
+    if not child:
+        print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+def start(code, folder):
+    """A process that runs `code` for a folder."""
+    return subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
 def other(tmp_path):
     """Another process that holds the lock."""
-    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with start(HOLDS, tmp_path) as process:
         assert process.stdout.readline() == "holds\n"
         yield process
         process.kill()
@@ -35,20 +51,22 @@ def test_the_second_run_is_told_who_has_the_folder_and_a_kill_frees_it(tmp_path,
     named = f"in use by process {other.pid} on {socket.gethostname()}"
     with pytest.raises(ValueError, match=named), holding(tmp_path):
         pytest.fail("two at once")
+
     other.kill()
     other.wait()
+
     with holding(tmp_path):
         pass
 
 
 def test_a_child_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
     """A reward function's fork has a copy of all that its parent opened."""
-    forks = HOLDS.replace('    print("holds"', "    import os; child = os.fork()\n    if not child: print(os.getpid()")
-    with subprocess.Popen([sys.executable, "-c", forks, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with start(HOLDS_AND_FORKS, tmp_path) as process:
         child = int(process.stdout.readline())
         process.kill()
         process.wait()
         os.kill(child, 0)  # control: it lives
+
         try:
             with holding(tmp_path):
                 pass
@@ -57,7 +75,9 @@ def test_a_child_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
 
 
 def test_one_process_may_hold_it_twice(tmp_path):
-    with holding(tmp_path), holding(tmp_path / "." / ""):
+    same_folder = tmp_path / "." / ""
+
+    with holding(tmp_path), holding(same_folder):
         pass
     with holding(tmp_path):
         pass

@@ -23,44 +23,70 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def folder(tiny_model, tiny_tokenizer, tmp_path):
+    """A low-bit folder without a card."""
     return save_low_bit(apply_quantization(tiny_model(), "W4A16"), tiny_tokenizer, tmp_path / "sums-w4a16")
 
 
-def blocks(card, language):
-    """The code blocks of a card."""
-    return re.findall(rf"```{language}\n(.*?)```", card.text, re.DOTALL)
+@pytest.fixture
+def trained(model, tmp_path):
+    """A trainer after its run, and the output folder, with the low-bit model."""
+    home = tmp_path / "someone" / "out"
+    trainer = make(model, home, run_name="someone-7")
+    trainer.train()
+    trainer.save_model()
+    return trainer, home
+
+
+def python_blocks(card):
+    """The blocks of Python in a card."""
+    return re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
 
 
 def test_only_what_is_on_the_hub_has_an_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
+
     assert base_facts("Qwen/Qwen3-8B-Base")["base_id"] == "Qwen/Qwen3-8B-Base"
-    assert all(base_facts(name)["base_id"] is None for name in ("/data/users/someone/my-model", "here", ""))
+    for local in ("/data/users/someone/my-model", "here", ""):
+        assert base_facts(local)["base_id"] is None
 
 
-def test_a_trained_model_says_what_it_is_and_how_it_was_made_and_nothing_of_who_made_it(model, tmp_path):
-    home = tmp_path / "someone" / "out"
-    trainer = make(model, home, run_name="someone-7")
-    trainer.train()
-    trainer.save_model()
+def test_a_trained_model_says_what_it_is_and_how_it_was_made_and_nothing_of_who_made_it(trained, tmp_path):
+    _, home = trained
     card = ModelCard.load(home / "README.md")
+
     assert "base_model" not in card.data.to_dict()  # a local model has no page to link to
     assert {"w4a16", "compressed-tensors", "qarl", "vllm"} <= set(card.data.tags)
     assert "`sums-base`, trained by reinforcement learning" in card.text
-    assert "| W4A16 | weights int4 per group 128 |" in card.text and "`lm_head`" in card.text
-    assert "TBPO" in card.text and "4 optimizer steps" in card.text and "distinct_characters" in card.text
+    assert "| W4A16 | weights int4 per group 128 |" in card.text
+    assert "`lm_head`" in card.text
+    assert "TBPO" in card.text
+    assert "4 optimizer steps" in card.text
+    assert "distinct_characters" in card.text
     assert "None" not in card.text
+
     written = (home / "README.md").read_text()
+    secrets = [str(tmp_path), "someone", f"/{getpass.getuser()}/", "hf_"]
     host = socket.gethostname()
-    for secret in (str(tmp_path), "someone", host if len(host) > 3 else "\0", f"/{getpass.getuser()}/", "hf_"):
+    if len(host) > 3:  # a shorter name may be part of a word
+        secrets.append(host)
+    for secret in secrets:
         assert secret not in written
+
+
+def test_a_card_takes_data_sets_and_tags(trained):
+    trainer, home = trained
+
     trainer.create_model_card(dataset_name="some/sums", tags=["sums"])
+
     card = ModelCard.load(home / "README.md")
-    assert card.data.datasets == ["some/sums"] and "sums" in card.data.tags
+    assert card.data.datasets == ["some/sums"]
+    assert "sums" in card.data.tags
 
 
 def test_a_model_of_the_hub_is_linked(folder):
     write_card(folder, "me/sums", base_id="Qwen/Qwen3-8B", base="Qwen/Qwen3-8B", datasets=["openai/gsm8k"])
+
     card = ModelCard.load(folder / "README.md")
     assert card.data.base_model == "Qwen/Qwen3-8B"
     assert card.data.to_dict()["base_model_relation"] == "quantized"
@@ -69,14 +95,17 @@ def test_a_model_of_the_hub_is_linked(folder):
 
 
 def test_a_card_that_was_edited_stays(folder):
+    card = folder / "README.md"
     write_card(folder)
-    first = (folder / "README.md").read_text()
-    write_card(folder, "me/sums")
-    assert (folder / "README.md").read_text() != first  # control
-    (folder / "README.md").write_text("mine\n")
-    write_card(folder)
-    assert (folder / "README.md").read_text() == "mine\n"
+    first = card.read_text()
     assert GENERATED in first
+
+    write_card(folder, "me/sums")
+    assert card.read_text() != first  # control: not edited
+
+    card.write_text("mine\n")
+    write_card(folder)
+    assert card.read_text() == "mine\n"
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
@@ -84,8 +113,10 @@ def test_what_the_card_says_of_transformers_works_as_pasted(tiny_model, tmp_path
     learner = apply_quantization(tiny_model(dtype=torch.bfloat16, num_key_value_heads=2), scheme)
     save_low_bit(learner, tiny_tokenizer, tmp_path)
     card = model_card(tmp_path, str(tmp_path))
-    (snippet,) = (block for block in blocks(card, "python") if "AutoModel" in block)
+    (snippet,) = [block for block in python_blocks(card) if "AutoModel" in block]
+
     exec(compile(snippet, "card", "exec"), {})
+
     assert "12+3=" in capsys.readouterr().out
     assert scheme in card.text
 
@@ -96,18 +127,23 @@ def test_a_mixture_in_low_bits_has_no_lines_for_transformers_which_may_make_up_i
 ):
     learner = apply_quantization(tiny_model(kind), "W4A16")
     save_low_bit(learner, None, tmp_path)
+
     card = model_card(tmp_path)
     assert "it made up random weights" in card.text
-    assert not [block for block in blocks(card, "python") if "AutoModel" in block]
+    assert "AutoModel" not in "".join(python_blocks(card))
+
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)  # no error in either case
-    experts = [model.model.layers[0].mlp.experts.down_proj for model in (loaded, learner)]
-    distance = (experts[0] - experts[1]).abs().max()
-    assert (distance < 0.01) == loads  # half a 4-bit step of weights of 0.02 standard deviation is 0.006
+    loaded_experts, experts = [model.model.layers[0].mlp.experts.down_proj for model in (loaded, learner)]
+    distance = (loaded_experts - experts).abs().max()
+    # Half a 4-bit step of weights of 0.02 standard deviation is 0.006.
+    assert (distance < 0.01) == loads
 
 
 def test_with_a_chat_template_the_snippets_chat(folder):
     assert "llm.generate(" in model_card(folder).text
+
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
+
     assert "llm.chat(" in model_card(folder).text

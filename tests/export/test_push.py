@@ -9,7 +9,7 @@ import torch
 from hub_server import READER, WRITER, running_hub
 from huggingface_hub import constants, snapshot_download
 from peft import LoraConfig
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from slow.toys import save_model
 from test_trainer import make
 from transformers import AutoModelForCausalLM
@@ -25,11 +25,13 @@ from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 def hub(monkeypatch):
     with running_hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(hub_of_transformers, "_hf_api", None)  # made once, for an endpoint
+        # transformers makes its client once, for the endpoint of that time.
+        monkeypatch.setattr(hub_of_transformers, "_hf_api", None)
         address = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its storage is a protocol of its own
+        # Its storage speaks a protocol of its own, which this server does not.
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         yield hub
 
@@ -45,13 +47,15 @@ def low_bit(tiny_model, tiny_tokenizer, tmp_path):
     return save_low_bit(model, tiny_tokenizer, tmp_path / "low")
 
 
-def same(files: dict[str, bytes], folder: Path) -> bool:
+def holds_model(files: dict[str, bytes], folder: Path) -> bool:
     """Whether a branch holds exactly the model files of `folder`."""
-    expected = {name: file.read_bytes() for name, file in model_files(folder).items()}
-    return {name: content for name, content in files.items() if name != ".gitattributes"} == expected
+    local = {name: file.read_bytes() for name, file in model_files(folder).items()}
+    pushed = {name: content for name, content in files.items() if name != ".gitattributes"}
+    return pushed == local
 
 
 def pushing(model, folder, **changes):
+    """A trainer that pushes to the repository `me/toy`."""
     settings = {"push_to_hub": True, "hub_model_id": "me/toy", "save_strategy": "steps", "save_steps": 2}
     return make(model, folder, **settings | changes)
 
@@ -64,24 +68,32 @@ def test_the_content_is_the_model_and_nothing_else_of_the_folder(hub, low_bit, t
         (low_bit / name).write_text("private")
     (low_bit / "checkpoint-4").mkdir()
     (low_bit / "checkpoint-4" / "model.safetensors").write_text("master weights")
-    assert open_repo("toy", private=True) == "me/toy" and hub.private["me/toy"]
+
+    assert open_repo("toy", private=True) == "me/toy"
     push(low_bit, "me/toy", "first")
-    assert same(hub.files("me/toy"), low_bit)
+
+    assert hub.private["me/toy"]
+    assert holds_model(hub.files("me/toy"), low_bit)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= hub.files("me/toy").keys()
     assert hub.messages("me/toy") == ["first", "initial commit"]  # one commit: nobody downloads half of a model
-    again = Path(snapshot_download("me/toy", cache_dir=tmp_path / "cache", endpoint=hub.url))
-    assert load_file(again / "model.safetensors").keys() == load_file(low_bit / "model.safetensors").keys()
+
+    downloaded = Path(snapshot_download("me/toy", cache_dir=tmp_path / "cache", endpoint=hub.url))
+    tensors = load_file(downloaded / "model.safetensors")
+    assert tensors.keys() == load_file(low_bit / "model.safetensors").keys()
 
 
 def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub, low_bit):
+    earlier = [low_bit / "model-00001-of-00002.safetensors", low_bit / "model.safetensors.index.json"]
+    for file in earlier:
+        file.write_text("{}")
     open_repo("me/toy", revision="v2")
-    (low_bit / "model-00001-of-00002.safetensors").write_text("old")
-    (low_bit / "model.safetensors.index.json").write_text("{}")
     push(low_bit, "me/toy", "two files", revision="v2")
-    (low_bit / "model-00001-of-00002.safetensors").unlink()
-    (low_bit / "model.safetensors.index.json").unlink()
+
+    for file in earlier:
+        file.unlink()
     push(low_bit, "me/toy", "one file", revision="v2")
-    assert same(hub.files("me/toy", "v2"), low_bit)
+
+    assert holds_model(hub.files("me/toy", "v2"), low_bit)
     assert "model.safetensors" not in hub.files("me/toy")
 
 
@@ -91,18 +103,26 @@ def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub,
 @pytest.mark.parametrize(("token", "reason"), [("wrong", "401"), (READER, "403")])
 def test_a_token_that_may_not_write_is_refused_at_once_and_not_named(hub, token, reason):
     open_repo("me/toy")
+
     with pytest.raises(OSError, match=f"{reason}.*HF_TOKEN") as refused:
         open_repo("me/toy", token=token)
-    assert token not in str(refused.value) and "\n" not in str(refused.value)
+    assert token not in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
-def test_a_server_that_is_down_or_refuses_is_one_line_with_the_way_out(hub, low_bit, monkeypatch):
+def test_a_server_that_refuses_is_one_line_with_the_way_out(hub, low_bit):
     open_repo("me/toy")
     hub.refusals = [403]
+
     with pytest.raises(OSError, match=f"403.*Nothing is lost: the model is in .*qarl-trl push {low_bit} me/toy"):
         push(low_bit, "me/toy", "no")
+
+
+def test_a_server_that_is_down_is_one_line_with_the_way_out(hub, low_bit, monkeypatch):
+    open_repo("me/toy")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client tries again
+
     with pytest.raises(OSError, match="ConnectError.*Nothing is lost") as lost:
         push(low_bit, "me/toy", "lost")
     assert lost.value.__suppress_context__  # what is beneath would name addresses with signatures
@@ -115,55 +135,93 @@ def test_a_run_pushes_the_low_bit_model_at_the_end_and_keeps_master_weights_at_h
     trainer = pushing(model, tmp_path, hub_token=WRITER)
     trainer.train()
     assert hub.messages("me/toy") == ["initial commit"]
+
     trainer.push_to_hub(dataset_name="someone/sums")
+
+    files = hub.files("me/toy")
     assert hub.messages("me/toy")[0] == "End of training"
-    assert same(hub.files("me/toy"), tmp_path)
-    card = hub.files("me/toy")["README.md"].decode()
-    assert "vllm serve me/toy" in card and "someone/sums" in card
+    assert holds_model(files, tmp_path)
+    card = files["README.md"].decode()
+    assert "vllm serve me/toy" in card
+    assert "someone/sums" in card
+
+    pushed = load(files["model.safetensors"])
     expected = dict(iter_low_bit_weights(trainer.model))
-    (tmp_path / "pulled").mkdir()
-    (tmp_path / "pulled" / "m.safetensors").write_bytes(hub.files("me/toy")["model.safetensors"])
-    pulled = load_file(tmp_path / "pulled" / "m.safetensors")
-    assert pulled.keys() == expected.keys() and all(torch.equal(pulled[n], t) for n, t in expected.items())
+    assert pushed.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(pushed[name], tensor), name
+
+
+# A run with an adapter on a frozen base.
+FROZEN = {"lora_base": "frozen", "max_steps": 1}
+
+
+def adapter():
+    return LoraConfig(target_modules=["q_proj", "down_proj"])
 
 
 def test_an_adapter_is_pushed_with_the_base_that_its_run_quantized(hub, model, tmp_path):
-    frozen = {"peft_config": LoraConfig(target_modules=["q_proj", "down_proj"]), "lora_base": "frozen", "max_steps": 1}
-    trainer = pushing(model, tmp_path / "run", **frozen)
+    trainer = pushing(model, tmp_path, peft_config=adapter(), **FROZEN)
     trainer.train()
     trainer.push_to_hub()
-    assert same(hub.files("me/toy-base"), tmp_path / "run" / "base")
-    files, here = hub.files("me/toy"), json.loads((tmp_path / "run" / "adapter_config.json").read_text())
-    assert "model.safetensors" not in files and "adapter_model.safetensors" in files
+
+    assert holds_model(hub.files("me/toy-base"), tmp_path / "base")
+    files = hub.files("me/toy")
+    assert "model.safetensors" not in files
+    assert "adapter_model.safetensors" in files
+
     # Each names its own base, so that neither needs the other.
-    assert here["base_model_name_or_path"] == "base"
-    assert json.loads(files["adapter_config.json"]) == here | {"base_model_name_or_path": "me/toy-base"}
-    card = hub.files("me/toy")["README.md"].decode()
+    config_here = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config_here["base_model_name_or_path"] == "base"
+    assert json.loads(files["adapter_config.json"]) == config_here | {"base_model_name_or_path": "me/toy-base"}
+
+    card = files["README.md"].decode()
     assert "vllm serve me/toy-base --enable-lora --max-lora-rank 8 --lora-modules policy=me/toy" in card
     assert "vllm serve me/toy-base" in hub.files("me/toy-base")["README.md"].decode()
-    # Beside a checkpoint that was there before, the adapter alone.
-    other = {"hub_model_id": "me/other", "quant_scheme": "checkpoint"}
-    trainer = pushing(str(tmp_path / "run" / "base"), tmp_path / "other", **frozen | other)
+
+
+def test_beside_a_checkpoint_that_was_there_before_the_adapter_alone_is_pushed(hub, low_bit, tmp_path):
+    trainer = pushing(str(low_bit), tmp_path / "run", peft_config=adapter(), quant_scheme="checkpoint", **FROZEN)
     trainer.train()
     trainer.push_to_hub()
-    assert {"me/toy", "me/toy-base", "me/other"} == hub.branches.keys()
+
+    assert hub.branches.keys() == {"me/toy"}
+    assert "adapter_model.safetensors" in hub.files("me/toy")
 
 
-def test_a_push_that_fails_loses_nothing_and_names_no_token(hub, model, tmp_path, caplog, capfd):
+def test_a_push_that_fails_loses_nothing(hub, model, tmp_path):
+    trainer = pushing(model, tmp_path)
+    trainer.train()
+
+    hub.refusals = [403]
+    with pytest.raises(OSError, match="Nothing is lost"):
+        trainer.push_to_hub()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    trainer.push_to_hub()
+    assert holds_model(hub.files("me/toy"), tmp_path)
+
+
+def test_a_token_is_in_no_file_no_log_and_no_error(hub, model, tmp_path, caplog, capfd):
     caplog.set_level("DEBUG", logger="qarl_trl")
     trainer = pushing(model, tmp_path, hub_token=WRITER)
     trainer.train()
     hub.refusals = [403]
     with pytest.raises(OSError, match="Nothing is lost") as error:
         trainer.push_to_hub()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path)
     trainer.push_to_hub()
 
     saved = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert any(file.name == "training_args.bin" for file in saved)
-    assert not [file for file in saved if WRITER.encode() in file.read_bytes()]
-    assert not [content for content in hub.files("me/toy").values() if WRITER.encode() in content]
-    assert WRITER not in caplog.text + "".join(capfd.readouterr()) + str(error.value) + str(trainer.args.to_dict())
+    assert "training_args.bin" in {file.name for file in saved}
+    for file in saved:
+        assert WRITER.encode() not in file.read_bytes(), file
+    for name, content in hub.files("me/toy").items():
+        assert WRITER.encode() not in content, name
+
+    printed = "".join(capfd.readouterr())
+    for text in (caplog.text, printed, str(error.value), str(trainer.args.to_dict())):
+        assert WRITER not in text
+
     assert pickle.loads(pickle.dumps(trainer.args)).hub_token is None
     assert WRITER.encode() in pickle.dumps(dict(vars(trainer.args)))  # control: pickle would have kept it
 
@@ -171,6 +229,7 @@ def test_a_push_that_fails_loses_nothing_and_names_no_token(hub, model, tmp_path
 def test_what_cannot_be_pushed_to_is_refused_before_the_model_loads(hub, model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "wrong")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+
     with pytest.raises(OSError, match="401"):
         pushing(model, tmp_path)
 
@@ -178,13 +237,21 @@ def test_what_cannot_be_pushed_to_is_refused_before_the_model_loads(hub, model, 
 # Commands --------------------------------------------------------------------------------------------------------
 
 
-def test_push_writes_its_address_into_the_card_and_refuses_master_weights(hub, model, tmp_path, capsys):
+def test_push_writes_its_address_into_the_card(hub, model, tmp_path, capsys):
     low_bit = tmp_path / "out"
     cli.main(["export", model, str(low_bit)])
+
     cli.main(["push", str(low_bit), "me/toy", "--private", "--revision", "w4"])
-    assert same(hub.files("me/toy", "w4"), low_bit) and hub.private["me/toy"]
-    assert "vllm serve me/toy" in (low_bit / "README.md").read_text() and "pushed: http" in capsys.readouterr().out
+
+    assert "pushed: http" in capsys.readouterr().out
+    assert hub.private["me/toy"]
+    assert holds_model(hub.files("me/toy", "w4"), low_bit)
+    assert "vllm serve me/toy" in (low_bit / "README.md").read_text()
+
+
+def test_push_refuses_master_weights(hub, model, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["push", model, "me/other"])
-    assert stopped.value.code == 2 and "no low-bit model" in capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "no low-bit model" in capsys.readouterr().err
     assert "me/other" not in hub.branches

@@ -1,0 +1,91 @@
+"""Check the settings and arguments of a trainer, without the model's files and the data's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.utils import is_bitsandbytes_available
+
+from ..export import LOW_BIT_FOLDER, check_target
+from ..export.files import BASE_FOLDER
+from ..trainers.settings import LowBitConfig
+from .adapters import adapters_of, check_adapter
+from .layers import check_plan
+from .placement import check_placement
+from .rollouts import check_processes
+
+
+# Optimizers of bitsandbytes begin with these.
+BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "paged_")
+# Arguments by which transformers loads a model that is quantized for inference, without master weights.
+FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
+
+
+def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> None:
+    """
+    The checks of [`check_run`] that read neither the model's files nor the data.
+
+    Args:
+        model: The trainer's model, or its name.
+        args: Settings of the run, a config with `LowBitConfig`.
+        given: All arguments of the trainer by name.
+
+    Raises:
+        TypeError: if `args` is no config with `LowBitConfig`.
+        ImportError: if bitsandbytes is missing, or peft has an untested version.
+        ValueError: for settings that do not work together, with this device, or with these processes.
+    """
+    if not isinstance(args, LowBitConfig):
+        raise TypeError(
+            f"args must be a config with LowBitConfig (for QaRLTrainer a QaRLConfig), got {type(args).__name__}."
+        )
+    check_processes(args, given)
+    _check_optimizer(args)
+    # All that follows is about low-bit layers. Without them a run is TRL's.
+    if not args.quantized:
+        return
+
+    _check_loading(args, given)
+    check_placement(args)
+    if args.frozen and not (isinstance(model, str) and given.get("peft_config")):
+        raise ValueError("lora_base='frozen' needs peft_config, and the name of a model: it never loads whole.")
+
+    adapters = adapters_of(model, given)
+    for adapter in adapters:
+        check_adapter(adapter, args)
+    _check_targets(args, with_adapter=bool(adapters))
+
+    plan = args.quant_plan()
+    if plan is not None:
+        check_plan(plan, args)
+
+
+def _check_optimizer(args: Any) -> None:
+    """Refuse (`ImportError`) an optimizer of bitsandbytes where that is not installed."""
+    # transformers would say so when it builds the optimizer, after the model has loaded and the engine has started.
+    if args.optim.startswith(BITSANDBYTES_OPTIMIZERS) and not is_bitsandbytes_available():
+        raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
+
+
+def _check_loading(args: Any, given: Mapping[str, Any]) -> None:
+    """Refuse (`ValueError`) arguments by which transformers would quantize the model while it loads."""
+    loading = dict(args.model_init_kwargs or {})
+    # TRL adds this argument of the trainer to those by which it loads the model.
+    if given.get("quantization_config") is not None:
+        loading["quantization_config"] = given["quantization_config"]
+
+    for name in FOREIGN_QUANTIZATION:
+        if loading.get(name):
+            raise ValueError(f"{name} leaves no master weights. Remove it, or set quant_scheme='none'.")
+
+
+def _check_targets(args: Any, with_adapter: bool) -> None:
+    """Refuse (`ValueError`) folders where the low-bit model would overwrite another model at the end of the run."""
+    check_target(args.output_dir)
+    # With an adapter `output_dir` has the adapter, and the low-bit model is in a folder below.
+    if with_adapter:
+        folder = BASE_FOLDER if args.frozen else LOW_BIT_FOLDER
+        check_target(Path(args.output_dir, folder))

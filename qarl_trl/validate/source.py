@@ -1,0 +1,68 @@
+"""Find and check the quantized checkpoint that a run starts from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import PreTrainedModel
+
+from ..quant.scheme import resolve_config
+from ..quant.start import QuantizedSource, quantized_source
+from .layers import check_plan
+from .model import loading_arguments
+
+
+logger = get_logger(__name__)
+
+
+def find_source(model: str | PreTrainedModel, args: Any) -> QuantizedSource | None:
+    """
+    Find the quantized checkpoint that the run starts from, and check it as a whole.
+
+    Args:
+        model: The model or its name.
+        args: Settings of the run.
+
+    Returns:
+        The checkpoint, or `None` for an unquantized model.
+
+    Raises:
+        ValueError: if it is incomplete, if its schemes cannot run here, or if the settings do not fit: they need a
+            quantized model and this is none, or the other way round.
+    """
+    name = model if isinstance(model, str) else model.config._name_or_path
+    source = _quantized_source(model, name, args)
+
+    if source is None:
+        if args.from_checkpoint:
+            named = name or "one without a path"
+            raise ValueError(f"quant_scheme='checkpoint' needs a quantized model, got {named!r}.")
+        return None
+    if not args.quantized:
+        raise ValueError(f"{name} is quantized, and quant_scheme is 'none'. Use quant_scheme: checkpoint.")
+
+    _ = source.layers  # reads the headers of all files, and raises for a missing tensor
+    plan = args.quant_plan(source.plan())
+    check_plan(resolve_config(plan), args)
+
+    if not args.from_checkpoint:
+        if args.frozen:
+            raise ValueError(
+                f"{name} is quantized: lora_base='frozen' keeps its tensors with quant_scheme: checkpoint."
+            )
+        logger.warning(
+            f"{name} is quantized. Its weights are decompressed and quantized again, by quant_scheme="
+            f"{args.quant_name!r}; 'checkpoint' keeps its scheme."
+        )
+    return source
+
+
+def _quantized_source(model: str | PreTrainedModel, name: str, args: Any) -> QuantizedSource | None:
+    """The checkpoint of a name, if it is quantized and the run needs it."""
+    if not name:
+        return None
+    # A model that is loaded has its master weights already. Only quant_scheme="checkpoint" still reads its file.
+    if not (isinstance(model, str) or args.from_checkpoint):
+        return None
+    return quantized_source(name, **loading_arguments(args))

@@ -1,0 +1,109 @@
+"""`qarl_trl.validate.adapters`: adapters that can be trained, and the words for those that cannot."""
+
+import pytest
+from configs import config
+from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
+
+from qarl_trl import QaRLTrainer
+from qarl_trl.validate import check_adapter, check_arguments, check_layers, config_of
+
+
+def lora(**changes):
+    """The configuration of a small adapter for the queries of a model."""
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"q_proj": 3},
+            "init_lora_weights": "gaussian",
+        },
+        {"target_modules": "all-linear", "exclude_modules": ["up_proj"], "modules_to_save": ["lm_head"]},
+        {"layers_to_transform": [0]},
+    ],
+)
+def test_plain_lora_is_accepted_also_from_a_file(tmp_path, changes):
+    adapter = lora(**changes)
+    check_adapter(adapter, config(tmp_path))
+
+    adapter.save_pretrained(tmp_path)
+    check_adapter(LoraConfig.from_pretrained(tmp_path), config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_dora": True}, ["use_dora=True"]),
+        ({"lora_dropout": 0.05}, ["lora_dropout=0.05", "engine's weight", "ModelConfig has 0.05"]),
+        ({"bias": "all"}, ["bias='all'"]),
+        ({"target_parameters": ["experts.down_proj"]}, ["target_parameters"]),
+        ({"fan_in_fan_out": True}, ["fan_in_fan_out=True"]),
+        ({"layer_replication": [(0, 2), (1, 2)]}, ["layer_replication"]),
+        ({"init_lora_weights": "pissa"}, ["init_lora_weights='pissa'"]),
+        ({"use_dora": True, "lora_dropout": 0.1}, ["use_dora=True", "lora_dropout=0.1", "Leave"]),
+    ],
+)
+def test_adapters_that_cannot_be_aligned_are_refused_before_a_model_loads(tmp_path, changes, words):
+    with pytest.raises(ValueError) as error:
+        QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path), peft_config=lora(**changes))
+    for word in words:
+        assert word in str(error.value)
+
+    # Control: without quantization it is TRL's own business.
+    without_quantization = config(tmp_path, quant_scheme="none")
+    check_arguments("no/such-model", without_quantization, {"peft_config": lora(**changes)})
+
+
+@pytest.mark.parametrize("other", [IA3Config(), AdaLoraConfig(total_step=10)], ids=lambda other: type(other).__name__)
+def test_other_kinds_of_adapters_are_refused(tmp_path, other):
+    with pytest.raises(ValueError, match=f"{type(other).__name__}, and only LoRA"):
+        check_adapter(other, config(tmp_path))
+
+
+def test_muon_and_lora_are_refused_together(tmp_path):
+    with pytest.raises(ValueError, match="optim_muon must be False with LoRA"):
+        check_adapter(lora(), config(tmp_path, optim_muon=True))
+
+
+def test_the_adapters_of_a_peft_model_are_checked_too(tmp_path, tiny_model):
+    with_dropout = get_peft_model(tiny_model(num_hidden_layers=1), lora(lora_dropout=0.1))
+    with pytest.raises(ValueError, match=r"lora_dropout=0\.1"):
+        check_arguments(with_dropout, config(tmp_path), {})
+
+    plain = get_peft_model(tiny_model(num_hidden_layers=1), lora())
+    check_arguments(plain, config(tmp_path), {})  # control
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapter", "words"),
+    [
+        ({}, None, "needs peft_config, and the name of a model"),
+        ({}, {"modules_to_save": ["lm_head"]}, "vLLM serves no adapter with modules_to_save"),
+        ({}, {"rank_pattern": {"q_proj": 2}}, "vLLM serves no adapter with rank_pattern"),
+        ({}, {"alpha_pattern": {"q_proj": 2}}, "vLLM serves no adapter with alpha_pattern"),
+        ({}, {"use_dora": True}, "use_dora=True"),
+        ({}, {"target_modules": ["embed_tokens"]}, "'model.embed_tokens'.*is not quantized"),
+        ({"use_vllm": True}, {"r": 1024}, "r must be at most 512 for vLLM"),
+        ({"use_vllm": True, "vllm_mode": "server", "sync_folder": "s"}, {}, "with vllm_mode='colocate'"),
+    ],
+)
+def test_what_a_frozen_base_does_not_take_is_one_line_before_a_model_loads(
+    tmp_path, tiny_model, changes, adapter, words
+):
+    path = tmp_path / "model"
+    tiny_model(num_hidden_layers=1).save_pretrained(path)
+    for file in path.glob("*.safetensors"):  # control: no check reads the weights, which are cut off
+        file.write_bytes(file.read_bytes()[:1000])
+
+    args = config(tmp_path / "run", lora_base="frozen", **changes)
+    peft_config = None if adapter is None else lora(**adapter)
+
+    with pytest.raises(ValueError, match=words) as error:
+        check_arguments(str(path), args, {"peft_config": peft_config})
+        check_layers(config_of(str(path), args), args.quant_plan(), args, peft_config)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,60 @@
+"""`qarl_trl.validate.arguments`: what is refused before a model loads, by the name of what is wrong."""
+
+import pytest
+from configs import config
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+
+from qarl_trl import QaRLTrainer
+from qarl_trl.validate import arguments, check_arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "kwargs", "words"),
+    [
+        ({}, {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "quantization_config leaves"),
+        ({"model_init_kwargs": {"load_in_4bit": True}}, {}, "load_in_4bit leaves"),
+        ({}, {"peft_config": object()}, "only LoRA adapters"),
+    ],
+)
+def test_what_would_take_the_master_weights_away_is_refused_before_a_model_loads(tmp_path, changes, kwargs, words):
+    args = config(tmp_path, **changes)
+
+    with pytest.raises(ValueError, match=words):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=args, **kwargs)
+
+    # Control: without quantization it is TRL's own business.
+    without_quantization = config(tmp_path, quant_scheme="none", **changes)
+    check_arguments("no/such-model", without_quantization, kwargs)
+
+
+def test_another_config_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="QaRLTrainer needs a QaRLConfig, got dict"):
+        check_arguments("no/such-model", {}, {})
+
+
+def test_an_optimizer_of_bitsandbytes_needs_it(tmp_path, monkeypatch):
+    args = config(tmp_path, optim="paged_adamw_8bit")
+
+    monkeypatch.setattr(arguments, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ImportError, match="optim=paged_adamw_8bit needs bitsandbytes: pip install bitsandbytes"):
+        check_arguments("no/such-model", args, {})
+    check_arguments("no/such-model", config(tmp_path), {})  # control
+
+    monkeypatch.setattr(arguments, "is_bitsandbytes_available", lambda: True)
+    check_arguments("no/such-model", args, {})
+
+
+def test_a_folder_with_an_unquantized_model_is_refused_before_the_run(tmp_path, tiny_model):
+    """At the end of the run `save_model` would have nowhere to write."""
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "low_bit")
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+
+    with pytest.raises(ValueError, match="unquantized model"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path), peft_config=lora)
+    with pytest.raises(ValueError, match="unquantized model"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path / "low_bit"))
+
+    # Controls: without an adapter nothing is written into the sub-folder, and without quantization no low-bit model.
+    check_arguments("org/model", config(tmp_path), {})
+    check_arguments("no/such-model", config(tmp_path / "low_bit", quant_scheme="none"), {})

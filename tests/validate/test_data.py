@@ -1,0 +1,22 @@
+"""`qarl_trl.validate.data`: a training set must fill a rollout batch."""
+
+import pytest
+from configs import config
+from datasets import Dataset
+
+from qarl_trl import QaRLTrainer
+from qarl_trl.validate import check_data
+
+
+def test_fewer_prompts_than_a_rollout_batch_are_refused_with_the_arithmetic_before_a_model_loads(tmp_path):
+    """TRL trains nothing then, and says that all is well."""
+    args = config(tmp_path, per_device_train_batch_size=8, steps_per_generation=4, num_generations=4)
+    enough = Dataset.from_dict({"prompt": ["a"] * 8})
+    too_few = enough.select(range(7))
+
+    with pytest.raises(ValueError, match=r"at least 8 prompts, got 7.*8 x 1 processes x .*=4 = 32 completions"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=args, train_dataset=too_few)
+
+    # Controls: one prompt more, and a set whose length nobody knows.
+    check_data({"train_dataset": enough}, args)
+    check_data({"train_dataset": too_few.to_iterable_dataset()}, args)

@@ -1,0 +1,87 @@
+"""`qarl_trl.validate.placement`: devices and shards that low-bit layers do not work with."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from configs import config
+from peft import LoraConfig
+
+from qarl_trl import QaRLTrainer
+from qarl_trl.validate import check_arguments
+
+
+def launch(monkeypatch, args, sharding):
+    """Make a run look as if `accelerate launch` had started it with FSDP of a version, or with DeepSpeed ZeRO-3."""
+    if sharding == "zero3":
+        args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+    else:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", sharding)
+
+
+def refusal(words):
+    """A context in which a `ValueError` must match `words`; with `None` there must be no error."""
+    if words is None:
+        return nullcontext()
+    return pytest.raises(ValueError, match=words)
+
+
+def test_one_process_with_several_gpus_is_refused_before_a_model_loads(tmp_path, monkeypatch):
+    """TRL's device_map="auto" would spread the model over them."""
+    args = config(tmp_path)
+
+    monkeypatch.setattr(type(args), "n_gpu", 4)
+    with pytest.raises(ValueError, match="one GPU, got 4.*accelerate launch"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=args)
+
+    monkeypatch.setattr(type(args), "n_gpu", 1)
+    check_arguments("no/such-model", args, {})  # control
+
+
+@pytest.mark.parametrize(
+    ("sharding", "scheme", "words"),
+    [
+        ("1", "W4A16", "FSDP1"),
+        ("2", "NVFP4A16", "global scale"),
+        ("zero3", "NVFP4A16", "global scale"),
+        ("zero3", "W4A16", None),
+        ("2", "W4A16", None),
+        ("1", "none", None),
+    ],
+)
+def test_shards_that_cannot_be_quantized_are_refused(tmp_path, monkeypatch, sharding, scheme, words):
+    args = config(tmp_path, quant_scheme=scheme)
+    check_arguments("org/model", args, {})  # control: one process
+
+    launch(monkeypatch, args, sharding)
+
+    with refusal(words):
+        check_arguments("org/model", args, {})
+
+
+def test_shards_on_the_cpu_are_refused(tmp_path, monkeypatch):
+    args = config(tmp_path)
+    launch(monkeypatch, args, "2")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+
+    with pytest.raises(ValueError, match=r"fsdp_offload_params must be false"):
+        check_arguments("org/model", config(tmp_path), {})
+
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    check_arguments("org/model", config(tmp_path), {})  # control
+
+
+@pytest.mark.parametrize(
+    ("sharding", "words"),
+    [("1", "Use FSDP2"), ("2", None), ("zero3", "lora_base='frozen' runs on one process, DDP or FSDP2")],
+)
+def test_a_frozen_base_has_no_shards_but_those_of_fsdp2(tmp_path, monkeypatch, sharding, words):
+    args = config(tmp_path, lora_base="frozen")
+    adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")}
+    check_arguments("model", args, adapter)  # control: one process, or DDP, which looks the same here
+
+    launch(monkeypatch, args, sharding)
+
+    with refusal(words):
+        check_arguments("model", args, adapter)
