@@ -53,11 +53,12 @@ def training_facts(trainer: Any) -> dict[str, Any]:
     Facts about the training run so far, for a card.
 
     Args:
-        trainer: A `QaRLTrainer`.
+        trainer: A trainer with `LowBitMixin`.
 
     Returns:
-        Those of [`base_facts`], and unless the base is frozen: `rewards`, `objective`, `aligned` (whether the learner
-        ran on low-bit weights), `steps` and `code` (versions).
+        Those of [`base_facts`], and unless the base is frozen: `rewards` (empty without rewards), `objective`,
+        `trainer` (TRL's name of it), `samples` (whether the run had an engine), `aligned` (whether the learner ran on
+        low-bit weights), `steps` and `code` (versions).
     """
     args = trainer.args
     facts = base_facts(base_model(trainer._unwrapped).config._name_or_path)
@@ -65,19 +66,23 @@ def training_facts(trainer: Any) -> dict[str, Any]:
     if args.frozen:
         return facts
 
-    facts["rewards"] = trainer.reward_func_names
-    facts["objective"] = _objective(args.loss_type)
+    facts["rewards"] = getattr(trainer, "reward_func_names", [])
+    facts["objective"] = _objective(getattr(args, "loss_type", None), trainer._name)
+    facts["trainer"] = trainer._name
+    facts["samples"] = args.has_engine
     facts["aligned"] = args.quantize_learner
     facts["steps"] = trainer.state.global_step
     facts["code"] = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     return facts
 
 
-def _objective(loss_type: str) -> str:
-    """The loss in words."""
+def _objective(loss_type: Any, name: str) -> str:
+    """The loss in words: the trainer's name, if the loss has none of its own."""
     if loss_type == "tbpo":
         return "TBPO (trust-band policy optimization)"
-    return loss_type
+    if isinstance(loss_type, list):  # DPO may sum several
+        return " + ".join(loss_type)
+    return loss_type or name
 
 
 def write_card(folder: Path, repo: str | None = None, **facts: Any) -> None:

@@ -55,6 +55,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         _compat.check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
+        _compat.trl_module(type(self))  # refuses a class without a trainer of TRL
         arguments = inspect.signature(super().__init__).bind(*positional, **named).arguments
         model: Any = arguments["model"]
         args: Any = arguments.get("args")
